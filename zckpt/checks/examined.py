@@ -6,8 +6,9 @@ For `soundness` and those who add to its answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.checks.integrity import CheckedFile
 from zckpt.checks.verdict import Check
 from zckpt.core.catalog import Catalog

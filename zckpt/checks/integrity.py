@@ -11,8 +11,9 @@ import os
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import Pace
 from zckpt.checks.scan_order import ScanOrder
 from zckpt.containers import TensorRef, torch_zip

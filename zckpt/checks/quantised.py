@@ -6,9 +6,10 @@ For `verify`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import BF16, DType
 from zckpt.jobs.opened import Opened, dequantised

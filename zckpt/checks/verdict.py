@@ -6,8 +6,8 @@ For `soundness` and `verify`, which fill it in, and the command line, which prin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count, row, size, wrapped
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Annotated, Any
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
 from zckpt.cli import options as o
 from zckpt.cli.convert import WeightOptions, words_of

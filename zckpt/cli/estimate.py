@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
 from zckpt.cli import options as o
 from zckpt.cli.declared import command

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
 

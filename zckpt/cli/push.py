@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import unquote
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count, size
 from zckpt.cli import options as o
 from zckpt.cli.declared import command

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
 from zckpt.cli import options as o
 from zckpt.cli.declared import command

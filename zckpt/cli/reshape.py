@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
 from zckpt.cli import options as o
 from zckpt.cli.declared import command

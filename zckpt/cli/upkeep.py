@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
 from zckpt.cli.written import Words, finish

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, TypeVar
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.base.words import count, size
 from zckpt.cli.options import Shown, Writing

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from zckpt.base import limits
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers.container import Container, Input

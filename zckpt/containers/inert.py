@@ -7,8 +7,10 @@ never imports a class that a file names, so it runs no code of a file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
+
+from zckpt.base.dataclass import dataclass
 
 
 class Pair(NamedTuple):

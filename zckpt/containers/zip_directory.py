@@ -18,9 +18,9 @@ Source: PKWARE APPNOTE 6.3.10, 4.3 and 4.5.3; torch writes it with miniz (caffe2
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 from zckpt.base import limits
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.containers.container import Input
 

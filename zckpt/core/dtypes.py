@@ -7,8 +7,9 @@ Source: torch/storage.py (storage classes), safetensors 0.8.0 `Dtype`, numpy typ
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Literal
+
+from zckpt.base.dataclass import dataclass
 
 Kind = Literal["float", "int", "bool", "complex"]
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 
 if TYPE_CHECKING:

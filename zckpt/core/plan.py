@@ -8,9 +8,10 @@ Moves are streamed, never held in a list.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import DType

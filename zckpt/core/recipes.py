@@ -7,10 +7,10 @@ its numbers depend on; `engine.bringing` follows it, for the parts that a batch 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.folds import Fold, How, Uptake, are_at_hand, folded

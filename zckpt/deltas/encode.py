@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.core.dtypes import DType
 from zckpt.deltas.form import MOST_POSITIONS, DeltaForm, Hasher, hasher_of

@@ -20,9 +20,9 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.words import joined
 from zckpt.storage.json_files import read_json

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsafeError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, open_container

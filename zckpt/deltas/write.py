@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TypeVar
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError
 from zckpt.base.version import __version__
 from zckpt.containers.safetensors_file import ALIGNMENT

@@ -8,8 +8,9 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import ComputedStore, DerivedStore, FileStore, MemoryStore, Store
 from zckpt.core.plan import Move, OutputFile, Plan

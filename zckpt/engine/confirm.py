@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import Replica, TensorEntry

@@ -11,8 +11,8 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import Pace, gives_back, thread_count
 
 try:

@@ -15,8 +15,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import gives_back, pace, thread_count
 from zckpt.core.catalog import Replica
 from zckpt.core.fragments import FileStore, Fragment

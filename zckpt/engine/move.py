@@ -11,10 +11,10 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, TypeVar
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
 from zckpt.base.pace import Pace, engine_error, gives_back, pace, thread_count, window_bytes
 from zckpt.core.dtypes import CAST_TARGETS

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.core.plan import OutputFile
 

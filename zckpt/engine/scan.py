@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, read_error
 from zckpt.base.pace import engine_error, gives_back, pace, thread_count
 from zckpt.engine.batches import progress_after

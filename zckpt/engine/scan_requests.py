@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.core.dtypes import U8, DType
 from zckpt.core.fragments import FileStore, Fragment, Store

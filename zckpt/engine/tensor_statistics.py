@@ -6,8 +6,10 @@ For `scan` and those who read its reports. The figures are those of `csrc/statis
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
+
+from zckpt.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ Source: transformers 5.23; checked by tests/estimate/test_activations.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from zckpt.base.dataclass import dataclass
 
 LLAMA = frozenset(("llama", "mistral", "qwen2", "qwen3"))
 BERT = frozenset(("bert", "roberta"))

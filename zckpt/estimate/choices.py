@@ -6,9 +6,10 @@ For the command and for `zckpt.runtime.estimate`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count, joined, size, wrapped
 from zckpt.estimate.activations import activations_of, longest

@@ -13,8 +13,8 @@ Source: torch 2.13, distributed/fsdp/_fully_shard; checked by tests/estimate/tes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.estimate.activations import Activations
 from zckpt.estimate.sizes import ModelSize, ParameterSize
 

@@ -9,7 +9,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from zckpt.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

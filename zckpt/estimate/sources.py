@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UsageError
 from zckpt.estimate.adapters import with_adapter
 from zckpt.estimate.sizes import ModelSize, ParameterSize, model_of

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from zckpt.base.dataclass import dataclass
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

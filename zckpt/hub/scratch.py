@@ -13,8 +13,9 @@ import json
 import os
 import threading
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.output import locks
 from zckpt.output.durable import make_directories

@@ -6,7 +6,9 @@ For every other module of this package.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from zckpt.base.dataclass import dataclass
 
 MESSAGE = "Upload weights with zckpt"
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, UsageError, ZckptError
 from zckpt.base.sizes import file_bytes
 from zckpt.base.words import count

@@ -9,9 +9,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UsageError
 from zckpt.base.progress import Progress, reported
 from zckpt.base.version import __version__

@@ -12,8 +12,9 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.progress import Progress, reported
 from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt import layouts
 from zckpt.base import limits
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.core.fragments import FileStore, Fragment

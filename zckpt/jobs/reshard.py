@@ -10,10 +10,11 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.progress import Progress
 from zckpt.core.catalog import Catalog, Source
 from zckpt.core.dtypes import BF16, F16, DType

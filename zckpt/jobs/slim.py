@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, joined, size

@@ -8,8 +8,9 @@ place (`pipeline_read`), it is written without them: only the swap file is right
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.containers import Container, TensorRef, TensorSpec
 from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.fragments import FileStore

@@ -9,8 +9,8 @@ fp32 weights, which are items of its optimizer, and every file beside the data f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.plan import literal_file

@@ -7,10 +7,11 @@ Names of states are the optimizer's own: `exp_avg` of torch's Adam, `momentum_bu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NoTensorError, UnsupportedError
 from zckpt.base.words import count, examples, size
 from zckpt.containers import TensorRef

@@ -10,9 +10,10 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples

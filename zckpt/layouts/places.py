@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer

@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.layouts.places import find
 from zckpt.layouts.run.steps import TRACKER

@@ -15,10 +15,11 @@ import heapq
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError
 from zckpt.core.catalog import Role, TensorEntry, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME, DType

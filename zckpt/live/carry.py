@@ -10,13 +10,14 @@ import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import itemgetter
 from types import TracebackType
 from typing import Literal, Protocol
 
 import torch
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import Fragment, MemoryStore

@@ -18,7 +18,6 @@ import operator
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from queue import Queue
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.pace import DEFAULT_PACE
 from zckpt.base.sizes import to_bytes

@@ -19,12 +19,12 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.base.version import __version__
 from zckpt.base.words import examples

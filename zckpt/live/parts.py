@@ -13,7 +13,6 @@ and the bf16 optimizer) and runtime/zero/stage3.py (`ds_tensor`, `get_local_fp32
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.core.catalog import Role, TensorPart

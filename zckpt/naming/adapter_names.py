@@ -14,8 +14,9 @@ peft_model.py `save_pretrained` (files and sub-directories); transformers 5.23, 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog, replace_name
 
 _METHODS = "lora|hada|lokr|ia3|oft|boft|hra|miss|c3a|ln_tuning|trainable_tokens|vera_lambda|road|waveft|gralora|delora"

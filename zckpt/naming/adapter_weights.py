@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NoReturn
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry

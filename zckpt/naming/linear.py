@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.naming.families import model_types
 from zckpt.naming.schemes import NamingRule, families, scheme
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples, joined
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name

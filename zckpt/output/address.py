@@ -39,10 +39,11 @@ import base64
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from hashlib import sha256
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError, ZckptError
 from zckpt.base.words import examples
 from zckpt.output.journal import Finished

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, ZckptError
 from zckpt.base.words import examples
 from zckpt.output import manifest

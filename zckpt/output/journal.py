@@ -14,9 +14,10 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any, Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.storage.fsync_queue import make_durable
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.words import count

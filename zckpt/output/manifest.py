@@ -16,8 +16,8 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.output.journal import Finished
 from zckpt.storage.json_files import read_json

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 from typing import Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.version import __version__

@@ -14,10 +14,11 @@ import json
 import os
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import sha256
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import AccessError, UnsupportedError, UsageError
 from zckpt.output.manifest import NAME as MANIFEST
 from zckpt.output.manifest import SIGNATURE

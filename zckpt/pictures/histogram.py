@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
 from zckpt.engine.tensor_statistics import Spread
 from zckpt.pictures.page import text

@@ -12,9 +12,10 @@ file that is gone there is never more than a picture.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog
 from zckpt.jobs.inspection import Inspection

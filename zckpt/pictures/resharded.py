@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType

@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from statistics import median_low
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog, Topology
 from zckpt.core.fragments import ComputedStore, FileStore, Fragment
 from zckpt.jobs.inspection import Inspection

@@ -10,8 +10,9 @@ quantization/quant_config.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from zckpt.base.dataclass import dataclass
 
 Scheme = Literal["block128", "channel", "tensor"]
 SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")

@@ -6,9 +6,9 @@ compressed-tensors 0.20, quantization/lifecycle/forward.py (`dequantize`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType

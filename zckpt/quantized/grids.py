@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.recipes import MatrixBlocks
 
 _MOST = 1 << 21

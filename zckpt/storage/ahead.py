@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.base.dataclass import dataclass
 from zckpt.storage.fsspec_io import THREADS, RemoteFile
 from zckpt.storage.location import Address, Location, OpenFile
 

@@ -12,9 +12,10 @@ import re
 import stat
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal, Protocol
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, NotACheckpointError
 from zckpt.core.fragments import FileStore
 from zckpt.storage import fsspec_io

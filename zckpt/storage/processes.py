@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+
+from zckpt.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ For `pictures.incomplete`, which draws what a missing file would hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.fragments import FileStore
 from zckpt.storage.location import Location, OpenFile
 

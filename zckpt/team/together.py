@@ -18,10 +18,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note
 from zckpt.base.words import ranges
 from zckpt.storage import processes

@@ -7,8 +7,8 @@ place of one that it could.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.layouts.run_saves import RunSave
 from zckpt.upkeep.metrics import Metric, best_of

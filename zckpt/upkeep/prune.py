@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import JobWatch, Progress, reported

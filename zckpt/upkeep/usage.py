@@ -13,9 +13,10 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, size, wrapped
 from zckpt.containers import open_container

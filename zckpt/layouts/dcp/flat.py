@@ -18,8 +18,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef

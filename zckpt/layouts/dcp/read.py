@@ -11,9 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 from zckpt.base import words
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UsageError
 from zckpt.base.words import examples
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem

@@ -15,8 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.containers import Placeholder, TensorSpec, torch_zip
 from zckpt.containers.emit import Size, emit
 from zckpt.containers.skeleton import Skeleton

@@ -9,8 +9,9 @@ checkpoint_utils.py (`_merge_flat_fsdp_opt_state`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef

@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from zckpt.base import words
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef

@@ -8,9 +8,9 @@ Source: gguf-py 0.19.0, quants.py `Q8_0` (the same bits as ggml, src/ggml-quants
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.base.dataclass import dataclass
 from zckpt.containers.gguf_file import Q8_0
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8

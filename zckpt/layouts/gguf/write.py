@@ -8,8 +8,9 @@ Source: llama.cpp, convert_hf_to_gguf.py `prepare_tensors`; gguf-py 0.19.0, gguf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers.gguf_file import BY_DTYPE, Q8_0, GgmlType, GgufSpec, GgufValue, skeleton
 from zckpt.core.catalog import TensorEntry

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.core.catalog import Padding, Replica, TensorEntry
 from zckpt.core.fragments import Block, ComputedStore, Fragment

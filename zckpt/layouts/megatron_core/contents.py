@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
 
 MASTERS = ("param", "fp32_param", "master_param")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples, joined
 from zckpt.containers import is_torch_zip, torch_zip

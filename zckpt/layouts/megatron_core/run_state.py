@@ -9,8 +9,9 @@ training/checkpointing.py; NeMo 2, lightning/io/pl.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
 from zckpt.containers import Placeholder, brief
 from zckpt.core.catalog import Topology

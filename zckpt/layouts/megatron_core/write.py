@@ -20,8 +20,8 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from zckpt.base.dataclass import dataclass
 from zckpt.containers import Placeholder, torch_zip
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, DType

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from zckpt.base.dataclass import dataclass
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Padding
 from zckpt.core.dtypes import F32, DType

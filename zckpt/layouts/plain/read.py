@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import (
     COPY_AGAIN,
     CorruptError,

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief

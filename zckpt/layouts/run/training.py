@@ -7,9 +7,10 @@ trainable parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Padding, TensorEntry, held_as_padding, held_by

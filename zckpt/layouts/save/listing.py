@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, open_container, torch_zip
 from zckpt.containers.emit import contiguous_stride

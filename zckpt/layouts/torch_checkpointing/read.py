@@ -18,10 +18,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from zckpt.base import limits
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
 from zckpt.containers import Container, TensorRef, brief, load_pickle, open_container, torch_zip
 from zckpt.containers.container import open_input

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, U8, DType

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError
 from zckpt.core.dtypes import ALL
 from zckpt.core.fragments import FileStore

@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zckpt import live
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry

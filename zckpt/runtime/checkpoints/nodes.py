@@ -11,12 +11,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, OutputError
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.core.catalog import TensorEntry, TensorPart

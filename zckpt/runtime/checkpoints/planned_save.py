@@ -7,12 +7,12 @@ trains on.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile

@@ -12,11 +12,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing, rank_file

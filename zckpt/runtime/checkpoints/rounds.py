@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, add_note
 from zckpt.base.words import size
 from zckpt.core.dtypes import BY_TORCH_NAME

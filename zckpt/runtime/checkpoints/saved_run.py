@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from zckpt import layouts
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import examples, joined
 from zckpt.containers import Placeholder, TensorRef

@@ -18,7 +18,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, joined, ranks, size
 from zckpt.output.saves import STAGED

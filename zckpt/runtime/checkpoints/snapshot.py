@@ -14,10 +14,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 
 import torch
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, OutputError
 from zckpt.base.words import size
 from zckpt.live import device

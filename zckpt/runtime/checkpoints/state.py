@@ -11,12 +11,12 @@ A replicated part is the same on every rank, so are the parts of ranks with the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from zckpt.base.dataclass import dataclass
 from zckpt.runtime.generators import rng_state
 from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.gradients import Gradients, taken

@@ -19,12 +19,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.words import joined, ranks
 from zckpt.runtime.world import World
 from zckpt.team.rendezvous import default_store, own_connection

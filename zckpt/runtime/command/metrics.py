@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
+
+from zckpt.base.dataclass import dataclass
 
 FILE, PICTURE = "metrics.jsonl", "loss.png"
 _MANY = 200

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.runtime.command.tiny_gpt import TinyConfig, TinyGPT
 

@@ -6,12 +6,14 @@ For `zckpt train --model tiny-gpt`: to try things without a model at hand. What 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from zckpt.base.dataclass import dataclass
 
 Output = dict[str, torch.Tensor]
 

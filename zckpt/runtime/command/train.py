@@ -12,13 +12,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from zckpt import live
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
 from zckpt.base.words import count, ranks
 from zckpt.jobs.open import open_catalog

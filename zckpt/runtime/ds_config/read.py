@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count, examples
 from zckpt.runtime.ds_config.checks import refuse_contradictions, refuse_unbuilt

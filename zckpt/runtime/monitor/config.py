@@ -6,9 +6,9 @@ For scripts that make a `MonitorMaster` of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.runtime.ds_config.reports import CometSection, CSVSection, TensorBoardSection, WandbSection
 
 

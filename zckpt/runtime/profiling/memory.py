@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zckpt.base.dataclass import dataclass
 from zckpt.live.device import accelerator
 
 _GB = 1 << 30

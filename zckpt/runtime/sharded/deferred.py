@@ -21,7 +21,7 @@ import math
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zckpt.base.dataclass import dataclass
 from zckpt.runtime.sharded.labels import label
 from zckpt.runtime.sharded.older_torch import gather
 from zckpt.runtime.world import rows_of

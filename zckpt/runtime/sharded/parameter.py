@@ -12,11 +12,12 @@ Rows of dim 0 are a run of elements, so a part is (start, count) of the row-majo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from zckpt.base.dataclass import dataclass
 
 _ATTRIBUTE = "_zckpt_sharded_parameter"
 

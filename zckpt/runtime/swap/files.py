@@ -21,10 +21,10 @@ import socket
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.base.words import size
 from zckpt.core.fragments import FileStore

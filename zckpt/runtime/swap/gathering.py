@@ -8,12 +8,13 @@ followed it last time are read, as far as there is room. What was read ahead is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
+from zckpt.base.dataclass import dataclass
 from zckpt.runtime.swap.files import Region, padded
 from zckpt.runtime.swap.transfers import Buffer, Stretch, Transfer, Transfers, stretch
 

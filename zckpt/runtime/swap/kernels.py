@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.runtime.optimizers.lion_lamb import Lion
 
 try:

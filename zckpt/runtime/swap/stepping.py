@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.runtime.swap.files import Region, SwapFile, padded
 from zckpt.runtime.swap.gathering import SwappedRows

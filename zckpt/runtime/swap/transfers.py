@@ -9,11 +9,11 @@ import os
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.runtime.swap.files import ALIGN, SwapFile, padded
 

@@ -1,0 +1,170 @@
+"""Python's `dataclass`, whose methods are made when they are first wanted.
+
+For every module. Python compiles six methods for each class when it is imported, of which most runs call none: for a hundred
+classes that took a third of the time of a short command. Here all but `__init__` are the same functions for all classes, and
+`__init__` is compiled when the first object is made, or somebody asks for its signature. It sets slots directly, which takes two
+thirds of the time where a class is frozen. Fields, `replace`, `asdict`, `match` and pickles are Python's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as dataclass
+else:
+
+    def dataclass(
+        cls: type | None = None,
+        /,
+        *,
+        frozen: bool = False,
+        slots: bool = False,
+        eq: bool = True,
+        repr: bool = True,  # noqa: A002 - Python's name
+        kw_only: bool = False,
+    ) -> Any:
+        """As `dataclasses.dataclass`. Another option of that one is a TypeError."""
+
+        def made(plain: type) -> type:
+            return _made(plain, frozen=frozen, slots=slots, eq=eq, shows=repr, kw_only=kw_only)
+
+        return made if cls is None else made(cls)
+
+
+def _made(plain: type, *, frozen: bool, slots: bool, eq: bool, shows: bool, kw_only: bool) -> type:
+    own = set(vars(plain))
+    hashes = vars(plain).get("__hash__") is not None
+    if plain.__doc__ is None:
+        plain.__doc__ = plain.__name__  # for which Python would ask for the signature
+    cls: type = dataclasses.dataclass(plain, init=False, repr=False, eq=False, slots=slots, kw_only=kw_only)
+    methods: dict[str, Any] = {"__init__": _Init(cls, frozen=frozen)}
+    if shows:
+        methods["__repr__"] = _repr
+    if eq:
+        compared = _getter(one.name for one in dataclasses.fields(cls) if one.compare)
+        methods["__eq__"] = _equal(compared)
+        if not hashes:
+            own.discard("__hash__")
+            methods["__hash__"] = _hash(compared) if frozen else None
+    if frozen:
+        methods |= {"__setattr__": _refuse_to_set, "__delattr__": _refuse_to_delete}
+        if slots:
+            methods |= {"__getstate__": _state, "__setstate__": _restore}
+    for name, method in methods.items():
+        if name not in own:
+            setattr(cls, name, method)
+    return cls
+
+
+class _Factory:
+    """What a signature shows of a field whose default is made."""
+
+    def __repr__(self) -> str:
+        return "<factory>"
+
+
+_FACTORY = _Factory()
+
+
+class _Init:
+    """Stands where `__init__` will be, until somebody wants it.
+
+    Args:
+        cls: whose objects it begins.
+        frozen: whether their fields can only be set by it.
+    """
+
+    def __init__(self, cls: type, *, frozen: bool) -> None:
+        self._cls = cls
+        self._frozen = frozen
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        cls = self._cls
+        made = _compiled(cls, frozen=self._frozen)
+        if vars(cls).get("__init__") is self:
+            cls.__init__ = made  # type: ignore[misc]
+        return made.__get__(instance, owner)
+
+
+def _compiled(cls: type, *, frozen: bool) -> Any:
+    names: dict[str, Any] = {"_factory": _FACTORY, "_set": object.__setattr__}
+    positional: list[str] = []
+    keywords: list[str] = []
+    body: list[str] = []
+    for one in dataclasses.fields(cls):
+        name, value = one.name, one.name
+        if one.default_factory is not dataclasses.MISSING:
+            names[f"_make_{name}"] = one.default_factory
+            value = f"_make_{name}() if {name} is _factory else {name}" if one.init else f"_make_{name}()"
+            default = "=_factory"
+        elif one.default is not dataclasses.MISSING:
+            names[f"_default_{name}"] = one.default
+            default = f"=_default_{name}"
+            value = name if one.init else f"_default_{name}"
+        elif not one.init:
+            continue
+        else:
+            default = ""
+        if one.init:
+            (keywords if one.kw_only else positional).append(name + default)
+        if not frozen:
+            body.append(f"self.{name} = {value}")
+        elif (set_slot := getattr(getattr(cls, name, None), "__set__", None)) is not None:
+            names[f"_set_{name}"] = set_slot
+            body.append(f"_set_{name}(self, {value})")
+        else:
+            body.append(f"_set(self, {name!r}, {value})")
+    if hasattr(cls, "__post_init__"):
+        body.append("self.__post_init__()")
+    parameters = ", ".join(["self", *positional, *(["*", *keywords] if keywords else [])])
+    exec(f"def __init__({parameters}):\n " + "\n ".join(body or ["pass"]), names)
+    made = names["__init__"]
+    made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    made.__annotations__ = {one.name: one.type for one in dataclasses.fields(cls) if one.init} | {"return": None}
+    return made
+
+
+def _getter(names: Any) -> Callable[[Any], Any]:
+    """What is compared and hashed: the only field, or a tuple of all."""
+    several = tuple(names)
+    return attrgetter(*several) if several else lambda _: ()
+
+
+def _equal(compared: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    def __eq__(self: Any, other: Any) -> Any:
+        return compared(self) == compared(other) if other.__class__ is self.__class__ else NotImplemented
+
+    return __eq__
+
+
+def _hash(compared: Callable[[Any], Any]) -> Callable[[Any], int]:
+    def __hash__(self: Any) -> int:
+        return hash(compared(self))
+
+    return __hash__
+
+
+def _repr(self: Any) -> str:
+    shown = ", ".join(f"{one.name}={getattr(self, one.name)!r}" for one in dataclasses.fields(self) if one.repr)
+    return f"{type(self).__qualname__}({shown})"
+
+
+def _refuse_to_set(self: Any, name: str, value: object) -> None:
+    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+def _refuse_to_delete(self: Any, name: str) -> None:
+    raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+
+def _state(self: Any) -> list[Any]:
+    return [getattr(self, one.name) for one in dataclasses.fields(self)]
+
+
+def _restore(self: Any, state: list[Any]) -> None:
+    for one, value in zip(dataclasses.fields(self), state, strict=True):
+        object.__setattr__(self, one.name, value)
