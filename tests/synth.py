@@ -168,18 +168,19 @@ def zero3(
     (directory / "latest").write_text(tag)
     names = [n for group in groups for n in group] + list(frozen) + list(shared)
     for rank in range(world_size):
-        runs: list[list[torch.Tensor]] = [[]]
-        for tensor in (t for group in groups for t in group.values()):
-            if runs[-1] and sum(p.numel() for p in runs[-1]) >= sub_group:
-                runs.append([])
-            runs[-1].append(_piece(tensor, world_size, rank))
+        runs: list[dict[str, torch.Tensor]] = [{}]  # sub-groups, each of one name or more
+        for name, tensor in (item for group in groups for item in group.items()):
+            if runs[-1] and sum(p.numel() for p in runs[-1].values()) >= sub_group:
+                runs.append({})
+            runs[-1][name] = _piece(tensor, world_size, rank)
+        shape_of = {name: tensor.shape for group in groups for name, tensor in group.items()}
         module = OrderedDict((name, torch.empty(0)) for name in names)
         module.update(buffers)
         model = {
             "module": module,
             "buffer_names": list(buffers),
             "optimizer": None,
-            "param_shapes": [OrderedDict((n, t.shape) for n, t in group.items()) for group in groups],
+            "param_shapes": [OrderedDict((name, shape_of[name]) for name in run) for run in runs],
             "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in frozen.items()),
             "frozen_param_fragments": OrderedDict((n, _piece(t, world_size, rank)) for n, t in frozen.items()),
             "shared_params": shared,
@@ -190,7 +191,7 @@ def zero3(
             "ds_version": "0.19.8",
         }
         torch.save(model, save / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        flat = [torch.cat(run) if run else torch.empty(0) for run in runs]
+        flat = [torch.cat([*run.values()]) if run else torch.empty(0) for run in runs]
         inner = {
             "state": {i: {"step": step, "exp_avg": torch.zeros_like(v)} for i, v in enumerate(flat)},
             "param_groups": [],

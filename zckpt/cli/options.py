@@ -1,7 +1,6 @@
 """The options that commands share, in groups: a command declares the groups that it takes, and gets each as one value.
 
-A group is declared once, so that an option means and says the same everywhere. What its `options` returns are keyword arguments
-of the values in `jobs.options`.
+A group is declared once: an option means the same everywhere. Its `options` are keywords of the values in `jobs.options`.
 """
 
 from __future__ import annotations
