@@ -243,5 +243,5 @@ def _dense_sides(move: Move) -> tuple[bool, bool]:
 def _rows(flat: array[int], width: int) -> Iterator[tuple[int, ...]]:
     """Rows of a flat array, sorted."""
     columns = [flat[i::width] for i in range(width)]
-    for row in sorted(range(len(columns[0])), key=columns[0].__getitem__):
-        yield tuple(column[row] for column in columns)
+    order = sorted(range(len(columns[0])), key=columns[0].__getitem__)
+    return zip(*(map(column.__getitem__, order) for column in columns), strict=True)
