@@ -199,9 +199,12 @@ def remove(path: Path) -> None:
 def machine() -> str:
     """This one, in words."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    said = dict(map(str.strip, line.split(":", 1)) for line in _lines("/proc/cpuinfo") if ":" in line)
+    model = said.get("model name", platform.machine())
+    if "cpu family" in said:  # of one name there are processors of many years
+        model += f" (family {said['cpu family']}, model {said['model']})"
     return (
-        f"{model or platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux "
+        f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux "
         f"{platform.release().split('-')[0]}, Python {platform.python_version()}"
     )
 
