@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,12 +123,15 @@ def test_it_keeps_to_what_was_asked_for(pace: Any, tmp_path: Path, monkeypatch: 
         assert reads.stop() != {}
 
 
-def test_no_thread_is_left_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", [ZckptError, KeyboardInterrupt])
+def test_no_thread_is_left_after(ends: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "large.pt").open("wb") as file:
         file.truncate(16 << 30)
     monkeypatch.setattr("zckpt.base.pace.memory_bytes", lambda: 1 << 50)
+    if ends is KeyboardInterrupt:
+        monkeypatch.setattr("zckpt.checks.soundness.examined", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     before, files = len(list(THREADS.iterdir())), len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ZckptError):
+    with pytest.raises(ends):
         zckpt.verify(tmp_path, deep=True)
     assert len(list(THREADS.iterdir())) == before
     assert len(os.listdir("/proc/self/fd")) == files
