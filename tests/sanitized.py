@@ -14,9 +14,12 @@ import importlib.util
 import itertools
 import os
 import shutil
+import struct
 import sys
 import tempfile
 import threading
+import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -263,6 +266,22 @@ def scans(root: Path) -> None:
     assert scan(requests_of(wide, 0), engine="native", threads=6).statistics[0].count == 70_000
 
 
+def early(root: Path) -> None:
+    """What is read early, to its end or until it is stopped; a file that ends before it should."""
+    data = RNG.standard_normal(300_000).astype("<f4")
+    data[200_000] = np.inf
+    (root / "early").write_bytes(data.tobytes())
+    for wait_s, size in itertools.product((0, 0.0005, 0.05), (data.nbytes, 2 * data.nbytes)):
+        fd = os.open(root / "early", os.O_RDONLY)
+        reader = core.EarlyReader(struct.pack("=qQqQ", fd, data.nbytes, fd, size), 1 << 18)
+        time.sleep(wait_s)
+        packed, finite = reader.stop()
+        os.close(fd)
+        for number, crc in enumerate(np.frombuffer(packed, np.uint32)):
+            window = data[number % 5 * 65_536 : (number % 5 + 1) * 65_536]
+            assert (crc, finite[number]) == (zlib.crc32(window.tobytes()), np.isfinite(window).all())
+
+
 def confirmations(root: Path) -> None:
     """Tensors of every geometry against what was written of them, with copies, and with bits that are wrong; disks that fail."""
     for number, plan in enumerate(plans(root)):
@@ -348,6 +367,7 @@ def main() -> None:
             sinks,
             faults,
             scans,
+            early,
             confirmations,
         ):
             work(root)

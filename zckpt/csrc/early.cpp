@@ -10,7 +10,6 @@
 #include "statistics.h"
 
 namespace zckpt {
-
 EarlyReader::EarlyReader(std::vector<EarlyFile> files, uint64_t window) : files_(std::move(files)), window_(window) {
   uint64_t windows = 0;
   for (const auto& file : files_) windows += (file.size + window - 1) / window;
@@ -28,15 +27,20 @@ void EarlyReader::stop() {
 }
 
 void EarlyReader::work() noexcept {
-  const Bytes data(static_cast<char*>(std::aligned_alloc(kBlock, (window_ + kBlock - 1) / kBlock * kBlock)));
+  const Bytes data(static_cast<char*>(std::aligned_alloc(kBlock, kChunk)));
   for (const auto& file : files_)
-    for (uint64_t at = 0; at < file.size; at += window_) {
-      const uint64_t nbytes = std::min(window_, file.size - at);
-      if (!data || stop_ || read_all(static_cast<int>(file.fd), data.get(), nbytes, at)) return;
-      Statistics numbers;
-      count(F32, data.get(), nbytes / sizeof(float), numbers);
-      crcs_.push_back(crc32(0, data.get(), nbytes));
-      finite_.push_back(!numbers.nan && !numbers.inf);
+    for (uint64_t at = 0; at < file.size;) {
+      uint32_t crc = 0;
+      bool finite = true;
+      for (const uint64_t end = std::min(at + window_, file.size); at < end;) {
+        const uint64_t nbytes = std::min(kChunk, end - at);
+        if (!data || stop_ || read_all(static_cast<int>(file.fd), data.get(), nbytes, at)) return;
+        crc = crc32(crc, data.get(), nbytes);
+        finite = finite && are_finite(data.get(), nbytes / sizeof(float));
+        at += nbytes;
+      }
+      crcs_.push_back(crc);
+      finite_.push_back(finite);
     }
 }
 

@@ -232,17 +232,29 @@ void Engine::read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset, bool
   spend(nbytes);
 }
 
-void Engine::take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char* data) {
+std::vector<PartialCrc> Engine::wanted_crcs(uint32_t store, uint64_t begin, uint64_t end) const {
   const auto before = [](const Range& r, const std::pair<uint32_t, uint64_t>& key) {
     return r.store != key.first ? r.store < key.first : r.start + r.length <= key.second;
   };
+  std::vector<PartialCrc> found;
   auto range = std::lower_bound(batch_.ranges.begin(), batch_.ranges.end(), std::pair(store, begin), before);
   for (; range != batch_.ranges.end() && range->store == store && range->start < end; ++range) {
     const uint64_t low = std::max(begin, range->start), high = std::min(end, range->start + range->length);
-    const PartialCrc partial{range->number, crc32(0, data + (low - begin), high - low), low, high - low};
-    std::lock_guard lock(mutex_);
-    result_.crcs.push_back(partial);
+    found.push_back({range->number, 0, low, high - low});
   }
+  return found;
+}
+
+void Engine::take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char* data) {
+  auto crcs = wanted_crcs(store, begin, end);
+  for (auto& one : crcs) one.crc = crc32(0, data + (one.offset - begin), one.length);
+  take(crcs);
+}
+
+void Engine::take(const std::vector<PartialCrc>& crcs) {
+  if (crcs.empty()) return;
+  std::lock_guard lock(mutex_);
+  result_.crcs.insert(result_.crcs.end(), crcs.begin(), crcs.end());
 }
 
 void Engine::gather(uint32_t number, uint64_t first, uint64_t count, const Target& target, char* staging, std::vector<Segment>& segments) {

@@ -17,6 +17,7 @@
 namespace zckpt {
 
 constexpr uint64_t kStaging = 1 << 20;  // fits a second-level cache, and is large enough for a disk's read-ahead
+constexpr uint64_t kChunk = 128 << 10;   // is in any second-level cache still, when it is looked at after it was read
 constexpr uint64_t kBlock = 4096;       // what direct I/O wants its offsets, lengths and buffers to be multiples of
 
 // Huge pages, where there are any: each write is then one request to the disk, not one for every few pages. Throws
@@ -78,8 +79,12 @@ class Engine {
   // Lets the disk begin with what a read of a folded source will want: elements [first, first + count).
   void read_ahead(uint32_t src, uint64_t first, uint64_t count);
 
+  // What bytes [begin, end) of a store are of every range that is wanted, as CRCs of nothing yet.
+  std::vector<PartialCrc> wanted_crcs(uint32_t store, uint64_t begin, uint64_t end) const;
+
   // The partial CRCs of bytes [begin, end) of a store, in every range that is wanted.
   void take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char* data);
+  void take(const std::vector<PartialCrc>& crcs);
 
   // Some elements of a move that lie in one dense run at `offset` of the source and go to `out`.
   struct Segment {

@@ -10,8 +10,10 @@
 #include <algorithm>
 #include <mutex>
 
+#include "crc32.h"
 #include "engine.h"
 #include "floats.h"
+#include "io.h"
 
 namespace zckpt {
 namespace {
@@ -64,6 +66,8 @@ class Scan : Engine {
   std::map<uint32_t, Spread> spreads_;  // whole numbers, whose sums do not depend on the order
   std::mutex spreads_lock_;
 
+  uint64_t end_of(size_t part) const { return parts_[part].offset + parts_[part].nbytes; }
+  uint32_t how(size_t part) const { return requests_[parts_[part].request].how; }
   const Move& first(size_t part) const { return batch_.moves[parts_[part].request]; }
   const Move& second(size_t part) const { return batch_.moves[requests_.size() + parts_[part].request]; }
 
@@ -108,22 +112,50 @@ class Scan : Engine {
       examine(job.first, window, buffers);
       return;
     }
+    look(job, window);
+    for (size_t i = job.first; i < job.last; ++i)
+      if (how(i) & kAgainst) examine(i, window + (parts_[i].offset - parts_[job.first].offset), buffers);
+  }
+
+  // Reads a job's parts, takes the CRCs, and counts what is compared with nothing: chunk by chunk if the page cache has them.
+  // What is compared lies in the window at the end.
+  void look(const Job& job, char* window) {
     const uint32_t src = first(job.first).src;
-    const uint64_t begin = parts_[job.first].offset, end = parts_[job.last - 1].offset + parts_[job.last - 1].nbytes;
-    read(src, window, end - begin, begin);
-    for (size_t i = job.first; i < job.last;) {  // parts that count for the CRCs and follow each other are taken together
-      const uint64_t from = parts_[i].offset;
-      uint64_t to = from;
-      for (; i < job.last && requests_[parts_[i].request].how & kCrcSource; ++i) to = parts_[i].offset + parts_[i].nbytes;
-      if (to > from) take_crcs(src, from, to, window + (from - begin));
-      if (to == from) ++i;
+    const uint64_t begin = parts_[job.first].offset, end = end_of(job.last - 1);
+    bool compares = false;
+    std::vector<PartialCrc> crcs;
+    for (size_t i = job.first; i < job.last; ++i) compares = compares || how(i) & kAgainst;
+    for (size_t i = job.first, next; i < job.last; i = next + 1) {  // parts that count for them and follow each other are taken together
+      for (next = i; next < job.last && how(next) & kCrcSource;) ++next;
+      if (next == i) continue;
+      const auto wanted = wanted_crcs(src, parts_[i].offset, end_of(next - 1));
+      crcs.insert(crcs.end(), wanted.begin(), wanted.end());
     }
-    for (size_t i = job.first; i < job.last; ++i) {
-      char* data = window + (parts_[i].offset - begin);
-      const Move& m = first(i);
-      if (m.swap) swap_bytes(data, parts_[i].nbytes / m.swap, m.swap);
-      examine(i, data, buffers);
+    const bool near = in_memory(src) || is_at_hand(static_cast<int>(batch_.stores[src].fd), begin);  // a disk wants large reads
+    size_t part = job.first;
+    for (uint64_t at = begin, to; at < end; at = to) {
+      to = near ? std::min(at + kChunk, end) : end;
+      size_t last = part;
+      while (end_of(last) < to) ++last;
+      to -= (to - parts_[last].offset) % kItemSize[first(last).src_dtype];
+      char* data = window + (compares ? at - begin : 0);
+      read(src, data, to - at, at);
+      for (auto& one : crcs) {
+        const uint64_t low = std::max(at, one.offset), high = std::min(to, one.offset + one.length);
+        if (low < high) one.crc = crc32(one.crc, data + (low - at), high - low);
+      }
+      for (; part <= last; ++part) {
+        const Move& m = first(part);
+        const uint64_t low = std::max(at, parts_[part].offset), high = std::min(to, end_of(part));
+        if (m.swap) swap_bytes(data + (low - at), (high - low) / m.swap, m.swap);
+        if (!(how(part) & kAgainst)) {
+          if (how(part) & kNumbers) count(static_cast<DType>(m.src_dtype), data + (low - at), (high - low) / kItemSize[m.src_dtype], statistics_[part]);
+          done_bytes_ += high - low;
+        }
+        if (end_of(part) > to) break;
+      }
     }
+    take(crcs);
   }
 
   void examine(size_t number, const char* data, Buffers& buffers) {

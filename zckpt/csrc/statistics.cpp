@@ -40,16 +40,19 @@ template <typename U>
 inline Counts count_plain(const char* data, size_t n, U magnitude, U infinity) {
   Counts total{};
   for (size_t i = 0; i < n;) {
-    U nan = 0, inf = 0, nonzero = 0;  // as wide as the numbers, so that vectors keep their width: at most 255 each
-    for (const size_t stop = std::min<size_t>(n, i + 255); i < stop; ++i) {
+    const size_t first = i, stop = std::min<size_t>(n, first + kBlockNumbers);
+    U largest = 0, nonzero = 0;  // as wide as the numbers, so that vectors keep their width
+    for (; i < stop; ++i) {
       const U x = load<U>(data, i) & magnitude;
-      nan = static_cast<U>(nan + (x > infinity));
-      inf = static_cast<U>(inf + (x == infinity));
+      largest = x > largest ? x : largest;
       nonzero = static_cast<U>(nonzero + (x != 0));
     }
-    total.nan += nan;
-    total.inf += inf;
     total.nonzero += nonzero;
+    for (size_t j = largest < infinity ? stop : first; j < stop; ++j) {
+      const U x = load<U>(data, j) & magnitude;
+      total.nan += x > infinity;
+      total.inf += x == infinity;
+    }
   }
   return total;
 }
@@ -57,6 +60,15 @@ inline Counts count_plain(const char* data, size_t n, U magnitude, U infinity) {
 ZCKPT_VECTOR Counts count16(const char* data, size_t n, uint16_t magnitude, uint16_t infinity) { return count_plain<uint16_t>(data, n, magnitude, infinity); }
 ZCKPT_VECTOR Counts count32(const char* data, size_t n, uint32_t magnitude, uint32_t infinity) { return count_plain<uint32_t>(data, n, magnitude, infinity); }
 ZCKPT_VECTOR Counts count64(const char* data, size_t n, uint64_t magnitude, uint64_t infinity) { return count_plain<uint64_t>(data, n, magnitude, infinity); }
+
+ZCKPT_VECTOR uint32_t largest32(const char* data, size_t n) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t x = load<uint32_t>(data, i) & 0x7FFFFFFF;
+    largest = x > largest ? x : largest;
+  }
+  return largest;
+}
 
 Counts count_float8(DType dtype, const uint8_t* data, size_t n) {
   std::array<uint8_t, 256> codes;
@@ -305,6 +317,8 @@ void count(DType dtype, const void* data, size_t n, Statistics& statistics) {
   statistics.inf += c.inf;
   statistics.nonzero += c.nonzero;
 }
+
+bool are_finite(const void* singles, size_t n) { return largest32(static_cast<const char*>(singles), n) < 0x7F800000; }
 
 bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics,
              Spread* spread) {
