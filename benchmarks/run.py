@@ -83,6 +83,8 @@ def main() -> None:
         }  # fmt: skip
         options.results.write_text(json.dumps(results, indent=1) + "\n")
         page.write(results, options.page)
+        if name == "growth":
+            page.chart(results[name]["rows"], options.page.with_suffix(".svg"))
         print(page.table(results[name]), file=sys.stderr)
 
 
