@@ -21,6 +21,11 @@ TITLES = {
         "A smaller GPT-2 shape (layers of 1,600), source and output in a memory file system, free memory touched before each "
         "command: what is left where no disk counts.",
     ),
+    "transposing": (
+        "Transposed matrices",
+        "`--to hf:gpt2` transposes most matrices; beside it the same conversion without it, from a save of Megatron-DeepSpeed's "
+        "with fp32 weights.",
+    ),
     "cold": (
         "Cold sources, and shared blocks",
         "The page cache is emptied of the checkpoint before each command. The disk alone moves the same bytes past the "
@@ -109,7 +114,7 @@ def write(results: dict[str, Any], path: Path) -> None:
             found = results[name]
             model = (
                 ""
-                if name in ("dcp", "growth", "looking", "reshaping in memory")
+                if name in ("dcp", "growth", "looking", "reshaping in memory", "transposing")
                 else f" GPT-2 shape, {found['layers']} layers of 1,600."
             )
             limits = found.get("limits")

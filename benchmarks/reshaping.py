@@ -1,4 +1,4 @@
-"""`zckpt to-universal` beside DeepSpeed's `ds_to_universal`, `zckpt reshard` beside `cp` of what it writes, and transposing.
+"""`zckpt to-universal` beside DeepSpeed's `ds_to_universal`, and `zckpt reshard` beside `cp` of what it writes.
 
 The checkpoint has AdamW's moments. What zckpt writes is durable; DeepSpeed's converter is not made to sync. Both read and write
 as many bytes as a disk can hardly bear: `cp` of the output says how soon anybody could be done, and a smaller model in
@@ -12,7 +12,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import transposing
 from limits import limits
 from measure import PYTHON, ZCKPT, Job, Row, copying, in_turn, optimizer_bytes, remove, write
 
@@ -31,15 +30,15 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     return rows
 
 
-def in_memory(work: Path, layers: int, rounds: int) -> list[Row]:
-    """`to-universal` at both stages, and matrices that are transposed, where no disk counts."""
+def in_memory(_: Path, layers: int, rounds: int) -> list[Row]:
+    """`to-universal` at both stages, where no disk counts."""
     rows, few = [], min(layers, IN_MEMORY)
     for stage in (2, 3):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
             checkpoint = write(Path(memory) / "ckpt", stage, "--layers", str(few), "--moments")
             what = f"ZeRO-{stage} to-universal, {few} layers"
             rows += _to_universal(what, checkpoint, Path(memory), rounds, touches=True)
-    return [*rows, *transposing.measure(work, layers, rounds)]
+    return rows
 
 
 def _to_universal(what: str, checkpoint: Path, place: Path, rounds: int, *, touches: bool = False) -> list[Row]:

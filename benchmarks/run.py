@@ -33,6 +33,7 @@ import quantising
 import ranks
 import reshaping
 import torch_dist
+import transposing
 import tuning
 from limits import limits
 from measure import ROOT, WORK, machine
@@ -42,6 +43,7 @@ SECTIONS = {
     "loading": loading.measure,
     "reshaping": reshaping.measure,
     "reshaping in memory": reshaping.in_memory,
+    "transposing": transposing.measure,
     "cold": cold.measure,
     "checking": checking.measure,
     "looking": looking.measure,
