@@ -31,16 +31,16 @@ void EarlyReader::work() noexcept {
   for (const auto& file : files_)
     for (uint64_t at = 0; at < file.size;) {
       uint32_t crc = 0;
-      bool finite = true;
+      Statistics numbers;
       for (const uint64_t end = std::min(at + window_, file.size); at < end;) {
         const uint64_t nbytes = std::min(kChunk, end - at);
         if (!data || stop_ || read_all(static_cast<int>(file.fd), data.get(), nbytes, at)) return;
         crc = crc32(crc, data.get(), nbytes);
-        finite = finite && are_finite(data.get(), nbytes / sizeof(float));
+        count(F32, data.get(), nbytes / sizeof(float), numbers);
         at += nbytes;
       }
       crcs_.push_back(crc);
-      finite_.push_back(finite);
+      finite_.push_back(!numbers.nan && !numbers.inf);
     }
 }
 

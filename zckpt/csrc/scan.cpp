@@ -131,7 +131,8 @@ class Scan : Engine {
       const auto wanted = wanted_crcs(src, parts_[i].offset, end_of(next - 1));
       crcs.insert(crcs.end(), wanted.begin(), wanted.end());
     }
-    const bool near = in_memory(src) || is_at_hand(static_cast<int>(batch_.stores[src].fd), begin);  // a disk wants large reads
+    // A disk wants large reads.
+    const bool near = end - begin > kChunk && (in_memory(src) || is_at_hand(static_cast<int>(batch_.stores[src].fd), begin));
     size_t part = job.first;
     for (uint64_t at = begin, to; at < end; at = to) {
       to = near ? std::min(at + kChunk, end) : end;

@@ -61,15 +61,6 @@ ZCKPT_VECTOR Counts count16(const char* data, size_t n, uint16_t magnitude, uint
 ZCKPT_VECTOR Counts count32(const char* data, size_t n, uint32_t magnitude, uint32_t infinity) { return count_plain<uint32_t>(data, n, magnitude, infinity); }
 ZCKPT_VECTOR Counts count64(const char* data, size_t n, uint64_t magnitude, uint64_t infinity) { return count_plain<uint64_t>(data, n, magnitude, infinity); }
 
-ZCKPT_VECTOR uint32_t largest32(const char* data, size_t n) {
-  uint32_t largest = 0;
-  for (size_t i = 0; i < n; ++i) {
-    const uint32_t x = load<uint32_t>(data, i) & 0x7FFFFFFF;
-    largest = x > largest ? x : largest;
-  }
-  return largest;
-}
-
 Counts count_float8(DType dtype, const uint8_t* data, size_t n) {
   std::array<uint8_t, 256> codes;
   for (size_t i = 0; i < 256; ++i) codes[i] = static_cast<uint8_t>(i);
@@ -317,8 +308,6 @@ void count(DType dtype, const void* data, size_t n, Statistics& statistics) {
   statistics.inf += c.inf;
   statistics.nonzero += c.nonzero;
 }
-
-bool are_finite(const void* singles, size_t n) { return largest32(static_cast<const char*>(singles), n) < 0x7F800000; }
 
 bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics,
              Spread* spread) {

@@ -39,9 +39,6 @@ struct Relation {
 // Counts what is not finite and what is not zero.
 void count(DType dtype, const void* data, size_t n, Statistics& statistics);
 
-// Whether fp32 numbers are all finite, in half the time of `count`.
-bool are_finite(const void* singles, size_t n);
-
 // Compares `n` numbers; `start` is the number of the first. All but `rounded` comparisons also count as `count` does.
 // `spread`, if there is one, gets their distances; of a `rounded` comparison none. False when the two dtypes cannot be compared.
 bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics,
