@@ -4,7 +4,11 @@
 
 Real processes, 2 to 16 of them, on one machine, zckpt's trainer at stages 0 and 3. Counted are notes in torch.distributed's store
 with their keys, and pickled objects in collectives; the elements that ranks exchange are not. How often a rank looks for a note
-that is not there yet depends on how long it waits, and is not counted. Writes results_words.md.
+that is not there yet depends on how long it waits, and is not counted.
+
+Then the meetings of these runs are held once more by 16 to 4,096 ranks, each a thread, with the notes in memory: a rank that was
+not there says what one of those that were said. (Live saves agree by collectives, which `load_scale.py` simulates.) Writes
+results_words.md.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 WORLDS = (2, 4, 8, 16)
+SIMULATED = (16, 64, 256, 1024, 4096)
 PAGE = Path(__file__).with_name("results_words.md")
 WHAT = ("save", "load", "live save")
 
@@ -43,7 +49,8 @@ def main() -> None:
         "| stage | what | ranks | rank 0, bytes | notes | the most of the others, bytes | notes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
-    found = {size: launched(size) for size in WORLDS}
+    runs = {size: launched(size) for size in WORLDS}
+    found = {size: run["counted"] for size, run in runs.items()}
     for stage in ("0", "3"):
         for what in WHAT:
             rows: list[list[float]] = []
@@ -51,14 +58,24 @@ def main() -> None:
                 first, *others = found[size][stage][what]
                 rows.append([*first, *(max(one[number] for one in others) for number in range(2))])
                 lines.append(f"| {stage} | {what} | {size} | " + " | ".join(f"{one:,.0f}" for one in rows[-1]) + " |")
-            fitted = [exponent([float(row[number]) for row in rows]) for number in range(4)]
-            lines.append(f"| {stage} | {what} | exponent | " + " | ".join(f"{one:.2f}" for one in fitted) + " |")
+            lines.append(fitted(f"| {stage} | {what}", WORLDS, rows))
+    lines += [
+        "", "The meetings of these runs, simulated: notes of ranks that are threads, which say what the 16 said.", "",
+        "| stage | what | ranks | rank 0, bytes | notes | the most of the others, bytes | notes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for stage in ("0", "3"):
+        for what in WHAT[:2]:
+            rows = [simulated(runs[max(WORLDS)]["said"][stage][what], size) for size in SIMULATED]
+            for size, row in zip(SIMULATED, rows, strict=True):
+                lines.append(f"| {stage} | {what} | {size:,} | " + " | ".join(f"{one:,.0f}" for one in row) + " |")
+            lines.append(fitted(f"| {stage} | {what}", SIMULATED, rows))
     PAGE.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
 def launched(size: int) -> dict[str, Any]:
-    """What ranks counted: stage -> what -> for each rank [bytes, notes]."""
+    """What ranks counted and said: stage -> what -> for each rank [bytes, notes], and by meeting and rank."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as home:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -71,11 +88,61 @@ def launched(size: int) -> dict[str, Any]:
         return found
 
 
-def exponent(values: list[float]) -> float:
-    """Of the power law in the number of ranks that fits best."""
-    xs, ys = [math.log(size) for size in WORLDS], [math.log(max(value, 1)) for value in values]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+def fitted(begin: str, sizes: tuple[int, ...], rows: list[list[float]]) -> str:
+    """The row of exponents, each of the power law in the number of ranks that fits a column best."""
+    found = []
+    for values in zip(*rows, strict=True):
+        xs, ys = [math.log(size) for size in sizes], [math.log(max(value, 1)) for value in values]
+        x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+        found.append(sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs))
+    return f"{begin} | exponent | " + " | ".join(f"{one:.2f}" for one in found) + " |"
+
+
+class Notes:
+    """What one rank finds of the notes of all, which are in memory; counts them as `Counted` does."""
+
+    def __init__(self, notes: dict[str, bytes]) -> None:
+        self.notes, self.nbytes, self.count = notes, 0, 0
+
+    def put(self, key: str, note: bytes) -> bool:
+        """Leaves a note."""
+        self.nbytes, self.count = self.nbytes + len(key) + len(note), self.count + 1
+        self.notes[key] = note
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        """The note; None where there is none."""
+        note = self.notes.get(key)
+        if note is not None:
+            self.nbytes, self.count = self.nbytes + len(key) + len(note), self.count + 1
+        return note
+
+    def drop(self, key: str) -> None:
+        """Removes a note."""
+        self.notes.pop(key, None)
+
+
+def simulated(said: list[list[Any]], size: int) -> list[float]:
+    """Bytes and notes of rank 0, and the most of another rank's, where so many ranks hold these meetings: words by rank."""
+    from zckpt.team.meeting import Meetings
+
+    notes: dict[str, bytes] = {}
+    ranks = [Notes(notes) for _ in range(size)]
+
+    def work(rank: int) -> None:
+        meetings = Meetings("simulated", rank, size, ranks[rank])  # type: ignore[arg-type]
+        for words in said:
+            found = meetings.meet("a meeting", words[rank if rank < len(words) else 1 + (rank - 1) % (len(words) - 1)])
+            if len(found) != size:
+                raise AssertionError(f"{len(found)} of {size} words")
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, *others = ranks
+    return [first.nbytes, first.count, max(one.nbytes for one in others), max(one.count for one in others)]
 
 
 class Counted:
@@ -85,9 +152,19 @@ class Counted:
         import torch.distributed as dist
 
         from zckpt.live.ranks import Ranks
+        from zckpt.team.meeting import Meetings
         from zckpt.team.rendezvous import StoreRendezvous
 
         self.nbytes = self.notes = 0
+        self.said: list[list[Any]] = []
+        meet = Meetings.meet
+
+        def heard(this: Any, what: str, word: Any = None, **options: Any) -> list[Any]:
+            words = meet(this, what, word, **options)
+            self.said.append(words)
+            return words
+
+        Meetings.meet = heard  # type: ignore[method-assign,assignment]
         put, get = StoreRendezvous.put, StoreRendezvous.get
 
         def counted_put(this: Any, key: str, note: bytes) -> bool:
@@ -131,6 +208,7 @@ class Counted:
         """The figures, which begin anew."""
         found = [self.nbytes, self.notes]
         self.nbytes = self.notes = 0
+        self.said = []
         return found
 
 
@@ -145,6 +223,7 @@ def work(home: Path) -> None:
     dist.init_process_group("gloo")
     counted = Counted()
     found: dict[str, dict[str, list[Any]]] = {}
+    said: dict[str, dict[str, list[list[Any]]]] = {}
     for stage in (0, 3):
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -165,12 +244,13 @@ def work(home: Path) -> None:
         for what, job in jobs.items():
             counted.taken()
             job()
+            said.setdefault(str(stage), {})[what] = counted.said
             mine = torch.tensor(counted.taken())
             everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(everyone, mine)
             found.setdefault(str(stage), {})[what] = [one.tolist() for one in everyone]
     if dist.get_rank() == 0:
-        (home / "found.json").write_text(json.dumps(found))
+        (home / "found.json").write_text(json.dumps({"counted": found, "said": said}))
     dist.barrier()
     torch.set_num_threads(1)
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import Checksum, OutputFile, Plan
 from zckpt.storage.location import locate
 
-NUMEL = 70_001
+NUMEL = 6_001
 
 
 def plan_of(root: Path, names: tuple[str, ...] = ("a", "b"), checksums: tuple[Checksum, ...] = ()) -> Plan:

@@ -1,25 +1,54 @@
-"""Starts a script on several ranks of real torch.distributed, as `torchrun` does."""
+"""Starts a script on several ranks of real torch.distributed."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+OWN = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+OURS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime")
+"""What ranks of zckpt's trainer import."""
+DEEPSPEED = (*OURS, "deepspeed")
+TRAINER = (*OURS, "transformers.trainer", "accelerate", "peft")
+"""Of transformers; it imports DeepSpeed when it is asked for, which may be zckpt's trainer."""
+MEGATRON = (*OURS[:3], "megatron.core.dist_checkpointing", "megatron.core.optimizer")
 
-def run_ranks(world_size: int, path: Path, worker: Path, **environment: str) -> None:
-    """Starts a worker's ranks, with the path of their jobs, and waits until all have ended well."""
-    own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    done = subprocess.run(
-        [*command, str(worker), str(path)], env={**os.environ, **own}, capture_output=True, text=True, check=False,
-        timeout=280,
+
+@functools.cache
+def server(modules: tuple[str, ...], preload: str) -> subprocess.Popen[str]:
+    """A process of `forked` that has imported these, and the library before all."""
+    more = {"LD_PRELOAD": preload} if preload else {"HF_HUB_OFFLINE": "1"} if modules == TRAINER else {}
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forked.py")), *modules], env={**os.environ, **OWN, **more},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    told = [
-        line
-        for line in (done.stdout + done.stderr).splitlines()
-        if re.search(r"rank|exitcode|terminate called|what\(\)", line)
-    ]
-    assert done.returncode == 0, "\n".join(told[-60:])
+
+
+def fork_ranks(
+    world: int, command: list[str], log: Path, modules: tuple[str, ...], preload: str = "", **environment: str
+) -> list[int]:
+    """Runs a script on so many ranks, forked from a process with these modules; their exit codes. What they say is in `log`."""
+    process = server(modules, preload)
+    asked = {
+        "world": world, "command": command, "environment": {**os.environ, **OWN, **environment}, "log": str(log),
+        "seconds": 280,
+    }  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(asked), file=process.stdin, flush=True)
+    return json.loads(process.stdout.readline())
+
+
+def run_ranks(
+    world: int, path: Path, worker: Path, modules: tuple[str, ...] = DEEPSPEED, preload: str = "", **environment: str
+) -> None:
+    """Starts a worker's ranks, with the path of their jobs, and waits until all have ended well."""
+    log = path.with_name(f"{path.name}.log")
+    codes = fork_ranks(world, [str(worker), str(path)], log, modules, preload, **environment)
+    lines = log.read_text().splitlines()
+    told = [line for line in lines if re.search(r"rank|exitcode|terminate called|what\(\)|Error", line)]
+    assert not any(codes), (codes, "\n".join([*told[-60:], *lines[-20:]]))

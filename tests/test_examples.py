@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import proofs
 from hub_server import HubServer
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-PROOFS = pytest.mark.skipif(not os.environ.get("ZCKPT_PROOFS"), reason="`make proofs` runs the examples")
 
 
 def ran(home: Path, *words: object, **environment: str) -> str:
@@ -34,7 +33,7 @@ def test_the_table_names_every_example() -> None:
         assert re.search(rf"^ *(python|zckpt run.*) {name}", (EXAMPLES / name).read_text(), re.MULTILINE), name
 
 
-@PROOFS
+@proofs.only
 def test_trainer_to_hub(tmp_path: Path) -> None:
     with HubServer(tmp_path / "server") as hub:
         hub.user("me", "hf_meWrites0123456789")
@@ -45,24 +44,24 @@ def test_trainer_to_hub(tmp_path: Path) -> None:
     assert "me/my-model: " in said and "files" in said
 
 
-@PROOFS
+@proofs.only
 def test_lora(tmp_path: Path) -> None:
     said = ran(tmp_path, "-m", "zckpt", "run", EXAMPLES / "lora.py")
     gap = float(re.search(r"differ by (\S+)", said)[1])  # type: ignore[index]
     assert gap < 1e-5 and (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
-@PROOFS
+@proofs.only
 def test_lost_node(tmp_path: Path) -> None:
     said = ran(tmp_path, EXAMPLES / "lost_node.py")
     assert "without node 1: " in said and re.search(r"with node 1: \d+ tensors", said)
 
 
-@PROOFS
+@proofs.only
 def test_another_world_size(tmp_path: Path) -> None:
     assert "the run went on: 4 steps" in ran(tmp_path, EXAMPLES / "another_world_size.py")
 
 
-@PROOFS
+@proofs.only
 def test_torch_loop(tmp_path: Path) -> None:
     assert "hold the same: True" in ran(tmp_path, "-m", "zckpt", "run", "--nproc", "2", EXAMPLES / "torch_loop.py")

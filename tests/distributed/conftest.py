@@ -1,4 +1,4 @@
-"""One launch of torchrun per world size runs every check; the tests look at what came out."""
+"""One start of ranks per world size runs every check of a script; the tests look at what came out."""
 
 from __future__ import annotations
 
@@ -12,30 +12,23 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from ranks import DEEPSPEED, OURS, OWN, fork_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for what the scripts and the tests share
 Results = dict[str, list[Any]]
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+TORCHRUN = "api_checks.py"
+"""Its ranks are torchrun's own, with an order of sets for each."""
 
 
 def torchrun(script: str, world: int, out: Path) -> None:
     """Runs a script of this folder on `world` processes; what it says is in `out`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     done = subprocess.run(
-        [*launcher, str(HERE / script), str(out)],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=280,
+        [*launcher, str(HERE / script), str(out)], env={**os.environ, **OWN}, capture_output=True, text=True, timeout=280,
         check=False,
-    )
+    )  # fmt: skip
     (out / "log.txt").write_text(done.stdout + done.stderr)
 
 
@@ -51,7 +44,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], R
         with FileLock(home / f"{out.name}.lock"):
             if not out.exists():
                 out.mkdir()
-                torchrun(script, world, out)
+                if script == TORCHRUN:
+                    torchrun(script, world, out)
+                else:
+                    modules = DEEPSPEED if script.startswith("deepspeed") else OURS
+                    fork_ranks(world, [str(HERE / script), str(out)], out / "log.txt", modules)
         ranks = [json.loads(path.read_text()) for path in sorted(out.glob("rank_*.json"))]
         assert len(ranks) == world, (out / "log.txt").read_text()[-4000:]
         return {name: [rank.get(name) for rank in ranks] for name in ranks[0]}

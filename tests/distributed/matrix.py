@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from proofs import covering
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import Dataset
@@ -42,21 +43,6 @@ class Cell(NamedTuple):
     when: str
     model: str
     zero: str = ""
-
-
-def covering(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Few of all combinations, such that every pair of values of two axes is in one: the best one first, again and again."""
-
-    def pairs(row: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
-
-    rows = list(itertools.product(*axes))
-    missing = set().union(*(pairs(row) for row in rows))
-    chosen = []
-    while missing:
-        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
 
 
 AXES = (tuple(itertools.product(range(4), (1, 2))), tuple(PRECISIONS), tuple(WHEN), MODELS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import proofs
 import small
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ def begin(kind: str, stage: int, precision: dict[str, Any], **zero: Any) -> runt
 def resume() -> dict[str, bool]:
     """Twenty steps, and ten, a save, a load into a new run, ten: equal to the last bit."""
     out = {}
-    for kind, stage, name in itertools.product(KINDS, range(4), PRECISIONS):
+    for kind, stage, name in proofs.combinations(tuple(KINDS), tuple(range(4)), tuple(PRECISIONS)):
         engine = begin(kind, stage, PRECISIONS[name])
         train(engine, 10)
         engine.save_checkpoint(home() / f"{kind}{stage}{name}", client_state={"step": 10, "list": [1, torch.arange(3)]})

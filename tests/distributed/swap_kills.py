@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from calls import at_each
 from kills import forked, free_port, import_early
-from swaps import IS_WHOLE, begin, offloads, train
+from proofs import IS_WHOLE
+from swaps import begin, offloads, train
 
 from zckpt import _core
 from zckpt.checks.verify import verify

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from proofs import IS_WHOLE
 from torch import nn
 
 from zckpt import _core, runtime
 from zckpt.base.errors import InconsistentError, OutputError
-
-IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
-"""Whether every kind of run is tried, or those that have little in common."""
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 

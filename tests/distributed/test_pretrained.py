@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
+import proofs
 import pytest
 
 Outcome = Callable[..., list[Any]]
@@ -43,7 +43,7 @@ def test_the_documented_inference_runs_with_an_input_for_each_rank(outcome: Outc
 
 @pytest.mark.parametrize(
     "world",
-    [2, pytest.param(4, marks=pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it"))],
+    [2, *proofs.cases([[4]])],
 )
 def test_a_rank_needs_memory_for_its_part_only(outcome: Outcome, world: int) -> None:
     """The largest tensor has 7.8 MiB; a fifth of a part is less than the part of one more rank."""

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import OURS, run_ranks
 
 from zckpt.base.errors import OutputError
 from zckpt.checks.verify import verify
@@ -20,13 +21,12 @@ from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
 from zckpt.runtime.swap.files import SwapFile
 
 HERE = Path(__file__).parent
-IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("swaps")
-    run_ranks(2, path, HERE / "swaps.py")
+    run_ranks(2, path, HERE / "swaps.py", OURS)
     yield path
 
 
@@ -36,7 +36,7 @@ def told(home: Path) -> list[dict[str, Any]]:
     return [json.loads((home / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-pytestmark = pytest.mark.xdist_group("swap")
+pytestmark = [pytest.mark.xdist_group("swap"), proofs.MORE]
 
 
 @pytest.mark.parametrize("what", ["parity", "resumes"])
@@ -182,7 +182,7 @@ def test_a_run_goes_on_after_its_ranks_were_killed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)
     *before, last = told["began"]
-    assert len(before) == (8 if IS_WHOLE else 5) and told["counts"]["step"]["write"] > 20
+    assert len(before) == (8 if proofs.IS_WHOLE else 5) and told["counts"]["step"]["write"] > 20
     assert set(before) == {1} and last == 2, "the last kill comes after the save is published"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 import torch
 from hub_server import HubServer
-from ranks import run_ranks
+from ranks import OURS, TRAINER, run_ranks
 from torch import nn
 
 import zckpt
@@ -18,14 +18,13 @@ from zckpt.integrations import LightningWeights, TrainerWeights
 from zckpt.integrations.weights import WeightsOptions, WeightsWriter
 
 WORKER = Path(__file__).with_name("callbacks_worker.py")
-RARE = pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
-GROUPS = ["ours3 fsdp2", pytest.param("ours1 ours2", marks=RARE), pytest.param("theirs1 theirs2 theirs3", marks=RARE)]
+GROUPS = ["ours3 fsdp2", *proofs.cases([["ours1 ours2"], ["theirs1 theirs2 theirs3"]])]
 
 
 @pytest.mark.parametrize("ways", GROUPS)
 def test_the_trainer_goes_on_with_whole_weights_beside_each_checkpoint(tmp_path: Path, ways: str) -> None:
     """Two saves of which one is left, with the weights of that moment; a callback that cannot write stops nothing."""
-    run_ranks(2, tmp_path, WORKER, WAYS=ways)
+    run_ranks(2, tmp_path, WORKER, TRAINER, WAYS=ways)
     for rank in range(2):
         found = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         assert list(found) == ways.split()
@@ -37,9 +36,9 @@ def test_the_trainer_goes_on_with_whole_weights_beside_each_checkpoint(tmp_path:
                 assert said["left"] == ["checkpoint-4"] and said["equal"] and said["dtype"] == "torch.bfloat16", way
 
 
-@pytest.mark.parametrize("way", ["fsdp2", pytest.param("ddp", marks=RARE)])
+@pytest.mark.parametrize("way", ["fsdp2", *proofs.cases([["ddp"]])])
 def test_lightning_on_two_ranks(tmp_path: Path, way: str) -> None:
-    run_ranks(2, tmp_path, WORKER.with_name("lightning_worker.py"), WAY=way)
+    run_ranks(2, tmp_path, WORKER.with_name("lightning_worker.py"), OURS, WAY=way)
     for rank in range(2):
         said = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         assert said == {"failed": [], "equal": True}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import same_bits
+from ranks import OURS, run_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -170,13 +168,7 @@ def jobs_of(tmp_path: Path, world_size: int) -> list[tuple[Path, dict[str, Any]]
 def test_torch_loads_it_into_sharded_models(world_size: int, tmp_path: Path) -> None:
     jobs = jobs_of(tmp_path, world_size)
     (tmp_path / "jobs.json").write_text(json.dumps([job for _, job in jobs]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    done = subprocess.run(
-        [*command, str(WORKER), str(tmp_path / "jobs.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, check=False, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    run_ranks(world_size, tmp_path / "jobs.json", WORKER, OURS)
     for number, (path, job) in enumerate(jobs):
         found = torch.load(tmp_path / f"{number}.pt", weights_only=False)
         wanted, aliases = stripped(path / "checkpoint")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
-from ranks import run_ranks
+from ranks import TRAINER, run_ranks
 
 import zckpt
 
-pytestmark = pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+pytestmark = list(proofs.ONLY)
 
 WORKER = Path(__file__).with_name("fsdp_trainer_worker.py")
 BOUND = 2e-6
@@ -21,7 +21,7 @@ TRAINERS = {"trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_
 
 
 def run(ranks: int, home: Path) -> None:
-    run_ranks(ranks, home, WORKER, HF_HUB_OFFLINE="1")
+    run_ranks(ranks, home, WORKER, TRAINER, HF_HUB_OFFLINE="1")
 
 
 @pytest.fixture(scope="module")

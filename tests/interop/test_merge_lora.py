@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import proofs
 import pytest
 import torch
 import torch.distributed.checkpoint
@@ -116,11 +117,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-RARE = (
-    ()
-    if os.environ.get("ZCKPT_PROOFS")
-    else ("all biases", "tokens", "all of a tied model", "dora of conv1d", "experts")
-)
+RARE = ("all biases", "tokens", "all of a tied model", "dora of conv1d", "experts")
 """Cases that `make proofs` runs; each has a neighbour that is always run."""
 
 
@@ -174,7 +171,7 @@ def logits_of(model: Any) -> torch.Tensor:
         return model(input_ids=TOKENS).logits
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in RARE])
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in RARE), *proofs.cases(zip(RARE, strict=True))])
 def test_peft_merges_the_same(case: str, tmp_path: Path) -> None:
     base, source, model = saved(tmp_path, *CASES[case])
     before, lora = logits_of(model), LoraMerge(base=base)

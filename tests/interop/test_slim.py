@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 from ranks import run_ranks
 
@@ -37,10 +37,11 @@ UNIVERSAL: list[tuple[int, list[str], dict[str, bool], str, str]] = [
 """Stage, what is left out, how DeepSpeed loads it, what is called then, and what the fp32 weights are."""
 
 
+@proofs.MORE
 @pytest.mark.xdist_group("resume")
 def test_deepspeed_loads_what_remains(tmp_path: Path) -> None:
     cases = [(job, False) for job in JOBS]
-    if os.environ.get("ZCKPT_PROOFS"):
+    if proofs.IS_WHOLE:
         cases += [*((job, False) for job in MORE), *((job, True) for job in UNIVERSAL)]
     # after stage 3, DeepSpeed computes linear layers in its own way everywhere
     cases.sort(key=lambda case: case[0][0] == 3)
@@ -77,7 +78,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+@proofs.only
 @pytest.mark.parametrize("name", ["moe_ep2", "model_space_tp2_dp2_0_12"])
 def test_megatron_core_loads_what_remains(name: str, tmp_path: Path) -> None:
     """By its own loader: every item but moments and what an optimizer has beside them."""

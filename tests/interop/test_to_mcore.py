@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from bits import same_bits
-from ranks import run_ranks
+from ranks import MEGATRON, run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -24,7 +24,6 @@ from zckpt.jobs.open import open_catalog, read_tensor
 
 WORKER = Path(__file__).parent / "megatron_worker.py"
 STATES_WORKER = Path(__file__).parent / "megatron_states_worker.py"
-PROOFS = bool(os.environ.get("ZCKPT_PROOFS"))
 
 SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
@@ -110,7 +109,8 @@ def jobs(tmp_path: Path, cases: list[tuple[str, tuple[int, int, int], str]]) -> 
     return found
 
 
-@pytest.mark.parametrize("cases", [ALL if PROOFS else FEW], ids=["all" if PROOFS else "few"])
+@proofs.MORE
+@pytest.mark.parametrize("cases", [ALL if proofs.IS_WHOLE else FEW], ids=["all" if proofs.IS_WHOLE else "few"])
 def test_megatron_core_loads_asks_and_saves(tmp_path: Path, cases: list[Any]) -> None:
     """Logits are those of transformers; what Megatron-Core then saves is, exported, the same model bit for bit.
 
@@ -119,7 +119,7 @@ def test_megatron_core_loads_asks_and_saves(tmp_path: Path, cases: list[Any]) ->
     work = jobs(tmp_path, cases)
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps(work))
-    run_ranks(2, path, WORKER)
+    run_ranks(2, path, WORKER, MEGATRON)
     told = json.loads(Path(f"{path}.told").read_text())
     for number, (job, case) in enumerate(zip(work, cases, strict=True)):
         of_ranks = [rank[number] for rank in told]
@@ -171,11 +171,12 @@ STATES = [
         ("llama", TP2, "stacked"),
         ("deepseek-v3", EP2, "numbered"),
     ]
-    * PROOFS,
+    * proofs.IS_WHOLE,
 ]
 """No tied embeddings on two pipeline stages: Megatron-Core 0.16.1 loads their states, and saves them at the wrong place."""
 
 
+@proofs.MORE
 def test_the_distributed_optimizer_of_megatron_core_loads_states(tmp_path: Path) -> None:
     """Masters and moments that it saves again are those of the run bit for bit, and step and settings are the run's."""
     work = []
@@ -193,7 +194,7 @@ def test_the_distributed_optimizer_of_megatron_core_loads_states(tmp_path: Path)
                      "again": str(tmp_path / f"again-{number}")})  # fmt: skip
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps(work))
-    run_ranks(2, path, STATES_WORKER)
+    run_ranks(2, path, STATES_WORKER, MEGATRON)
     for rank in json.loads(Path(f"{path}.told").read_text()):
         assert all((set(job["steps"]), set(job["rates"]), set(job["decays"])) == ({2}, {0.25}, {0.1}) for job in rank)
     for job in work:

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
-from ranks import run_ranks
+from ranks import TRAINER, run_ranks
 
 import zckpt
 
@@ -104,7 +105,7 @@ def test_a_loop_with_accelerate(results: dict[str, Results], stage: int) -> None
 @pytest.fixture(scope="module")
 def resharded(home: Path) -> dict[str, Any]:
     """DeepSpeed on one rank goes on from what zckpt made of the directories of two."""
-    run_ranks(1, home, HERE / "resharded_worker.py", HF_HUB_OFFLINE="1")
+    run_ranks(1, home, HERE / "resharded_worker.py", TRAINER, HF_HUB_OFFLINE="1")
     return json.loads((home / "resharded.json").read_text())
 
 
@@ -130,7 +131,7 @@ def test_accelerate_goes_on_at_another_world_size(
     assert [row[2] for row in found if len(row) == 3] == pytest.approx([5e-3 / (1 + steps + n) for n in (1, 2)])
 
 
-@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+@proofs.only
 @pytest.mark.parametrize(("before", "ranks"), [(2, 4), (1, 2)])
 def test_the_trainer_goes_on_with_more_ranks(
     before: int, ranks: int, home: Path, results: dict[str, Results], resharded: dict[str, Any]
@@ -141,7 +142,7 @@ def test_the_trainer_goes_on_with_more_ranks(
         out = home / "resharded" / f"on {ranks}" / f"stage {stage}"
         zckpt.reshard(source / "checkpoint-2", out, world_size=ranks, stage=stage)
         assert {f"rng_state_{rank}.pth" for rank in range(before)} >= {path.name for path in out.glob("rng_state*")}
-    run_ranks(ranks, home, HERE / "resharded_worker.py", HF_HUB_OFFLINE="1")
+    run_ranks(ranks, home, HERE / "resharded_worker.py", TRAINER, HF_HUB_OFFLINE="1")
     found = json.loads((home / f"grown_{ranks}_0.json").read_text())
     whole = results["deepspeed"]["stage 2"] if before == 2 else resharded["results"]["alone"]
     assert len(found) == 3

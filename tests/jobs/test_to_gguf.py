@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import proofs
 import pytest
 import torch
 from gguf import GGUFReader
@@ -171,7 +172,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+@proofs.only
 def test_several_processes_share_the_work(tmp_path: Path) -> None:
     """Blocks of Q8_0, in a file that is cut between the two."""
     home = tmp_path / "model"

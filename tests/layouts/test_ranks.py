@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 import torch
 from bits import same_bits
@@ -160,7 +160,7 @@ def test_a_critic_is_a_model_for_token_classification(tmp_path: Path) -> None:
     assert not other_class(config, ["score.weight", "lm_head.weight"]) and not other_class(None, ["score.weight"])
 
 
-@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+@proofs.only
 def test_verls_own_merger_gives_the_same(tmp_path: Path) -> None:
     """Where it reads the files at all: it takes no ShardedTensors, no tensor parallelism, and no mesh without names or of an
     older torch."""

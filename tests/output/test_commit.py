@@ -11,15 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import proofs
 import pytest
 import synth
 import torch
 from computed import COMPUTED
 
 SCRIPT = str(Path(__file__).with_name("kill_points.py"))
-
-
-IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +71,9 @@ MORE = [
         ("ReshardForeign", "none", "kill"),
         ("Live", "exchange", "kill"),
         ("Delta", "exchange", "kill"),
-        *(MORE if os.environ.get("ZCKPT_PROOFS") else ()),
-        *((name, "exchange", "kill") for name in COMPUTED if IS_WHOLE),
-        *((name, "none", "error") for name in ("Quantised", "Gguf") if IS_WHOLE),
+        *proofs.cases(MORE),
+        *proofs.cases((name, "exchange", "kill") for name in COMPUTED),
+        *proofs.cases((name, "none", "error") for name in ("Quantised", "Gguf")),
     ],
 )
 def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 import synth
 import torch
@@ -40,7 +41,6 @@ from zckpt.storage import processes
 
 pytestmark = pytest.mark.usefixtures("every_file_counts")
 
-IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 OPTIONS = Options(max_shard_size=200_000, threads=2)
 RANK1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -263,8 +263,8 @@ def test_room_that_an_earlier_run_takes_is_not_needed_again(
         ("event", 400, ["single", "overwrite"]),
         ("write", 400, []),
         ("read", 400, []),
-        *((mode, 400, [job]) for job in COMPUTED for mode in ("event", "write") if IS_WHOLE),
-        *(("read", 400, [job]) for job in ("Quantised", "Averaged") if IS_WHOLE),
+        *proofs.cases((mode, 400, [job]) for job in COMPUTED for mode in ("event", "write")),
+        *proofs.cases(("read", 400, [job]) for job in ("Quantised", "Averaged")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
 )

@@ -14,7 +14,6 @@ one request in two runs, no two fail in the same one.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import fsspec
 import moto.s3.models
+import proofs
 import pytest
 import s3fs
 from address_models import SHAPES, Killed, Model, Tree, fails, look, three_models
@@ -31,7 +31,6 @@ from s3_server import S3Server
 from zckpt.base.errors import ZckptError
 
 MODES = ("killed", "refused", "lost", "down")
-IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 RUNS = [(shape, kind) for shape in SHAPES for kind in ("directory", "parts")
         if kind == "directory" or shape in ("shards to as many", "one to one")]  # fmt: skip
 RUNS += [("nothing to one", "file"), ("one to one", "file")]
@@ -135,6 +134,7 @@ def directory(old: Model | None, new: Model) -> Callable[[Tree], str]:
     return found
 
 
+@proofs.MORE
 @pytest.mark.parametrize(("shape", "kind"), RUNS)
 def test_every_request_at_s3(
     shape: str, kind: str, bucket: Bucket, tmp_path: Path, request: pytest.FixtureRequest
@@ -157,7 +157,7 @@ def test_every_request_at_s3(
     outcomes: set[str] = set()
     turn = RUNS.index((shape, kind))
     for nth in range(1, count + 1):
-        for mode in MODES if IS_WHOLE else [MODES[(nth + turn) % 4]]:
+        for mode in MODES if proofs.IS_WHOLE else [MODES[(nth + turn) % 4]]:
             bucket.begin(beginning, nth, mode)
             try:
                 new.write(out)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import proofs
 import pytest
 from addresses import local_tree, put, tree
 from computed import COMPUTED
@@ -18,17 +18,16 @@ import zckpt
 from zckpt.base.errors import CorruptError, InconsistentError
 from zckpt.jobs import planned
 
-IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
-
 
 def contents(place: Path, name: str) -> dict[str, bytes]:
     """What lies at an output's name, and a single file's manifest beside it."""
     return {path: data for path, data in local_tree(place).items() if path.startswith(name)}
 
 
+@proofs.MORE
 @pytest.mark.parametrize("name", COMPUTED)
 def test_sources_and_outputs_behind_addresses(name: str, tmp_path: Path) -> None:
-    job, roots = COMPUTED[name], ("s3://bkt", "memory://m") if IS_WHOLE or name == "Averaged" else ("s3://bkt",)
+    job, roots = COMPUTED[name], ("s3://bkt", "memory://m") if proofs.IS_WHOLE or name == "Averaged" else ("s3://bkt",)
     job.make(tmp_path / "want" / job.out, "after")
     want = contents(tmp_path / "want", job.out)
     assert len(want) > 1
@@ -50,7 +49,7 @@ QUICK = [("there", "Quantised"), ("there", "Averaged"), ("here", "Averaged")]
 ALL = [(where, name) for where in ("here", "there") for name in COMPUTED if name != "GgufParts"]
 
 
-@pytest.mark.parametrize(("where", "name"), ALL if IS_WHOLE else QUICK)
+@pytest.mark.parametrize(("where", "name"), [*QUICK, *proofs.cases(case for case in ALL if case not in QUICK)])
 def test_a_source_that_changes_between_plan_and_end(
     where: str, name: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import proofs
 import pytest
 from address_models import Killed
 from address_requests import Requests
@@ -95,6 +95,7 @@ def parts(files: Tree) -> Tree | None:
     return {name: files[name] for name in (INDEX, *named)}
 
 
+@proofs.MORE
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("job", ["delta", "apply"])
 def test_every_request(job: str, requests: Requests, tmp_path: Path) -> None:
@@ -116,11 +117,10 @@ def test_every_request(job: str, requests: Requests, tmp_path: Path) -> None:
     count, after = requests.count, tree(out)
     assert count > 30 and parts(before) != parts(after)
     modes = ("killed", "refused", "lost", "down")
-    whole = bool(os.environ.get("ZCKPT_PROOFS"))
     kept = 0
     seen: set[str] = set()
-    for nth in range(1, count + 1) if whole else range(1, count + 1, 3):
-        for mode in modes if whole else [modes[nth // 3 % 4]]:
+    for nth in range(1, count + 1) if proofs.IS_WHOLE else range(1, count + 1, 3):
+        for mode in modes if proofs.IS_WHOLE else [modes[nth // 3 % 4]]:
             store.clear()
             store.update(beginning)
             requests.begin(nth, mode)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import proofs
 import pytest
 import synth
 import torch
@@ -22,7 +23,7 @@ from zckpt.jobs.options import Options
 TESTS = Path(__file__).parents[1]
 RATE = 50_000_000
 
-pytestmark = pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+pytestmark = list(proofs.ONLY)
 
 
 def launched(launcher: str, network: Network, rank: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import proofs
 import pytest
 import synth
 import torch
@@ -174,7 +175,7 @@ def test_srun_without_torch(zero2: Path, quick_path: Path) -> None:
     same_from_any_number(JOBS, (1, 3), zero2, quick_path)
 
 
-@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+@proofs.only
 def test_what_is_computed_on_the_way_is_the_same(zero2: Path, quick_path: Path) -> None:
     same_from_any_number(COMPUTED, (1, 2, 5), zero2, quick_path)
 

@@ -1,0 +1,48 @@
+"""What `make test` does a systematic part of, `make proofs` does whole; and only that, not what stands in the same files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
+MORE = pytest.mark.proof
+"""Of a test that does more there than in `make test`."""
+ONLY = (MORE, pytest.mark.skipif(not IS_WHOLE, reason="make proofs runs it"))
+"""Of a case, or of a whole file, that only `make proofs` runs."""
+
+
+def only(test: Any) -> Any:
+    """A test that only `make proofs` runs."""
+    for mark in ONLY:
+        test = mark(test)
+    return test
+
+
+def cases(values: Iterable[Any]) -> list[Any]:
+    """Cases of a test that only `make proofs` runs; without it there are none."""
+    return [pytest.param(*value, marks=MORE) for value in values] if IS_WHOLE else []
+
+
+def covering(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Few of all combinations, such that every pair of values of two axes is in one: the best one first, again and again."""
+
+    def pairs(row: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
+
+    rows = list(itertools.product(*axes))
+    missing = set().union(*(pairs(row) for row in rows))
+    chosen = []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def combinations(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """All of them with `make proofs`, else those of `covering`."""
+    return list(itertools.product(*axes)) if IS_WHOLE else covering(*axes)
