@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE =
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch
+.PHONY: demo test proofs fuzz check sanitize asan tsan wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -53,9 +53,11 @@ docs: .make/zckpt .make/test .make/docs
 	@touch $@
 
 # The engine, built to watch its own memory, arithmetic and threads, at all that it does.
-sanitize: .make/asan/built .make/tsan/built
+sanitize: asan tsan
+asan: .make/asan/built
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONMALLOC=malloc $(BIN)/python tests/sanitized.py .make/asan/_core.*so
+tsan: .make/tsan/built
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 setarch -R $(BIN)/python tests/sanitized.py .make/tsan/_core.*so
 
 # The trainer, live export and loading with the oldest torch that they take, in a second environment beside the first.

@@ -6,7 +6,7 @@ Real processes, 2 to 16 of them, on one machine, zckpt's trainer at stages 0 and
 with their keys, and pickled objects in collectives; the elements that ranks exchange are not. How often a rank looks for a note
 that is not there yet depends on how long it waits, and is not counted.
 
-Then the meetings of these runs are held once more by 16 to 4,096 ranks, each a thread, with the notes in memory: a rank that was
+Then the meetings of these runs are held once more by 16 to 4,096 ranks in one process, with the notes in memory: a rank that was
 not there says what one of those that were said. (Live saves agree by collectives, which `load_scale.py` simulates.) Writes
 results_words.md.
 """
@@ -14,6 +14,7 @@ results_words.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -21,10 +22,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 WORLDS = (2, 4, 8, 16)
 SIMULATED = (16, 64, 256, 1024, 4096)
@@ -60,7 +60,7 @@ def main() -> None:
                 lines.append(f"| {stage} | {what} | {size} | " + " | ".join(f"{one:,.0f}" for one in rows[-1]) + " |")
             lines.append(fitted(f"| {stage} | {what}", WORLDS, rows))
     lines += [
-        "", "The meetings of these runs, simulated: notes of ranks that are threads, which say what the 16 said.", "",
+        "", "The meetings of these runs, held by more ranks in one process, which say what the 16 said.", "",
         "| stage | what | ranks | rank 0, bytes | notes | the most of the others, bytes | notes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
@@ -98,6 +98,10 @@ def fitted(begin: str, sizes: tuple[int, ...], rows: list[list[float]]) -> str:
     return f"{begin} | exponent | " + " | ".join(f"{one:.2f}" for one in found) + " |"
 
 
+class Later(Exception):
+    """A rank of a simulation would wait now."""
+
+
 class Notes:
     """What one rank finds of the notes of all, which are in memory; counts them as `Counted` does."""
 
@@ -105,8 +109,9 @@ class Notes:
         self.notes, self.nbytes, self.count = notes, 0, 0
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note."""
-        self.nbytes, self.count = self.nbytes + len(key) + len(note), self.count + 1
+        """Leaves a note; one that was there before is no new one."""
+        if key not in self.notes:
+            self.add(len(key) + len(note))
         self.notes[key] = note
         return True
 
@@ -114,33 +119,43 @@ class Notes:
         """The note; None where there is none."""
         note = self.notes.get(key)
         if note is not None:
-            self.nbytes, self.count = self.nbytes + len(key) + len(note), self.count + 1
+            self.add(len(key) + len(note))
         return note
 
     def drop(self, key: str) -> None:
-        """Removes a note."""
-        self.notes.pop(key, None)
+        """Keeps the note, so that the second call of a meeting leaves no new one; nobody looks for it again."""
+
+    def add(self, nbytes: int) -> None:
+        """A note."""
+        self.nbytes, self.count = self.nbytes + nbytes, self.count + 1
+
+    def wait(self) -> NoReturn:
+        """For the others."""
+        raise Later
 
 
 def simulated(said: list[list[Any]], size: int) -> list[float]:
-    """Bytes and notes of rank 0, and the most of another rank's, where so many ranks hold these meetings: words by rank."""
+    """Bytes and notes of rank 0, and the most of another rank's, where so many ranks hold these meetings: words by rank.
+
+    In each meeting all others come, and would wait; then rank 0 comes, finds their words and posts the minutes; then the others
+    find these.
+    """
     from zckpt.team.meeting import Meetings
 
     notes: dict[str, bytes] = {}
     ranks = [Notes(notes) for _ in range(size)]
+    meetings = [Meetings("simulated", rank, size, one, one.wait) for rank, one in enumerate(ranks)]  # type: ignore[arg-type]
+    for words in said:
 
-    def work(rank: int) -> None:
-        meetings = Meetings("simulated", rank, size, ranks[rank])  # type: ignore[arg-type]
-        for words in said:
-            found = meetings.meet("a meeting", words[rank if rank < len(words) else 1 + (rank - 1) % (len(words) - 1)])
-            if len(found) != size:
-                raise AssertionError(f"{len(found)} of {size} words")
+        def meet(rank: int, words: list[Any] = words) -> list[Any]:
+            word = words[rank if rank < len(words) else 1 + (rank - 1) % (len(words) - 1)]
+            return meetings[rank].meet("a meeting", word)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        for rank in range(1, size):
+            with contextlib.suppress(Later):
+                meet(rank)
+        if any(len(meet(rank)) != size for rank in range(size)):
+            raise AssertionError("a word was lost")
     first, *others = ranks
     return [first.nbytes, first.count, max(one.nbytes for one in others), max(one.count for one in others)]
 

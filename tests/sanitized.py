@@ -84,7 +84,7 @@ def casts() -> None:
 
 def plans(root: Path) -> list[Plan]:
     """Moves of every geometry: whole, cut, pitched, transposed, broadcast, foreign, across windows, cast or not."""
-    rows, columns = 300, 257
+    rows, columns = 120, 103
     numel = rows * columns
     made = []
     for source, target in ((F32, F32), (F32, BF16), (F64, F16), (BF16, F32), (F64, F64)):
