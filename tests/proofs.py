@@ -41,8 +41,3 @@ def covering(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
         missing -= pairs(chosen[-1])
     return chosen
-
-
-def combinations(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """All of them with `make proofs`, else those of `covering`."""
-    return list(itertools.product(*axes)) if IS_WHOLE else covering(*axes)

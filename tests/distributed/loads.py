@@ -10,7 +10,6 @@ import small
 import torch
 from checks import PRECISIONS
 from harness import check, main, world
-from proofs import IS_WHOLE
 from saves import SCHEDULE, grouped
 
 from zckpt import runtime
@@ -33,13 +32,13 @@ def begin(stage: int, precision: dict[str, Any]) -> runtime.Engine:
 def others() -> dict[str, bool]:
     """Saves of `saves.py`, each into another stage: masters, moments and frozen weights to the last bit.
 
-    All of them for every number of ranks, or a third of them, such that every stage, precision and number of ranks that saved
-    meets every other, and each save is loaded by one number of ranks or more.
+    A third of them, such that every stage, precision and number of ranks that saved meets every other, and each save is loaded
+    by one number of ranks.
     """
     out = {}
     homes = sorted(Path(sys.argv[1]).parent.glob("saves_*/saves/? *"))
     for number, home in enumerate(homes):
-        if not IS_WHOLE and (number + number // 3 + number // 12 + world()) % 3:  # precision, stage, ranks
+        if (number + number // 3 + number // 12 + world()) % 3:  # precision, stage, ranks
             continue
         name = home.name.split()[1]
         stage = (number + world()) % 4

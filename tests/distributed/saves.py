@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import proofs
 import small
 import torch
 import torch.distributed as dist
 from checks import ADAMW, BF16, PRECISIONS, config, refusal, start, train
 from harness import check, main, rank, world
+from proofs import covering
 from torch import nn
 
 from zckpt import runtime
@@ -110,7 +110,7 @@ def begin(kind: str, stage: int, precision: dict[str, Any], **zero: Any) -> runt
 def resume() -> dict[str, bool]:
     """Twenty steps, and ten, a save, a load into a new run, ten: equal to the last bit."""
     out = {}
-    for kind, stage, name in proofs.combinations(tuple(KINDS), tuple(range(4)), tuple(PRECISIONS)):
+    for kind, stage, name in covering(tuple(KINDS), tuple(range(4)), tuple(PRECISIONS)):
         engine = begin(kind, stage, PRECISIONS[name])
         train(engine, 10)
         engine.save_checkpoint(home() / f"{kind}{stage}{name}", client_state={"step": 10, "list": [1, torch.arange(3)]})

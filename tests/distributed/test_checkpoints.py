@@ -39,11 +39,10 @@ def home_of(outcome: Outcome, world: int) -> Path:
     return Path(outcome("saves.py", world, "for_others")[0][0]).parent
 
 
-@proofs.MORE
 @pytest.mark.xdist_group("saves")
 def test_ten_steps_a_save_and_ten_more_are_twenty(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "resume"):
-        assert len(given) == (72 if proofs.IS_WHOLE else 24) and not all_of(given)
+        assert len(given) == 24 and not all_of(given)
 
 
 @pytest.mark.xdist_group("saves")
@@ -52,14 +51,13 @@ def test_options_that_change_the_layout_resume(outcome: Outcome) -> None:
         assert len(given) == 6 and not all_of(given)
 
 
-@proofs.MORE
 @pytest.mark.xdist_group("saves")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_save_is_loaded_by_other_worlds_and_stages(outcome: Outcome, world: int) -> None:
     for saver in (1, 2, 4):
         outcome("saves.py", saver, "for_others")
     for given in outcome("loads.py", world, "others"):
-        assert len(given) == (36 if proofs.IS_WHOLE else 12) and not all_of(given)
+        assert len(given) == 12 and not all_of(given)
 
 
 @proofs.only
