@@ -8,6 +8,8 @@ EDITABLE := $(PIP) --no-build-isolation -C build-dir=.make/build -C cmake.define
 CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 # The tests start thousands of programs: what they import is compiled once, not each time; what none imports, never.
 export PYTHONDONTWRITEBYTECODE =
+# Two at once, of which each computes on one processor.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
@@ -18,12 +20,12 @@ demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
 
 test: .make/zckpt .make/test interop
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
+	$(PYTEST)
 
 # What `make test` does a systematic part of, whole: every request of every kind of run at an S3 server fails, in every way; models
 # are loaded by four ranks; every kind of run with device nvme. Tests that do no more here are not run again (tests/proofs.py).
 proofs: .make/zckpt .make/test interop .make/verl
-	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -q -m proof
+	ZCKPT_PROOFS=1 $(PYTEST) -m proof
 
 check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff format --check .
@@ -64,7 +66,7 @@ tsan: .make/tsan/built
 OLD_TORCH ?= 2.6.0
 old-torch: .make/old-torch
 	.venv-old/bin/python benchmarks/gpu_check.py --cpu --ranks 2
-	.venv-old/bin/python -m pytest -n 2 --dist loadgroup -q tests/runtime tests/live/test_device.py tests/test_drop_in.py
+	OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest -n 2 --dist loadgroup -q tests/runtime tests/live/test_device.py tests/test_drop_in.py
 .make/old-torch: .make/test
 	$(BIN)/python -m venv --clear .venv-old
 	.venv-old/bin/pip --disable-pip-version-check install -q --no-compile --no-deps torch==$(OLD_TORCH) sympy==1.13.1
