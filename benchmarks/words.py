@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import pickle
 import subprocess
@@ -25,6 +24,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+
+from exchange_scale import exponent
 
 WORLDS = (2, 4, 8, 16)
 SIMULATED = (16, 64, 256, 1024, 4096)
@@ -89,13 +90,10 @@ def launched(size: int) -> dict[str, Any]:
 
 
 def fitted(begin: str, sizes: tuple[int, ...], rows: list[list[float]]) -> str:
-    """The row of exponents, each of the power law in the number of ranks that fits a column best."""
-    found = []
-    for values in zip(*rows, strict=True):
-        xs, ys = [math.log(size) for size in sizes], [math.log(max(value, 1)) for value in values]
-        x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-        found.append(sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs))
-    return f"{begin} | exponent | " + " | ".join(f"{one:.2f}" for one in found) + " |"
+    """The row of exponents of the columns."""
+    return (
+        f"{begin} | exponent | " + " | ".join(f"{exponent(sizes, one):.2f}" for one in zip(*rows, strict=True)) + " |"
+    )
 
 
 class Later(Exception):

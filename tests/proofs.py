@@ -12,8 +12,8 @@ import pytest
 IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 MORE = pytest.mark.proof
 """Of a test that does more there than in `make test`."""
-ONLY = (MORE, pytest.mark.skipif(not IS_WHOLE, reason="make proofs runs it"))
-"""Of a case, or of a whole file, that only `make proofs` runs."""
+ONLY = [MORE, pytest.mark.skipif(not IS_WHOLE, reason="make proofs runs it")]
+"""Of a whole file that only `make proofs` runs."""
 
 
 def only(test: Any) -> Any:

@@ -22,7 +22,7 @@ MEGATRON = (*OURS[:3], "megatron.core.dist_checkpointing", "megatron.core.optimi
 @functools.cache
 def server(modules: tuple[str, ...], preload: str) -> subprocess.Popen[str]:
     """A process of `forked` that has imported these, and the library before all."""
-    more = {"LD_PRELOAD": preload} if preload else {"HF_HUB_OFFLINE": "1"} if modules == TRAINER else {}
+    more = {"HF_HUB_OFFLINE": "1", **({"LD_PRELOAD": preload} if preload else {})}  # read when transformers is imported
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("forked.py")), *modules], env={**os.environ, **OWN, **more},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -41,10 +41,7 @@ def test_the_documented_inference_runs_with_an_input_for_each_rank(outcome: Outc
     assert outcome(SCRIPT, 2, "inference_as_documented") == [[True, True]] * 2
 
 
-@pytest.mark.parametrize(
-    "world",
-    [2, *proofs.cases([[4]])],
-)
+@pytest.mark.parametrize("world", [2, *proofs.cases([[4]])])
 def test_a_rank_needs_memory_for_its_part_only(outcome: Outcome, world: int) -> None:
     """The largest tensor has 7.8 MiB; a fifth of a part is less than the part of one more rank."""
     for rank in outcome(SCRIPT, world, "memory_of_a_load"):

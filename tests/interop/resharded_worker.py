@@ -20,6 +20,7 @@ import zckpt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gloo
+from proofs import IS_WHOLE
 
 RANKS = int(os.environ["WORLD_SIZE"])
 UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
@@ -65,7 +66,7 @@ def main() -> None:
     results["accelerate 2, universal"] = accelerated(
         out / "none", 2, rows=4, load=out / "accelerate universal", **UNIVERSAL
     )  # fmt: skip
-    if os.environ.get("ZCKPT_PROOFS"):
+    if IS_WHOLE:
         alone = {"per_device_train_batch_size": 4, "load_best_model_at_end": False}
         results["alone"] = train(out / "alone", ds_config(1), **alone)
     (HOME / "resharded.json").write_text(json.dumps({"notes": notes, "results": results}))

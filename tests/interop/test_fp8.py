@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 import torch
 import transformers
@@ -51,14 +51,14 @@ CASES = [
     ("qwen3", "channel"),
     ("qwen3", "tensor"),
 ]
-if os.environ.get("ZCKPT_PROOFS"):
-    CASES += [
-        ("llama", "block128"),
-        ("mixtral", "block128"),
-        ("qwen2_moe", "block128"),
-        ("qwen3_moe", "channel"),
-        ("phi3", "block128"),
-    ]
+MORE = [
+    ("llama", "block128"),
+    ("mixtral", "block128"),
+    ("qwen2_moe", "block128"),
+    ("qwen3_moe", "channel"),
+    ("phi3", "block128"),
+]
+"""For `make proofs`."""
 
 
 def made(name: str) -> Any:
@@ -151,7 +151,7 @@ def test_what_vllm_joins_and_refuses_is_said(tmp_path: Path) -> None:
         vllm_takes(tmp_path / "fp8", "tensor")
 
 
-@pytest.mark.parametrize(("name", "scheme"), CASES)
+@pytest.mark.parametrize(("name", "scheme"), [*CASES, *proofs.cases(MORE)])
 def test_loaders_read_what_zckpt_reads(name: str, scheme: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     made(name).to(torch.bfloat16).save_pretrained(tmp_path / "model")

@@ -12,7 +12,7 @@ from ranks import TRAINER, run_ranks
 
 import zckpt
 
-pytestmark = list(proofs.ONLY)
+pytestmark = proofs.ONLY
 
 WORKER = Path(__file__).with_name("fsdp_trainer_worker.py")
 BOUND = 2e-6

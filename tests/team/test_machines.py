@@ -23,7 +23,7 @@ from zckpt.jobs.options import Options
 TESTS = Path(__file__).parents[1]
 RATE = 50_000_000
 
-pytestmark = list(proofs.ONLY)
+pytestmark = proofs.ONLY
 
 
 def launched(launcher: str, network: Network, rank: int) -> dict[str, str]:
