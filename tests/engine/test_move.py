@@ -140,14 +140,24 @@ def test_transposed_and_broadcast_sources(engine: dict[str, object], dtype: DTyp
 def test_transposed_matrices_by_tiles(
     threads: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Rows of any length, cut anywhere, in windows that end within a column; what a cast loses is counted once."""
+    """Rows of any length, cut anywhere, in windows that end within a column; what a cast loses is counted once.
+
+    Of every eighth matrix all numbers are any bits at all: NaNs, infinities, subnormals.
+    """
     root = tmp_path_factory.mktemp("t")
     rows, columns = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 400))
     lead, hole = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([0, 0, 3, 2000]))
     target, order = data.draw(st.sampled_from([F32, F16, BF16])), data.draw(st.sampled_from(["little", "big"]))
-    numbers = np.random.default_rng(rows * columns).normal(0, 60_000, (rows, columns)).astype(np.float32)
+    source = data.draw(st.sampled_from([F32, F32, F16, BF16]))
+    rng, scale = np.random.default_rng(rows * columns), data.draw(st.sampled_from([1, 1, 60_000]))
+    numbers = rng.integers(0, 1 << 16, (rows, columns), np.uint16)
+    if source is F32 and data.draw(st.integers(0, 7)):
+        numbers = rng.normal(0, scale, (rows, columns)).astype(np.float32)
+    elif source is F32:
+        numbers = rng.integers(0, 1 << 32, (rows, columns), np.uint32).view(np.float32)
+    size = source.itemsize
     cuts = sorted({0, rows * columns, *data.draw(st.lists(st.integers(0, rows * columns), max_size=3))})
-    held = np.zeros((rows, columns + hole), np.float32)
+    held = np.zeros((rows, columns + hole), numbers.dtype)
     held[:, :columns] = numbers
     if hole:  # rows that lie apart
         pieces = [(held.ravel(), [(r * columns, columns, r * (columns + hole)) for r in range(rows)])]
@@ -155,23 +165,20 @@ def test_transposed_matrices_by_tiles(
         pieces = [(numbers.ravel()[a:b], [(a, b - a, 0)]) for a, b in itertools.pairwise(cuts)]
     fragments: list[Fragment] = []
     for number, (values, parts) in enumerate(pieces):
-        bits = values.astype("<f4" if order == "little" else ">f4").tobytes()
+        bits = values.view(f"<u{size}").astype(f"{'<' if order == 'little' else '>'}u{size}").tobytes()
         store = source_file(root / f"s{number}", bytes(lead) + bits, order)
-        fragments += [Fragment(store, lead + 4 * at, start, count) for start, count, at in parts]
-    turned = transposed(fragments, rows, columns, 4)
-    size = rows * columns * target.itemsize
-    file, to = one_file(size + 10)
-    plan = Plan(
-        ((file, to),),
-        [(TensorEntry("t", (columns, rows), F32, "parameter", turned), whole("t", (columns, rows), target, to, 10))],
-    )
+        fragments += [Fragment(store, lead + size * at, start, count) for start, count, at in parts]
+    turned = transposed(fragments, rows, columns, size)
+    file, to = one_file(rows * columns * target.itemsize + 10)
+    entry = TensorEntry("t", (columns, rows), source, "parameter", turned)
+    plan = Plan(((file, to),), [(entry, whole("t", (columns, rows), target, to, 10))])
     use_vector_paths(data.draw(st.booleans()))
     window = data.draw(st.sampled_from([4096, 4096, 65536]))
     try:
         report = run(plan, str(root), threads=threads, window=window, engine="native")
     finally:
         use_vector_paths(True)
-    wanted, lost, _ = reference_cast(np.ascontiguousarray(numbers.T).tobytes(), F32, target, "little", False)
+    wanted, lost, _ = reference_cast(np.ascontiguousarray(numbers.T).tobytes(), source, target, "little", False)
     assert (root / file.path).read_bytes()[10:] == wanted
     assert (report.overflows[0].count if report.overflows else 0) == lost
     assert sum(1 for _ in plan.moves()) <= 3 * len(pieces) + 2 + hole * rows

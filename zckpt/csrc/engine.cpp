@@ -13,7 +13,7 @@
 #include "crc32.h"
 #include "floats.h"
 #include "io.h"
-#include "simd.h"
+#include "turn.h"
 
 namespace zckpt {
 namespace {
@@ -22,6 +22,7 @@ constexpr uint64_t kDenseRow = 4096;  // shorter rows are gathered from a block 
 constexpr uint64_t kBridge = 16384;   // a hole between two runs that is cheaper to read than a second call
 constexpr int64_t kMostApart = 4;     // elements from one to the next in rows that are turned
 constexpr uint64_t kTile = 64;        // rows and columns that are turned at once: two such tiles fit a first-level cache
+constexpr uint64_t kLine = 64;        // of a cache: rows an odd number of them apart do not compete for the same places in it
 
 // `count` elements that are `step` bytes apart, side by side.
 template <typename T>
@@ -31,53 +32,11 @@ void pack(const char* from, int64_t step, uint64_t count, char* out) {
 
 using Element = std::array<uint64_t, 2>;  // of 16 bytes
 
-#if defined(ZCKPT_X86)
-constexpr uint64_t kSide = 8;  // of squares that are turned in registers
-
-// A square of elements of 2 bytes whose rows are `pitch` apart, to columns that are `step` apart.
-void turn_square(const char* from, uint64_t pitch, char* out, int64_t step, uint16_t) {
-  __m128i a[8], b[8];
-  for (uint64_t i = 0; i < 8; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * pitch));
-  for (int i = 0; i < 4; ++i) b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]), b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
-  for (int i = 0; i < 4; ++i) a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]), a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
-  for (int i = 0; i < 4; ++i) b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]), b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
-  for (int64_t i = 0; i < 8; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * step), b[i]);
-}
-
-// The same of elements of 4 bytes, as four squares of half the side.
-void turn_square(const char* from, uint64_t pitch, char* out, int64_t step, uint32_t) {
-  for (uint64_t r = 0; r < 8; r += 4)
-    for (uint64_t c = 0; c < 8; c += 4) {
-      __m128 rows[4];
-      for (uint64_t i = 0; i < 4; ++i) rows[i] = _mm_castsi128_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + (r + i) * pitch + c * 4)));
-      _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
-      for (uint64_t i = 0; i < 4; ++i)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + static_cast<int64_t>(c + i) * step + r * 4), _mm_castps_si128(rows[i]));
-    }
-}
-#endif
-
 // Column after column of a tile whose rows are `pitch` apart; of column c the rows from rows[c][0] on, those before rows[c][1].
 template <typename T>
 void turn(const char* tile, uint64_t pitch, uint64_t columns, const uint64_t (*rows)[2], char* out, int64_t step) {
-  for (uint64_t c = 0; c < columns;) {
-    uint64_t first = rows[c][0];
-#if defined(ZCKPT_X86)
-    if constexpr (sizeof(T) == 2 || sizeof(T) == 4) {  // as many whole squares as all of these columns have
-      bool alike = vector_paths && c + kSide <= columns;
-      for (uint64_t i = 1; alike && i < kSide; ++i) alike = rows[c + i][0] == first && rows[c + i][1] == rows[c][1];
-      if (alike) {
-        for (; first + kSide <= rows[c][1]; first += kSide)
-          turn_square(tile + first * pitch + c * sizeof(T), pitch, out + first * sizeof(T), step, T{});
-        for (uint64_t i = 0; i < kSide; ++i, ++c, out += step)
-          for (uint64_t r = first; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
-        continue;
-      }
-    }
-#endif
-    for (uint64_t r = first; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
-    ++c, out += step;
-  }
+  for (uint64_t c = 0; c < columns; ++c, out += step)
+    for (uint64_t r = rows[c][0]; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
 }
 
 constexpr size_t kMostKept = 16;
@@ -296,23 +255,48 @@ void Engine::gather_across(uint32_t number, const Across& part, const Target& ta
   for (uint64_t column = part.first; column < part.last; column += most) {
     const uint64_t columns = std::min(most, part.last - column), strip = (columns - 1) * step + size;
     const bool bridged = m.src_pitch >= static_cast<int64_t>(strip) && pitch - strip <= kBridge / 4 && pitch <= kStaging / kTile;
-    const uint64_t staged = bridged ? pitch : strip, held = (kStaging - strip) / staged + 1;
+    const uint64_t staged = bridged ? pitch : ((strip / kLine + 1) | 1) * kLine;
+    uint64_t held = (kStaging - strip) / staged + 1;
+    if (held > kSide) held -= held % kSide;
     for (uint64_t row = begin; row < end; row += held) {
       if (stop_) throw Stop{};
       const uint64_t n = std::min(held, end - row);
       if (bridged) {
         read(m.src, staging, (n - 1) * pitch + strip, place(m, row * m.count + column), true);
       } else {
-        for (uint64_t r = 0; r < n; ++r) read(m.src, staging + r * strip, strip, place(m, (row + r) * m.count + column), true);
+        for (uint64_t r = 0; r < n; ++r) read(m.src, staging + r * staged, strip, place(m, (row + r) * m.count + column), true);
       }
-      for (uint64_t r = 0; r < n; r += kTile)
-        for (uint64_t c = 0; c < columns; c += kTile)
-          turn_tile(m, part, {row + r, column + c, std::min(kTile, n - r), std::min(kTile, columns - c), staging + r * staged + c * step, staged}, target);
+      turn_block(m, part, {row, column, n, columns, staging, staged}, target);
     }
   }
 }
 
-void Engine::turn_tile(const Move& m, const Across& part, const Tile& from, const Target& target) {
+// Squares are turned where they lie, of the columns of which all rows are wanted. What is beside them goes by way of tiles, and so
+// does all of a block in which something overflows, which is counted there.
+void Engine::turn_block(const Move& m, const Across& part, const Block& from, const Target& target) {
+  const uint64_t size = kItemSize[m.src_dtype], width = from.columns, height = from.rows;
+  const TurnSquares turned = static_cast<uint64_t>(m.src_step) == size && !m.swap ? squares_turned(m.src_dtype, m.dst_dtype) : nullptr;
+  const uint64_t left = from.column == part.first && part.low > from.row;
+  const uint64_t right = from.column + width == part.last && part.high < from.row + height;
+  const uint64_t columns = width > left + right ? (width - left - right) / kSide * kSide : 0, rows = height / kSide * kSide;
+  if (!turned || !turned(from.data + left * size, from.pitch, rows, columns, target.at(from.row, from.column + left), target.step))
+    return turn_tiles(m, part, from, target);
+  const auto beside = [&](uint64_t row, uint64_t column, uint64_t n, uint64_t of) {
+    turn_tiles(m, part, {from.row + row, from.column + column, n, of, from.data + row * from.pitch + column * size, from.pitch}, target);
+  };
+  beside(0, 0, height, left);
+  beside(rows, left, height - rows, columns);
+  beside(0, left + columns, height, width - left - columns);
+}
+
+void Engine::turn_tiles(const Move& m, const Across& part, const Block& from, const Target& target) {
+  const auto step = static_cast<uint64_t>(m.src_step);
+  for (uint64_t r = 0; r < from.rows; r += kTile)
+    for (uint64_t c = 0; c < from.columns; c += kTile)
+      turn_tile(m, part, {from.row + r, from.column + c, std::min(kTile, from.rows - r), std::min(kTile, from.columns - c), from.data + r * from.pitch + c * step, from.pitch}, target);
+}
+
+void Engine::turn_tile(const Move& m, const Across& part, const Block& from, const Target& target) {
   const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], width = from.columns, height = from.rows;
   const bool is_copy = m.src_dtype == m.dst_dtype && !m.swap && static_cast<uint64_t>(m.src_step) == size;  // turned where it lies
   alignas(64) char tile[kTile * kTile * sizeof(Element)], packed[kTile * sizeof(Element)];

@@ -129,12 +129,14 @@ class Engine {
   uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging);
   void scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging);
   // Some rows and columns of a move, whose rows are `pitch` bytes apart at `data`.
-  struct Tile {
+  struct Block {
     uint64_t row, column, rows, columns;
     char* data;
     uint64_t pitch;
   };
-  void turn_tile(const Move& m, const Across& part, const Tile& from, const Target& target);
+  void turn_block(const Move& m, const Across& part, const Block& from, const Target& target);
+  void turn_tiles(const Move& m, const Across& part, const Block& from, const Target& target);
+  void turn_tile(const Move& m, const Across& part, const Block& from, const Target& target);
 
   void convert(const Move& m, char* from, uint64_t count, char* out);
 

@@ -7,8 +7,9 @@
 //     file.) Their sources are read file by file, each in its own order, and neighbours together: a window of many
 //     small parameters cut over many ranks is one read per rank. The same dtype is read straight into place; a cast, or rows
 //     too short to be read one by one, go through a small staging buffer that stays in the processor's cache.
-//     A matrix that is transposed is turned in tiles that fit the cache: its rows are read in their order, in strips as wide as
-//     the window has columns; such a window may be a few times as long as others, so that strips are not too short.
+//     A matrix that is transposed is turned in squares that fit registers (turn.cpp), or in tiles that fit the cache: its rows are
+//     read in their order, in strips as wide as the window has columns; such a window may be a few times as long as others, so
+//     that strips are not too short.
 //     Sources may be folded from several others (fold.cpp). While a window is made, the page cache fetches what windows after it
 //     will read.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
@@ -260,17 +261,8 @@ class Run : Engine {
     }
     const std::vector<Clone> clones = cloneable(segments, window, buffer);
     read_segments(segments, buffers.staging.get());
-    // Rows of several moves may interleave; together they are usually one range.
-    if (!std::is_sorted(filled.begin(), filled.end())) std::sort(filled.begin(), filled.end());
-    size_t ranges = 0;
-    for (size_t i = 0; i < filled.size(); ++ranges) {
-      const uint64_t begin = filled[i].first;
-      uint64_t end = filled[i].second;
-      for (++i; i < filled.size() && filled[i].first == end; ++i) end = filled[i].second;
-      flush(dst, window.start, begin, end, buffer, clones);
-      filled[ranges] = {begin, end};
-    }
-    filled.resize(ranges);
+    join(filled);
+    for (const auto& [begin, end] : filled) flush(dst, window.start, begin, end, buffer, clones);
     if (ordered(dst)) hand_over(window, dst, filled, buffers.window);
   }
 
@@ -287,6 +279,26 @@ class Run : Engine {
     std::lock_guard lock(mutex_);
     ++turns_[dst];
     passed_.notify_all();
+  }
+
+  // Joins ranges that follow each other. Rows of several moves may interleave; together they are usually one range, which shows
+  // without sorting them, since nothing is filled twice.
+  static void join(Ranges& filled) {
+    uint64_t low = UINT64_MAX, high = 0, nbytes = 0;
+    for (const auto& [begin, end] : filled) low = std::min(low, begin), high = std::max(high, end), nbytes += end - begin;
+    if (filled.size() > 1 && nbytes == high - low) {
+      filled = {{low, high}};
+      return;
+    }
+    if (!std::is_sorted(filled.begin(), filled.end())) std::sort(filled.begin(), filled.end());
+    size_t ranges = 0;
+    for (const auto& [begin, end] : filled) {
+      if (ranges && filled[ranges - 1].second == begin)
+        filled[ranges - 1].second = end;
+      else
+        filled[ranges++] = {begin, end};
+    }
+    filled.resize(ranges);
   }
 
   static void fill(Ranges& filled, uint64_t begin, uint64_t end) {

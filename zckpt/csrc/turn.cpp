@@ -1,0 +1,114 @@
+#include "turn.h"
+
+#include "dtypes.h"
+#include "halves.h"
+
+namespace zckpt {
+
+#if defined(ZCKPT_X86)
+namespace {
+
+// Eight numbers side by side, as fp32.
+struct Singles {
+  static constexpr uint64_t kSize = 4;
+  ZCKPT_HALVES static ZCKPT_INLINE __m256 at(const char* from) { return _mm256_loadu_ps(reinterpret_cast<const float*>(from)); }
+};
+
+struct WidenedHalves {
+  static constexpr uint64_t kSize = 2;
+  ZCKPT_HALVES static ZCKPT_INLINE __m256 at(const char* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+};
+
+struct WidenedBf16 {
+  static constexpr uint64_t kSize = 2;
+  ZCKPT_HALVES static ZCKPT_INLINE __m256 at(const char* from) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+};
+
+// Brings what the columns to the right will be written to into the cache: no processor foresees it, and waiting for it takes most
+// of the time.
+ZCKPT_INLINE void fetch_next(const char* to, int64_t step) {
+  for (int64_t i = kSide; i < 2 * static_cast<int64_t>(kSide); ++i) _mm_prefetch(to + i * step, _MM_HINT_T0);
+}
+
+template <typename Row>
+ZCKPT_HALVES bool into_singles(const char* from, uint64_t pitch, uint64_t rows, uint64_t columns, char* out, int64_t step) {
+  for (uint64_t c = 0; c < columns; c += kSide, out += kSide * step)
+    for (uint64_t r = 0; r < rows; r += kSide) {
+      __m256 a[8], b[8];
+      for (uint64_t i = 0; i < 8; ++i) a[i] = Row::at(from + (r + i) * pitch + c * Row::kSize);
+      for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+      for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44), a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44), a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+      }
+      char* to = out + r * sizeof(float);
+      for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(reinterpret_cast<float*>(to + i * step), _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(reinterpret_cast<float*>(to + (i + 4) * step), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+      }
+      fetch_next(to, step);
+    }
+  return true;
+}
+
+// Eight numbers side by side in 2 bytes each; `over` gets a bit that is set where a finite one became infinite.
+struct Halves {
+  static constexpr uint64_t kSize = 2;
+  ZCKPT_HALVES static ZCKPT_INLINE __m128i at(const char* from, __m256i&) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+};
+
+struct RoundedHalves {
+  static constexpr uint64_t kSize = 4;
+  ZCKPT_HALVES static ZCKPT_INLINE __m128i at(const char* from, __m256i& over) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    over = _mm256_or_si256(over, over_f16(magnitudes(x)));
+    return _mm256_cvtps_ph(_mm256_castsi256_ps(x), _MM_FROUND_TO_NEAREST_INT);
+  }
+};
+
+struct RoundedBf16 {
+  static constexpr uint64_t kSize = 4;
+  ZCKPT_HALVES static ZCKPT_INLINE __m128i at(const char* from, __m256i& over) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), a = magnitudes(x), rounded = rounded_bf16(x, a);
+    over = _mm256_or_si256(over, over_bf16(a));
+    return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  }
+};
+
+template <typename Row>
+ZCKPT_HALVES bool into_halves(const char* from, uint64_t pitch, uint64_t rows, uint64_t columns, char* out, int64_t step) {
+  __m256i over = _mm256_setzero_si256();
+  for (uint64_t c = 0; c < columns; c += kSide, out += kSide * step)
+    for (uint64_t r = 0; r < rows; r += kSide) {
+      __m128i a[8], b[8];
+      for (uint64_t i = 0; i < 8; ++i) a[i] = Row::at(from + (r + i) * pitch + c * Row::kSize, over);
+      for (int i = 0; i < 4; ++i) b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]), b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+      for (int i = 0; i < 4; ++i) a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]), a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
+      for (int i = 0; i < 4; ++i) b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]), b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+      char* to = out + r * sizeof(uint16_t);
+      for (int i = 0; i < 8; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * step), b[i]);
+      fetch_next(to, step);
+    }
+  return _mm256_testz_si256(over, over);
+}
+
+}  // namespace
+
+TurnSquares squares_turned(uint8_t from, uint8_t to) {
+  if (!has(Unit::kHalves)) return nullptr;
+  if (from == to) return kItemSize[to] == 4 ? into_singles<Singles> : kItemSize[to] == 2 ? into_halves<Halves> : nullptr;
+  if (from == F32) return to == BF16 ? into_halves<RoundedBf16> : to == F16 ? into_halves<RoundedHalves> : nullptr;
+  if (to == F32) return from == BF16 ? into_singles<WidenedBf16> : from == F16 ? into_singles<WidenedHalves> : nullptr;
+  return nullptr;
+}
+
+#else
+
+TurnSquares squares_turned(uint8_t, uint8_t) { return nullptr; }
+
+#endif
+
+}  // namespace zckpt
