@@ -1,6 +1,7 @@
 // How a confirmation runs.
 //  1. The files of the output are cut into windows, each of which is read once, by direct I/O where the file system allows it: so
-//     the disk is read, and not the page cache, which keeps what it has.
+//     the disk is read, and not the page cache, which keeps what it has. Where it does not, windows fit a processor's cache with
+//     the parts that they are held against.
 //  2. For each run of elements in a window, the source's pieces are walked for those elements. What the page cache has of them is
 //     taken from it in parts that fit a processor's cache; the rest is read past it, in parts as long as a window.
 //  3. Each part is judged where it lies, against the window and against its copies, and nothing is kept of it.
@@ -18,7 +19,7 @@
 namespace zckpt {
 namespace {
 
-constexpr uint64_t kWindow = 1 << 20, kPart = 256 << 10, kTurned = 4 << 20;
+constexpr uint64_t kWindow = 1 << 20, kCached = 256 << 10, kPart = 128 << 10, kTurned = 4 << 20;
 constexpr unsigned kWaiting = 3;  // threads for each one that computes
 constexpr uint64_t kShort = 512;  // bytes; shorter rows are read with what lies between them
 
@@ -174,8 +175,9 @@ class Confirmer : Engine {
 
   // Windows of bytes [at, end) of a file whose stretches are [first, last); on a grid, or of whole rows.
   void cut(uint32_t store, uint64_t at, uint64_t end, uint64_t row, const Zone& zone, size_t first, size_t last) {
+    const uint64_t grid = batch_.stores[store].direct_fd < 0 ? kCached : kWindow;
     for (uint64_t next; at < end; at = next) {
-      next = std::min(end, row == 0 ? (at / kWindow + 1) * kWindow : row > kTurned ? at + kTurned : at + kTurned / row * row);
+      next = std::min(end, row == 0 ? (at / grid + 1) * grid : row > kTurned ? at + kTurned : at + kTurned / row * row);
       Window window{store, row != 0, at, next, std::clamp(zone.begin, at, next), std::clamp(zone.end, at, next), 0, first, first};
       while (first < last && stretches_[first].end <= at) ++first;  // a long one may hide shorter ones: those are looked at in vain
       window.first = first;

@@ -165,15 +165,16 @@ ZCKPT_VECTOR uint32_t doubts_bf16_in_f32(const char* a, const char* b, size_t n)
   return doubts;
 }
 
-// A half is as far from a single as their bits are, once they stand at the same place: in units of the single's last bit.
+// Once their bits stand at the same place, a half is as far from a single as these are from each other, in units of the single's
+// last bit; of another sign, it is farther than any.
 ZCKPT_VECTOR uint32_t doubts_f32_in_bf16(const char* a, const char* b, size_t n, uint32_t least_doubtful) {
-  uint32_t doubts = 0;
+  uint32_t furthest = 0, largest = 0;
   for (size_t i = 0; i < n; ++i) {
-    const uint32_t x = load<uint32_t>(a, i), y = load<uint16_t>(b, i), odd = y & 1, size = x & 0x7FFFFFFF;
-    const uint32_t distance = size - ((y & 0x7FFF) << 16) + 0x8000 - odd;
-    doubts |= static_cast<uint32_t>(distance > 0x10000 - 2 * odd) | (x >> 31 ^ y >> 15) | static_cast<uint32_t>(size >= least_doubtful);
+    const uint32_t x = load<uint32_t>(a, i), y = load<uint16_t>(b, i), apart = x - (y << 16);
+    furthest = std::max(furthest, std::min(apart, 0 - apart) + (y & 1));  // in the middle the even one is right
+    largest = std::max(largest, x & 0x7FFFFFFF);
   }
-  return doubts;
+  return furthest > 0x8000 || largest >= least_doubtful;
 }
 
 // Below the smallest normal half, a half is a whole number of 2^-24: the single's significand is held against it there.
