@@ -62,6 +62,25 @@ def test_only_what_is_nearest_is_right(source: DType) -> None:
             assert judge(SAME, source.number, target.number, data, right)[0] == 0
 
 
+@pytest.mark.parametrize("target", [F16, BF16], ids=str)
+def test_blocks_that_are_wrong_in_the_least_way_only_are_found(target: DType) -> None:
+    """Each block is looked at as a whole first, which must see each way by itself: a last bit beyond the middle, odd in it."""
+    largest = 0x7C00 if target is F16 else 0x7F80
+    low, sign = np.arange(largest - 1, dtype="<u2"), np.arange(largest - 1, dtype="<u2") % 2 << 15
+    values = native_cast(target.number, F32.number, np.arange(largest, dtype="<u2").tobytes())[0]
+    exact = np.frombuffer(values, "<f4").astype("<f8")
+    middle = ((exact[:-1] + exact[1:]) / 2).astype("<f4").view("<u4")
+    for first, every, beyond, wrong in ((0, 2, 0, low | 1), (1, 2, 0, low | 1), (0, 1, 1, low), (0, 1, -1, low + 1)):
+        bits = (middle + np.uint32(beyond % (1 << 32))) | sign.astype("<u4") << 16
+        x, y = bits[first::every].tobytes(), (wrong | sign)[first::every]
+        right, _, _ = cast(x, F32, target, "little", False)
+        assert judge(EXACT, F32.number, target.number, x, right)[0] == 0
+        assert judge(EXACT, F32.number, target.number, x, y.tobytes()) == (y.size, 0), (first, beyond)
+    nans = np.arange(0x7F810001, 0x7FBF0000, 0x100, dtype="<u4")
+    for y in ((nans + 0x7FFF) >> 16,) if target is BF16 else (nans * 0, nans * 0 + largest):
+        assert judge(EXACT, F32.number, target.number, nans.tobytes(), y.astype("<u2").tobytes()) == (nans.size, 0)
+
+
 def test_the_same_numbers_need_not_be_the_same_bits() -> None:
     a = np.array([0.0, -0.0, np.nan, 1.0, np.inf], "<f4")
     b = np.array([-0.0, 0.0, -np.nan, -1.0, np.inf], "<f4")
