@@ -203,6 +203,8 @@ uint32_t doubts_in_table(const std::array<uint32_t, kCount>& table, const char* 
   return doubts;
 }
 
+}  // namespace
+
 bool is_beyond_doubt(Likeness likeness, DType from, DType to, const char* a, const char* b, size_t n) {
   if (from == to) return !std::memcmp(a, b, n * kItemSize[from]);
   if (from == BF16 && to == F32) return !doubts_bf16_in_f32(a, b, n);
@@ -221,8 +223,6 @@ bool is_beyond_doubt(Likeness likeness, DType from, DType to, const char* a, con
     default: return false;
   }
 }
-
-}  // namespace
 
 bool can_judge(DType from, DType to) { return from == to || (is_float(from) && (to == F32 || to == F16 || to == BF16)); }
 

@@ -23,6 +23,9 @@ struct Unlike {
 // Whether `judge` knows these dtypes: twice the same one, or any float and one of F32, F16, BF16.
 bool can_judge(DType from, DType to);
 
+// A quick look at few numbers: true only where all of `b` are what those of `a` become; false may be a mistake.
+bool is_beyond_doubt(Likeness likeness, DType from, DType to, const char* a, const char* b, size_t n);
+
 // Which of the `n` numbers of `b` are not what those of `a` become. Neither need be aligned.
 Unlike judge(Likeness likeness, DType from, DType to, const void* a, const void* b, size_t n);
 
