@@ -104,7 +104,7 @@ ZCKPT_FOR("vpclmulqdq,pclmul,avx2") uint32_t by_wide_folding(uint32_t c, const u
 #endif
 
 // a * b modulo the polynomial, both reflected.
-uint32_t multiply(uint32_t a, uint32_t b) {
+constexpr uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
     if (a & bit) product ^= b;
@@ -112,6 +112,15 @@ uint32_t multiply(uint32_t a, uint32_t b) {
   }
   return product;
 }
+
+// What 2^k bytes of zeros multiply a register by.
+constexpr auto kPowers = [] {
+  std::array<uint32_t, 64> powers{};
+  uint32_t power = 1u << 30;  // x, squared thrice below: x^8, one byte
+  for (int i = 0; i < 3; ++i) power = multiply(power, power);
+  for (auto& one : powers) one = power, power = multiply(power, power);
+  return powers;
+}();
 
 }  // namespace
 
@@ -130,14 +139,9 @@ uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
 }
 
 uint32_t crc32_combine(uint32_t a, uint32_t b, uint64_t nbytes_b) {
-  uint32_t power = 1u << 30;  // x, squared thrice below: x^8, one byte
-  for (int i = 0; i < 3; ++i) power = multiply(power, power);
-  uint32_t shift = 1u << 31;  // 1
-  for (; nbytes_b; nbytes_b >>= 1) {
-    if (nbytes_b & 1) shift = multiply(shift, power);
-    power = multiply(power, power);
-  }
-  return multiply(shift, a) ^ b;
+  for (size_t k = 0; nbytes_b; ++k, nbytes_b >>= 1)
+    if (nbytes_b & 1) a = multiply(kPowers[k], a);
+  return a ^ b;
 }
 
 }  // namespace zckpt

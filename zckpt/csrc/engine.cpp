@@ -6,6 +6,7 @@
 #include <cstring>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #if defined(__GLIBCXX__)
 #include <cxxabi.h>
 #endif
@@ -85,10 +86,15 @@ void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tic
   if (settings_.here) {
     running_ = 1;
     thread();
-    tick(done_bytes_);
-    return;
+  } else {
+    on_threads(tick);
   }
-  const auto threads = static_cast<unsigned>(std::min<size_t>(settings_.threads, std::max<size_t>(count, 1)));
+  join_crcs();
+  tick(done_bytes_);
+}
+
+void Engine::on_threads(const std::function<bool(uint64_t)>& tick) {
+  const auto threads = static_cast<unsigned>(std::min<size_t>(settings_.threads, std::max<size_t>(jobs_, 1)));
   struct Pool : std::vector<std::thread> {
     Engine& engine;
     explicit Pool(Engine& e) : engine(e) {}
@@ -100,29 +106,43 @@ void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tic
       for (auto& thread : *this) thread.join();
     }
   };
-  {
-    Pool pool(*this);
-    pool.reserve(threads);
-    for (unsigned i = 0; i < threads; ++i) {
-      std::unique_lock lock(mutex_);  // a thread that has started waits for it to be counted
-      try {
-        pool.emplace_back([this] { thread(); });
-        ++running_;
-      } catch (const std::system_error& error) {
-        lock.unlock();
-        if (pool.empty()) end("threads", error.what());
-        break;
-      }
-    }
-    std::unique_lock lock(mutex_);
-    while (!idle_.wait_for(lock, std::chrono::milliseconds(50), [this] { return running_ == 0; })) {
+  Pool pool(*this);
+  pool.reserve(threads);
+  for (unsigned i = 0; i < threads; ++i) {
+    std::unique_lock lock(mutex_);  // a thread that has started waits for it to be counted
+    try {
+      pool.emplace_back([this] { thread(); });
+      ++running_;
+    } catch (const std::system_error& error) {
       lock.unlock();
-      const bool on = tick(done_bytes_);
-      lock.lock();
-      if (!on) stop();
+      if (pool.empty()) end("threads", error.what());
+      break;
     }
   }
-  tick(done_bytes_);
+  std::unique_lock lock(mutex_);
+  while (!idle_.wait_for(lock, std::chrono::milliseconds(50), [this] { return running_ == 0; })) {
+    lock.unlock();
+    const bool on = tick(done_bytes_);
+    lock.lock();
+    if (!on) stop();
+  }
+}
+
+// Those that follow each other become one: whoever gets them has few to look at.
+void Engine::join_crcs() {
+  auto& all = result_.crcs;
+  std::sort(all.begin(), all.end(), [](const PartialCrc& a, const PartialCrc& b) { return std::tie(a.number, a.offset) < std::tie(b.number, b.offset); });
+  size_t joined = 0;
+  for (const PartialCrc& one : all) {
+    PartialCrc* const before = joined ? &all[joined - 1] : nullptr;
+    if (before && before->number == one.number && before->offset + before->length == one.offset) {
+      before->crc = crc32_combine(before->crc, one.crc, one.length);
+      before->length += one.length;
+    } else {
+      all[joined++] = one;
+    }
+  }
+  all.resize(joined);
 }
 
 void Engine::thread() {

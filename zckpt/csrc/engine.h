@@ -120,7 +120,9 @@ class Engine {
   Result result_;
 
  private:
+  void on_threads(const std::function<bool(uint64_t)>& tick);
   void thread();
+  void join_crcs();
   void end(const char* kind, const char* text) noexcept;
   void stop();  // with the lock held, so that nobody who is about to wait misses it
   void fold(uint32_t src, char* to, uint64_t count, uint64_t first, bool again);
