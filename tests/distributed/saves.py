@@ -361,6 +361,9 @@ def in_the_background() -> dict[str, Any]:
     settings = config(3, scheduler=SCHEDULE, checkpoint={"async_save": True}, **BF16)
     engine = start(settings)
     train(engine, 2)
+    (home() / "blocked").write_text("no directory")
+    dist.barrier()
+    blocked = refusal(engine.save_checkpoint, home() / "blocked", kind=OutputError)  # rank 0's alone
     engine.save_checkpoint(where)
     first = parts(engine)
     train(engine, 2, start=2)
@@ -371,6 +374,7 @@ def in_the_background() -> dict[str, Any]:
     dist.barrier()
     again.load_checkpoint(where, tag="global_step2")
     out: dict[str, Any] = {"copied": same_parts(first, parts(again)), "latest": (where / "latest").read_text()}
+    out["blocked"] = blocked
     out |= {f"meanwhile {stage}": while_others_write(stage) for stage in (1, 3)}
     again.load_checkpoint(where)
     train(again, 1, start=4)

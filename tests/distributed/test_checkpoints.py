@@ -125,6 +125,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(outcome: Outcome) -> None:
 def test_saves_in_the_background(outcome: Outcome) -> None:
     for rank, given in enumerate(outcome("saves.py", 2, "in_the_background")):
         assert given["copied"] is given["went on"] is True and given["latest"] == "global_step4"
+        assert "cannot be written here" in given["blocked"] and ("rank 0:" in given["blocked"]) == (rank == 1)
         assert "a disk that broke" in given["bad"] and ("rank 1:" in given["bad"]) == (rank == 0)
         assert given["names"] == ["global_step2", "global_step4", "good", "latest", "zero_to_fp32.py"]
         for stage in (1, 3):

@@ -9,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "aside.h"
 #include "blocks.h"
 #include "confirm.h"
 #include "crc32.h"
@@ -274,6 +275,18 @@ void of_q8_0(uintptr_t blocks, uintptr_t numbers, size_t count) {
   zckpt::of_q8_0(reinterpret_cast<const uint8_t*>(blocks), reinterpret_cast<float*>(numbers), count);  // NOLINT
 }
 
+void copy_aside(uintptr_t to, uintptr_t from, size_t nbytes) {
+  nb::gil_scoped_release release;
+  zckpt::copy_aside(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), nbytes);  // NOLINT
+}
+
+bool is_beyond_doubt(int from, int to, uintptr_t a, uintptr_t b, size_t count) {
+  if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
+  nb::gil_scoped_release release;
+  return zckpt::is_beyond_doubt(zckpt::Likeness::kExact, static_cast<zckpt::DType>(from), static_cast<zckpt::DType>(to),
+                                reinterpret_cast<const char*>(a), reinterpret_cast<const char*>(b), count);  // NOLINT
+}
+
 uint64_t begin_swap(zckpt::Swapper& swapper, int fd, bool write, nb::bytes stretches) {
   const auto all = structs<zckpt::Stretch>(stretches);
   nb::gil_scoped_release release;
@@ -344,6 +357,8 @@ NB_MODULE(_core, m) {
   m.def("multiply_blocks", &multiply_blocks, "x"_a, "blocks"_a, "factors"_a);
   m.def("to_e4m3", &to_e4m3, "x"_a, "blocks"_a, "factors"_a, "out"_a);
   m.def("to_q8_0", &to_q8_0, "numbers"_a, "blocks"_a, "count"_a);
+  m.def("copy_aside", &copy_aside, "to"_a, "source"_a, "nbytes"_a);
+  m.def("is_beyond_doubt", &is_beyond_doubt, "source"_a, "target"_a, "a"_a, "b"_a, "count"_a);
   m.def("of_q8_0", &of_q8_0, "blocks"_a, "numbers"_a, "count"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",

@@ -2,8 +2,8 @@
 
 For `Engine.save_checkpoint`.
 [Note: the order of a save]
-1. All ranks meet; one per file system (the *leader*) takes the save's work directory beside the tags, and finishes what killed
-runs have left. Everything that can be refused is refused now.
+1. All ranks meet, and say the tag and what their buffers are. One per file system (the *leader*) takes the save's work directory
+beside the tags, and finishes what killed runs have left. Everything that can be refused is refused now.
 2. Every rank writes and syncs its files there.
 Saves in the background copy what the rank holds between 1 and 2 (`snapshot`), and do the rest beside the training.
 3. When all have, leaders seal the save and give it the tag's name, by `zckpt.output`'s protocol.
@@ -77,9 +77,9 @@ def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_stat
         OutputError: a file cannot be written, here or elsewhere; what was there before is unchanged.
     """
     meetings.begin(f"{run.micro_steps}")
-    publication = _enter(run, meetings, options)
+    state, publication = _enter(run, meetings, options)
     try:
-        begun, root = _begin_together(run, meetings, publication, options, client_state)
+        begun, root = _begin_together(state, meetings, publication, options, client_state)
         if isinstance(begun, Copied):
             server = meetings.server()
             what = f"save of {publication.tag!r} in {publication.directory}"
@@ -125,40 +125,36 @@ _means: WeakKeyDictionary[TrainingRun, _Means] = WeakKeyDictionary()
 
 
 def _begin_together(
-    run: TrainingRun,
+    state: RunState,
     meetings: Meetings,
     publication: Publication,
     options: SaveOptions,
     client_state: Mapping[str, Any],
 ) -> tuple[PlannedSave | Copied, str]:
     """The save, planned or copied on every rank, and the directory that this rank's files are written in."""
-    with Attempt() as tried:
-        state = capture(run)
-        digest = digest_of(state.buffers)
-        publication.begin()
-    word = None if tried.error is not None else [digest, publication.name]
-    words = meetings.agree("save_checkpoint", tried.error, word)
-    root = publication.root([name for _, name in words], run.global_rank)
-    differing = frozenset(rank for rank, (theirs, _) in enumerate(words) if theirs != words[0][0])
-    state = _with_all_generators(replace(state, differing=differing))
+    run = state.run
+    means = None
+    if run.settings.config.checkpoint.async_save:
+        means = _means.setdefault(run, _Means())
+        means.number += 1  # before anything that may fail on this rank alone
+    state = _with_all_generators(state)
     begun: PlannedSave | Copied
     with Attempt() as tried:
+        publication.begin()
         _warn_of_gradients(state)
         if options.only_trained:
             state = _only_trained(state)
-        if run.settings.config.checkpoint.async_save:
-            begun = _copied(state, outline(state, client_state, STAGED, copied=True))
+        if means is not None:
+            begun = _copied(state, outline(state, client_state, STAGED, copied=True), means)
         else:
             begun = plan(outline(state, client_state, STAGED), exchange_of(state))
-    meetings.agree("save_checkpoint", tried.error)
-    return begun, root
+    names = meetings.agree("save_checkpoint", tried.error, publication.name)
+    return begun, publication.root(names, run.global_rank)
 
 
-def _copied(state: RunState, outlined: Outlined) -> Copied:
+def _copied(state: RunState, outlined: Outlined, means: _Means) -> Copied:
     """A copy of what this rank holds; the optimizer waits for the part of it that is made later."""
     run = state.run
-    means = _means.setdefault(run, _Means())
-    means.number += 1
     tensors = tensors_of(state) if outlined.takes_part else {}
     states = {(part.name, name) for part in state.parts for name in part.states}
     snapshot = Snapshot(tensors, lambda key: key not in states, means.pool)
@@ -201,13 +197,18 @@ def _finish(meetings: Meetings, publication: Publication, planned: PlannedSave, 
         meetings.part()
 
 
-def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> Publication:
-    """Meets the others, and agrees on the tag."""
+def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[RunState, Publication]:
+    """Meets the others, and agrees on the tag: what is saved, and under which name."""
     checkpoint = run.settings.config.checkpoint
-    words = meetings.meet("save_checkpoint", options.tag, within_s=ENTRY_S)
-    tag, *others = dict.fromkeys(words)
+    digest: str | None = None
+    with Attempt() as tried:
+        state = capture(run)
+        digest = digest_of(state.buffers)
+    words = meetings.agree("save_checkpoint", tried.error, [options.tag, digest], within_s=ENTRY_S)
+    differing = frozenset(rank for rank, (_, theirs) in enumerate(words) if theirs != words[0][1])
+    tag, *others = dict.fromkeys(said for said, _ in words)
     if others:
-        by_tag = {one: [rank for rank, word in enumerate(words) if word == one] for one in (tag, *others)}
+        by_tag = {one: [rank for rank, (said, _) in enumerate(words) if said == one] for one in (tag, *others)}
         found = joined([f"{one!r} on {ranks(numbers)}" for one, numbers in by_tag.items()])
         if checkpoint.tag_validation == "FAIL":
             raise InconsistentError(
@@ -218,7 +219,7 @@ def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> Public
             warnings.warn(f"The ranks disagree on the tag: {found}. Rank 0's is used.", stacklevel=4)
     check_tag(tag)
     local = checkpoint.use_node_local_storage
-    return Publication(
+    return replace(state, differing=differing), Publication(
         os.path.abspath(options.directory),
         tag,
         leader=(run.local_rank if local else run.global_rank) == 0,

@@ -22,6 +22,11 @@ from zckpt.base.errors import InconsistentError, OutputError
 from zckpt.base.words import size
 from zckpt.live import device
 
+try:
+    from zckpt._core import copy_aside
+except ImportError:  # built without a compiler
+    copy_aside = None  # type: ignore[assignment]
+
 _ALIGNMENT = 64
 
 
@@ -87,7 +92,7 @@ class Snapshot:
         for key, source in tensors.items():
             target = self.tensors[key]
             if at_once(key) or source.device.type != "cpu" or source.is_inference():
-                device.copy(target, source)
+                _copy(target, source)
             elif source.numel():
                 self._left.append(_Left(f"{key[0]!r}", target, source, source._version))  # type: ignore[index]
         self._open = len(self._left)
@@ -103,7 +108,7 @@ class Snapshot:
             except IndexError:
                 break
             try:
-                one.target.copy_(one.source)
+                _copy(one.target, one.source)
                 if one.source._version != one.changes:
                     self._changed.append(one.name)
             except Exception as error:
@@ -131,6 +136,14 @@ class Snapshot:
                 expected="states that only the optimizer's step changes",
                 remedy="Take states from engine.optimizer.state each time that you change them, which waits for the copy.",
             )  # fmt: skip
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a dense vector: on the CPU past its caches, where the training has what it works with."""
+    if copy_aside is None or source.device.type != "cpu" or source.is_conj() or source.is_neg():
+        device.copy(target, source)
+    else:
+        copy_aside(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
 
 def _room_for(tensors: Mapping[Hashable, torch.Tensor], pool: Pool) -> dict[Hashable, torch.Tensor]:

@@ -18,6 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zckpt.base.dataclass import dataclass
+from zckpt.core.dtypes import BY_TORCH_NAME
+
+try:
+    from zckpt._core import is_beyond_doubt
+except ImportError:  # built without a compiler
+    is_beyond_doubt = None  # type: ignore[assignment]
 
 _ATTRIBUTE = "_zckpt_sharded_parameter"
 
@@ -99,7 +105,7 @@ class ShardedParameter:
         if self.master is not None and (local.device != self.whole.device or self.master._version != self._version):
             return
         rows = self.whole.detach().reshape(-1)[self.elements].view(local.shape).to(local.device)
-        if local.device.type == "cpu" and _rounds_to(local, rows):  # elsewhere the answer would be waited for
+        if local.is_cpu and _rounds_to(local.contiguous(), rows):  # on a device the answer would be waited for
             return
         mine = local.to(rows.dtype)
         local.copy_(torch.where(mine == rows, local, rows.to(local.dtype)))
@@ -158,17 +164,17 @@ class ShardedParameter:
 
 
 def _rounds_to(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether numbers, cast to the dtype of others, are these; by pieces that fit a processor's cache."""
+    """Whether numbers, cast to the dtype of others, are these: both dense, on the CPU.
+
+    The C++ engine looks through them once; where it is not certain, or is not there, they are cast, by pieces that fit a
+    processor's cache.
+    """
+    if is_beyond_doubt is not None:
+        source, target = (BY_TORCH_NAME[str(one.dtype).removeprefix("torch.")].number for one in (exact, rounded))
+        if is_beyond_doubt(source, target, exact.data_ptr(), rounded.data_ptr(), exact.numel()):
+            return True
     pieces = zip(exact.reshape(-1).split(_PIECE), rounded.reshape(-1).split(_PIECE), strict=True)
-    return all(_are_same(one.to(other.dtype), other) for one, other in pieces)
-
-
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether vectors of a dtype are equal. Where that can be, eight bytes are compared at a time, not a number of two."""
-    per_word = max(8 // one.itemsize, 1)
-    if any(part % per_word for part in (one.numel(), one.storage_offset(), other.storage_offset())):
-        return torch.equal(one, other)
-    return torch.equal(one.view(torch.int64), other.view(torch.int64))
+    return all(torch.equal(one.to(other.dtype), other) for one, other in pieces)
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
