@@ -24,6 +24,7 @@ import zckpt
 from zckpt import live
 from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
 from zckpt.live import assignment, export, ranks
+from zckpt.runtime import utils
 from zckpt.team import meeting
 
 CHECKS.clear()  # those of `checks`
@@ -324,6 +325,10 @@ def failures() -> dict[str, Any]:
         for p in large.blocks[1].parameters():
             p.to_local().fill_(1e6)
     refused("large", CastError, large, "fp16")
+    engine = start(config(1, **FP16))
+    weight = engine.module.blocks[1].up.weight
+    utils.safe_set_full_fp32_param(weight, torch.full(weight.shape, 1e6))  # infinite in the whole copy
+    refused("large whole", CastError, engine, "fp16")
     refused("file", UsageError, large, None, file="a/b.bin")
     live.consolidate(large, "bf16")
     with Shared() as home:

@@ -283,7 +283,7 @@ void copy_aside(uintptr_t to, uintptr_t from, size_t nbytes) {
 bool is_beyond_doubt(int from, int to, uintptr_t a, uintptr_t b, size_t count) {
   if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
   nb::gil_scoped_release release;
-  return zckpt::is_beyond_doubt(zckpt::Likeness::kExact, static_cast<zckpt::DType>(from), static_cast<zckpt::DType>(to),
+  return zckpt::is_beyond_doubt(zckpt::Likeness::kClamped, static_cast<zckpt::DType>(from), static_cast<zckpt::DType>(to),
                                 reinterpret_cast<const char*>(a), reinterpret_cast<const char*>(b), count);  // NOLINT
 }
 

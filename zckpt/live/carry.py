@@ -7,6 +7,7 @@ buffers, the next ones while the last ones are cast and written.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +124,7 @@ class Files:
         with self._failing(place):
             if place not in self._open:
                 self._open[place] = os.open(self._paths[place], os.O_WRONLY | os.O_CLOEXEC)
-            view = memoryview(data.numpy())  # type: ignore[arg-type]
+            view = view_of(data)
             self._sum(piece, view)
             for offset, nbytes in piece.runs:
                 write_all(self._open[place], view[:nbytes], offset)
@@ -211,7 +212,7 @@ class PieceCaster:
 
     def cast(self, piece: ContributionPart) -> torch.Tensor:
         """The piece's bytes, valid until the next one is requested."""
-        self._batch.add(piece, self._held.read[piece.of.name]().detach())
+        self._batch.add(piece, self._held.elements(piece.of.name, piece.of.target.dtype))
         self._batch.start()
         [(_, data)] = self._batch.cast()
         return data
@@ -246,7 +247,7 @@ def _carried(
     name, local = "", torch.empty(0)
     for contribution in mine:
         if contribution.name != name:
-            name, local = contribution.name, held.read[contribution.name]().detach()
+            name, local = contribution.name, held.elements(contribution.name, contribution.target.dtype)
         for piece in pieces(contribution):
             if not batch.has_room_for(piece):
                 batch.start()
@@ -285,8 +286,13 @@ class _Batch:
         return self._taken + source <= PIECE_BYTES and self._used + piece.nbytes <= PIECE_BYTES
 
     def add(self, piece: ContributionPart, local: torch.Tensor) -> None:
-        """Adds a piece that has room, and begins to copy it from the tensor that holds it, if it has to be copied."""
-        nbytes = piece.count * piece.of.source.itemsize
+        """Adds a piece that has room, and begins to copy it from the tensor that holds it, if it has to be copied.
+
+        Args:
+            piece: some elements of the tensor.
+            local: this rank's part of it, in its own dtype or already in the one that the piece is to have.
+        """
+        nbytes = piece.count * local.element_size()
         if is_direct(local):
             part = local.view(-1)[piece.first : piece.first + piece.count]
         else:
@@ -295,7 +301,7 @@ class _Batch:
             part = self._copies[self._taken : self._taken + nbytes].view(local.dtype)
             fill(part, local, piece.first)
             self._devices.add(local.device)
-        is_cast = piece.of.source != piece.of.target.dtype
+        is_cast = str(local.dtype) != f"torch.{piece.of.target.dtype.torch_name}"
         self._waiting.append((piece, part, self._used if is_cast else None))
         self._taken += _aligned(nbytes)
         self._used += _aligned(piece.nbytes)
@@ -317,6 +323,11 @@ class _Batch:
         self._waiting.clear()
         self._devices.clear()
         self._taken = self._used = 0
+
+
+def view_of(data: torch.Tensor) -> memoryview:
+    """The bytes of a vector, valid as long as it is. For a view by numpy torch would never free a storage that it shares."""
+    return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()))
 
 
 def _aligned(nbytes: int) -> int:

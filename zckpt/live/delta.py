@@ -48,7 +48,7 @@ from zckpt.live.assignment import (
     digest_of_names,
 )
 from zckpt.live.assignment import pieces as pieces_of
-from zckpt.live.carry import Lost, PieceCaster
+from zckpt.live.carry import Lost, PieceCaster, view_of
 from zckpt.live.parts import LocalModel, local_model
 from zckpt.live.ranks import Ranks
 from zckpt.output.checks import check_path
@@ -300,7 +300,7 @@ class _Work:
                 else:
                     data = self._world.receive(piece.nbytes, sender)
                 if buffer is not None:
-                    at, view = 0, data.numpy()
+                    at, view = 0, np.frombuffer(view_of(data), np.uint8)
                     for offset, nbytes in piece.runs:
                         buffer[offset : offset + nbytes] = view[at : at + nbytes]
                         at += nbytes

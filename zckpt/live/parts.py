@@ -13,6 +13,7 @@ and the bf16 optimizer) and runtime/zero/stage3.py (`ds_tensor`, `get_local_fp32
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import field
 from itertools import accumulate
 from typing import Any
 
@@ -29,7 +30,7 @@ from zckpt.core.dtypes import BY_TORCH_NAME, DType
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.layouts.save.module_states import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
-from zckpt.live.slices import local_part, master_of, part_of, reshard_modules
+from zckpt.live.slices import WholeCopy, local_part, master_of, reshard_modules, whole_copy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,25 @@ class LocalModel:
         offers: in the model's order, tied weights once.
         read: name -> gives the elements offered, in memory of any device.
         aliases: dropped name -> kept name.
+        copies: name -> the whole copy of a parameter, which scripts may have written to.
     """
 
     offers: tuple[Offer, ...]
     read: dict[str, Callable[[], torch.Tensor]]
     aliases: dict[str, str]
+    copies: dict[str, WholeCopy]
+    _rounded: dict[str, torch.Tensor | None] = field(default_factory=dict[str, "torch.Tensor | None"])
+
+    def elements(self, name: str, dtype: DType) -> torch.Tensor:
+        """The elements offered of a tensor that shall have a dtype: in that one, if a whole copy has them so, bit for bit.
+
+        A copy is taken up only here: its elements are in the processor's cache then, when they are written.
+        """
+        if name in self.copies and name not in self._rounded:
+            self._rounded[name] = self.copies[name].take_up()
+        rounded = self._rounded.get(name)
+        found = self.read[name]() if rounded is None or _dtype(name, rounded.dtype) != dtype else rounded
+        return found.detach()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -91,21 +106,24 @@ def local_model(model: nn.Module) -> LocalModel:
                 "the model is under FullyShardedDataParallel (FSDP1), whose parts zckpt does not read",
                 remedy="Shard it with torch.distributed.fsdp.fully_shard, or save it with torch.distributed.checkpoint.",
             )
-    if all(part_of(parameter) is parameter for parameter in model.parameters()):
+    if all(whole_copy_of(parameter) is None for parameter in model.parameters()):
         reshard_modules(model)
     offers: list[Offer] = []
     read: dict[str, Callable[[], torch.Tensor]] = {}
     aliases: dict[str, str] = {}
+    copies: dict[str, WholeCopy] = {}
     for names, registered in tensors_of(model):
-        tensor = part_of(registered)
         kept, *dropped = (WRAPPERS.sub("", name) for name in names)
+        tensor, copy = registered, whole_copy_of(registered)
+        if copy is not None:
+            tensor, copies[kept] = copy.weight, copy
         aliases.update((name, kept) for name in dropped if name != kept)
         role: Role = "buffer"
         if isinstance(tensor, nn.Parameter):
             role = "parameter" if tensor.requires_grad else "frozen"
         shape, dtype, fragments, equal, read[kept] = _elements(kept, tensor, places)
         offers.append(Offer(TensorPart(kept, shape, _dtype(kept, dtype), fragments), role, equal))
-    return LocalModel(tuple(offers), read, aliases)
+    return LocalModel(tuple(offers), read, aliases, copies)
 
 
 Found = tuple[tuple[int, ...], torch.dtype, tuple[Fragment, ...], bool, Callable[[], torch.Tensor]]

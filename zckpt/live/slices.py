@@ -6,7 +6,7 @@ Source: torch 2.13, distributed/tensor/_utils.py; `fully_shard` leaves a DTensor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -65,17 +65,35 @@ def reshard_modules(model: nn.Module) -> None:
             module.reshard()
 
 
+class WholeCopy(Protocol):
+    """What the trainer knows of a parameter that it registers whole between steps."""
+
+    weight: torch.Tensor
+
+    def take_up(self) -> torch.Tensor | None:
+        """Takes what was written to the copy into this process's part.
+
+        Returns:
+            The copy's elements of that part, if they are, bit for bit, what the part's become in the copy's dtype.
+        """
+
+
+def whole_copy_of(parameter: torch.Tensor) -> WholeCopy | None:
+    """What the trainer knows of a parameter, if it is such a copy."""
+    trained: Any = getattr(parameter, _SHARDED_PARAMETER, None)
+    return trained if getattr(trained, "whole", None) is parameter else None
+
+
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter with this process's part, where the trainer registers a whole copy between steps; any other is itself.
 
     The part has then what was written to the copy.
     """
-    trained: Any = getattr(parameter, _SHARDED_PARAMETER, None)
-    if getattr(trained, "whole", None) is not parameter:
+    copy = whole_copy_of(parameter)
+    if copy is None:
         return parameter
-    trained.take_up()
-    part: torch.Tensor = trained.weight
-    return part
+    copy.take_up()
+    return copy.weight
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:

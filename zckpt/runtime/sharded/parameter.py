@@ -93,22 +93,31 @@ class ShardedParameter:
         self._version = None if self.master is None else self.master._version
 
     @torch.no_grad()
-    def take_up(self) -> None:
+    def take_up(self) -> torch.Tensor | None:
         """Takes what a script has written to the whole parameter into this rank's part, element by element.
 
         A part in other memory than the device's is not looked at if it is trained; nor is a master that the script has changed
         itself.
+
+        Returns:
+            This rank's elements of the whole parameter, if they are for certain, bit for bit, what those of the part become in
+            its dtype, and none of them is infinite or NaN.
         """
         if self.whole is None or not self.is_whole:
-            return
+            return None
         local = self.local()
         if self.master is not None and (local.device != self.whole.device or self.master._version != self._version):
-            return
+            return None
         rows = self.whole.detach().reshape(-1)[self.elements].view(local.shape).to(local.device)
-        if local.is_cpu and _rounds_to(local.contiguous(), rows):  # on a device the answer would be waited for
-            return
+        if local.is_cpu:  # on a device the answer would be waited for
+            local = local.contiguous()
+            if _is_certain(local, rows):
+                return rows
+            if _are_equal(local, rows):
+                return None
         mine = local.to(rows.dtype)
-        local.copy_(torch.where(mine == rows, local, rows.to(local.dtype)))
+        self.local().copy_(torch.where(mine == rows, local, rows.to(local.dtype)))
+        return None
 
     def drop(self) -> None:
         """Lets the next forward gather the parameter once more, since this rank's part has changed."""
@@ -163,16 +172,16 @@ class ShardedParameter:
             self.weight.copy_(self.master)
 
 
-def _rounds_to(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether numbers, cast to the dtype of others, are these: both dense, on the CPU.
+def _is_certain(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Whether the C++ engine sees at once that numbers, finite and cast to the dtype of others, are these; dense, on the CPU."""
+    if is_beyond_doubt is None:
+        return False
+    source, target = (BY_TORCH_NAME[str(one.dtype).removeprefix("torch.")].number for one in (exact, rounded))
+    return is_beyond_doubt(source, target, exact.data_ptr(), rounded.data_ptr(), exact.numel())
 
-    The C++ engine looks through them once; where it is not certain, or is not there, they are cast, by pieces that fit a
-    processor's cache.
-    """
-    if is_beyond_doubt is not None:
-        source, target = (BY_TORCH_NAME[str(one.dtype).removeprefix("torch.")].number for one in (exact, rounded))
-        if is_beyond_doubt(source, target, exact.data_ptr(), rounded.data_ptr(), exact.numel()):
-            return True
+
+def _are_equal(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Whether numbers, cast to the dtype of others, equal these; by pieces that fit a processor's cache."""
     pieces = zip(exact.reshape(-1).split(_PIECE), rounded.reshape(-1).split(_PIECE), strict=True)
     return all(torch.equal(one.to(other.dtype), other) for one, other in pieces)
 
