@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import field
 
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
@@ -225,12 +225,10 @@ def views_of(refs: Iterable[TensorRef]) -> Iterator[ByteSpan]:
             yield ByteSpan(first.store, first.byte_offset, stop)
 
 
-def with_replica(entry: TensorEntry, model: ModelStates) -> TensorEntry:
-    """A master with the module's own weight as a replica, where the model file holds it."""
-    weight = model.module.get(entry.name)
-    if weight is None or weight.shape != entry.shape:
-        return entry
-    return replace(entry, replicas=(Replica(weight.dtype, weight.fragments()),))
+def replicas_of(name: str, shape: Shape, model: ModelStates) -> tuple[Replica, ...]:
+    """The module's own weight, as a replica of the master of this name, where the model file holds it."""
+    weight = model.module.get(name)
+    return () if weight is None or weight.shape != shape else (Replica(weight.dtype, weight.fragments()),)
 
 
 _DEEPEST = 64

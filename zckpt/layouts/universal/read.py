@@ -31,7 +31,7 @@ from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import SCALER, as_list, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, whole, with_replica
+from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, replicas_of, whole
 from zckpt.layouts.universal.files import HOME, MASTER
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.optimizer_states import precision_of
@@ -160,7 +160,10 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     model = save.models[0]
     states = save.states() if all(name in save.parameters for name in save.shapes) else ()
     source = source_of(listing, model, save.stage, states, layout="universal")
-    masters = {name: with_replica(save.entry(name, MASTER, shape), model) for name, shape in save.shapes.items()}
+    masters = {
+        name: replace(save.entry(name, MASTER, shape), replicas=replicas_of(name, shape, model))
+        for name, shape in save.shapes.items()
+    }
     frozen = {
         name: entry for name, shape in model.frozen_shapes.items() if (entry := _frozen(listing, model, name, shape))
     }

@@ -18,7 +18,7 @@ from zckpt.layouts.run.training import Form, ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file
 from zckpt.layouts.run.vectors import VectorRun, fragment_of
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, with_replica, without_shapes
+from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, replicas_of, without_shapes
 from zckpt.layouts.zero.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -132,13 +132,16 @@ class _Group:
         for rank, (own, count) in enumerate(zip(real, left, strict=True)):
             yield VectorRun(rank, own, 0, count)
 
-    def entries(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[TensorEntry]:
-        """The parameters in vectors with the layout of the masters: the masters, or an optimizer state."""
+    def entries(
+        self, vectors: Sequence[TensorRef], files: Sequence[str], model: ModelStates | None = None
+    ) -> Iterator[TensorEntry]:
+        """The parameters in vectors with the layout of the masters: an optimizer state, or the masters, replicas of a model's."""
         dtype = vectors[0].dtype
         for (name, shape), offset in zip(self.shapes.items(), self.offsets, strict=True):
             pieces = flat_pieces(offset, math.prod(shape), self.size)
             fragments = (fragment_of(vectors[p.index], p, p.start, files[p.index]) for p in pieces)
-            yield TensorEntry(name, shape, dtype, "parameter", tuple(fragments))
+            replicas = () if model is None else replicas_of(name, shape, model)
+            yield TensorEntry(name, shape, dtype, "parameter", tuple(fragments), replicas)
 
 
 def _groups(save: Zero12Save) -> Iterator[_Group]:
@@ -157,8 +160,8 @@ def masters(save: Zero12Save) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     files = [shard.file for shard in save.shards]
     for group in _groups(save):
-        for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files):
-            found[entry.name] = with_replica(entry, save.model)
+        for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files, save.model):
+            found[entry.name] = entry
     return found
 
 
