@@ -160,9 +160,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     model = save.models[0]
     states = save.states() if all(name in save.parameters for name in save.shapes) else ()
     source = source_of(listing, model, save.stage, states, layout="universal")
-    masters = {
-        name: replace(save.entry(name, MASTER, shape), replicas=replicas_of(name, shape, model))
-        for name, shape in save.shapes.items()
+    masters = {name: save.entry(name, MASTER, shape) for name, shape in save.shapes.items()}
+    masters = {  # whose shapes are those of whole tensors, also where a model file holds a slice
+        name: replace(entry, replicas=replicas_of(name, entry.shape, model)) for name, entry in masters.items()
     }
     frozen = {
         name: entry for name, shape in model.frozen_shapes.items() if (entry := _frozen(listing, model, name, shape))
