@@ -151,3 +151,29 @@ def test_which_files_are_meant(tmp_path: Path) -> None:
     assert likely_files(str(tmp_path), "step1") == [path.replace("step2", "step1") for path in expected]
     assert likely_files(str(tmp_path / "step2"), None) == expected
     assert likely_files(str(tmp_path / "none"), None) == likely_files("s3://bucket/run", None) == []
+
+
+def test_the_command_line_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "LEAST_BYTES", 0)
+    checkpoint = str(synth.zero3(tmp_path / "ckpt", synth.two_groups(10), 2))
+    likely = likely_files(checkpoint, None)
+    before = len(list(THREADS.iterdir()))
+    for arguments in (
+        ["verify", checkpoint],
+        ["verify", checkpoint, "--deep", "--threads", "1"],
+        ["verify", checkpoint, "weights", "--deep"],
+        ["inspect", checkpoint, "--quiet"],
+    ):
+        early.begin(arguments)
+        assert early._begun is None
+    for _ in range(2):
+        early.begin(["verify", "--json", checkpoint, "--deep"])
+        first = early._begun
+        assert first is not None and first.paths == likely
+        let_it_end(before)
+        assert early.begun(likely, DEFAULT_PACE) is first and first.stop() != {}
+    early.begin(["verify", checkpoint, "--deep"])
+    other = early._begun
+    with early.begun(likely[:1], DEFAULT_PACE) as reads:
+        assert reads is not other and reads.paths == likely[:1] and early._begun is None
+    assert other is not None and other._reader is None

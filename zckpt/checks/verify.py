@@ -15,7 +15,7 @@ from zckpt.base.errors import redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
 from zckpt.checks.verdict import Verification
-from zckpt.engine.early import EarlyReads, likely_files
+from zckpt.engine.early import begun, likely_files
 
 if TYPE_CHECKING:
     from zckpt.core.catalog import Catalog
@@ -64,7 +64,7 @@ def verify(
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
     likely = likely_files(os.fspath(checkpoint), tag) if deep else []
-    with reported(progress, None, "verify") as watch, EarlyReads(likely, pace) as early:
+    with reported(progress, None, "verify") as watch, begun(likely, pace) as early:
         from zckpt.checks.soundness import examined
         from zckpt.deltas.form import is_delta_directory
         from zckpt.jobs.opening import OpenOptions

@@ -1,8 +1,8 @@
 """Reads large files on a thread while Python still finds out what they hold; what was seen need not be read again.
 
-For `verify --deep`. Imports little, because it begins before everything else is imported. It takes the CRC of each window of a
-file, and whether its numbers would all be finite as fp32, which most large tensors are. Whatever stops it is no error: what it
-has not read is read later, and reported then.
+For `verify --deep`. Imports little, because it begins before everything else is imported: on the command line (`begin`) before
+the command line's own modules are. It takes the CRC of each window of a file, and whether its numbers would all be finite as
+fp32, which most large tensors are. Whatever stops it is no error: what it has not read is read later, and reported then.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.pace import Pace, gives_back, thread_count
+from zckpt.base.pace import DEFAULT_PACE, Pace, gives_back, thread_count
 
 try:
     from zckpt._core import EarlyReader
@@ -55,16 +55,20 @@ class EarlyFile:
 
 
 class EarlyReads:
-    """Reads files from the beginning of a `with` block until `stop`, or its end.
+    """Reads files from when it is made until `stop`, or the end of a `with` block.
 
     Args:
         paths: of the files, in the order in which they are read; those that cannot be opened are left out.
         pace: nothing is read early if only one thread may work, at a given rate, or without filling the page cache.
+
+    Attributes:
+        paths: of the files.
     """
 
     def __init__(self, paths: Iterable[str], pace: Pace) -> None:
         self._files: list[tuple[int, os.stat_result]] = []
         self._reader: EarlyReader | None = None
+        paths = self.paths = list(paths)
         if EarlyReader is None or pace["bytes_per_s"] is not None or thread_count(pace["threads"]) < 2:
             return
         for path in paths:
@@ -97,6 +101,35 @@ class EarlyReads:
             first = last
         self._reader, self._files = None, []
         return seen
+
+
+_READS_THE_SAME = frozenset(("--deep", "--quiet", "--json"))
+"""Options of `verify`, of which only the first says anything about what is read, and how."""
+
+_begun: EarlyReads | None = None
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """Begins for the command line `zckpt verify --deep CKPT`, if it says no more than this; `begun` takes it over.
+
+    Args:
+        arguments: of the command line, without the program's name.
+    """
+    global _begun
+    named = [one for one in arguments if one not in _READS_THE_SAME]
+    if len(named) == 2 and named[0] == "verify" and "--deep" in arguments:
+        _begun = EarlyReads(likely_files(named[1], None), DEFAULT_PACE)
+
+
+def begun(paths: Sequence[str], pace: Pace) -> EarlyReads:
+    """What reads these files: already, if the command line has begun with them."""
+    global _begun
+    found, _begun = _begun, None
+    if found is None or found.paths != list(paths):
+        if found is not None:
+            found.stop()
+        return EarlyReads(paths, pace)
+    return found
 
 
 def likely_files(path: str, tag: str | None) -> list[str]:
