@@ -179,6 +179,7 @@ def race(home: Path, ours: Callable[[str], Any], other: Callable[[str], Any], ro
     nbytes = 0
     for _ in range(rounds + 1):
         times["zckpt"].append(timed(lambda: ours(str(home / "ours"))))
+        timed(on_rank_0(lambda: warm(home / "ours")))
         times["cp"].append(timed(on_rank_0(lambda: copy(home / "ours", home / "copy"))))
         times["other"].append(timed(lambda: other(str(home / "other"))))
         times["synced"].append(times["other"][-1] + timed(on_rank_0(lambda: sync(home / "other"))))
@@ -258,6 +259,12 @@ def sync(directory: Path) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
+
+
+def warm(directory: Path) -> None:
+    """Reads files into the page cache."""
+    for path in files(directory):
+        path.read_bytes()
 
 
 def forget(directory: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import os
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import small
 import torch
@@ -23,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import zckpt
 from zckpt import live
 from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
-from zckpt.live import assignment, export, ranks
+from zckpt.live import assignment, carry, export, ranks
 from zckpt.runtime import utils
 from zckpt.team import meeting
 
@@ -297,6 +299,20 @@ def no_shared_files() -> dict[str, Any]:
             name = f"{len(blind)}"
             out[name] = equal(load(home / "out"), wanted)
             out[f"{name} told"] = [str(w.message) for w in told if "Rank 0 writes" in str(w.message)]
+    with (
+        Shared() as home,
+        mock.patch.object(export.os.path, "exists", lambda path: rank() == 0),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        full = OutputError("the disk is full", remedy="Free some room.")
+        with mock.patch.object(carry.Files, "put", side_effect=full) if rank() == 0 else contextlib.nullcontext():
+            try:
+                live.save_pretrained(model, home / "full", "bf16")
+            except OutputError as error:
+                out["what others send is taken after an error"] = "the disk is full" in str(error)
+        live.save_pretrained(model, home / "out", "bf16")
+        out["and the next save is whole"] = equal(load(home / "out"), wanted)
     return out
 
 

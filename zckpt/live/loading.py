@@ -269,7 +269,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided memory, neither a subclass nor sparse."""
-    return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+    return not isinstance(tensor, DTensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
 
 
 def _has(catalog: Catalog, name: str) -> bool:

@@ -6,12 +6,15 @@ Source: torch 2.13, distributed/tensor/_utils.py; `fully_shard` leaves a DTensor
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -28,32 +31,46 @@ def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment
     Raises:
         UnsupportedError: the tensor has a placement that zckpt does not know.
     """
-    mesh = tensor.device_mesh
-    local: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    if mesh.get_coordinate() is None or not local.numel():
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    here = mesh.get_coordinate()
+    if here is None or not local.numel():
         return local, ()
-    if any(not (p.is_replicate() or isinstance(p, Shard | _StridedShard)) for p in tensor.placements):
+    if any(not (p.is_replicate() or isinstance(p, Shard | _StridedShard)) for p in placements):
         raise UnsupportedError(
             f"tensor {name!r} has a placement that zckpt does not know",
-            found=str(tensor.placements),
+            found=str(placements),
             expected="Shard and Replicate",
             remedy="Redistribute the tensor first: tensor.redistribute(...).",
         )
-    extent, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    if tuple(extent) != tuple(local.shape):
+    extent, fragments = _fragments(tensor.shape, mesh, tuple(here), placements, local.element_size())
+    if extent != tuple(local.shape):
         raise UnsupportedError(
             f"this rank's part of tensor {name!r} has another shape than its placement says",
             found=str(list(local.shape)),
-            expected=f"{list(extent)}, by {tensor.placements}",
+            expected=f"{list(extent)}, by {placements}",
             remedy="Report it to zckpt, with the versions of torch and of what sharded the model.",
         )
-    size, current = local.element_size(), list(extent)
-    fragments: tuple[Fragment, ...] = (Fragment(MemoryStore(0, local.numel() * size), 0, 0, local.numel()),)
-    for dim, (length, offset) in enumerate(zip(tensor.shape, offsets)):
+    return local, fragments
+
+
+@lru_cache(1024)  # layers of a model have the same few shapes, and each save asks again
+def _fragments(
+    shape: torch.Size, mesh: DeviceMesh, here: tuple[int, ...], placements: tuple[Placement, ...], size: int
+) -> tuple[tuple[int, ...], tuple[Fragment, ...]]:
+    """The shape of this process's part of a tensor, and which elements of the whole it has, of `size` bytes each.
+
+    `here` is this process's place in the mesh, which an equal mesh of later ranks may give to another one.
+    """
+    extent, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    numel, current = math.prod(extent), list(extent)
+    fragments: tuple[Fragment, ...] = (Fragment(MemoryStore(0, numel * size), 0, 0, numel),)
+    for dim, (length, offset) in enumerate(zip(shape, offsets)):
         if current[dim] != length:
             fragments = embed(fragments, current, dim, offset, length, size)
             current[dim] = length
-    return local, fragments
+    return tuple(extent), fragments
 
 
 def reshard_modules(model: nn.Module) -> None:
