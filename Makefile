@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 # The package from this tree, its engine with what the tests need of it.
-EDITABLE := $(PIP) --no-build-isolation -C build-dir=.make/build -C cmake.define.ZCKPT_TESTING=ON -e
+EDITABLE := $(PIP) --no-build-isolation --config-settings build-dir=.make/build --config-settings cmake.define.ZCKPT_TESTING=ON -e
 CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 # The tests start thousands of programs: what they import is compiled once, not each time; what none imports, never.
 export PYTHONDONTWRITEBYTECODE =
