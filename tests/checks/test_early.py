@@ -13,6 +13,7 @@ import pytest
 import synth
 
 import zckpt
+from zckpt.__main__ import begin_early
 from zckpt.base.errors import ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.checks.scan_order import ScanOrder
@@ -164,15 +165,15 @@ def test_the_command_line_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ["verify", checkpoint, "weights", "--deep"],
         ["inspect", checkpoint, "--quiet"],
     ):
-        early.begin(arguments)
+        begin_early(arguments)
         assert early._begun is None
     for _ in range(2):
-        early.begin(["verify", "--json", checkpoint, "--deep"])
+        begin_early(["verify", "--json", checkpoint, "--deep"])
         first = early._begun
         assert first is not None and first.paths == likely
         let_it_end(before)
         assert early.begun(likely, DEFAULT_PACE) is first and first.stop() != {}
-    early.begin(["verify", checkpoint, "--deep"])
+    begin_early(["verify", checkpoint, "--deep"])
     other = early._begun
     with early.begun(likely[:1], DEFAULT_PACE) as reads:
         assert reads is not other and reads.paths == likely[:1] and early._begun is None

@@ -103,33 +103,24 @@ class EarlyReads:
         return seen
 
 
-_READS_THE_SAME = frozenset(("--deep", "--quiet", "--json"))
-"""Options of `verify`, of which only the first says anything about what is read, and how."""
-
 _begun: EarlyReads | None = None
 
 
-def begin(arguments: Sequence[str]) -> None:
-    """Begins for the command line `zckpt verify --deep CKPT`, if it says no more than this; `begun` takes it over.
-
-    Args:
-        arguments: of the command line, without the program's name.
-    """
+def begin(path: str) -> None:
+    """Begins to read the checkpoint at a path, as `verify` without options for it would; `begun` takes it over."""
     global _begun
-    named = [one for one in arguments if one not in _READS_THE_SAME]
-    if len(named) == 2 and named[0] == "verify" and "--deep" in arguments:
-        _begun = EarlyReads(likely_files(named[1], None), DEFAULT_PACE)
+    _begun = EarlyReads(likely_files(path, None), DEFAULT_PACE)
 
 
 def begun(paths: Sequence[str], pace: Pace) -> EarlyReads:
     """What reads these files: already, if the command line has begun with them."""
     global _begun
     found, _begun = _begun, None
-    if found is None or found.paths != list(paths):
-        if found is not None:
-            found.stop()
-        return EarlyReads(paths, pace)
-    return found
+    if found is not None:
+        if found.paths == list(paths):
+            return found
+        found.stop()
+    return EarlyReads(paths, pace)
 
 
 def likely_files(path: str, tag: str | None) -> list[str]:

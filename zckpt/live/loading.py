@@ -269,6 +269,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided memory, neither a subclass nor sparse."""
+    # A DTensor is a subclass, and takes long to give its data.
     return not isinstance(tensor, DTensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
 
 

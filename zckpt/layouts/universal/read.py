@@ -160,10 +160,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     model = save.models[0]
     states = save.states() if all(name in save.parameters for name in save.shapes) else ()
     source = source_of(listing, model, save.stage, states, layout="universal")
-    masters = {name: save.entry(name, MASTER, shape) for name, shape in save.shapes.items()}
-    masters = {  # whose shapes are those of whole tensors, also where a model file holds a slice
-        name: replace(entry, replicas=replicas_of(name, entry.shape, model)) for name, entry in masters.items()
-    }
+    entries = (save.entry(name, MASTER, shape) for name, shape in save.shapes.items())
+    # An entry's shape is that of the whole tensor, also where a model file holds a slice.
+    masters = {one.name: replace(one, replicas=replicas_of(one.name, one.shape, model)) for one in entries}
     frozen = {
         name: entry for name, shape in model.frozen_shapes.items() if (entry := _frozen(listing, model, name, shape))
     }
