@@ -189,6 +189,70 @@ def test_transposed_matrices_by_tiles(
     assert (root / "shared" / file.path).read_bytes()[10:] == wanted
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_transposed_matrices_among_others(
+    threads: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Vectors, and matrices that fit windows, nearly fit them and are cut; rows of some come in groups, in another order."""
+    root = tmp_path_factory.mktemp("t")
+    target = data.draw(st.sampled_from([F32, BF16]))
+    tensors: list[tuple[np.ndarray, list[int]]] = []
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        groups = data.draw(st.sampled_from([0, 0, 1, 1, 3]))  # 0: a vector
+        rows, columns = max(groups, 1) * data.draw(st.integers(1, 70)), data.draw(st.integers(1, 300))
+        tensors.append(
+            (rng.normal(0, 1, (rows, columns)).astype(np.float32), data.draw(st.permutations(range(groups))))
+        )
+    store = source_file(root / "s", b"".join(numbers.tobytes() for numbers, _ in tensors))
+    file, to = one_file(target.itemsize * sum(numbers.size for numbers, _ in tensors))
+    pairs, at, expected = [], 0, b""
+    for number, (numbers, order) in enumerate(tensors):
+        rows, columns = numbers.shape
+        fragments, shape = (Fragment(store, 4 * at, 0, numbers.size),), (numbers.size,)
+        if order:
+            count = numbers.size // len(order)
+            placed = sorted((place, 4 * (at + count * n)) for n, place in enumerate(order))
+            cut = [Fragment(store, offset, count * place, count) for place, offset in placed]
+            fragments, shape = transposed(cut, rows, columns, 4), (columns, rows)
+            numbers = numbers.reshape(len(order), -1, columns)[np.argsort(order)].reshape(rows, columns).T
+        entry = TensorEntry(f"t{number}", shape, F32, "parameter", fragments)
+        pairs.append((entry, whole(entry.name, shape, target, to, target.itemsize * at)))
+        expected += np.ascontiguousarray(numbers).tobytes()
+        at += numbers.size
+    plan = Plan(((file, to),), pairs)
+    expected, _, _ = reference_cast(expected, F32, target, "little", False)
+    for window in (4096, 16384):
+        out = root / str(window)
+        out.mkdir()
+        run(plan, str(out), threads=threads, window=window, engine="native")
+        assert (out / file.path).read_bytes() == expected
+
+
+def test_a_transposed_matrix_is_read_in_few_strips(tmp_path: Path) -> None:
+    """It begins and ends anywhere: no part of it that is left over costs a read for each of its rows."""
+    rows, columns = 1000, 6500
+    rng = np.random.default_rng(0)
+    vector, matrix = rng.normal(0, 1, 150_000).astype("<f4"), rng.normal(0, 1, (rows, columns)).astype("<f4")
+    store = source_file(tmp_path / "s", vector.tobytes() + matrix.tobytes())
+    file, to = one_file(2 * 2 * (vector.size + matrix.size))
+    turned = transposed((Fragment(store, vector.nbytes, 0, matrix.size),), rows, columns, 4)
+    pairs, at = [], 0
+    for name in ("v", "m", "v again", "m again"):
+        shape = (columns, rows) if "m" in name else vector.shape
+        fragments = turned if "m" in name else (Fragment(store, 0, 0, vector.size),)
+        pairs.append((TensorEntry(name, shape, F32, "parameter", fragments), whole(name, shape, BF16, to, at)))
+        at += 2 * (matrix.size if "m" in name else vector.size)
+    inject(False, 0, 0)
+    run(Plan(((file, to),), pairs), str(tmp_path), engine="native", threads=2, window=1 << 20)
+    parts = 3  # of each matrix, since two would be longer than windows may be
+    assert calls(False) <= 2 * parts * rows + 20
+    expected = torch.tensor(np.concatenate([vector, matrix.T.ravel()] * 2)).bfloat16()
+    assert (tmp_path / file.path).read_bytes() == expected.view(torch.int16).numpy().tobytes()
+
+
 def test_boxes_into_pitched_files(engine: dict[str, object], tmp_path: Path) -> None:
     tensor = np.arange(20 * 64, dtype="<i4").reshape(20, 64)
     halves = [np.ascontiguousarray(tensor[:, :32]), np.ascontiguousarray(tensor[:, 32:])]

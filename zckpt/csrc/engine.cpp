@@ -22,7 +22,9 @@ namespace {
 constexpr uint64_t kDenseRow = 4096;  // shorter rows are gathered from a block instead of being read one by one
 constexpr uint64_t kBridge = 16384;   // a hole between two runs that is cheaper to read than a second call
 constexpr int64_t kMostApart = 4;     // elements from one to the next in rows that are turned
-constexpr uint64_t kTile = 64;        // rows and columns that are turned at once: two such tiles fit a first-level cache
+constexpr uint64_t kStrips = 512 << 10;  // bytes of rows that are turned at once: a second-level cache has room for what they become, too
+constexpr uint64_t kHeld = 32;        // of such rows at least: as numbers of 2 bytes they fill a line of a cache
+constexpr uint64_t kTile = 64;        // rows and columns of a tile: two of them fit a first-level cache
 constexpr uint64_t kLine = 64;        // of a cache: rows an odd number of them apart do not compete for the same places in it
 
 // `count` elements that are `step` bytes apart, side by side.
@@ -271,12 +273,12 @@ void Engine::gather_across(uint32_t number, const Across& part, const Target& ta
   // Strips are not in the order in which a disk would be read ahead: all rows are asked for when the first columns are wanted.
   if (!part.first && !in_memory(m.src)) will_need(static_cast<int>(batch_.stores[m.src].fd), m.src_offset, (m.rows - 1) * pitch + m.count * step);
   const uint64_t begin = single ? part.low : 0, end = single ? part.high : m.rows;
-  const uint64_t most = kStaging / kTile / step;  // columns, so that a tile's rows are there at once
+  const uint64_t most = kStrips / kHeld / step;  // columns
   for (uint64_t column = part.first; column < part.last; column += most) {
     const uint64_t columns = std::min(most, part.last - column), strip = (columns - 1) * step + size;
-    const bool bridged = m.src_pitch >= static_cast<int64_t>(strip) && pitch - strip <= kBridge / 4 && pitch <= kStaging / kTile;
+    const bool bridged = m.src_pitch >= static_cast<int64_t>(strip) && pitch - strip <= kBridge / 4 && pitch <= kStrips / kHeld;
     const uint64_t staged = bridged ? pitch : ((strip / kLine + 1) | 1) * kLine;
-    uint64_t held = (kStaging - strip) / staged + 1;
+    uint64_t held = (kStrips - strip) / staged + 1;
     if (held > kSide) held -= held % kSide;
     for (uint64_t row = begin; row < end; row += held) {
       if (stop_) throw Stop{};

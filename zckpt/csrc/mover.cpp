@@ -1,15 +1,14 @@
 // How a batch is run.
-//  1. Each output file is cut into windows of a fixed grid; a window knows which moves and literals may touch it. What they
-//     put there is worked out when its turn comes, so a plan of millions of rows takes no memory. Moves into memory become
-//     windows of their own.
+//  1. Each output file is cut into windows; a window knows which moves and literals may touch it. What they put there is worked
+//     out when its turn comes, so a plan of millions of rows takes no memory. Moves into memory become windows of their own.
 //  2. A thread takes the next window, so reads and writes go through the files in order, and gathers all its elements in one
 //     aligned buffer. (Without direct I/O as many files take turns as there are threads: the kernel lets one at a time write to a
 //     file.) Their sources are read file by file, each in its own order, and neighbours together: a window of many
 //     small parameters cut over many ranks is one read per rank. The same dtype is read straight into place; a cast, or rows
 //     too short to be read one by one, go through a small staging buffer that stays in the processor's cache.
 //     A matrix that is transposed is turned in squares that fit registers (turn.cpp), or in tiles that fit the cache: its rows are
-//     read in their order, in strips as wide as the window has columns; such a window may be a few times as long as others, so
-//     that strips are not too short.
+//     read in their order, in strips as wide as the window has columns. Each strip costs a read: such a matrix has windows of its
+//     own, few and alike, which may be a few times as long as others.
 //     Sources may be folded from several others (fold.cpp). While a window is made, the page cache fetches what windows after it
 //     will read.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
@@ -20,7 +19,7 @@
 //     they will lie here, are cloned instead of written. They were read all the same, for the CRCs.
 //  5. A file that a consumer wants (to hash it, or to send it elsewhere) is handed over window by window: the thread with window k
 //     waits for the thread with k - 1. Windows are taken in order, so the one whose turn it is never waits.
-// Memory: threads x (window + staging), with turned rows up to four times that, whatever the size of the model. Results do not depend
+// Memory: threads x (window + staging), with turned rows up to five times that, whatever the size of the model. Results do not depend
 // on the number of threads.
 #include "mover.h"
 
@@ -36,7 +35,7 @@ namespace {
 
 constexpr uint32_t kLiteral = 1u << 31;
 constexpr uint64_t kLeastDirect = 256 << 10;  // of a window that others fill too: less is cheaper by way of the page cache
-constexpr uint64_t kWide = 4;                 // windows that one with turned rows may be as long as
+constexpr uint64_t kWide = 5;                 // windows that one with turned rows may be as long as
 constexpr size_t kAhead = 2;                  // windows of each thread whose sources are asked for early
 constexpr uint64_t kWish = 65536;             // bytes of a window that are asked for early at least
 constexpr uint64_t kClone = 65536;            // bytes that are cloned at least: fewer are written as soon
@@ -147,29 +146,38 @@ class Run : Engine {
   void cut(size_t first, size_t last) {
     uint64_t reach = 0;
     size_t from = first, to = first, turn = 0;
-    for (uint64_t start = items_[first].begin / settings_.window * settings_.window, length;; start += length) {
-      length = settings_.window;
-      uint64_t border = start + length;
-      for (; to < last && items_[to].begin < border; ++to) reach = std::max(reach, items_[to].end);
+    for (uint64_t start = items_[first].begin / settings_.window * settings_.window, border;; start = border) {
+      uint64_t turned = 0;
+      border = start + settings_.window;
       while (from < to && items_[from].end <= start) ++from;
-      for (size_t i = from; i < to; ++i) length = std::max(length, wide(items_[i], start));
-      for (border = start + length; to < last && items_[to].begin < border; ++to) reach = std::max(reach, items_[to].end);
-      longest_ = std::max(longest_, length);
-      if (from < to) windows_.push_back({start, from, to, false, turn++, length});
+      for (size_t i = from; i < to; ++i) turned = std::max(turned, share(items_[i], start));
+      for (; to < last && items_[to].begin < std::max(border, start + turned); ++to) {
+        const uint64_t begin = items_[to].begin / kBlock * kBlock;
+        if (!turned && reach <= begin && start + settings_.window / 8 <= begin && share(items_[to], start)) {
+          border = begin;  // all of it is another window's
+          break;
+        }
+        turned = std::max(turned, share(items_[to], start));
+        reach = std::max(reach, items_[to].end);
+      }
+      if (turned) border = start + turned;
+      longest_ = std::max(longest_, border - start);
+      if (from < to) windows_.push_back({start, from, to, false, turn++, border - start});
       if (to == last && reach <= border) return;
-      if (reach <= border) start = items_[to].begin / settings_.window * settings_.window - length;  // skips a hole
+      if (reach <= border) border = std::max(border, items_[to].begin / settings_.window * settings_.window);  // skips a hole
     }
   }
 
-  // How long a window should be that begins at `start`: with rows that become columns, long enough for strips of some size, for
-  // each costs a read. As long as `kWide` others at most, and not much longer than the item.
-  uint64_t wide(const Item& item, uint64_t start) const {
-    if (item.source & kLiteral || item.end <= start) return 0;
+  // How much of an item a window should hold that begins at `start`, if its rows become columns and it does not fit; 0 for others.
+  // It is cut into equal parts: as many as leave strips of some size, or more if they would be longer than `kWide` windows.
+  uint64_t share(const Item& item, uint64_t start) const {
+    if (item.source & kLiteral || item.end <= start + settings_.window) return 0;
     const Move& m = batch_.moves[item.source];
     if (!is_across(m)) return 0;
-    const uint64_t most = std::min(kWide, (item.end - start + settings_.window - 1) / settings_.window);
     const uint64_t columns = kStrip / static_cast<uint64_t>(m.src_step) + 1, want = columns * static_cast<uint64_t>(m.dst_step);
-    return std::min(most, (want + settings_.window - 1) / settings_.window) * settings_.window;
+    const uint64_t rest = item.end - start, most = kWide * settings_.window;
+    const uint64_t parts = std::max((rest + most - 1) / most, rest / std::max(want, settings_.window));
+    return (rest / parts / kBlock + 1) * kBlock;
   }
 
   // Whether a move's rows become columns, which lie together in the output.

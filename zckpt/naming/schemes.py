@@ -42,7 +42,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from zckpt.naming.parts import KINDS
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
 
 _PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "*": ".*"}
+_PLACE = re.compile(r"(\{b\}|\{e\}|\*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,31 +159,31 @@ class Scheme:
         """Whether its tensors are those of a model of transformers."""
         return bool(self.config)
 
-    def fits(self, names: Iterable[str], asked: Iterable[str] | None = None) -> dict[str, Fit | None]:
-        """Tensors' names with the rules that take them; None where none does.
-
-        Args:
-            names: of all tensors.
-            asked: those of them that are looked up; None for all.
-        """
+    def fits(self, names: Iterable[str]) -> dict[str, Fit | None]:
+        """All tensors' names with the rules that take them; None where none does."""
         plain = list(names)
-        prefix = next((p for p in self.prefixes if plain and all(name.startswith(p) for name in plain)), "")
-        local = local_names(plain) if self.has_local_names else {name: name[len(prefix) :] for name in plain}
+        fit = self.fitter(plain)
+        return {name: fit(name) for name in plain}
+
+    def fitter(self, names: list[str]) -> Callable[[str], Fit | None]:
+        """What looks up one of the names, which are those of all tensors: the rules that take it; None where none does."""
+        prefix = next((p for p in self.prefixes if names and all(name.startswith(p) for name in names)), "")
+        local = local_names(names) if self.has_local_names else {name: name[len(prefix) :] for name in names}
         fit = _fitter(self, frozenset(local.values()))
-        return {name: fit(local[name]) for name in (plain if asked is None else asked)}
+        return lambda name: fit(local[name])
 
 
-def _fitter(scheme: Scheme, there: frozenset[str]) -> Any:
+def _fitter(scheme: Scheme, there: frozenset[str]) -> Callable[[str], Fit | None]:
     """A function from a name to its `Fit`, which asks the rules once for all names that differ in numbers only.
 
     Args:
         scheme: whose rules are asked.
         there: the names of all tensors.
     """
-    patterns = [
-        (re.compile(_pattern(local_template(name) if scheme.has_local_names else name)), rule)
+    templates = [
+        (*_ends(template), template, rule)
         for rule in scheme.rules
-        for name in rule.names
+        for template in (map(local_template, rule.names) if scheme.has_local_names else rule.names)
     ]
     known: dict[str, list[tuple[re.Pattern[str], NamingRule]]] = {}
 
@@ -190,7 +191,13 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Any:
         skeleton = _skeleton(name)
         near = known.get(skeleton)
         if near is None:
-            near = known[skeleton] = [(p, rule) for p, rule in patterns if p.fullmatch(name) or p.fullmatch(skeleton)]
+            likely = [  # few begin and end as it does, and no other pattern needs to be compiled
+                (_pattern(template), rule)
+                for head, tail, template, rule in templates
+                if (name.endswith(tail) and name.startswith(head))
+                or (skeleton.endswith(tail) and skeleton.startswith(head))
+            ]
+            near = known[skeleton] = [(p, rule) for p, rule in likely if p.fullmatch(name) or p.fullmatch(skeleton)]
         rules: dict[int, NamingRule] = {}
         numbers: dict[str, str] = {}
         for pattern, rule in near:
@@ -217,14 +224,22 @@ def _numbered(template: str, match: re.Match[str]) -> str:
     return template
 
 
-def _pattern(template: str) -> str:
+@functools.cache
+def _ends(template: str) -> tuple[str, str]:
+    """What a template begins and ends with, outside its places."""
+    pieces = _PLACE.split(template)
+    return pieces[0], pieces[-1]
+
+
+@functools.cache
+def _pattern(template: str) -> re.Pattern[str]:
     """The regular expression of a template; a number that is there twice must be the same."""
     pattern = ""
-    for piece in re.split(r"(\{b\}|\{e\}|\*)", template):
+    for piece in _PLACE.split(template):
         text = _PLACES.get(piece, re.escape(piece))
         name = re.match(r"\(\?P(<\w>)", text)
         pattern += f"(?P={name[1][1]})" if name and f"(?P{name[1]}" in pattern else text
-    return pattern
+    return re.compile(pattern)
 
 
 def schemes() -> tuple[str, ...]:
@@ -300,22 +315,19 @@ def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
     """
     names = list(names)
     alike = list({_skeleton(name): name for name in reversed(names)}.values())
-    near: tuple[int, str, list[str]] | None = None
     found: list[tuple[bool, int, int, str]] = []
-    for name in sorted(schemes(), key=lambda name: (name != prefer, name)):
+    order = sorted(schemes(), key=lambda name: name != prefer)
+    for name in order:
         own = scheme(name)
-        fits = own.fits(names, None if own.has_local_names else alike)
-        left = [tensor for tensor, fit in fits.items() if fit is None]
-        if not left:
-            if name == prefer:
-                return own
-            found.append((own.is_of_transformers, _lacking(own, fits), own.recognised.get("rank", 9), name))
-        elif near is None or len(left) < near[0]:
-            near = len(left), name, left
+        rules = _all_taken(own, names, alike)
+        if rules is not None and name == prefer:
+            return own
+        if rules is not None:
+            found.append((own.is_of_transformers, _lacking(own, rules), own.recognised.get("rank", 9), name))
     if found:
         return scheme(min(found)[3])
-    nearest = near[1] if near else ""
-    left = [name for name, fit in scheme(nearest).fits(names).items() if fit is None] if near else names
+    nearest = min(order, key=lambda name: sum(fit is None for fit in map(scheme(name).fitter(names), alike)))
+    left = [name for name, fit in scheme(nearest).fits(names).items() if fit is None]
     of_all = len(left) == len(names)
     writers = ", ".join(name for name in schemes() if not name.startswith("hf-"))
     raise UnsupportedError(
@@ -326,8 +338,25 @@ def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
     )  # fmt: skip
 
 
-def _lacking(own: Scheme, fits: Mapping[str, Fit | None]) -> int:
+def _all_taken(own: Scheme, names: list[str], alike: list[str]) -> set[int] | None:
+    """The numbers of the rules that take tensors; None if a tensor is taken by none.
+
+    Args:
+        own: whose rules are asked.
+        names: of all tensors.
+        alike: one of all names that differ in numbers only.
+    """
+    fit = own.fitter(names)
+    used: set[int] = set()
+    for name in names if own.has_local_names else alike:
+        taken = fit(name)
+        if taken is None:
+            return None
+        used.update(rule.number for rule in taken.rules)
+    return used
+
+
+def _lacking(own: Scheme, used: set[int]) -> int:
     """How many rules whose tensors every model of a scheme has, whatever its facts, took no tensor."""
-    used = {rule.number for fit in fits.values() if fit for rule in fit.rules}
     needed = {rule.number for rule in own.rules if rule.parts and not (rule.optional or rule.when or rule.beside)}
     return len(needed - used)
