@@ -24,6 +24,7 @@ from zckpt.base.progress import JobWatch
 from zckpt.base.sizes import to_bytes
 from zckpt.hub import PageTarget, PushReport, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
+from zckpt.hub.operations import Watched
 from zckpt.jobs.options import LoraMerge, Options
 
 Pusher = Callable[..., PushReport]
@@ -404,6 +405,26 @@ def test_never_more_than_two_shards_in_scratch(
     assert 0 < most[0] <= shard and most[1] == 1
     with pytest.raises(UsageError, match="too little scratch"):
         push(checkpoint, "alice/o", max_scratch=shard - 1, options=Options(max_shard_size=100_000))
+
+
+def test_shards_are_sent_in_large_pieces(
+    checkpoint: Path, server: HubServer, push: Pusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece costs httpx as much as sending it does; others who use the library get its session as it was."""
+    from huggingface_hub.utils import get_session
+
+    asked: list[int | None] = []
+    read = Watched.read
+
+    def noted(file: Watched, nbytes: int | None = -1) -> bytes:
+        asked.append(nbytes)
+        return read(file, nbytes)
+
+    monkeypatch.setattr(Watched, "read", noted)
+    before = list(get_session().event_hooks["request"])
+    push(checkpoint)
+    assert len(asked) == 3 * 2 and set(asked) == {1 << 20}  # and one that finds the end
+    assert get_session().event_hooks["request"] == before
 
 
 def test_progress_names_each_shard(checkpoint: Path, server: HubServer, push: Pusher) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _EXPIRED = (401, 403, 404, 410)
+_PIECE_BYTES = 1 << 20
 
 
 class Hub:
@@ -304,6 +305,27 @@ def quietly() -> Iterator[None]:
         logger.setLevel(level)
         if not bars:
             utils.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def in_large_pieces() -> Iterator[None]:
+    """Lets the library's session read files that it sends a MiB at a time.
+
+    httpx reads 64 KiB at a time, and what it does for each piece takes as long as reading and sending it. huggingface_hub 0.36
+    has sessions of requests instead, which are left as they are.
+    """
+    from huggingface_hub.utils import get_session
+
+    def enlarge(request: Any) -> None:
+        if hasattr(request.stream, "CHUNK_SIZE"):
+            request.stream.CHUNK_SIZE = _PIECE_BYTES
+
+    hooks = getattr(get_session(), "event_hooks", {}).get("request", [])
+    hooks.append(enlarge)
+    try:
+        yield
+    finally:
+        hooks.remove(enlarge)
 
 
 def valid_name(repo_id: str) -> str:

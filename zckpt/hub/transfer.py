@@ -17,7 +17,7 @@ from zckpt.base.words import examples
 from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
-from zckpt.hub.client import Hub, MovedError, quietly
+from zckpt.hub.client import Hub, MovedError, in_large_pieces, quietly
 from zckpt.hub.operations import SentFile, small_operations
 from zckpt.hub.pipeline import Pipeline
 from zckpt.hub.readback import Wanted, differences, read_back
@@ -184,7 +184,8 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
     if ready.already_done:
         listed = tuple((path, page.files[path].size, page.files[path].oid) for path in ready.there)
         return _report(ready, Committed(page.head), listed, began)
-    with quietly(), scratch.opened(target.scratch or scratch.default_directory(), *_place(hub, target)) as room:
+    directory = target.scratch or scratch.default_directory()
+    with quietly(), in_large_pieces(), scratch.opened(directory, *_place(hub, target)) as room:
         check_free(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)), room.path)
         page = _made_ready(ready)
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
