@@ -81,7 +81,8 @@ class Job:
         warms: directories or files that are read before, so that no disk slows the first reader.
         cools: a directory whose files are put out of the page cache before, so that each round reads the disk.
         touches: most of the free memory is written to before: a virtual machine's host takes back what lies idle, and a first
-            touch then costs several times a second one.
+            touch then costs several times a second one. It is held until all that was freed earlier has been taken back: Linux
+            tells the host of free memory two seconds after some was freed.
     """
 
     command: list[str]
@@ -115,7 +116,9 @@ def in_turn(jobs: Mapping[str, Job], rounds: int, *, shuffled: bool = False) -> 
                 cool(job.cools)
             if job.touches:
                 free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-                subprocess.run([*PYTHON, "-c", f"b'1' * {free // 10 * 9}"], check=True)
+                subprocess.run(
+                    [*PYTHON, "-c", f"import time; held = b'1' * {free // 10 * 9}; time.sleep(3)"], check=True
+                )
             seconds, usage, printed = watched(job.command)
             took = taken[name]
             took.seconds.append(float(printed.split()[-1]) if job.tells else seconds)
