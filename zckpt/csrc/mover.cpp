@@ -152,12 +152,12 @@ class Run : Engine {
       while (from < to && items_[from].end <= start) ++from;
       for (size_t i = from; i < to; ++i) turned = std::max(turned, share(items_[i], start));
       for (; to < last && items_[to].begin < std::max(border, start + turned); ++to) {
-        const uint64_t begin = items_[to].begin / kBlock * kBlock;
-        if (!turned && reach <= begin && start + settings_.window / 8 <= begin && share(items_[to], start)) {
+        const uint64_t begin = items_[to].begin / kBlock * kBlock, own = share(items_[to], start);
+        if (own && !turned && reach <= begin && start + settings_.window / 8 <= begin) {
           border = begin;  // all of it is another window's
           break;
         }
-        turned = std::max(turned, share(items_[to], start));
+        turned = std::max(turned, own);
         reach = std::max(reach, items_[to].end);
       }
       if (turned) border = start + turned;

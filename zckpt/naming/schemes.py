@@ -55,7 +55,7 @@ from zckpt.naming.parts import KINDS
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
 
 _PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "*": ".*"}
-_PLACE = re.compile(r"(\{b\}|\{e\}|\*)")
+_PLACE = re.compile(f"({'|'.join(map(re.escape, _PLACES))})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,18 +315,22 @@ def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
     """
     names = list(names)
     alike = list({_skeleton(name): name for name in reversed(names)}.values())
+
+    def asked(own: Scheme) -> list[str]:
+        return names if own.has_local_names else alike
+
     found: list[tuple[bool, int, int, str]] = []
     order = sorted(schemes(), key=lambda name: name != prefer)
     for name in order:
         own = scheme(name)
-        rules = _all_taken(own, names, alike)
+        rules = _all_taken(own.fitter(names), asked(own))
         if rules is not None and name == prefer:
             return own
         if rules is not None:
             found.append((own.is_of_transformers, _lacking(own, rules), own.recognised.get("rank", 9), name))
     if found:
         return scheme(min(found)[3])
-    nearest = min(order, key=lambda name: sum(fit is None for fit in map(scheme(name).fitter(names), alike)))
+    nearest = min(order, key=lambda name: [*map(scheme(name).fitter(names), asked(scheme(name)))].count(None))
     left = [name for name, fit in scheme(nearest).fits(names).items() if fit is None]
     of_all = len(left) == len(names)
     writers = ", ".join(name for name in schemes() if not name.startswith("hf-"))
@@ -338,17 +342,10 @@ def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
     )  # fmt: skip
 
 
-def _all_taken(own: Scheme, names: list[str], alike: list[str]) -> set[int] | None:
-    """The numbers of the rules that take tensors; None if a tensor is taken by none.
-
-    Args:
-        own: whose rules are asked.
-        names: of all tensors.
-        alike: one of all names that differ in numbers only.
-    """
-    fit = own.fitter(names)
+def _all_taken(fit: Callable[[str], Fit | None], names: Iterable[str]) -> set[int] | None:
+    """The numbers of the rules that take tensors of these names; None if a tensor is taken by none."""
     used: set[int] = set()
-    for name in names if own.has_local_names else alike:
+    for name in names:
         taken = fit(name)
         if taken is None:
             return None
