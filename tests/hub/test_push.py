@@ -413,6 +413,8 @@ def test_shards_are_sent_in_large_pieces(
     """Each piece costs httpx as much as sending it does; others who use the library get its session as it was."""
     from huggingface_hub.utils import get_session
 
+    if not hasattr(get_session(), "event_hooks"):
+        pytest.skip("this huggingface_hub has sessions of requests")
     asked: list[int | None] = []
     read = Watched.read
 
