@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import synth
+from descriptors import THREADS, open_below, threads
 
 import zckpt
 from zckpt.__main__ import begin_early
@@ -22,13 +23,12 @@ from zckpt.engine import early
 from zckpt.engine.early import EarlyReads, likely_files
 
 FIXTURES = sorted(path.parent for path in (Path(__file__).parents[2] / "fixtures").glob("*/*/how.json"))
-THREADS = Path("/proc/self/task")
 pytestmark = pytest.mark.skipif(not THREADS.is_dir(), reason="tells by /proc whether the thread has come to its end")
 
 
-def let_it_end(before: int) -> None:
+def let_it_end(before: set[str]) -> None:
     """Waits until no thread is left that reads."""
-    while len(list(THREADS.iterdir())) > before:
+    while threads() - before:
         time.sleep(0.001)
 
 
@@ -37,7 +37,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[ScanOrder]:
     """Small files are read early as well, and to their ends; returns the orders of the scans that follow."""
     made: list[ScanOrder] = []
     stop, leave_out = EarlyReads.stop, ScanOrder.leave_out
-    before = len(list(THREADS.iterdir()))
+    before = threads()
 
     def waits(self: EarlyReads) -> Any:
         let_it_end(before)
@@ -99,7 +99,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.M
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.write_bytes(bytes(3 << 20))
-    before = len(list(THREADS.iterdir()))
+    before = threads()
     with EarlyReads([str(path) for path in (*paths, tmp_path / "none")], DEFAULT_PACE) as reads:
         let_it_end(before)
         os.utime(paths[0], ns=(1, 1))
@@ -114,7 +114,7 @@ def test_it_keeps_to_what_was_asked_for(pace: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(early, "LEAST_BYTES", 0)
     (tmp_path / "a").write_bytes(bytes(3 << 20))
     wanted: Pace = {**DEFAULT_PACE, **pace}
-    before = len(list(THREADS.iterdir()))
+    before = threads()
     with EarlyReads([str(tmp_path / "a")], wanted) as reads:
         let_it_end(before)
         assert reads.stop() == {}
@@ -134,11 +134,11 @@ def test_no_thread_is_left_after(ends: type[BaseException], tmp_path: Path, monk
 
     if ends is KeyboardInterrupt:
         monkeypatch.setattr("zckpt.checks.soundness.examined", interrupted)
-    before, files = len(list(THREADS.iterdir())), len(os.listdir("/proc/self/fd"))
+    before = threads()
     with pytest.raises(ends):
         zckpt.verify(tmp_path, deep=True)
-    assert len(list(THREADS.iterdir())) == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert threads() <= before
+    assert open_below(tmp_path) == []
 
 
 def test_which_files_are_meant(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_the_command_line_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(early, "LEAST_BYTES", 0)
     checkpoint = str(synth.zero3(tmp_path / "ckpt", synth.two_groups(10), 2))
     likely = likely_files(checkpoint, None)
-    before = len(list(THREADS.iterdir()))
+    before = threads()
     for arguments in (
         ["verify", checkpoint],
         ["verify", checkpoint, "--deep", "--threads", "1"],

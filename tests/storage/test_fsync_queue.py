@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from descriptors import open_below
 
 from zckpt.storage.fsync_queue import Syncing, make_durable
 
@@ -52,13 +53,12 @@ def test_a_file_that_cannot_be_written_is_not_told_of(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", sync)
     told: list[str] = []
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output"), Syncing(told.append) as syncing:
         for name in "abc":
             fd = opened(tmp_path / name)
             syncing.add(name, fd)
             os.close(fd)
-    assert told == ["a"] and len(os.listdir("/proc/self/fd")) == before
+    assert told == ["a"] and open_below(tmp_path) == []
 
 
 def test_what_is_durable_is_told_of_though_something_else_fails(tmp_path: Path) -> None:
