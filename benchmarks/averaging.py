@@ -15,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, in_turn, remove
+from limits import least_time
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
 
 COUNT = 3
 MERGEKIT = ROOT / ".make" / "mergekit"
@@ -96,15 +97,12 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         rounds,
     )
     what = "average of 3, from the disk"
+    one = file_bytes(out)
+    least = least_time(work, read=COUNT * one, written=one, cold=True)
+    both = "`cat` of all three while `dd` writes the output"
     rows = [
-        Row(what, taken["ours"], "`cat` of all three", taken["cat"], "writes nothing"),
-        Row(
-            what,
-            taken["ours"],
-            "`cat` of all three while `dd` writes the output",
-            taken["both"],
-            "what the disk can do",
-        ),
+        Row(what, taken["ours"], "`cat` of all three", taken["cat"], "writes nothing", least=least),
+        Row(what, taken["ours"], both, taken["both"], "what the disk can do", least=least),
     ]
     jobs = {"ours": Job(ours, clears=(out,)), "cp": copying(out, work / "copy")}
     rivals = {"torch": "torch, all in memory"}
@@ -115,12 +113,13 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         command = [*PYTHON, __file__, "--rival", rival, str(dest), str(theirs)]
         jobs[rival] = Job(command, clears=(theirs,), drops=(theirs,))
     taken = in_turn(jobs, rounds)
-    rows.append(Row("average of 3", taken["ours"], "`cp` and `sync` of the output", taken["cp"]))
-    rows += [Row("average of 3", taken["ours"], name, taken[rival], "not durable") for rival, name in rivals.items()]
+    what, least = "average of 3", least_time(work, read=COUNT * one, written=one)
+    rows.append(Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"], least=least))
+    rows += [Row(what, taken["ours"], name, taken[rival], "not durable", least=least) for rival, name in rivals.items()]
     taken = in_turn(
         {"ours": Job([*ours[: -2 - COUNT], *homes[:2], str(out), "--slerp", "0.5", "--quiet"], clears=(out,))}, rounds
     )
-    rows.append(Row("slerp of 2", taken["ours"]))
+    rows.append(Row("slerp of 2", taken["ours"], least=least_time(work, read=2 * one, written=one)))
     remove(out)
     remove(dest)
     return rows

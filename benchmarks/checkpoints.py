@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from limits import Limits, limits
+
 CASES = ((1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "bf16"))
 
 
@@ -52,35 +54,42 @@ def main() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
-        show(json.loads((home / "found.json").read_text()), options.world)
+        show(json.loads((home / "found.json").read_text()), options.world, limits(home))
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def show(found: dict[str, Any], world: int) -> None:
+def show(found: dict[str, Any], world: int, able: Limits) -> None:
+    """Prints the tables; what is loaded comes from the disk, and live weights from memory."""
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {world} ranks, {found['versions']}, "
         f"{found['numel']:,} parameters\n"
     )
     print(
-        "| stage | | MB | zckpt, s | DeepSpeed | and sync | cp and sync | MB/s of zckpt | to DeepSpeed, synced | to cp |"
+        "| stage | | MB | zckpt, s | DeepSpeed | and sync | cp and sync | MB/s of zckpt | to DeepSpeed, synced | to cp | "
+        "part of the limit |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, case in found["cases"].items():
         for what in ("save", "load"):
             ours, theirs, synced, cp = (case[what].get(key) for key in ("zckpt", "deepspeed", "synced", "cp"))
             rival = synced or theirs
+            least = able.least(written=case["bytes"]) if what == "save" else able.least(read=case["bytes"])
             print(
                 f"| {name} | {what} | {case['bytes'] / 1e6:,.0f} | {ours:.2f} | {theirs:.2f} | "
                 f"{f'{synced:.2f}' if synced else ''} | {cp:.2f} | {case['bytes'] / ours / 1e6:,.0f} | "
-                f"**{ours / rival:.2f}** | **{ours / cp:.2f}** |"
+                f"**{ours / rival:.2f}** | **{ours / cp:.2f}** | {least / ours:.0%} |"
             )
-    print("\n| live weights | MB | zckpt, s | the other | and sync | cp and sync | to the other, synced | to cp |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "\n| live weights | MB | zckpt, s | the other | and sync | cp and sync | to the other, synced | to cp | "
+        "part of the limit |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, case in found["live"].items():
         ours, theirs, synced, cp = (case[key] for key in ("zckpt", "other", "synced", "cp"))
         cells = f"{ours:.2f} | {theirs:.2f} | {synced:.2f} | {cp:.2f} | **{ours / synced:.2f}** | **{ours / cp:.2f}**"
-        print(f"| {name} | {case['bytes'] / 1e6:,.0f} | {cells} |")
+        least = able.least(written=case["bytes"], cached=case["bytes"])
+        print(f"| {name} | {case['bytes'] / 1e6:,.0f} | {cells} | {least / ours:.0%} |")
     print(f"\nMemory beside the run while saving, the most of any rank: {found['memory']:.0f} MiB")
 
 

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from limits import limits
+from limits import least_time
 from measure import PYTHON, ZCKPT, Job, Row, Taken, copying, in_turn, optimizer_bytes, remove, write
 
 DEEPSPEED = (
@@ -48,7 +48,6 @@ def _on(place: Path, prefix: str, checkpoint: Path, rounds: int, *, durable: boo
     rows: list[Row] = []
     cp = "`cp` and `sync`" if durable else "`cp`"
     of_fp32: Taken | None = None
-    able = limits(place)
     for what, (command, name) in JOBS.items():
         out, theirs = place / name, place / "theirs"
         jobs = {
@@ -59,9 +58,8 @@ def _on(place: Path, prefix: str, checkpoint: Path, rounds: int, *, durable: boo
             script = [*PYTHON, "-c", DEEPSPEED, str(checkpoint), str(theirs)]
             jobs["deepspeed"] = Job(script, clears=(out, theirs), drops=(theirs,))
         taken = in_turn(jobs, rounds)
-        read = optimizer_bytes(checkpoint)  # which the page cache has
-        written = read if command == "to-fp32" else read // 2
-        least = able.least(written=written, cached=read) if durable else able.least(cached=read + written)
+        read = optimizer_bytes(checkpoint)
+        least = least_time(place, read=read, written=read if command == "to-fp32" else read // 2)
         rows.append(Row(prefix + what, taken["ours"], f"{cp} of the same bytes", taken["cp"], least=least))
         if "deepspeed" in taken:
             note = "not durable"

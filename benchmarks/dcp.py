@@ -14,7 +14,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from measure import PYTHON, ZCKPT, Job, Row, in_turn
+from limits import least_time
+from measure import PYTHON, ZCKPT, Job, Row, file_bytes, in_turn
 
 TORCH = [*PYTHON, "-m", "torch.distributed.checkpoint.format_utils"]
 MERGE = [*PYTHON, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
@@ -67,22 +68,26 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         [*launcher, str(work), str(max(layers // 4, 1))], check=True, env=environment, stderr=subprocess.DEVNULL
     )
     mine, single, other, merged = work / "ours.bin", work / "ours.safetensors", work / "theirs.pt", work / "merged"
+    nbytes = file_bytes(work / "weights")  # of a save with optimizer states, no more are needed
+    least = least_time(work, read=nbytes, written=nbytes)
     rows = []
     for name, what in (("weights", "weights alone"), ("run", "weights, of a save with AdamW's states")):
         ours = Job([*ZCKPT, "to-fp32", str(work / name), str(mine), "--quiet"], (mine,))
         theirs = Job([*TORCH, "dcp_to_torch", str(work / name), str(other)], (other,), (other,))
         taken = in_turn({"ours": ours, "theirs": theirs}, rounds)
-        rows.append(Row(f"{what}, to one .bin", taken["ours"], "`dcp_to_torch`", taken["theirs"], "not durable"))
+        what += ", to one .bin"
+        rows.append(Row(what, taken["ours"], "`dcp_to_torch`", taken["theirs"], "not durable", least=least))
     ours = Job([*ZCKPT, "to-fp32", str(work / "weights"), str(single), "--quiet"], (single,), (single,))
     theirs = Job([*MERGE, str(work / "weights"), str(merged)], (merged,), (merged,))
     taken = in_turn({"ours": ours, "theirs": theirs}, rounds)
     what = "weights alone, to one .safetensors"
-    rows.append(Row(what, taken["ours"], "`accelerate merge-weights`", taken["theirs"], "not durable"))
+    rows.append(Row(what, taken["ours"], "`accelerate merge-weights`", taken["theirs"], "not durable", least=least))
     written = [work / "to", work / "from"]
     ours = Job([*ZCKPT, "to-dcp", str(mine), str(written[0]), "--quiet"], (written[0],), (written[0],))
     theirs = Job([*TORCH, "torch_to_dcp", str(mine), str(written[1])], (written[1],), (written[1],))
     taken = in_turn({"ours": ours, "theirs": theirs}, rounds)
-    rows.append(Row("one .bin to a DCP directory", taken["ours"], "`torch_to_dcp`", taken["theirs"], "not durable"))
+    what = "one .bin to a DCP directory"
+    rows.append(Row(what, taken["ours"], "`torch_to_dcp`", taken["theirs"], "not durable", least=least))
     for path in (work / "weights", work / "run"):
         shutil.rmtree(path)
     mine.unlink()

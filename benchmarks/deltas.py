@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import PYTHON, ZCKPT, Job, Row, in_turn, remove
+from limits import least_time
+from measure import PYTHON, ZCKPT, Job, Row, file_bytes, in_turn, remove
 
 RATE = 1e-5
 
@@ -126,20 +127,26 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     counts = manifest["options"]["delta"]
     ratio = sum(file["bytes"] for file in manifest["files"]) / counts["nbytes"]
     said = f"{ratio:.1%} of the weights; {counts['changed'] / counts['numel']:.1%} of the elements changed"
-    rows = [Row("delta, from the disk", taken["ours"], "`cat` of both versions", taken["cat"], "writes nothing")]
+    whole, differs = file_bytes(old), file_bytes(out)
+    least = least_time(work, read=2 * whole, written=differs, cold=True)
+    cat = "`cat` of both versions"
+    rows = [Row("delta, from the disk", taken["ours"], cat, taken["cat"], "writes nothing", least=least)]
     rival = [*PYTHON, __file__, "--rival"]
     jobs = {
         "ours": Job(making, clears=(out,)),
         "theirs": Job([*rival, "encode", str(dest), str(theirs)], clears=(theirs,), drops=(theirs,)),
     }
     taken = in_turn(jobs, rounds)
-    rows.append(Row(f"delta: {said}", taken["ours"], "both in memory, one thread", taken["theirs"], "not durable"))
+    least = least_time(work, read=2 * whole, written=differs)
+    alone = "both in memory, one thread"
+    rows.append(Row(f"delta: {said}", taken["ours"], alone, taken["theirs"], "not durable", least=least))
     jobs = {
         "ours": Job([*ZCKPT, "apply", str(old), str(out), str(applied), "--quiet"], clears=(applied,)),
         "theirs": Job([*rival, "apply", str(dest), str(theirs), str(out)], clears=(theirs,), drops=(theirs,)),
     }
     taken = in_turn(jobs, rounds)
-    rows.append(Row("apply", taken["ours"], "in memory, one thread", taken["theirs"], "not durable"))
+    least = least_time(work, read=whole + differs, written=whole)
+    rows.append(Row("apply", taken["ours"], "in memory, one thread", taken["theirs"], "not durable", least=least))
     for path in (out, applied, dest):
         remove(path)
     return rows

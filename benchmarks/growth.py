@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from consolidation import DEEPSPEED
-from measure import PYTHON, ROOT, ZCKPT, Job, Row, in_turn, write
+from limits import least_time
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, in_turn, optimizer_bytes, write
 
 SIZES = ((12, 768), (24, 1024), (48, 1600), (36, 2880), (48, 4096))
 """Layers and width."""
@@ -41,10 +43,11 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
                 script = [*PYTHON, "-c", DEEPSPEED, str(checkpoint), str(theirs)]
                 jobs["deepspeed"] = Job(script, (theirs, out), (theirs,))
             taken = in_turn(jobs, rounds if numel < LARGEST_FOR_DEEPSPEED else 1)
-            rows.append(Row(command, taken["ours"], "`cp` and `sync` of each file", taken["cp"], numel=numel))
+            least = least_time(work, read=optimizer_bytes(checkpoint), written=size * numel)
+            of_this = partial(Row, command, taken["ours"], numel=numel, least=least)
+            rows.append(of_this("`cp` and `sync` of each file", taken["cp"]))
             if "deepspeed" in taken:
-                rival = "`zero_to_fp32.py`"
-                rows.append(Row(command, taken["ours"], rival, taken["deepspeed"], "not durable", numel=numel))
+                rows.append(of_this("`zero_to_fp32.py`", taken["deepspeed"], "not durable"))
             shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(checkpoint)
     return rows

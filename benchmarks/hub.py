@@ -13,7 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, Job, Row, Taken, in_turn, write
+from limits import limits
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, Taken, file_bytes, in_turn, optimizer_bytes, write
 
 TOKEN = "hf_aliceWrites0123456789"
 UPLOAD = (
@@ -56,7 +57,8 @@ def measure(work: Path, layers: int, rounds: int, shard: str = "500MB") -> list[
                 taken[name].seconds += once.seconds
                 taken[name].busy += once.busy
                 taken[name].peak = max(taken[name].peak, once.peak)
-        nbytes = sum(file.stat().st_size for file in out.iterdir())
+        nbytes = file_bytes(out)
+        least = limits(work).least(cached=optimizer_bytes(checkpoint) + nbytes)
     finally:
         server.kill()
         server.wait()
@@ -67,8 +69,8 @@ def measure(work: Path, layers: int, rounds: int, shard: str = "500MB") -> list[
     both = Taken([a + b for a, b in zip(first.seconds, second.seconds, strict=True)], [], max(first.peak, second.peak))
     what = f"push of {nbytes / 1e9:.1f} GB in bf16"
     return [
-        Row(what, pushed, "`zckpt to-bf16` alone", first),
-        Row(what, pushed, "`upload_folder` alone", second),
-        Row(what, pushed, "the slower of the two", slower),
-        Row(what, pushed, "one after the other", both),
+        Row(what, pushed, "`zckpt to-bf16` alone", first, least=least),
+        Row(what, pushed, "`upload_folder` alone", second, least=least),
+        Row(what, pushed, "the slower of the two", slower, least=least),
+        Row(what, pushed, "one after the other", both, least=least),
     ]

@@ -75,6 +75,27 @@ def limits(place: Path) -> Limits:
 _known: dict[int, Limits] = {}
 
 
+def least_time(place: Path, *, read: int, written: int, cold: bool = False) -> float:
+    """Seconds in which a conversion's bytes could move.
+
+    Args:
+        place: a directory on the file system that it reads and writes.
+        read: bytes of its sources.
+        written: bytes of its output.
+        cold: nothing of the sources is in the page cache; by default all is, of what memory has room for.
+    """
+    able = limits(place)
+    fd = os.open(place, os.O_RDONLY)
+    try:
+        if is_in_memory(fd):
+            return able.least(cached=read + written)
+    finally:
+        os.close(fd)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    from_disk = read if cold else max(read - memory, 0)
+    return able.least(read=from_disk, written=written, cached=read - from_disk)
+
+
 def _measured(work: Path) -> Limits:
     path = work / "limits"
     copy = _copying()

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, in_turn, remove
+from limits import least_time
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
 
 RANK = 16
 TARGETS = ("c_attn", "c_proj", "c_fc")
@@ -72,12 +73,13 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         },
         rounds,
     )
+    least = least_time(work, read=file_bytes(dest), written=file_bytes(out))
     remove(out)
     remove(dest)
-    what = f"LoRA of rank {RANK} merged, bf16"
+    what, peft = f"LoRA of rank {RANK} merged, bf16", "PEFT's `merge_and_unload` and `save_pretrained`"
     return [
-        Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"]),
-        Row(what, taken["ours"], "PEFT's `merge_and_unload` and `save_pretrained`", taken["peft"], "not durable"),
+        Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"], least=least),
+        Row(what, taken["ours"], peft, taken["peft"], "not durable", least=least),
     ]
 
 

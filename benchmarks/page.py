@@ -94,14 +94,18 @@ HEAD = """# Benchmarks
 
 `make bench` measures all of this and writes this page: every command in turn with its rival, round after round, on one
 machine, in one run. A cell gives the median of the rounds and, where they differ, the least and the most. A ratio is that of
-the medians: below 1, zckpt took less. "Part of the limit" is the least time in which this machine's disk and memory could move
-the bytes that must move, divided by the time that zckpt took: direct sequential reads, direct writes, both at once, and a
-copy of memory by all processors are measured in the same run. Memory is the most that any one process of a command held, seen
-from outside. What zckpt writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed
-by `sync`, and where a rival does neither, the table says so. Trainer:
-[steps and memory](../benchmarks/results_trainer.md), [saves and
-loads](../benchmarks/results_checkpoints.md). Planning for a trillion parameters:
-[results_giants.md](../benchmarks/results_giants.md); saves of thousands of ranks:
+the medians: below 1, zckpt took less. Memory is the most that any one process of a command held, seen from outside. What zckpt
+writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed by `sync`, and where a rival
+does neither, the table says so.
+
+"Part of the limit" is the least time in which this machine's disk and memory could move the bytes that must move, divided by
+the time that zckpt took. Direct sequential reads of two GiB, direct writes, both at once, and a copy of memory by all
+processors are measured in the same run, just before. A disk may be quicker a minute later, or bear more requests at once than
+these were: then it is more than 100 %. Sources count as cached, as far as memory has room for them, unless a row says "cold" or
+"from the disk". Where hardly any bytes must move (`--help`, `inspect`, `verify` of checksums alone) no part is given.
+
+Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and loads](../benchmarks/results_checkpoints.md). Planning
+for a trillion parameters: [results_giants.md](../benchmarks/results_giants.md); saves of thousands of ranks:
 [results_exchange.md](../benchmarks/results_exchange.md); several machines behind slow links:
 [results_machines.md](../benchmarks/results_machines.md); what ranks say to agree:
 [results_words.md](../benchmarks/results_words.md).

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, in_turn, remove
+from limits import least_time
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
 
 WIDTH, INNER, WORDS = 2048, 5632, 32000
 
@@ -117,8 +118,9 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
             "rival": Job([*PYTHON, __file__, "--rival", rival, str(whole), str(theirs)], clears=drops, drops=drops),
         }
         taken = in_turn(jobs, rounds)
-        rows.append(Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"]))
-        rows.append(Row(what, taken["ours"], names[rival], taken["rival"], "not durable"))
+        least = least_time(work, read=file_bytes(shards), written=file_bytes(out))
+        rows.append(Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"], least=least))
+        rows.append(Row(what, taken["ours"], names[rival], taken["rival"], "not durable", least=least))
         for path in clears:
             remove(path)
     remove(whole)

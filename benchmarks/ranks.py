@@ -15,7 +15,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, in_turn, remove
+from limits import least_time
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
 
 WORLD = 8
 MERGER = [*PYTHON, str(ROOT / "tests" / "verl_merger.py")]
@@ -71,19 +72,11 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         if command == "to-bf16":
             jobs["verl"] = Job([*MERGER, str(checkpoint), str(theirs)], clears=(theirs,), drops=(theirs,))
         taken = in_turn(jobs, rounds)
-        rows.append(
-            Row(f"{command}, safetensors directory", taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"])
-        )
+        what = f"{command}, safetensors directory"
+        least = least_time(work, read=file_bytes(checkpoint, "model_*"), written=file_bytes(out))
+        rows.append(Row(what, taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"], least=least))
         if "verl" in taken:
-            rows.append(
-                Row(
-                    f"{command}, safetensors directory",
-                    taken["ours"],
-                    "`verl.model_merger`",
-                    taken["verl"],
-                    "not durable",
-                )
-            )
+            rows.append(Row(what, taken["ours"], "`verl.model_merger`", taken["verl"], "not durable", least=least))
         remove(out)
     taken = in_turn({"inspect": Job([*ZCKPT, "inspect", str(checkpoint)])}, max(rounds, 5))
     rows.append(Row("`zckpt inspect`", taken["inspect"]))

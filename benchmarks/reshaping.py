@@ -12,8 +12,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from limits import limits
-from measure import PYTHON, ZCKPT, Job, Row, copying, in_turn, optimizer_bytes, remove, write
+from limits import least_time
+from measure import PYTHON, ZCKPT, Job, Row, copying, file_bytes, in_turn, optimizer_bytes, remove, write
 
 IN_MEMORY = 8
 """Layers of the model whose checkpoint, universal form and DeepSpeed's temporary files fit in memory together."""
@@ -54,8 +54,7 @@ def _to_universal(what: str, checkpoint: Path, place: Path, rounds: int, *, touc
         "theirs": Job(script, (out, theirs), (theirs,), touches=touches),
     }
     taken = in_turn(jobs, rounds)
-    written, able = optimizer_bytes(checkpoint), limits(place)  # as many bytes are read: the page cache has them
-    least = able.least(cached=2 * written) if touches else able.least(written=written, cached=written)
+    least = least_time(place, read=optimizer_bytes(checkpoint), written=optimizer_bytes(checkpoint))
     note = "memory per process, of several" if touches else "not durable; memory per process, of several"
     return [
         Row(what, taken["ours"], "`ds_to_universal`", taken["theirs"], note, least=least),
@@ -69,7 +68,6 @@ def _reshard(what: str, checkpoint: Path, out: Path, rounds: int) -> Row:
         "cp": copying(out, out.with_name("copy")),
     }
     taken = in_turn(jobs, rounds)
-    written = optimizer_bytes(checkpoint)
-    least = limits(out.parent).least(written=written, cached=written)
+    least = least_time(out.parent, read=optimizer_bytes(checkpoint), written=file_bytes(out))
     remove(out)
     return Row(what, taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"], least=least)

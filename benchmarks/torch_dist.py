@@ -18,7 +18,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from measure import PYTHON, ZCKPT, Job, Row, copying, in_turn, remove
+from limits import least_time
+from measure import PYTHON, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
 
 WIDTH, WORDS, INNER, HEADS, KEY_HEADS = 2048, 32_000, 8192, 16, 4
 SHARD = 5 * 10**9
@@ -97,7 +98,8 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     subprocess.run([*PYTHON, __file__, "write", str(model), "--layers", str(max(layers // 2, 1))], check=True)
     to_mcore = [*ZCKPT, "to-mcore", str(model), str(run), "--quiet"]
     taken = in_turn({"ours": Job(to_mcore, clears=(run,)), "cp": copying(run, back)}, rounds)
-    rows = [Row("to-mcore", taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"])]
+    least = least_time(work, read=file_bytes(model), written=file_bytes(run))
+    rows = [Row("to-mcore", taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"], least=least)]
     jobs = {
         "ours": Job([*ZCKPT, "to-bf16", str(run), str(out), "--to", "hf", "--quiet"], clears=(out,)),
         "cp": copying(out, back),
@@ -105,10 +107,10 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     }
     taken = in_turn(jobs, rounds)
     what = "to-bf16 --to hf"
-    rows.append(Row(what, taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"]))
-    rows.append(
-        Row(what, taken["ours"], "load by Megatron-Core, and safetensors' save", taken["theirs"], "not durable")
-    )
+    least = least_time(work, read=file_bytes(run), written=file_bytes(out))
+    loaded = "load by Megatron-Core, and safetensors' save"
+    rows.append(Row(what, taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"], least=least))
+    rows.append(Row(what, taken["ours"], loaded, taken["theirs"], "not durable", least=least))
     for path in (model, run, out):
         remove(path)
     return rows

@@ -12,7 +12,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, Job, Row, in_turn, paired
+from limits import least_time
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, file_bytes, in_turn, paired
 
 WIDTH, WORDS, POSITIONS, HEADS = 1600, 50_257, 1024, 25
 MOST = 12
@@ -81,7 +82,9 @@ def _rows(where: str, place: Path, layers: int, rounds: int) -> list[Row]:
         }
         taken = in_turn(jobs, rounds)
         what, rival = f"to-{dtype} --to hf:gpt2{where}", f"`zckpt to-{dtype}`, not transposed"
-        rows.append(Row(what, taken["turned"], rival, taken["stored"], paired=paired(taken["turned"], taken["stored"])))
+        least = least_time(place, read=file_bytes(save), written=file_bytes(stored))
+        ratio = paired(taken["turned"], taken["stored"])
+        rows.append(Row(what, taken["turned"], rival, taken["stored"], least=least, paired=ratio))
         shutil.rmtree(stored)
     shutil.rmtree(save)
     return rows

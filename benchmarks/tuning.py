@@ -8,9 +8,11 @@ noise.
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
-from measure import ZCKPT, Job, Row, in_turn, paired, write
+from limits import least_time
+from measure import ZCKPT, Job, Row, in_turn, optimizer_bytes, paired, write
 
 LEAST_ROUNDS = 8
 SETTINGS: dict[str, list[str]] = {
@@ -39,6 +41,8 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     first, *others = SETTINGS
     in_turn({first: jobs[first]}, 1)
     taken = in_turn(jobs, max(rounds, LEAST_ROUNDS) if rounds > 1 else rounds, shuffled=True)
+    nbytes = optimizer_bytes(checkpoint)
+    least = least_time(work, read=nbytes, written=nbytes, cold=True)
     shutil.rmtree(checkpoint)
-    rows = [Row(first, taken[first], name, taken[name], paired=paired(taken[first], taken[name])) for name in others]
-    return [Row(first, taken[first]), *rows]
+    ours = partial(Row, first, taken[first], least=least)
+    return [ours(), *(ours(name, taken[name], paired=paired(taken[first], taken[name])) for name in others)]
