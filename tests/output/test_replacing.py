@@ -275,12 +275,25 @@ def test_another_job_or_a_damaged_output_is_not_done(change: str, checkpoint: Pa
     elif change == "gone":
         victim.unlink()
     before = contents(out)
-    with pytest.raises(OutputError, match="damaged" if change in ("damage", "gone") else "exists"):
+    with pytest.raises(OutputError, match={"damage": "changed: 'm", "gone": "missing: 'm"}.get(change, "exists")):
         convert(source, out, **options)
     assert contents(out) == before
     assert not convert(source, out, overwrite=True, **options).already_done
     assert (contents(out) == wanted) == (change != "options")
     assert names(out.parent) == ["ckpt", "out"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_file_that_is_gone_is_made_again(dtype: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Its manifest is still there, of the same command or of another one."""
+    out = tmp_path / "out.bin"
+    convert(checkpoint, out)
+    before = contents(tmp_path)
+    out.unlink()
+    report = convert(checkpoint, out, dtype)
+    assert not report.already_done and report.bytes_written > 0
+    assert (contents(tmp_path) == before) == (dtype == "bf16")
+    assert zckpt.verify(checkpoint, out).ok
 
 
 @pytest.mark.usefixtures("attributes")

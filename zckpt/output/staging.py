@@ -114,7 +114,8 @@ class Staging:
             self._recover()
             self._journal = Journal(self._work.journal, self._job)
             facts = manifest.path_for(self.out, single=self._single)
-            self.published = bool(self._job) and os.path.isfile(facts) and self._is_mine(facts)
+            exists = os.path.lexists(self.out)  # one file may have been deleted, and its manifest not
+            self.published = bool(self._job) and exists and os.path.isfile(facts) and self._is_mine(facts)
             if self.published:
                 known = self._journal.finished
                 self.left = {file.path: known.get(file.path, file) for file in manifest.read(facts).files}
@@ -167,8 +168,11 @@ class Staging:
             OutputError: the output must not be replaced.
         """
         if not (self._overwrite or self._merge):
+            gone = {path for path in damaged if not os.path.lexists(os.path.join(self.home, path))}
+            found = {"missing": sorted(gone), "changed": sorted(set(damaged) - gone)}
             raise OutputError(
-                "this command made this output, and it is damaged", file=self.out, found=f"changed: {examples(damaged)}",
+                "this command made this output, and it is damaged", file=self.out,
+                found="; ".join(f"{what}: {examples(paths)}" for what, paths in found.items() if paths),
                 expected="files with the checksums of their manifest",
                 remedy="Pass --overwrite to make the output again. Nothing was changed.",
             )  # fmt: skip
