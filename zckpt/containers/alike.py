@@ -6,8 +6,9 @@ byte. Where they differ, both must have the opcode of a number of so many bytes,
 with a `_Hole` for each of these numbers. It only counts if each hole was pushed exactly once, as an opcode, and nothing looked
 into one: no call with a meaning of its own, no key. The calls that make a tensor, and the ids of storages, may hold one: these
 wait. Then the other pickle would have gone the same way, at the same cost, and have made the same object with its own numbers
-in the places of the holes, and with tensors of its own file's storages: these are made, and checked, by the same functions. In
-any other case a pickle is read by itself.
+in the places of the holes, and with tensors of its own file's storages: these are made, and checked, by the same functions.
+Storages without elements, which ZeRO-3 leaves thousands of, have no bytes in any file: all share those of the first one. In any
+other case a pickle is read by itself.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class _Template:
         if any(pushed != 1 for pushed in machine.holes.values()):
             raise _NotAlike
         self._cost = machine.cost - spent
-        self._held = tuple(machine.held.values())
+        self._held = tuple(storage for storage in machine.held.values() if storage.numel)
         self._plan: list[_Hole | StorageRef | TensorRef | _Waits | _Spots] = []
         self._known: dict[int, int] = {}
         self._root = root
@@ -279,10 +280,14 @@ class _Template:
             return known
         self._known[id(value)] = _BEGUN
         made: _Hole | StorageRef | TensorRef | _Waits | _Spots | None = None
-        if isinstance(value, _Hole | StorageRef | TensorRef):
-            if isinstance(value, TensorRef) and value.attributes is not None:
-                raise _NotAlike
+        if isinstance(value, _Hole):
             made = value
+        elif isinstance(value, StorageRef):
+            made = value if value.numel else None
+        elif isinstance(value, TensorRef):
+            if value.attributes is not None:
+                raise _NotAlike
+            made = value if value.storage_nbytes else None
         elif isinstance(value, _Waits):
             made = _Waits(value.make, (self._planned(value.args),))
         elif kind in (tuple, list, Pair):

@@ -18,14 +18,17 @@ Source: PKWARE APPNOTE 6.3.10, 4.3 and 4.5.3; torch writes it with miniz (caffe2
 from __future__ import annotations
 
 import struct
+from operator import itemgetter
+from typing import NamedTuple
 
 from zckpt.base import limits
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.containers.container import Input
 
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 ENTRY = struct.Struct("<4s6H3L5H2L")
+_READ = struct.Struct("<4s4x2H4x3L3H8xL")
+"""Of an entry: signature, flags, method, CRC, packed size, size, lengths of name, extra field and comment, place."""
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR = struct.Struct("<4sLQL")
@@ -33,8 +36,7 @@ LOCATOR = struct.Struct("<4sLQL")
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record, as the directory describes it.
 
     Attributes:
@@ -75,31 +77,29 @@ class Directory:
             found = f"{count:,} records, {nbytes:,} bytes"
             raise UnsupportedError("the zip directory is too large", file=file.path, found=found, remedy=limits.REMEDY)
         entries = self._parse(file.read(start, nbytes, "the zip directory"), start, count)
-        entries.sort(key=lambda entry: entry[1])
-        for entry, limit in zip(entries, [*(entry[1] for entry in entries[1:]), start]):
-            record = Record(*entry, limit)
-            if record.name in self.records:
-                raise self.corrupt(f"two records called {record.name!r}", record.header_offset)
-            if record.header_offset + LOCAL_HEADER.size + len(record.name) + record.nbytes > limit:
-                raise self.corrupt(f"record {record.name!r}, which overlaps the next one", record.header_offset)
-            self.records[record.name] = record
+        entries.sort(key=itemgetter(1))
+        ends = [*(entry[1] for entry in entries[1:]), start]
+        for (name, offset, size, crc, method, encrypted), limit in zip(entries, ends):
+            if name in self.records:
+                raise self.corrupt(f"two records called {name!r}", offset)
+            if offset + LOCAL_HEADER.size + len(name) + size > limit:
+                raise self.corrupt(f"record {name!r}, which overlaps the next one", offset)
+            self.records[name] = Record(name, offset, size, crc, method, encrypted, limit)
 
     def _parse(self, data: bytes, start: int, count: int) -> list[tuple[str, int, int, int, int, bool]]:
         entries: list[tuple[str, int, int, int, int, bool]] = []
-        at = 0
-        while at < len(data):
+        unpack, at, end = _READ.unpack_from, 0, len(data)
+        while at < end:
             try:
-                fields = ENTRY.unpack_from(data, at)
-                signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len = fields[
-                    :13
-                ]
-                offset = fields[16]
-                name_at = at + ENTRY.size
-                extra_at = name_at + name_len
-                if signature != b"PK\x01\x02" or extra_at + extra_len + comment_len > len(data):
+                signature, flags, method, crc, packed, nbytes, name_len, extra_len, comment_len, offset = unpack(
+                    data, at
+                )
+                extra_at = at + _READ.size + name_len
+                next_at = extra_at + extra_len + comment_len
+                if signature != b"PK\x01\x02" or next_at > end:
                     raise ValueError("no entry, or one that is cut short")
-                name = data[name_at:extra_at].decode("utf-8")
-                if MAX32 in (packed, nbytes, offset):
+                name = data[extra_at - name_len : extra_at].decode()
+                if packed == MAX32 or nbytes == MAX32 or offset == MAX32:
                     wide = _zip64_field(data[extra_at : extra_at + extra_len])
                     nbytes = wide.pop(0) if nbytes == MAX32 else nbytes
                     packed = wide.pop(0) if packed == MAX32 else packed
@@ -109,7 +109,7 @@ class Directory:
             except (struct.error, ValueError, IndexError) as error:
                 raise self.corrupt(f"entry {len(entries):,}: {error}", start + at) from error
             entries.append((name, offset, nbytes if method == 0 else packed, crc, method, bool(flags & 1)))
-            at = extra_at + extra_len + comment_len
+            at = next_at
         if len(entries) != count:
             raise self.corrupt(f"{len(entries):,} entries", start, f"{count:,}, as its end says")
         return entries

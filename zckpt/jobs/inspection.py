@@ -18,7 +18,7 @@ from zckpt.base.words import count, row, size
 from zckpt.core.catalog import Catalog, Role, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
-from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.open import open_place, strip_wrappers
 from zckpt.jobs.opening import OpenOptions, output_dtype
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, lost_files, slices_as_json
 from zckpt.layouts.places import Place, find
@@ -215,7 +215,7 @@ def inspect_checkpoint(
     notes: tuple[str, ...] = place.notes
     try:
         options = OpenOptions(tag=tag, also=also, read_options=read_options)
-        opened = open_catalog(path, options, as_stored=True)
+        opened = open_place(place, options, as_stored=True)
         text = about(opened.quantization, scaled(opened.catalog, opened.quantization))
     except ZckptError as error:
         exportable = Verdict(False, str(error).replace(place.listing.directory.path + os.sep, ""))

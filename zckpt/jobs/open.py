@@ -24,7 +24,7 @@ from zckpt.jobs.opened import Opened as Opened
 from zckpt.jobs.opened import config_beside, dequantised
 from zckpt.jobs.opening import OpenOptions
 from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
-from zckpt.layouts.places import find
+from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.module_states import WRAPPERS
 from zckpt.quantized.configs import quantization_of
@@ -57,6 +57,11 @@ def open_catalog(
     """
     options = options or OpenOptions()
     place = find(locate(path), options.tag, [locate(root) for root in options.also])
+    return open_place(place, options, as_stored=as_stored)
+
+
+def open_place(place: Place, options: OpenOptions, *, as_stored: bool = False) -> Opened:
+    """As `open_catalog`, of a save that was found."""
     if options.read_options is not None:
         place = replace(place, listing=replace(place.listing, options=options.read_options))
     catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -122,19 +122,32 @@ def partition_of(numel: int, world_size: int, rank: int) -> range:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of world size {world_size}")
     size = partition_numel(numel, world_size)
-    return range(min(rank * size, numel), min((rank + 1) * size, numel))
+    start = rank * size
+    return range(start, min(start + size, numel)) if start < numel else range(numel, numel)
 
 
 class SubGroups:
-    """Finds places in the vectors (sub-groups) of one rank, which its run of pieces is cut into."""
+    """Finds places in the vectors (sub-groups) of a rank, which its run of pieces is cut into."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
         self._starts = list(accumulate(lengths, initial=0))
         self.total = self._starts[-1]
+        self._asked, self._found = (0, 0), tuple[VectorRun, ...]()
 
-    def pieces(self, offset: int, count: int) -> Iterator[VectorRun]:
+    @classmethod
+    def of_ranks(cls, lengths: Iterable[Sequence[int]]) -> list[SubGroups]:
+        """Those of each rank; ranks that are cut alike share one."""
+        known: dict[tuple[int, ...], SubGroups] = {}
+        return [known.get(key) or known.setdefault(key, cls(key)) for key in map(tuple, lengths)]
+
+    def pieces(self, offset: int, count: int) -> tuple[VectorRun, ...]:
         """The places of elements [offset, offset + count) of the run, up to `total`; `index` is the sub-group."""
+        if self._asked != (offset, count):  # the next rank mostly asks for the same
+            self._asked, self._found = (offset, count), tuple(self._pieces(offset, count))
+        return self._found
+
+    def _pieces(self, offset: int, count: int) -> Iterator[VectorRun]:
         done = 0
         while done < count and offset + done < self.total:
             index = bisect_right(self._starts, offset + done) - 1

@@ -148,10 +148,13 @@ def _places(save: Zero3Save) -> Iterator[_Place]:
         offset += partition_numel(math.prod(shape), save.shard_size)
 
 
+def _sub_groups(shards: Sequence[OptimizerShard]) -> list[SubGroups]:
+    return SubGroups.of_ranks([vector.numel for vector in shard.vectors] for shard in shards)
+
+
 def masters(save: Zero3Save) -> dict[str, TensorEntry]:
     """Trainable parameters by name; under MiCS, those of further groups of ranks are replicas."""
-    size = save.shard_size
-    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
+    size, lengths = save.shard_size, _sub_groups(save.shards)
     found: dict[str, TensorEntry] = {}
     for place in _places(save):
         copies = [
@@ -178,7 +181,7 @@ def _pieces(
 
 def padding(save: Zero3Save) -> Iterator[Padding]:
     """The elements of the masters behind the last piece of each parameter, and at the end of swap files: arbitrary values."""
-    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
+    lengths = _sub_groups(save.shards)
     for place in _places(save):
         for first in range(0, len(save.shards), save.shard_size):
             group = slice(first, first + save.shard_size)
@@ -224,7 +227,7 @@ def training(save: Zero3Save) -> Training:
     """
     shards = save.shards[: save.shard_size]
     first = shards[0]
-    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in shards]
+    lengths = _sub_groups(shards)
     owned = owners(first)
     names: list[list[str]] = [[] for _ in range(1 + max(owned.values(), default=0))]
     states: dict[str, dict[str, TensorEntry]] = {}
