@@ -22,7 +22,7 @@ JOBS = {
 
 
 def measure(work: Path, layers: int, rounds: int) -> list[Row]:
-    """Both stages, on the disk and where no disk counts, and what is quick."""
+    """Both stages, on the disk and where no disk counts."""
     rows: list[Row] = []
     for stage in (2, 3):
         checkpoint = write(work / "ckpt", stage, "--layers", str(layers))
@@ -33,14 +33,8 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
             with tempfile.TemporaryDirectory(dir=memory) as place:
                 source = Path(shutil.copytree(checkpoint, Path(place) / "ckpt"))
                 rows += _on(Path(place), f"ZeRO-{stage} in memory, ", source, rounds, durable=False)
-        for name, command in {"--help": ["--help"], "inspect": ["inspect", str(checkpoint)]}.items():
-            taken = in_turn({name: Job([*ZCKPT, *command])}, max(rounds, 5))
-            rows.append(Row(f"ZeRO-{stage} `zckpt {name}`", taken[name]))
         shutil.rmtree(checkpoint)
-    many = write(work / "many", 3, "--layers", "12", "--width", "64", "--world-size", "1024", "--moments")
-    taken = in_turn({"inspect": Job([*ZCKPT, "inspect", str(many)])}, max(rounds, 5))
-    shutil.rmtree(many)
-    return [*rows, Row("ZeRO-3 `zckpt inspect`, 1,024 ranks", taken["inspect"])]
+    return rows
 
 
 def _on(place: Path, prefix: str, checkpoint: Path, rounds: int, *, durable: bool) -> list[Row]:

@@ -45,7 +45,8 @@ TITLES = {
     ),
     "looking": (
         "Inspect",
-        "ZeRO-2 of a GPT-2 shape whose layers are narrow: what is read of a file does not depend on their width.",
+        "A GPT-2 shape whose layers are narrow: what is read of a file does not depend on their width. ZeRO-3 has two files of "
+        "each rank, and a piece of every parameter in each.",
     ),
     "push": (
         "To the hub",
