@@ -148,6 +148,8 @@ _OTHER = re.compile(rb"[^\0]")
 
 def _differing(one: bytes, other: bytes) -> frozenset[int] | None:
     """Where the opcodes of numbers are that two pickles have differently; None if they differ in anything else."""
+    if one == other:
+        return frozenset()
     if len(one) != len(other):
         return None
     both = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
