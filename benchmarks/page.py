@@ -102,8 +102,9 @@ does neither, the table says so.
 "Part of the limit" is the least time in which this machine's disk and memory could move the bytes that must move, divided by
 the time that zckpt took. Direct sequential reads of two GiB, direct writes, both at once, and a copy of memory by all
 processors are measured in the same run, just before. A disk may be quicker a minute later, or bear more requests at once than
-these were: then it is more than 100 %. Sources count as cached, as far as memory has room for them, unless a row says "cold" or
-"from the disk". Where hardly any bytes must move (`--help`, `inspect`, `verify` of checksums alone) no part is given.
+these were: then it is more than 100 %. Over twenty GB it may be much slower than over two, as `cp` beside it shows. Sources
+count as cached, as far as memory has room for them, unless a row says "cold" or "from the disk". Where hardly any bytes must
+move (`--help`, `inspect`, `verify` of checksums alone) no part is given.
 
 Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and loads](../benchmarks/results_checkpoints.md). Planning
 for a trillion parameters: [results_giants.md](../benchmarks/results_giants.md); saves of thousands of ranks:
