@@ -161,6 +161,20 @@ def test_sub_groups_find_every_element(lengths: list[int], offset: int, count: i
     assert found == places[offset : offset + count]
 
 
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4),
+    asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6)), max_size=20),
+)
+def test_ranks_that_are_cut_alike_share_what_they_find(
+    lengths: list[list[int]], asked: list[tuple[int, int, int]]
+) -> None:
+    ranks = SubGroups.of_ranks(lengths)
+    assert len({*map(id, ranks)}) == len({*map(tuple, lengths)})
+    for rank, offset, count in asked:
+        if rank < len(lengths):
+            assert ranks[rank].pieces(offset, count) == SubGroups(lengths[rank]).pieces(offset, count)
+
+
 def test_files_of_ranks_that_are_alike_are_opened_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pickle of eight ranks is carried out by itself, and their tensors are their own."""
     wanted = {"w": torch.arange(40.0).reshape(8, 5), "b": torch.arange(9.0)}
