@@ -93,11 +93,11 @@ TITLES = {
 }
 HEAD = """# Benchmarks
 
-`make bench` measures all of this and writes this page: every command in turn with its rival, round after round, on one
-machine, in one run. A cell gives the median of the rounds and, where they differ, the least and the most. A ratio is that of
-the medians: below 1, zckpt took less. Memory is the most that any one process of a command held, seen from outside. What zckpt
-writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed by `sync`, and where a rival
-does neither, the table says so.
+`make bench` measures all of this and writes this page: every command in turn with its rival, round after round. A section was
+measured in one run on one machine, which it names. A cell gives the median of the rounds and, where they differ, the least and
+the most. A ratio is that of the medians: below 1, zckpt took less. Memory is the most that any one process of a command held,
+seen from outside. What zckpt writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed
+by `sync`, and where a rival does neither, the table says so.
 
 "Part of the limit" is the least time in which this machine's disk and memory could move the bytes that must move, divided by
 the time that zckpt took. Direct sequential reads of two GiB, direct writes, both at once, and a copy of memory by all

@@ -3,7 +3,7 @@
     python benchmarks/run.py [--only SECTION]... [--layers 48] [--rounds 3] [--work DIR]
 
 Everything runs in turn with its rival, on one machine, in one run; medians, spreads and ratios are what is written. What is
-measured anew replaces what `benchmarks/results.json` held of that section. All of it takes an hour and 70 GB of disk.
+measured anew replaces what `benchmarks/results.json` held of that section. All of it takes two hours and 70 GB of disk.
 """
 
 from __future__ import annotations

@@ -168,8 +168,9 @@ class Staging:
             OutputError: the output must not be replaced.
         """
         if not (self._overwrite or self._merge):
-            gone = {path for path in damaged if not os.path.lexists(os.path.join(self.home, path))}
-            found = {"missing": sorted(gone), "changed": sorted(set(damaged) - gone)}
+            found: dict[str, list[str]] = {"missing": [], "changed": []}
+            for path in damaged:
+                found["changed" if os.path.lexists(os.path.join(self.home, path)) else "missing"].append(path)
             raise OutputError(
                 "this command made this output, and it is damaged", file=self.out,
                 found="; ".join(f"{what}: {examples(paths)}" for what, paths in found.items() if paths),

@@ -122,8 +122,7 @@ def partition_of(numel: int, world_size: int, rank: int) -> range:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of world size {world_size}")
     size = partition_numel(numel, world_size)
-    start = rank * size
-    return range(start, min(start + size, numel)) if start < numel else range(numel, numel)
+    return range(min(rank * size, numel), min((rank + 1) * size, numel))
 
 
 class SubGroups:
