@@ -12,7 +12,9 @@ import pytest
 import tomllib
 
 import zckpt
+from zckpt import layouts
 from zckpt.base import errors
+from zckpt.layouts.save.second import UnprovedFamily
 
 ROOT = Path(zckpt.__file__).parent
 TESTS = Path(__file__).parent
@@ -53,6 +55,43 @@ def test_the_page_draws_the_house() -> None:
         named = {word for name in re.findall(r"`([\w.]+)`", said) for word in name.split(".")}
         missing += [f"{room.name}.{path.stem}" for path in room.glob("*.py") if path.stem not in {"__init__", *named}]
     assert missing == []
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of zckpt that a module imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module):
+        below = ROOT.parent / str(node.module).replace(".", "/")
+        inner = {a.name for a in node.names if (below / f"{a.name}.py").exists() or (below / a.name).is_dir()}
+        named |= {f"{node.module}.{name}" for name in inner} or {str(node.module)}
+    return {name for name in named if name.partition(".")[0] == "zckpt"}
+
+
+def test_a_second_reader_shares_nothing_with_the_first() -> None:
+    """It may import values, containers, the contract and other second readers; and only by `later` is it imported."""
+    seconds = {path: f"zckpt.layouts.{path.parent.name}.second" for path in ROOT.glob("layouts/*/second.py")}
+    del seconds[ROOT / "layouts/save/second.py"]
+    floors = ("zckpt.base", "zckpt.core", "zckpt.containers")
+    may = {"zckpt.layouts.save.listing", "zckpt.layouts.save.second", *seconds.values()}
+    for path in ROOT.rglob("*.py"):
+        found = imports_of(path)
+        if path in seconds:
+            assert {name for name in found if not name.startswith(floors)} <= may, path
+        else:
+            assert not found & set(seconds.values()), path
+
+
+UNPROVED = {
+    "DeepSpeed", "FSDP rank files", "FairScale", "GGUF", "Megatron-Core", "Megatron-LM, legacy", "mixture of experts",
+    "model parallel", "plain weights", "torch.distributed.checkpoint", "torch_checkpointing", "universal",
+    "weights with optimizer states",
+}  # fmt: skip
+"""Families without a second reader. A name may only leave this list."""
+
+
+def test_families_without_a_second_reader_are_listed() -> None:
+    assert {family.name for family in layouts.FAMILIES if isinstance(family.second, UnprovedFamily)} == UNPROVED
 
 
 def test_the_page_fits_its_width() -> None:

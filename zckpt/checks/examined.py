@@ -10,6 +10,7 @@ from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.checks.integrity import CheckedFile
+from zckpt.checks.second import Places
 from zckpt.checks.verdict import Check
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.places import Place
@@ -23,6 +24,8 @@ class Examined:
 
     Attributes:
         place: where it is.
+        places: whether a second reader finds the tensors, and the optimizer's states as far as they are looked at, where the
+            first one reads them.
         catalog: its tensors, under the model's own names; None when they cannot be read.
         files: those of the save that can be opened.
         origins: what they record of their save.
@@ -36,6 +39,7 @@ class Examined:
     """
 
     place: Place
+    places: Places
     catalog: Catalog | None = None
     files: list[CheckedFile] = field(default_factory=list[CheckedFile])
     origins: list[FileOrigin] = field(default_factory=list[FileOrigin])

@@ -18,6 +18,7 @@ from zckpt.checks.digests import compared
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, checked_file, checked_parts, examine, small_records
 from zckpt.checks.reread import misplaced
+from zckpt.checks.second import Places, compare_places, unproved
 from zckpt.checks.verdict import summarized
 from zckpt.containers import open_container
 from zckpt.engine import replicas
@@ -62,7 +63,8 @@ def examined(
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
     """
-    state = Examined(find(path, options.tag, [locate(root) for root in options.also]))
+    place = find(path, options.tag, [locate(root) for root in options.also])
+    state = Examined(place, unproved("its tensors cannot be read"))
     state.facts = facts = _manifest_of(state, path)
     unknown = _open(state, path, options)
     _open_files(state, facts)
@@ -133,11 +135,14 @@ def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError |
     state.notes.extend((*opened.catalog.source.notes, *stripped))
     tensors, elements = count(len(state.catalog), "tensor"), count(state.catalog.numel, "element")
     state.add("tensors", f"{tensors}, {elements}, each stored exactly once")
-    found, elsewhere = misplaced(opened.place.listing, opened.catalog)
-    if found:
-        tensors = count(found, "tensor")
-        answer = f"a second reader, which shares no code with the first, finds {tensors} in the same places"
-        state.add("places", answer, summarized(elsewhere, "tensors are not read where the files have them"))
+    listing = opened.place.listing
+    state.places = compare_places(listing, opened.catalog)
+    if state.places.by == "none":  # families whose second readers are still in `reread`
+        found, elsewhere = misplaced(listing, opened.catalog)
+        if found:
+            state.places = Places("second reader", found, "", tuple(elsewhere))
+    elsewhere = summarized([*state.places.problems], "tensors are not read where the files have them")
+    state.add("places", state.places.as_answer(), elsewhere)
     return None
 
 

@@ -2,12 +2,14 @@
 
 from zckpt.layouts.megatron_legacy import files as _files
 from zckpt.layouts.save.family import Family, FileKind, later
+from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="Megatron-LM, legacy",
     files=(FileKind("model", _files.MODEL), FileKind("optim", _files.OPTIMIZER)),
     match=_files.match,
     read=later("megatron_legacy.read", "read"),
+    second=UnprovedFamily("zckpt has no second reader of this family"),
     directories=_files.DIRECTORY,
     axes=_files.axes_of,
     every_rank=False,  # ranks that would write the same write nothing

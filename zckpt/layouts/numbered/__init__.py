@@ -2,12 +2,14 @@
 
 from zckpt.layouts.numbered import files as _files
 from zckpt.layouts.save.family import Family, FileKind, later
+from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="weights with optimizer states",
     files=(FileKind("optimizer", _files.RANK), FileKind("optimizer", _files.WHOLE, of_rank=False)),
     match=_files.match,
     read=later("numbered.read", "read"),
+    second=UnprovedFamily("zckpt has no second reader of this family"),
     read_training=later("numbered.read", "read_training"),
     fallback=True,
     holds_run=False,

@@ -4,6 +4,7 @@ import re
 
 from zckpt.layouts.plain import read as _read
 from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.save.second import UnprovedFamily
 
 _NAMES = re.compile(r"(?:model|pytorch_model|adapter_model|optimizer_states)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
@@ -12,6 +13,7 @@ FAMILY = Family(
     files=(FileKind("", _NAMES, of_rank=False),),
     match=_read.match,
     read=_read.read,
+    second=UnprovedFamily("zckpt has no second reader of this family"),
     fallback=True,
     reads_absent=True,
     named_data=_read.named_data,

@@ -18,6 +18,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.second import SecondReader, UnprovedFamily
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class Family:
             of `layouts.FAMILIES`, until one answers None: look at names first, open a file only where names cannot tell
             (a damaged file raises its error there), and refuse what an earlier family leaves to a later one.
         read: the catalog of a save that `match` accepted.
+        second: finds the same tensors again, for `verify`, without the modules of `read`; or why nothing does. It has no default.
         read_training: what a run needs beside the weights; None where zckpt reads weights only.
         directory: a directory of a save whose files, at any depth, belong to it; empty for none.
         directories: names of directories of a save, of which there may be several: what they hold belongs to it by the patterns
@@ -174,6 +176,7 @@ class Family:
     files: tuple[FileKind, ...]
     match: Callable[[Listing], str | None]
     read: Read
+    second: SecondReader | UnprovedFamily
     read_training: ReadTraining | None = None
     directory: str = ""
     directories: re.Pattern[str] | None = None

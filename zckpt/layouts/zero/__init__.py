@@ -10,6 +10,7 @@ from zckpt.layouts.save.listing import (
     SHARD_NAME,
     SWAPPED,
 )
+from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="DeepSpeed",
@@ -22,6 +23,7 @@ FAMILY = Family(
     ),
     match=later("zero.read", "match"),
     read=later("zero.read", "read"),
+    second=UnprovedFamily("zckpt has no second reader of this family"),
     read_training=later("zero.read", "read_training"),
     raw_directory=SWAPPED,
     tagged=True,

@@ -1,0 +1,139 @@
+"""What a family's second reader says of a save: where each tensor's elements are, found without the family's own reader.
+
+For `checks.second`, which compares it with the catalog. A second reader is written from the source of the framework, or from
+the framework's own script that joins its files, and shares no arithmetic with the first reader: a mistake that both make would
+not be noticed. So it imports values, containers and this module, and nothing else of `layouts`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import NamedTuple
+
+from zckpt.base.dataclass import dataclass
+from zckpt.containers import TensorRef
+from zckpt.layouts.save.listing import Listing
+
+Shape = tuple[int, ...]
+
+
+class StoredRows(NamedTuple):
+    """Rows of elements in a file, and where they belong in the whole tensor.
+
+    Attributes:
+        path: of the file.
+        offset: the byte of the file at which the first element is.
+        start: the number of the first element in the whole tensor, row-major.
+        count: elements of a row.
+        rows: how many rows there are.
+        pitch: elements of the tensor from one row to the next.
+        store_pitch: elements of the file from one row to the next.
+        step: elements of the file from one element of a row to the next.
+    """
+
+    path: str
+    offset: int
+    start: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    rows: int = 1
+    pitch: int = 0
+    store_pitch: int = 0
+    step: int = 1
+
+
+class HeldRun(NamedTuple):
+    """Elements of a tensor, or of an optimizer's state of it.
+
+    Attributes:
+        tensor: as the catalog calls it.
+        state: of the optimizer; empty for the weight.
+        run: where they are. Several runs may say the same elements, which ranks hold alike: the catalog reads one of them.
+    """
+
+    tensor: str
+    state: str
+    run: StoredRows
+
+
+class BesideMaster(NamedTuple):
+    """A vector of fp32 weights whose files name no parameter, and a vector of states that lies beside it, cut alike."""
+
+    master: TensorRef
+    state: str
+    held: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class SecondLook:
+    """What a second reader found.
+
+    Attributes:
+        names: every tensor of the model that the save says it has, read or not, and its shape where the save says it.
+        runs: where elements are. They are asked for once, and may be made while they are.
+        beside: pairs of vectors, for states of parameters that the files do not name.
+        unproved: why some tensors have no runs; empty where all have.
+    """
+
+    names: Mapping[str, Shape | None]
+    runs: Iterable[HeldRun]
+    beside: Iterable[BesideMaster] = ()
+    unproved: str = field(default="", kw_only=True)
+
+
+SecondReader = Callable[[Listing], SecondLook]
+"""Finds the tensors of a save that the family's `read` accepts. What it does not understand it may raise as any error."""
+
+
+class UnprovedFamily(NamedTuple):
+    """A family without a second reader, and why it has none."""
+
+    why: str
+
+
+def hold_whole(name: str, state: str, ref: TensorRef) -> Iterator[HeldRun]:
+    """The elements of a tensor that one file holds whole."""
+    return hold_box(name, state, ref, (0,) * len(ref.shape), ref.shape)
+
+
+def hold_box(name: str, state: str, ref: TensorRef, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[HeldRun]:
+    """The elements of a part: `ref` holds the indexes from `offsets` on, in every dimension, of a tensor of this shape.
+
+    Raises:
+        ValueError: the part does not fit the shape.
+    """
+    dims = list(zip(offsets, ref.shape, shape, strict=True))
+    if any(at < 0 or at + own > extent for at, own, extent in dims):
+        raise ValueError(f"part {list(ref.shape)} at {list(offsets)} does not fit shape {list(shape)}")
+    if not ref.numel:
+        return
+    start, pitch = 0, 1
+    axes: list[tuple[int, int, int]] = []  # extent, elements of the tensor and of the file from one index to the next
+    for (at, own, extent), step in zip(reversed(dims), reversed(ref.stride), strict=True):
+        start += at * pitch
+        if axes and own > 1 and pitch == axes[-1][0] * axes[-1][1] and step == axes[-1][0] * axes[-1][2]:
+            axes[-1] = (axes[-1][0] * own, *axes[-1][1:])
+        elif own > 1:
+            axes.append((own, pitch, step))
+        pitch *= extent
+    if not axes or axes[0][1] != 1:
+        axes.insert(0, (1, 1, 1))
+    (count, _, step), (rows, apart, stored), *outer = (*axes, (1, 0, 0)) if len(axes) == 1 else axes
+    size = ref.dtype.itemsize
+    for indexes in itertools.product(*(range(extent) for extent, _, _ in reversed(outer))):
+        moved = [(n * of, n * further) for n, (_, of, further) in zip(indexes, reversed(outer), strict=True)]
+        offset = ref.byte_offset + sum(at for _, at in moved) * size
+        first = start + sum(at for at, _ in moved)
+        yield HeldRun(name, state, StoredRows(ref.store.path, offset, first, count, rows, apart, stored, step))
+
+
+def hold_elements(name: str, state: str, ref: TensorRef, first: int, count: int, start: int) -> HeldRun:
+    """Elements [first, first + count) of a vector without gaps, which are elements from `start` on of a tensor.
+
+    Raises:
+        ValueError: the vector has gaps, or fewer elements.
+    """
+    if not (ref.is_contiguous and 0 <= first <= first + count <= ref.numel):
+        raise ValueError(f"elements {first:,}-{first + count:,} of a vector of {ref.numel:,}")
+    return HeldRun(name, state, StoredRows(ref.store.path, ref.byte_offset + first * ref.dtype.itemsize, start, count))
