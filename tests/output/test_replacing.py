@@ -26,7 +26,7 @@ from zckpt.output.checks import check_space
 from zckpt.output.journal import Journal, Seal
 from zckpt.output.manifest import job_of
 from zckpt.output.work_directory import WorkDirectory
-from zckpt.storage import output_places
+from zckpt.storage.identity import is_mount
 from zckpt.storage.location import locate
 
 
@@ -169,7 +169,7 @@ def mounted(out: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mounted", ["tmpfs", "bind"], indirect=True)
 def test_a_mount_point_is_written_into(mounted: Path, checkpoint: Path, wanted: dict[str, bytes]) -> None:
-    assert output_places.is_mount(str(mounted))
+    assert is_mount(str(mounted))
     convert(checkpoint, mounted)
     assert contents(mounted) == wanted and names(mounted.parent) == ["out"]
     (mounted / "notes.md").write_bytes(b"a thesis")

@@ -132,7 +132,10 @@ def prepare(
     catalog, stripped = strip_wrappers(opened.catalog)
     merge = None if options.lora is None else merged_with(opened, catalog, options.lora)
     if place.path:
-        inputs = protected(opened, source, beside=options.beside) | (merge.inputs if merge else set())
+        named = (options.form.config, options.form.layer_names)
+        inputs = protected(opened, source, beside=options.beside, named=named)
+        for other in () if merge is None else merge.made_from:
+            inputs |= {other.place.home, *protected(other, other.place.home)}
         check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
     if merge is not None:
         catalog, stripped = merge.catalog, (*stripped, *merge.notes)

@@ -45,7 +45,6 @@ class Merged:
         recorded: facts for the manifest.
         copies: (location, name in the output) of tokenizer files and the like.
         sources: catalogs whose tensors must not contradict themselves.
-        inputs: directories that the output must leave alone.
         made_from: what beside the checkpoint it is made of: the base, and directories of adapters.
     """
 
@@ -56,7 +55,6 @@ class Merged:
     recorded: Mapping[str, object]
     copies: tuple[tuple[Location, str], ...]
     sources: tuple[Catalog, ...]
-    inputs: frozenset[Location]
     made_from: tuple[Opened, ...]
 
 
@@ -133,7 +131,6 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         recorded=facts,
         copies=tuple((file, name) for name, file in sorted(copies.items())),
         sources=tuple(sources),
-        inputs=frozenset([*homes, *([base.place.home] if base else [])]),
         made_from=(*([base] if base else []), *(one for one in others if one is not opened)),
     )
 

@@ -5,8 +5,9 @@ For every job that writes an output, and for the commands that show a plan.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
 from zckpt.base.dataclass import dataclass
@@ -19,7 +20,7 @@ from zckpt.jobs.provenance import provenance
 from zckpt.output.delivery import deliver
 from zckpt.output.order import Delivered, Order
 from zckpt.output.signature import Signing
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +120,21 @@ def carried_out(planned: Planned, progress: Progress, label: str, began: float) 
         return replace(execute(planned, watch), seconds=time.perf_counter() - began)
 
 
-def protected(opened: Opened, checkpoint: Location, *, beside: bool = False) -> set[Location]:
-    """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
+def protected(
+    opened: Opened, checkpoint: Location, *, beside: bool = False, named: Iterable[object] = ()
+) -> set[Location]:
+    """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set.
+
+    Args:
+        opened: the checkpoint.
+        checkpoint: where it is, as a person said it.
+        beside: whether the output may lie beside the shards' directories.
+        named: what else options name; of this, the paths of files are inputs too.
+    """
     listing = opened.place.listing
+    paths = (locate(one) for one in named if isinstance(one, str | os.PathLike))
+    files = {path for path in paths if path.is_file()}
     if listing.directory in listing.files.values():  # one file
-        return {listing.directory}
-    shards = {place.parent for place in listing.files.values()}
+        return {listing.directory, *files}
+    shards = {*files, *(place.parent for place in listing.files.values())}
     return shards if beside or not listing.tag or not checkpoint.is_dir() else {*shards, checkpoint}

@@ -112,7 +112,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_catalog(source, options)
-    inputs = protected(opened, source, beside=options.beside)
+    inputs = protected(opened, source, beside=options.beside, named=(options.config,))
     check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     form, options = _renamed(stripped, opened, options)

@@ -146,7 +146,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             remedy="Write to a directory, and load or push it as a whole.",
         )  # fmt: skip
     opened = open_catalog(source, options)
-    inputs = protected(opened, source, beside=options.beside)
+    inputs = protected(opened, source, beside=options.beside, named=(options.form.config, options.form.layer_names))
     check_output(place, single=False, overwrite=options.overwrite, protected=inputs, merge=options.merge)
     catalog, stripped = strip_wrappers(opened.catalog)
     form = formed(catalog, opened.place, options.form, to_directory=True, exclude=options.exclude)

@@ -24,6 +24,7 @@ from zckpt.jobs.options import GgufOptions, Options, extended
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
+from zckpt.layouts.save.companions import companions
 from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import completed, vocabulary_rows
@@ -101,13 +102,14 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             file=source,
             remedy="Use llama.cpp's llama-quantize, or write it as transformers has it (to-bf16).",
         )
-    inputs = protected(opened, source, beside=options.beside)
+    home = _tokenizer_of(opened, options)
+    tokenizer = [] if home is None else [file for file, _ in companions(home)]
+    inputs = protected(opened, source, beside=options.beside, named=(options.config, *tokenizer))
     check_output(place, single=single, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     model = named(select(stripped, options), opened.place, Naming(GGUF, options.config, by_own_job=True))
     architecture_of(model.config, opened.catalog.source.path)
     filled_in(model.config, opened.catalog.source.path)  # which says what is no usable config
-    home = _tokenizer_of(opened, options)
     rows = vocabulary_rows(model.config, home)
     tensors = completed(model.catalog.tensors, model.config, rows)
     asked = TYPES[options.type]

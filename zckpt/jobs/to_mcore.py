@@ -97,7 +97,7 @@ def prepare(
     """Everything but the work; arguments as for `to_mcore`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_catalog(source, options)
-    inputs = protected(opened, source, beside=options.beside)
+    inputs = protected(opened, source, beside=options.beside, named=(options.config,))
     check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     multiple = options.make_vocab_size_divisible_by * options.tensor_parallel

@@ -10,8 +10,9 @@ from zckpt.base.words import size
 from zckpt.output import manifest
 from zckpt.output.contents import replacement
 from zckpt.output.work_directory import is_unfinished, left_bytes
+from zckpt.storage.identity import is_below, is_mount, other_name_of, parts_elsewhere
 from zckpt.storage.location import LocalPath, Location
-from zckpt.storage.output_places import directory_for, entries, free_bytes, is_mount, resolved
+from zckpt.storage.output_places import directory_for, entries, free_bytes, resolved
 
 
 def check_path(
@@ -84,16 +85,33 @@ def check_kind(out: Location, found: str | None, *, single: bool) -> None:
 def keep_apart(out: Location, protected: Iterable[Location]) -> None:
     """Refuses an output that would change the input.
 
+    An input is recognised by what it is, not by its name: see `storage.identity`. Files that an input has through links or mounts
+    lie elsewhere, and are its files all the same.
+
     Raises:
         OutputError: the output is one of the input's files or directories, is in one, or contains one.
     """
     for home in sorted(set(protected), key=str):
         inside = out.is_within(home)
         if inside or home.is_within(out):
-            raise OutputError(
-                "the output would be inside the input" if inside else "the output would replace the input",
-                file=out, found=f"the input in {home!r}", remedy="Choose an OUT elsewhere. Nothing was changed.",
-            )  # fmt: skip
+            raise _not_apart(out, home, inside=inside)
+        if out.is_remote or home.is_remote or not os.path.lexists(out):
+            continue
+        if os.path.isfile(out) and (name := other_name_of(out.path, home.path)):
+            raise _not_apart(out, LocalPath(name), inside=False)
+        for part in map(LocalPath, parts_elsewhere(home.path)):
+            if part.is_within(out):
+                raise _not_apart(out, part, inside=False)
+
+
+def _not_apart(out: Location, home: Location, *, inside: bool) -> OutputError:
+    inner, outer = os.path.realpath(out), os.path.realpath(home)
+    is_named_so = out.is_remote or is_below(inner, outer) or is_below(outer, inner)
+    return OutputError(
+        "the output would be inside the input" if inside else "the output would replace the input",
+        file=out, found=f"the input in {home!r}" + ("" if is_named_so else ", which is linked or mounted there"),
+        remedy="Choose an OUT elsewhere. Nothing was changed.",
+    )  # fmt: skip
 
 
 def refuse_existing(path: str) -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, Protocol
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, NotACheckpointError
 from zckpt.core.fragments import FileStore
-from zckpt.storage import fsspec_io
+from zckpt.storage import fsspec_io, identity
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
@@ -157,19 +157,12 @@ class Location(os.PathLike[str]):
         """Its path relative to a directory that contains it."""
 
     @abstractmethod
-    def _spellings(self) -> tuple[str, str]:
-        """Its path in a normal form: first with `..` kept as a name, then with `..` resolved."""
-
     def is_within(self, directory: Location) -> bool:
-        """Whether it is the same as `directory` (which may be a file), or is in it, for all spellings of the two.
+        """Whether it is the same as `directory` (which may be a file), or is in it, for all names of the two.
 
-        Local paths are compared with their links resolved, addresses with the kind (`s3` and `s3a`), the host, and slashes
-        normalized. A store may keep `..` as a name or resolve it, so both forms are compared.
+        Paths of this machine are compared as in `storage.identity`, addresses with the kind (`s3` and `s3a`), the host, and
+        slashes normalized. A store may keep `..` as a name or resolve it, so both forms are compared.
         """
-        return any(
-            inner == outer or inner.startswith(outer.rstrip("/") + "/")
-            for inner, outer in zip(self._spellings(), directory._spellings(), strict=True)
-        )
 
     def blocks(self) -> Iterator[bytes]:
         """A file's bytes in order, in blocks. Raises OSError."""
@@ -261,8 +254,8 @@ class LocalPath(Location):
     def relative_to(self, directory: Location) -> str:  # noqa: D102
         return os.path.relpath(self.path, directory)
 
-    def _spellings(self) -> tuple[str, str]:
-        return (os.path.realpath(self.path),) * 2
+    def is_within(self, directory: Location) -> bool:  # noqa: D102
+        return not directory.is_remote and identity.is_within(self.path, directory.path)
 
 
 @dataclass(frozen=True, repr=False)
@@ -327,7 +320,14 @@ class Address(Location):
     def relative_to(self, directory: Location) -> str:  # noqa: D102
         return self.path.removeprefix(directory.path.rstrip("/") + "/")
 
+    def is_within(self, directory: Location) -> bool:  # noqa: D102
+        return isinstance(directory, Address) and any(
+            identity.is_below(inner, outer)
+            for inner, outer in zip(self._spellings(), directory._spellings(), strict=True)
+        )
+
     def _spellings(self) -> tuple[str, str]:
+        """Its path in a normal form: first with `..` kept as a name, then with `..` resolved."""
         kind, _, rest = self.path[found.end() if (found := _CACHES.match(self.path)) else 0 :].partition("://")
         kind = _SAME.get(kind.lower(), kind.lower())
         host, *parts = rest.split("/")

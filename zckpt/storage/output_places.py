@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 
+from zckpt.storage.identity import is_mount
+
 WORK = ".zckpt"
 """The work directory's name if it is in the output."""
 
@@ -17,23 +19,6 @@ def resolved(out: str) -> str:
     """The output's absolute path; if OUT is a symbolic link, its target."""
     path = os.path.abspath(out)
     return os.path.realpath(path) if os.path.islink(path) else path
-
-
-def is_mount(path: str) -> bool:
-    """Whether the path is a mount point, or a bind mount of the same file system."""
-    if os.path.ismount(path):
-        return True
-    wanted = os.fsencode(os.path.realpath(path))
-    try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            points = (line.split()[4] for line in file)
-            return any(_unescaped(point) == wanted for point in points)
-    except (OSError, IndexError):
-        return False
-
-
-def _unescaped(point: bytes) -> bytes:
-    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point)
 
 
 def keeps_its_name(out: str) -> bool:

@@ -79,5 +79,5 @@ class StandIn(Location):
     def relative_to(self, directory: Location) -> str:  # noqa: D102
         return self.name
 
-    def _spellings(self) -> tuple[str, str]:
-        return self.path, self.path
+    def is_within(self, directory: Location) -> bool:  # noqa: D102
+        return self.path == directory.path

@@ -1,0 +1,135 @@
+"""Whether two paths of this machine mean one place, whatever they are called: by links, by mounts, by device and inode.
+
+For `location`, which decides by it what is in what, for `output.checks` and for `upkeep`. A directory that is mounted twice
+(`mount --bind`, `docker -v d:/in -v d:/out`) has two paths, and neither is a link. What is the same is its device and its inode.
+[Note: a part that is mounted alone] Of `d/ckpt` at `/in` and `d` at `/out`, no directory above one is the other. The table of
+mounts says where each lies in its file system, so where `/in` should be below `/out`; the inode there shows whether it is.
+The table alone proves nothing: of NFS, it says "/" for every mount.
+Source: Linux, Documentation/filesystems/proc.rst, 3.5 /proc/<pid>/mountinfo; fs/nfs/super.c `nfs_show_path`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_TABLE = "/proc/self/mountinfo"
+
+
+class Mount(NamedTuple):
+    """A line of the system's table of mounts.
+
+    Attributes:
+        device: of the file system, as the table writes it.
+        top: which of its directories or files is mounted.
+        point: where.
+    """
+
+    device: str
+    top: str
+    point: str
+
+
+def mounts() -> list[Mount]:
+    """All mounts that this process sees, the newest last; none where the system has no such table."""
+    try:
+        with open(_TABLE, "rb") as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return []
+    return [Mount(row[2].decode(), _unescape(row[3]), _unescape(row[4])) for row in rows if len(row) > 4]
+
+
+def _unescape(path: bytes) -> str:
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), path))
+
+
+def is_mount(path: str) -> bool:
+    """Whether the path is a mount point, or a bind mount of the same file system."""
+    real = os.path.realpath(path)
+    return os.path.ismount(path) or any(mount.point == real for mount in mounts())
+
+
+def inode_of(path: str) -> tuple[int, int] | None:
+    """The device and inode of what a path leads to; None where there is nothing, or a file system that has no inodes."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return (found.st_dev, found.st_ino) if found.st_ino else None
+
+
+def is_below(path: str, directory: str) -> bool:
+    """Whether a path is `directory` or below it, by their texts alone."""
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def directories_above(path: str) -> Iterator[str]:
+    """A path itself, then every directory above it."""
+    yield path
+    while (above := os.path.dirname(path)) != path:
+        path = above
+        yield path
+
+
+def is_within(path: str, directory: str) -> bool:
+    """Whether a path, which need not exist, leads to `directory` (which may be a file) or into it, by any of its names."""
+    inner, outer = os.path.realpath(path), os.path.realpath(directory)
+    if is_below(inner, outer):
+        return True
+    wanted = inode_of(outer)
+    if wanted is None:
+        return False
+    if any(inode_of(place) == wanted for place in directories_above(inner)):
+        return True
+    table = mounts()
+    tops = [outer, *(mount.point for mount in table if mount.point != outer and is_below(mount.point, outer))]
+    return any(_is_mounted_from(inner, top, table) for top in tops)
+
+
+def _is_mounted_from(inner: str, outer: str, table: list[Mount]) -> bool:
+    """Whether the file system has `inner` in `outer`; see [Note: a part that is mounted alone]."""
+    (device, place), (other, top) = _place_in_file_system(inner, table), _place_in_file_system(outer, table)
+    if device != other or not is_below(place, top):
+        return False
+    there = os.path.normpath(os.path.join(outer, os.path.relpath(place, top)))
+    for real in directories_above(inner):  # the last parts need not exist yet
+        if (found := inode_of(real)) is not None or not is_below(there, outer):
+            return found is not None and found == inode_of(there) and is_below(there, outer)
+        there = os.path.dirname(there)
+    return False
+
+
+def _place_in_file_system(path: str, table: list[Mount]) -> tuple[str, str]:
+    """The device of a path without links, and where it lies there."""
+    above = [mount for mount in table if is_below(path, mount.point)]
+    if not above:
+        return "", path
+    mount = max(reversed(above), key=lambda mount: len(mount.point))  # of several at one point, the newest is seen
+    return mount.device, os.path.normpath(os.path.join(mount.top, os.path.relpath(path, mount.point)))
+
+
+def parts_elsewhere(directory: str) -> list[str]:
+    """What is seen in a directory and lies elsewhere: links in it to files, and whatever is mounted below it."""
+    real = os.path.realpath(directory)
+    found = [mount.point for mount in mounts() if mount.point != real and is_below(mount.point, real)]
+    try:
+        with os.scandir(directory) as entries:
+            found += [entry.path for entry in entries if entry.is_symlink() and entry.is_file()]
+    except OSError:
+        pass
+    return found
+
+
+def other_name_of(file: str, directory: str) -> str:
+    """A file in a directory that is `file` under another name, such as a hard link; empty if there is none."""
+    wanted = inode_of(file)
+    try:
+        with os.scandir(directory) as entries:
+            return next(
+                (e.path for e in entries if e.inode() == (wanted or (0, 0))[1] and inode_of(e.path) == wanted), ""
+            )
+    except OSError:
+        return ""
