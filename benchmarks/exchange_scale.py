@@ -19,6 +19,7 @@ import torch
 
 from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
+from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank
@@ -66,7 +67,9 @@ def planned(size: int, rank: int, stage: int) -> Planned:
     tracemalloc.start()
     began = time.process_time()
     states = ("exp_avg", "exp_avg_sq")
-    catalog = Catalog({name: entry(name, shape, F32, size) for name, shape in model.items()}, Source("live", "the run"))
+    catalog = Catalog(
+        {name: entry(name, shape, F32, size) for name, shape in model.items()}, Source("live", "the run"), LIVE
+    )
     training = Training(
         groups=(ParameterGroup(tuple(model), {"lr": 1e-3}, {}, states),),
         states={name: {one: entry(name, shape, F32, size, one) for one in states} for name, shape in model.items()},

@@ -17,6 +17,7 @@ from zckpt.base.errors import InconsistentError, UnsupportedError
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import F32
+from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import ComputedStore, FileStore, Fragment
 
 STORE = FileStore("f", 1 << 20)
@@ -27,7 +28,7 @@ def entry(name: str, byte_offset: int, numel: int = 4, store: FileStore = STORE)
 
 
 def catalog(*entries: TensorEntry, **more: object) -> Catalog:
-    return Catalog({e.name: e for e in entries}, Source("test", "f"), **more)  # type: ignore[arg-type]
+    return Catalog({e.name: e for e in entries}, Source("test", "f"), LIVE, **more)  # type: ignore[arg-type]
 
 
 def test_neighbours_are_apart_in_any_order() -> None:

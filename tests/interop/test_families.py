@@ -16,6 +16,7 @@ import zckpt
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME
+from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
@@ -105,7 +106,7 @@ def as_catalog(tensors: dict[str, torch.Tensor]) -> Catalog:
         entries[name] = TensorEntry(
             name, tuple(tensor.shape), dtype, "parameter", (Fragment(store, 0, 0, tensor.numel()),)
         )
-    return Catalog(entries, Source("test", "memory"))
+    return Catalog(entries, Source("test", "memory"), LIVE)
 
 
 def assert_same_tensors(catalog: Catalog, wanted: dict[str, torch.Tensor]) -> None:

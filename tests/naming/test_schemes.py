@@ -15,6 +15,7 @@ import torch
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
+from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
@@ -49,7 +50,7 @@ def of_tensors(tensors: dict[str, torch.Tensor]) -> Catalog:
         entries[name] = TensorEntry(
             name, tuple(tensor.shape), F32, "parameter", (Fragment(store, 0, 0, tensor.numel()),)
         )
-    return Catalog(entries, Source("test", "memory"))
+    return Catalog(entries, Source("test", "memory"), LIVE)
 
 
 def tensors_of(catalog: Catalog) -> dict[str, torch.Tensor]:
@@ -153,7 +154,7 @@ def test_numbers_that_no_model_has() -> None:
     empty = TensorEntry("0.w13", (10**12, 0, 4), F32, "parameter", ())
     mine = made_of({"name": "{b}.w13", "stack": ["e"], "parts": [GATE, UP]})
     with pytest.raises(CorruptError, match="more blocks or experts"):
-        decomposed(Catalog({"0.w13": empty}, Source("test", "memory")), mine, Facts())
+        decomposed(Catalog({"0.w13": empty}, Source("test", "memory"), LIVE), mine, Facts())
     heads = Facts({"query_heads": 10**15, "key_heads": 10**15, "head_size": 1})
     with pytest.raises(InconsistentError):
         decomposed(of_tensors({"0.qkv": torch.randn(6, 2)}), made_of({"name": "{b}.qkv", "parts": [Q, K, V]}), heads)
@@ -259,7 +260,7 @@ def on_disk(shapes: Iterator[tuple[str, tuple[int, ...]]], dtype: DType = BF16, 
         fragments = tuple(Fragment(store, at + n * size * 2, n * size, size) for n in range(pieces))
         entries[name] = TensorEntry(name, shape, dtype, "parameter", fragments)
         at += numel * 2
-    return Catalog(entries, Source("test", "/none"))
+    return Catalog(entries, Source("test", "/none"), LIVE)
 
 
 def llama_405b() -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -48,6 +48,7 @@ def test_every_file_is_in_it_with_its_checksum(checkpoint: Path, tmp_path: Path,
     assert facts["source"] == {
         "layout": "zero2", "tag": "global_step5", "step": 5, "framework": "DeepSpeed 0.19.8",
         "topology": {"dp": 3, "tp": 1, "pp": 1, "ep": 1},
+        "evidence": {"level": "metadata", "by": "param_shapes of the model file"},
     }  # fmt: skip
     assert (facts["zckpt"], facts["dtype"], facts["tensors"], facts["numel"]) == (zckpt.__version__, "bf16", 5, 100_010)
 

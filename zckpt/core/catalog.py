@@ -18,6 +18,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError
 from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import DType
+from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.overlaps import first_gap
 
@@ -287,6 +288,7 @@ class Catalog(Mapping[str, TensorEntry]):
         aliases: dropped name -> kept name, for tied weights; kept names are in `tensors`, dropped ones are not.
         topology: ranks per axis.
         source: where it comes from.
+        evidence: what proves that it is the whole model.
         extras: inert values from beside the tensors (client state, scheduler, configs).
         padding: elements between and behind the tensors that belong to no tensor.
         views: bytes that a file's own index gives to several tensors: views of one storage.
@@ -295,6 +297,7 @@ class Catalog(Mapping[str, TensorEntry]):
 
     tensors: Mapping[str, TensorEntry]
     source: Source
+    evidence: Evidence
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     topology: Topology = Topology()
     extras: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -318,6 +321,10 @@ class Catalog(Mapping[str, TensorEntry]):
         held = [*held_by(self.tensors.items()), *held_as_padding(self.padding)]
         if not self.claims.include(held):
             object.__setattr__(self, "claims", Claims(held, self.views))
+
+    def source_facts(self) -> dict[str, object]:
+        """What an output records of its source, and of what proves that it is whole; no path and no host."""
+        return {**self.source.as_json(self.topology), "evidence": self.evidence.as_json()}
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self.tensors[self.aliases.get(name, name)]

@@ -279,7 +279,7 @@ def execute(
         catalog = job.old.opened.catalog
         chain = [one.form.metadata for one in job.deltas]
         return Manifest(
-            version=__version__, source={**catalog.source.as_json(catalog.topology), "deltas": chain},
+            version=__version__, source={**catalog.source_facts(), "deltas": chain},
             dtype=SHORT_NAMES[job.options.dtype] if job.options.dtype else "", options={_RECORDED: job.version},
             tensors=len(job.old.catalog), numel=job.old.catalog.numel, files=tuple(made[name] for name in names),
         )  # fmt: skip

@@ -20,6 +20,7 @@ from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType
+from zckpt.core.evidence import weakest
 from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derived
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
@@ -136,10 +137,12 @@ def prepare(
             copied.append(inputs)
     usual = usual_dtype(last.tensors.values())
     how = replace(options, dtype=options.dtype or (usual if usual in CAST_TARGETS else F32))
-    computed = replace(opened[-1], catalog=Catalog(tensors, last.source, aliases))
+    computed = replace(
+        opened[-1], catalog=Catalog(tensors, last.source, weakest(one.evidence for one in bare), aliases)
+    )
     planned = prepare_conversion(named[-1][0], out, how, computed)
     facts = {
-        "of": [one.catalog.source.as_json(one.catalog.topology) for one in opened],
+        "of": [one.catalog.source_facts() for one in opened],
         "task_vector": bool(base), "weights": weights, "ema": options.ema, "slerp": options.slerp,
     }  # fmt: skip
     order = replace(planned.order, options={**planned.order.options, "average": facts})

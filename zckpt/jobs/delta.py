@@ -261,7 +261,7 @@ def execute(
 
     def end(directory: str, files: Mapping[str, Finished]) -> Manifest:
         new = job.new.opened.catalog
-        source = {**new.source.as_json(new.topology), "base": job.old.catalog.source.as_json(job.old.catalog.topology)}
+        source = {**new.source_facts(), "base": job.old.catalog.source_facts()}
         manifest, counts = end_delta(directory, of, job.form, source, renames=not job.out.is_remote)
         ended.append(counts)
         dtype = SHORT_NAMES.get(job.options.dtype, "") if job.options.dtype else ""

@@ -69,6 +69,11 @@ class Inspection:
     notes: tuple[str, ...]
     lost: Mapping[str, list[str]] = field(default_factory=dict[str, "list[str]"])
 
+    @property
+    def complete(self) -> bool | None:
+        """Whether all weights are here: None where nothing says what the whole model is."""
+        return self.catalog.evidence.complete if self.exportable.ok and self.catalog is not None else False
+
     def as_json(self, *, slices: bool = False) -> dict[str, object]:
         """What `zckpt inspect --json` prints, as a dict; with `slices`, also which files hold each tensor's elements."""
         listing, catalog = self.place.listing, self.catalog
@@ -80,6 +85,7 @@ class Inspection:
                 "zero_stage": source.zero_stage,
                 "framework": {"name": source.framework[0], "version": source.framework[1]},
                 "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
+                "evidence": catalog.evidence.as_json(),
                 "experts": experts_as_json(topology),
                 "parameters": sum(entry.role != "buffer" for entry in catalog.tensors.values()),
                 "numel": catalog.numel,
@@ -92,6 +98,7 @@ class Inspection:
                 "details": dict(source.details),
                 "tensors": [_tensor_json(entry, slices) for entry in catalog.tensors.values()],
             }
+        facts["complete"] = self.complete
         facts["files"] = files_as_json(listing, self.grid, catalog.topology if catalog else None)
         for name, verdict in (("exportable", self.exportable), ("resumable", self.resumable)):
             facts[name] = {"ok": verdict.ok, "reason": verdict.reason}
@@ -226,10 +233,16 @@ def inspect_checkpoint(
             details = (*catalog.source.details, ("quantized", text))
             catalog = replace(catalog, source=replace(catalog.source, details=details))
         notes = opened.catalog.source.notes + stripped + tuple(filter(None, [unmerged(catalog)]))
-        exportable = Verdict(True, f"{count(len(catalog), 'tensor is', 'tensors are')} complete")
+        exportable = Verdict(True, _wholeness(catalog))
     lost = lost_files(place.listing) if catalog is None else {}
     grid = grid_of(place.listing, catalog, lost)
     return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes, lost)
+
+
+def _wholeness(catalog: Catalog) -> str:
+    if catalog.evidence.complete:
+        return f"{count(len(catalog), 'tensor is', 'tensors are')} complete"
+    return f"{count(len(catalog), 'tensor')}, as far as the files say: {catalog.evidence}"
 
 
 def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:

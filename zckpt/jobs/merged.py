@@ -113,14 +113,14 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         notes.append(f"{examples(unmerged)}: in the checkpoint, and not merged, since --adapter does not name it.")
     facts: dict[str, object] = {
         "adapters": recorded,
-        "base": None if base is None else base.catalog.source.as_json(base.catalog.topology),
+        "base": None if base is None else base.catalog.source_facts(),
     }
     places = dict.fromkeys(
         [*([base.place.home] if base else []), opened.place.home, *(homes if len(homes) == 1 else ())]
     )
     copies = {name: file for home in places for file, name in companions(home)}
     place = opened.place if base is None else replace(opened.place, home=base.place.home)
-    sources = [weights, *(Catalog(one.tensors, opened.catalog.source) for one in adapters)]
+    sources = [weights, *(Catalog(one.tensors, opened.catalog.source, opened.catalog.evidence) for one in adapters)]
     tensors, aliases = model.catalog.tensors, model.catalog.aliases
     views = (*catalog.views, *(weights.views if base is not None else ()))
     return Merged(

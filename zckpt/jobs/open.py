@@ -170,7 +170,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """Forgets the tensors; reading one afterwards is a UsageError. A second call does nothing."""
         self._closed = True
         self._opened = self._named = None
-        self.catalog = Catalog({}, self.catalog.source)
+        self.catalog = Catalog({}, self.catalog.source, self.catalog.evidence)
 
     def __repr__(self) -> str:
         source = self.catalog.source

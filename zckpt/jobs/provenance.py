@@ -40,7 +40,7 @@ def provenance(
     further = [_facts(name, file) for name, file in others]
     made_from = [
         {
-            **catalog.source.as_json(catalog.topology),
+            **catalog.source_facts(),
             "files": [_facts(name, file) for name, file in sorted(listing.files.items())],
         }
         for listing, catalog in sources

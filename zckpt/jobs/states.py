@@ -102,7 +102,7 @@ class NamedStates:
                 "has an optimizer without states", file=weights.source.path, found="settings and steps alone",
                 expected="a tensor for each parameter, such as exp_avg", remedy="Convert the weights alone (to-fp32).",
             )  # fmt: skip
-        return Catalog(tensors, weights.source, aliases, weights.topology)
+        return Catalog(tensors, weights.source, weights.evidence, aliases, weights.topology)
 
 
 def named_states(

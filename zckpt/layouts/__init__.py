@@ -28,6 +28,7 @@ from zckpt.layouts.run import agreement, usage
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.whole import prove_by_config
 
 FAMILIES: tuple[Family, ...] = (
     universal.FAMILY,
@@ -107,6 +108,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     Raises:
         NotACheckpointError: there is none.
         InconsistentError: elements of master weights are used by no tensor, or by two.
+        IncompleteError: the model's config says that tensors, or rows of them, are missing.
         UsageError: a key was given for a save that has no keys.
     """
     family = family_of(listing)
@@ -119,6 +121,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     catalog = family.read(listing, allow_unknown=allow_unknown)
     usage.check_masters(listing, catalog.claims)
     catalog.claims.forget()
+    if catalog.evidence.complete is None:
+        catalog = prove_by_config(catalog, listing)
     return catalog
 
 

@@ -151,7 +151,7 @@ def export_delta(
             assert staging is not None
             source: dict[str, object] = {
                 "layout": "live",
-                "base": before.catalog.source.as_json(before.catalog.topology),
+                "base": before.catalog.source_facts(),
             }
             manifest, counts = end_delta(staging.directory, len(share.groups), share.form, source)
             staging.commit(manifest)

@@ -134,7 +134,7 @@ def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
     """The manifest of an order's output."""
     return Manifest(
         version=__version__,
-        source=order.catalog.source.as_json(order.catalog.topology),
+        source=order.catalog.source_facts(),
         dtype="" if order.dtype is None else SHORT_NAMES[order.dtype],
         options=order.options,
         tensors=len(order.catalog),

@@ -105,7 +105,7 @@ class CheckpointMap:
             "bytes": self.grid.nbytes,
             "contents": self.contents(),
             "files": _files_json(self.grid),
-            "complete": {"ok": inspection.exportable.ok, "reason": inspection.exportable.reason},
+            "complete": {"ok": inspection.complete, "reason": inspection.exportable.reason},
             "lacking": list(self._lacking_json()),
             "reshard": None,
         }

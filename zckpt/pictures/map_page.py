@@ -162,14 +162,16 @@ def summary(found: CheckpointMap) -> str:
 def _verdicts(found: CheckpointMap) -> Iterator[str]:
     inspection = found.inspection
     unreadable = "are not complete" if found.grid.wrong else "cannot be read"
+    here = "All weights are here" if inspection.complete else "Weights can be read"
     pairs = (
-        ("All weights are here", f"The weights {unreadable}", inspection.exportable),
+        (here, f"The weights {unreadable}", inspection.exportable),
         ("Training can resume", "Training cannot resume", inspection.resumable),
     )
     yield '<ul class="verdicts">'
     for number, (yes, no, verdict) in enumerate(pairs):
-        kind = "good" if verdict.ok else ("warn" if number else "bad")
-        sign = "\u2713" if verdict.ok else "\u2717"
+        sure = verdict.ok and (bool(number) or inspection.complete is True)
+        kind = "good" if sure else ("warn" if number or verdict.ok else "bad")
+        sign = "\u2713" if sure else ("?" if verdict.ok else "\u2717")
         yield f'<li><span class="pill {kind}"><span aria-hidden="true">{sign}</span>{yes if verdict.ok else no}</span>'
         reason = verdict.reason if inspection.catalog is not None or not number else "while that is so"
         yield f'<span class="soft"><bdi>{text(reason)}</bdi></span></li>'

@@ -234,6 +234,8 @@ def _problem(save: RunSave, *, deep: bool, pace: Pace, progress: Callable[[int],
             found = examined(save.path, OpenOptions(tag=tag), deep=deep, pace=pace, progress=progress)
             if not found.ok:
                 return next(problem for check in found.checks for problem in check.problems)
+            if found.catalog is not None and found.catalog.evidence.complete is None:
+                return str(found.catalog.evidence)
     except ZckptError as error:
         return str(error)
     return ""

@@ -14,7 +14,7 @@ from zckpt.layouts.save.listing import Listing
 
 METADATA = re.compile(r"\.metadata|__\d+\.metadata")
 DATA = re.compile(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
-SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
+SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-(?P<file>\d{5})-of-(?P<files>\d{5})\.safetensors")
 
 
 def match(listing: Listing) -> str | None:

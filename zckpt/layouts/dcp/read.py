@@ -12,24 +12,28 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
-from zckpt.base import words
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32
+from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import flat
-from zckpt.layouts.dcp.files import METADATA, SAFETENSORS, rank_of
+from zckpt.layouts.dcp.chunks import Shape
+from zckpt.layouts.dcp.files import METADATA, rank_of
 from zckpt.layouts.dcp.items import Items, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
+from zckpt.layouts.dcp.shard_counts import evidence_of_shards
 from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.dcp.ties import tied_copies
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.accelerate import optimizer_beside
+from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.listing import Listing, list_files, natural
+from zckpt.layouts.save.whole import is_short, missing_elements
 
 DEEPSPEED = "0.19.8"
 """The version of DeepSpeed that is recorded for a run from elsewhere: the one whose files zckpt writes."""
@@ -99,19 +103,63 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UsageError: there are no weights under the key of the options.
     """
     del allow_unknown  # nothing here is laid out by unknown rules
-    return catalog_of(load(listing), listing)
+    save = load(listing)
+    return catalog_of(save, listing, evidence_of(listing, save.metadata.items))
 
 
-def catalog_of(save: DcpSave, listing: Listing) -> Catalog:
-    """The catalog of a save's items; errors as in `read`."""
+def evidence_of(listing: Listing, items: Mapping[str, TensorItem | BytesItem]) -> Evidence:
+    """What proves that no item and no chunk of a save is missing.
+
+    `.metadata` is written after all ranks have said what they wrote, and lists every chunk. A rank that saved without the others
+    lists its own items alone (`__R.metadata`), and shards of safetensors say nothing of other ranks.
+    """
+    names = listing.matching(METADATA)
+    if ".metadata" in names:
+        return Evidence("metadata", "'.metadata'")
+    if names:
+        return Evidence("unknown", "each rank's metadata list its own items, and not how many ranks there were")
+    config = config_near(listing.directory)
+    tensors = {name: item for name, item in items.items() if isinstance(item, TensorItem)}
+    shapes, place = _shapes_beside(listing)
+    if names := sorted(shapes.keys() & tensors.keys()):
+        short = next((name for name in names if is_short(tensors[name].size, shapes[name])), "")
+        lacking = sorted(shapes.keys() - tensors.keys())
+        if short or lacking:
+            raise missing_elements(listing, short, shapes, lacking, f"the optimizer's save {place!r}")
+    found = evidence_of_shards(listing, tensors, config)
+    if found.complete or len(names) < len(tensors):
+        return found
+    return Evidence("shapes", "the optimizer's metadata")
+
+
+_OPTIMIZERS = ("optim", "../optim", "../optimizer", "../optimizer/optim", "../../optimizer/optim")
+"""Where NeMo-RL and Automodel save the optimizer of a model, from the model's directory."""
+
+
+def _shapes_beside(listing: Listing) -> tuple[dict[str, Shape], str]:
+    """Shapes of parameters by the metadata of the optimizer's save beside this one, and where that is; empty where none is."""
+    home = listing.directory.absolute()
+    for place in _OPTIMIZERS:
+        at = home
+        for part in place.split("/"):
+            at = at.parent if part == ".." else at / part
+        if not (at / ".metadata").is_file():
+            continue
+        items = read_metadata(list_files(at, "")).items.values()
+        states = [item for item in items if isinstance(item, TensorItem) and item.size and "state" in item.path[:-2]]
+        found = {str(item.path[-2]): item.size for item in states}
+        return found, at.path
+    return {}, ""
+
+
+def catalog_of(save: DcpSave, listing: Listing, evidence: Evidence) -> Catalog:
+    """The catalog of a save's items, and what proves that they are all; errors as in `read`."""
     trained, notes = _trained(save)
     roles = _roles(save.model.items, trained)
     kept, aliases = ties(save.model.items)
     tensors, copies = tied_copies(save.items.tensors(kept, roles), trained, _steps(save), listing)
     aliases = {name: copies.get(first, first) for name, first in aliases.items()} | copies
     ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
-    if listing.matching(SAFETENSORS) and not listing.matching(METADATA):
-        notes += (f"The shards do not say how many ranks wrote them: shards of {words.ranks(sorted(ranks))} are here.",)
     return Catalog(
         tensors,
         Source(
@@ -124,6 +172,7 @@ def catalog_of(save: DcpSave, listing: Listing) -> Catalog:
             notes=save.model.notes + notes,
             prefix=_prefix(save),
         ),
+        evidence,
         aliases,
         Topology(dp=max(len(ranks), 1)),
     )

@@ -9,13 +9,14 @@ fairscale 0.4.13, nn/moe/top2gate.py (`wg` has a row per expert).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef
+from zckpt.containers import Placeholder, TensorRef
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry, Topology
+from zckpt.core.evidence import OWN_INDEX, Evidence, weakest
 from zckpt.layouts.fairscale import files, states
 from zckpt.layouts.fairscale.read import EXPERT, step_in
 from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
@@ -49,7 +50,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     first = slices[0]
     source = replace(first.source, path=listing.directory.path, tag=listing.tag)
     aliases = {dropped: kept for dropped, kept in first.aliases.items() if kept in tensors}
-    return Catalog(tensors, source, aliases, Topology(first.topology.dp, len(slices)), padding=tuple(padding))
+    evidence = weakest([*(one.evidence for one in slices), _parts_evidence(parts.values())])
+    return Catalog(tensors, source, evidence, aliases, Topology(first.topology.dp, len(slices)), padding=tuple(padding))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -102,7 +104,30 @@ def _part(listing: Listing, allow_unknown: bool) -> Catalog:
         return states.read(listing, allow_unknown=allow_unknown)
     (name, *_) = listing.matching(files.WHOLE_PART)
     tensors, aliases = _of_file(listing, name)
-    return Catalog(tensors, _source(listing, name, ()), aliases, Topology())
+    return Catalog(tensors, _source(listing, name, ()), OWN_INDEX, aliases, Topology())
+
+
+def _parts_evidence(parts: Iterable[Listing]) -> Evidence:
+    """What says how many parts the model has: `model_parallel_size` of metaseq's and fairseq's settings."""
+    parts = list(parts)
+    for name in parts[0].files:
+        root = parts[0].open(name).root
+        settings = root if isinstance(root, Mapping) else {}
+        for key in ("cfg", "args"):
+            if _parallel_size(settings.get(key)) == len(parts):
+                return Evidence("metadata", f"model_parallel_size in {key!r} of the files")
+    return Evidence("unknown", "the files do not say how many parts the model has", "the run's model_parallel_size")
+
+
+def _parallel_size(settings: object, depth: int = 0) -> int | None:
+    """The value of `model_parallel_size` in settings, at any of the depths in which fairseq's groups have it."""
+    inner = settings.state if isinstance(settings, Placeholder) else settings
+    if not isinstance(inner, Mapping) or depth > 3:
+        return None
+    found = inner.get("model_parallel_size")
+    if type(found) is int:
+        return found
+    return next((size for value in inner.values() if (size := _parallel_size(value, depth + 1)) is not None), None)
 
 
 def _joints(slices: Sequence[Catalog], listing: Listing) -> dict[str, tuple[list[TensorEntry], Joint]]:
@@ -177,7 +202,13 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
     note = (
         f"{count(len(numbered), 'tensor')} of experts that each rank has of its own ({examples(numbered)}): numbered by rank.",
     )
-    return Catalog(tensors, _source(listing, shared, note), aliases, Topology(dp=len(ranks)))
+    gated = all(f"{head.removesuffix('experts.')}gate.wg.weight" in tensors for head in experts)
+    evidence = (
+        Evidence("metadata", "the rows of the gates, one for each expert")
+        if gated
+        else Evidence("unknown", "the files do not say how many ranks have experts", "the number of ranks of the run")
+    )
+    return Catalog(tensors, _source(listing, shared, note), evidence, aliases, Topology(dp=len(ranks)))
 
 
 def _of_file(listing: Listing, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:

@@ -16,8 +16,9 @@ from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
+from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
-from zckpt.layouts.fairscale.read import Held, Rank, holders, metadata_in, read_ranks, step_in
+from zckpt.layouts.fairscale.read import Held, Rank, holders, metadata_in, read_ranks, step_in, world_sizes
 from zckpt.layouts.run.agreement import parameter_groups
 from zckpt.layouts.run.numbering import positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
@@ -27,6 +28,14 @@ from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
 
 _NUMBERED = "a 'state' and 'param_groups' whose parameters are those of the files, in their order"
+
+
+def _evidence(ranks: list[Rank], experts: Sequence[str]) -> Evidence:
+    """What says how many ranks there were: every rank's metadata list all parameters and their shapes, but for experts."""
+    least, most = world_sizes(ranks)
+    if experts and least != most:
+        return Evidence("unknown", "the files do not say how many ranks have experts", "the number of ranks of the run")
+    return Evidence("metadata", "the shapes that every rank's file records")
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -70,7 +79,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         layout="fairscale", path=listing.directory.path, tag=listing.tag, framework=("FairScale", ""),
         global_steps=step_in(ranks[0].root), optimizer_states=states, notes=notes,
     )  # fmt: skip
-    return Catalog(tensors, source, aliases, Topology(dp=len(ranks)), padding=tuple(padding))
+    return Catalog(tensors, source, _evidence(ranks, experts), aliases, Topology(dp=len(ranks)), padding=tuple(padding))
 
 
 def _laid_out(one: Held, refs: Mapping[int, TensorRef], file: str) -> dict[str, TensorEntry]:

@@ -27,6 +27,7 @@ from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
 from zckpt.core.dtypes import DType
+from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
@@ -71,7 +72,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     del allow_unknown  # nothing here is laid out by unknown rules
     ranks = _ranks(listing)
     save = ranks.save()
-    catalog = dcp.catalog_of(save, listing)
+    catalog = dcp.catalog_of(save, listing, ranks.evidence())
     tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
     notes = catalog.source.notes
     if len(ranks.mesh) > 1:
@@ -257,6 +258,14 @@ class RankFiles:
     def _shards(self) -> int:
         """Ranks that share one copy of the model: under hybrid sharding, the last dimension of the mesh."""
         return next(reversed(list(self.mesh.values())), self.world_size)
+
+    def evidence(self) -> Evidence:
+        """What says how many ranks there were."""
+        if any(_WORLD.search(name) for name in self.listing.matching(VERL)):
+            return Evidence("metadata", "the world size in the names of the files")
+        if self.mesh:
+            return Evidence("metadata", "the mesh of ranks that the tensors record")
+        return Evidence("unknown", "the files do not say how many ranks there were", "the number of ranks of the run")
 
     # -- what they are together --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef
 from zckpt.containers.gguf_file import BLOCKS, GgufValue
 from zckpt.core.catalog import Catalog, Source, TensorEntry
+from zckpt.core.evidence import Evidence
 from zckpt.layouts.gguf.blocks import as_floats
 from zckpt.layouts.gguf.files import METADATA, NAME
 from zckpt.layouts.save.listing import Listing
@@ -61,7 +62,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         details.append(("name", title))
     details.append(("types", ", ".join(f"{name} ({number:,})" for name, number in types.most_common())))
     source = Source("gguf", listing.directory.path, details=tuple(details))
-    return Catalog(tensors, source, extras={METADATA: metadata})
+    by = f"the count of parts in {names[0]!r}" if len(names) > 1 else "the file's own index"
+    return Catalog(tensors, source, Evidence("metadata", by), extras={METADATA: metadata})
 
 
 def _opened(listing: Listing, name: str) -> Container:

@@ -130,6 +130,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             notes=tuple(_notes(save)),
             details=run.details(),
         ),
+        dcp.evidence_of(listing, save.metadata.items),
         aliases=save.aliases,
         topology=run.topology(len(writers)),
         extras=run.extras(),

@@ -19,6 +19,7 @@ from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry, Topology
 from zckpt.core.dtypes import F32
+from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
 from zckpt.engine.elements import ElementReader
 from zckpt.layouts.joining.rules import FileRules, check_loads, rules_of_file, unknown_rule
@@ -136,10 +137,21 @@ class LegacySave:
         return Catalog(
             tensors,
             source,
+            self._evidence(),
             topology=Topology(dp, split.tp, split.pp, split.ep),
             extras=extras,
             padding=padding,
             views=views,
+        )
+
+    def _evidence(self) -> Evidence:
+        """What says how the run was split: every file has Megatron's args, but for those of a converter."""
+        if self.args.get("tensor_model_parallel_size") or self.args.get("model_parallel_size"):
+            return Evidence("metadata", "the parallel sizes in Megatron's args")
+        if self.listing.options.tp or self.listing.options.pp:
+            return Evidence("metadata", "--tp and --pp")
+        return Evidence(
+            "unknown", "the files do not say over how many ranks the model was split", "--tp and --pp of the run"
         )
 
     def _tensors(self) -> dict[str, TensorEntry]:

@@ -23,6 +23,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
+from zckpt.core.evidence import Evidence, weakest
 from zckpt.layouts.joining.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join, replicated
 from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied
@@ -253,7 +254,20 @@ class ParallelSave:
         source = source_of(self.listing, model, save.stage if save else 0, tuple(self._state_names()), notes)
         kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
         views = tuple(view for stage in self.stages for held in stage for view in held.catalog.views)
-        return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras, tuple(padding), views)
+        evidence = weakest([*(held.catalog.evidence for stage in self.stages for held in stage), self._evidence(model)])
+        return Catalog(
+            tensors, source, evidence, kept, replace(self.topology, dp=dp), model.extras, tuple(padding), views
+        )
+
+    def _evidence(self, model: ModelStates) -> Evidence:
+        """What says how many model-parallel ranks there were."""
+        if model.ranks("mp_world_size"):
+            return Evidence("metadata", "mp_world_size of the model files")
+        if self.listing.options.tp or self.listing.options.pp:
+            return Evidence("metadata", "--tp and --pp")
+        return Evidence(
+            "unknown", "the files do not say how many model-parallel ranks there were", "--tp and --pp of the run"
+        )
 
     def _data_parallel(self) -> int:
         return len(self.listing.shards("optim", 0)) or self.topology.dp

@@ -29,6 +29,7 @@ from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import IN_SAFETENSORS, DType
+from zckpt.core.evidence import OWN_INDEX, Evidence
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.layouts.plain import rank_parts
@@ -106,7 +107,16 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     if not allow_unknown:
         _refuse_placeholders(tensors, listing)
     source = Source(layout="plain", path=listing.directory.path, tag=listing.tag, notes=tuple(notes), prefix=prefix)
-    return Catalog(tensors, source, aliases, views=tuple(views))
+    return Catalog(tensors, source, _evidence(listing, name), aliases, views=tuple(views))
+
+
+def _evidence(listing: Listing, name: str) -> Evidence:
+    """What proves weights whole: their index; but where they were made by zckpt, what proved their source."""
+    place = manifests.find(listing.directory)
+    said = manifests.read(place).source.get("evidence") if place is not None else None
+    if isinstance(said, Mapping) and said.get("level") == "unknown":
+        return Evidence("unknown", f"they were made from a save of which that is so: {said.get('by')}")
+    return Evidence("metadata", f"the index {name!r}") if name.endswith(".index.json") else OWN_INDEX
 
 
 def _role(ref: TensorRef) -> Role:

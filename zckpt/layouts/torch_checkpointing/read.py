@@ -28,6 +28,7 @@ from zckpt.containers import Container, TensorRef, brief, load_pickle, open_cont
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_NUMBER
 from zckpt.core.catalog import Catalog, Topology
+from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.fsdp.read import RankFile, RankFiles, leaves
@@ -67,7 +68,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     del allow_unknown  # nothing here is laid out by unknown rules
     ranks = _ranks(listing)
     save = ranks.save()
-    catalog = dcp.catalog_of(save, listing)
+    has_metadata = METADATA in listing.files
+    evidence = Evidence("metadata", "'metadata.pkl'") if has_metadata else ranks.evidence()
+    catalog = dcp.catalog_of(save, listing, evidence)
     tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
     source = replace(catalog.source, layout="torch_checkpointing", framework=("torch_checkpointing", ""))
     return replace(catalog, tensors=tensors, topology=Topology(dp=ranks.world_size), source=source)

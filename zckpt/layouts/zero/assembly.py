@@ -15,6 +15,7 @@ from zckpt.base.errors import IncompleteError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
+from zckpt.core.evidence import Evidence
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, views_of, whole
 
@@ -46,6 +47,17 @@ def source_of(
         global_steps=model.number("global_steps"),
         optimizer_states=states,
         notes=notes,
+    )
+
+
+def evidence_of(model: ModelStates) -> Evidence:
+    """What proves that the files of one model-parallel rank hold all of its parameters.
+
+    DeepSpeed lists the parameters in every model file of ZeRO, and the elements of each are counted over the ranks that the
+    optimizer files name; without ZeRO, the model file is the model's whole state dict.
+    """
+    return Evidence(
+        "metadata", "param_shapes of the model file" if model.param_shapes else "the model file's state dict"
     )
 
 
@@ -95,6 +107,7 @@ def assemble(
     return Catalog(
         tensors,
         replace(source, notes=source.notes + model.notes),
+        evidence_of(model),
         aliases,
         topology,
         model.extras,

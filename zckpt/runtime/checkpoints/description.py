@@ -19,6 +19,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
+from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import ParameterGroup, Training, new_scaler
 from zckpt.layouts.save.module_states import RESERVED
@@ -97,7 +98,7 @@ def describe(state: RunState) -> Described:
         fragments = (Fragment(store, 0, 0, buffer.numel()),)
         found[name] = TensorEntry(name, tuple(buffer.shape), dtype, "buffer", fragments)
     ordered = {name: found[name] for name in names_of_tensors(state.run) if name in found}
-    return Described(Catalog(ordered, Source("live", "the run"), state.aliases), states)
+    return Described(Catalog(ordered, Source("live", "the run"), LIVE, state.aliases), states)
 
 
 def describe_training(

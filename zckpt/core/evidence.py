@@ -1,0 +1,55 @@
+"""What proves that a catalog is the whole model: a value that goes with it to every verdict.
+
+For `layouts`, which say it of every save, and for `jobs`, `checks` and the command line, which may say no more than it does.
+
+    metadata   the save itself lists every part and its place: an index, `.metadata`, `param_shapes` with its ranks
+    shapes     parts are found by name, and something else says what the whole is: a config.json, the optimizer's metadata
+    unknown    nothing says it: the parts that are here fit each other, and more of them may be missing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+Level = Literal["metadata", "shapes", "unknown"]
+_STRENGTH: tuple[Level, ...] = ("unknown", "shapes", "metadata")
+
+
+class Evidence(NamedTuple):
+    """What proves that a catalog is the whole model.
+
+    Attributes:
+        level: how strong the proof is: see the module.
+        by: what says so, as a noun for a sentence; of `unknown`, why nothing does.
+        missing: what would raise the level, as a noun for a sentence; empty where nothing can.
+    """
+
+    level: Level
+    by: str
+    missing: str = ""
+
+    @property
+    def complete(self) -> bool | None:
+        """True where something proves that nothing is missing; None where it cannot be told."""
+        return None if self.level == "unknown" else True
+
+    def __str__(self) -> str:
+        """A clause for a person: what proves the whole, or that nothing does, and what would."""
+        if self.level != "unknown":
+            return f"whole by {self.by}"
+        remedy = f"; {self.missing} would tell" if self.missing else ""
+        return f"it cannot be told whether this is the whole model: {self.by}{remedy}"
+
+    def as_json(self) -> dict[str, str]:
+        """The facts under the names that `--json` and `zckpt.json` have."""
+        return {"level": self.level, "by": self.by, **({"missing": self.missing} if self.missing else {})}
+
+
+def weakest(evidence: Iterable[Evidence]) -> Evidence:
+    """The weakest of several proofs, which is what all of them together prove; the first of equal ones."""
+    return min(evidence, key=lambda one: _STRENGTH.index(one.level))
+
+
+OWN_INDEX = Evidence("metadata", "the file's own index")
+LIVE = Evidence("metadata", "the model in memory")
