@@ -4,7 +4,6 @@ import re
 
 from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS, match
 from zckpt.layouts.save.family import Family, FileKind, later
-from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="torch.distributed.checkpoint",
@@ -16,7 +15,7 @@ FAMILY = Family(
     ),
     match=match,
     read=later("dcp.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("dcp.second", "find_again"),
     read_training=later("dcp.read", "read_training"),
     has_keys=True,
     holds_run=False,

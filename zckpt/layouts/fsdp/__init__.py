@@ -5,14 +5,13 @@ from dataclasses import replace
 
 from zckpt.layouts.fsdp.files import ANY, NONE, VERL
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
-from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="FSDP rank files",
     files=(FileKind("{kind}", VERL),),
     match=where_there((VERL, ANY), later("fsdp.read", "match"), NONE),
     read=later("fsdp.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("fsdp.second", "find_again"),
     read_training=later("fsdp.read", "read_training"),
     further=(re.compile(r"extra_state_world_size_\d+_rank_\d+\.pt"),),
     reads_absent=True,

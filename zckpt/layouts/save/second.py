@@ -13,10 +13,12 @@ from dataclasses import field
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
-from zckpt.containers import TensorRef
+from zckpt.containers import Placeholder, TensorRef
 from zckpt.layouts.save.listing import Listing
 
 Shape = tuple[int, ...]
+Path = tuple[str | int, ...]
+"""Keys from the top of a nested state dict to a value."""
 
 
 class StoredRows(NamedTuple):
@@ -137,3 +139,38 @@ def hold_elements(name: str, state: str, ref: TensorRef, first: int, count: int,
     if not (ref.is_contiguous and 0 <= first <= first + count <= ref.numel):
         raise ValueError(f"elements {first:,}-{first + count:,} of a vector of {ref.numel:,}")
     return HeldRun(name, state, StoredRows(ref.store.path, ref.byte_offset + first * ref.dtype.itemsize, start, count))
+
+
+def fields_of(value: object) -> Mapping[str, object]:
+    """What a mapping holds, or the attributes of an object of a pickle (its `__dict__` and its slots); empty for other values."""
+    if isinstance(value, Mapping):
+        return value
+    state = value.state if isinstance(value, Placeholder) else None
+    if isinstance(state, Mapping):
+        return state
+    found: dict[str, object] = {}
+    for part in state if isinstance(state, tuple) else ():
+        found.update(part if isinstance(part, Mapping) else {})
+    return found
+
+
+_DEEPEST = 16
+
+
+def leaves_of(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+    """The values in nested mappings and lists of mappings, with their paths."""
+    inner: Iterable[tuple[object, object]] | None = None
+    if len(path) < _DEEPEST and isinstance(value, Mapping):
+        inner = value.items()
+    elif len(path) < _DEEPEST and isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        inner = enumerate(value)
+    if inner is None:
+        yield path, value
+    else:
+        for key, below in inner:
+            yield from leaves_of(below, (*path, key if type(key) is int else str(key)))
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """A path with dots."""
+    return ".".join(map(str, path))

@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
-from zckpt.layouts.save.second import UnprovedFamily
 from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA, NO_ITEM, match
 
 FAMILY = Family(
@@ -13,7 +12,7 @@ FAMILY = Family(
     common=(FileKind("{item}", ITEM),),
     match=match,
     read=later("torch_checkpointing.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("torch_checkpointing.second", "find_again"),
     read_training=later("torch_checkpointing.read", "read_training"),
     holds_run=False,
     every_rank=False,
