@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,156 @@ def test_what_is_no_save_and_what_is_behind_links_is_never_touched(tmp_path: Pat
     assert len(list((elsewhere / "global_step0").iterdir())) == len(list(ZERO2.iterdir()))
     assert contents(run / "checkpoint-7") == {"notes.txt": b"mine"}
     assert any("best" in note and "left alone" in note for note in found.notes)
+
+
+FILE = "global_step{}/mp_rank_00_model_states.pt"
+
+
+def link(place: Path, target: str | Path) -> None:
+    """A symbolic link in the place of what is there."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(target)
+
+
+def by_file(run: Path) -> None:
+    link(run / FILE.format(3), f"../{FILE.format(1)}")
+
+
+def by_absolute_path(run: Path) -> None:
+    link(run / FILE.format(3), run / FILE.format(1))
+
+
+def by_a_chain(run: Path) -> None:
+    """By a link of another save, which itself leads out of the run."""
+    shutil.copy(run / FILE.format(1), run.parent / "elsewhere.pt")
+    link(run / FILE.format(1), run.parent / "elsewhere.pt")
+    link(run / FILE.format(3), f"../{FILE.format(1)}")
+
+
+def by_the_way(run: Path) -> None:
+    """Through a directory of one save to another that stays."""
+    link(run / "global_step3" / "notes", "../global_step1/../global_step3/mp_rank_00_model_states.pt")
+
+
+def by_another_name_of_the_run(run: Path) -> None:
+    (run.parent / "alias").symlink_to(run)
+    link(run / FILE.format(3), run.parent / "alias" / FILE.format(1))
+
+
+def by_directory(run: Path) -> None:
+    (run / "global_step1" / "inner").mkdir()
+    link(run / "global_step3" / "inner", "../global_step1/inner")
+
+
+def by_directory_elsewhere(run: Path) -> None:
+    """What a link in the save leads to is outside the run, and a link there leads into it again."""
+    shutil.copytree(run / "global_step3", run.parent / "elsewhere")
+    shutil.copytree(ZERO2.parent, run / "checkpoint-3")
+    link(run / "checkpoint-3" / "global_step2", run.parent / "elsewhere")
+    link(run.parent / "elsewhere" / "mp_rank_00_model_states.pt", run / FILE.format(1))
+
+
+def beside_the_saves(run: Path) -> None:
+    link(run / "best" / "model", "../global_step1")
+
+
+def to_a_file_beside_the_saves(run: Path) -> None:
+    link(run / "best.pt", FILE.format(1))
+
+
+@pytest.mark.parametrize("make", [
+    by_file, by_absolute_path, by_a_chain, by_the_way, by_another_name_of_the_run, by_directory, by_directory_elsewhere,
+    beside_the_saves, to_a_file_beside_the_saves,
+])  # fmt: skip
+def test_what_a_link_leads_into_stays(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """A save is verified through links, so what they lead to stays with it; the dry run says the same."""
+    run = run_of(tmp_path, (1, 2, 3))
+    make(run)
+    before = contents(run)
+    planned = prune(run, KeepRules(last=1))
+    assert contents(run) == before and "global_step1" in stay(planned) and "global_step2" not in stay(planned)
+    (reasons,) = (fate.why for fate in planned.fates if fate.save.name == "global_step1")
+    assert any("leads into it" in why for why in reasons)
+    found = prune(run, KeepRules(last=1), delete=True, deep=True)
+    assert stay(found) == stay(planned) and not (run / "global_step2").exists()
+    kept = {name: data for name, data in before.items() if name.partition("/")[0] in {*stay(found), "best", "best.pt"}}
+    assert contents(run) == kept, "every file that was verified can be read"
+
+
+def test_saves_lead_to_each_other_in_a_row(tmp_path: Path) -> None:
+    """3 leads into 2, and 2 into 1; links of a save that goes keep nothing, and hard links are files of their own."""
+    run = run_of(tmp_path, (1, 2, 3, 4))
+    for step in (2, 3):
+        link(run / FILE.format(step), f"../{FILE.format(step - 1)}")
+    (run / FILE.format(4)).unlink()
+    os.link(run / FILE.format(1), run / FILE.format(4))
+    whole = contents(run / "global_step4")
+    assert stay(prune(run, KeepRules(last=2))) == [f"global_step{step}" for step in (1, 2, 3, 4)]
+    assert stay(prune(run, KeepRules(last=1), delete=True)) == ["global_step4"]
+    assert contents(run / "global_step4") == whole and os.listdir(run) == ["global_step4"]
+
+
+def test_a_link_that_is_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, (1, 2, 3))
+    real = removal.bytes_below
+
+    def linked(path: str) -> int:
+        link(run / "best" / "model", "../global_step1")
+        return real(path)
+
+    monkeypatch.setattr("zckpt.upkeep.prune.bytes_below", linked)
+    assert stay(prune(run, KeepRules(last=1), delete=True)) == ["global_step1", "global_step3"]
+    assert sorted(os.listdir(run)) == ["best", "global_step1", "global_step3"]
+
+
+@pytest.mark.parametrize("said", ["global_step1/", "./global_step1", "global_step1/mp_rank_00_model_states.pt"])
+def test_a_pointer_into_a_save(said: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, (1, 2, 3), said)
+    assert stay(prune(run, KeepRules(last=1), delete=True)) == ["global_step1", "global_step3"]
+
+
+def test_mounts(tmp_path: Path) -> None:
+    """What is mounted in a save lies elsewhere, and is not deleted; what a save has by a mount from another one stays."""
+    run = run_of(tmp_path, (1, 2, 3, 4))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data").write_text("mine")
+    (run / "global_step2" / "data").mkdir()
+    (run / "global_step4" / "inner").mkdir()
+    mounts = {run / "global_step2" / "data": elsewhere, run / "global_step4" / "inner": run / "global_step1"}
+    done: list[Path] = []
+    try:
+        for point, source in mounts.items():
+            how = ["mount", "--bind", str(source), str(point)]
+            if os.geteuid() or subprocess.run(how, capture_output=True, check=False).returncode:
+                pytest.skip("mounting needs root, and a kernel that lets it")
+            done.append(point)
+        found = prune(run, KeepRules(last=1), delete=True)
+        assert stay(found) == ["global_step1", "global_step2", "global_step4"]
+        why = {fate.save.name: fate.why for fate in found.fates}
+        assert why["global_step2"] == ("'data' in it is mounted",)
+        assert why["global_step1"] == ("the mount 'global_step4/inner' leads into it",)
+        assert (elsewhere / "data").read_text() == "mine" and len(list((run / "global_step4" / "inner").iterdir())) > 1
+    finally:
+        for point in done:
+            subprocess.run(["umount", str(point)], check=True)
+
+
+def test_a_directory_that_cannot_be_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, (1, 2))
+    (run / "private").mkdir()
+    real = os.scandir
+
+    def refused(path: str) -> object:
+        if os.path.basename(path) == "private":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr("zckpt.upkeep.links.os.scandir", refused)
+    assert any("'private'" in note and "not known" in note for note in prune(run, KeepRules(last=1)).notes)
 
 
 def test_incomplete_saves_count_for_nothing(tmp_path: Path) -> None:

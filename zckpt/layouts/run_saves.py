@@ -115,7 +115,8 @@ def named_by_pointers(run: Location, names: set[str]) -> tuple[Mapping[str, str]
         except ZckptError as error:
             notes.append(str(error))
             continue
-        wanted = {name for name in names if name == said or (said.isdecimal() and _is_step(name, int(said)))}
+        inner = os.path.relpath(os.path.join(run.path, said), run.path).partition("/")[0]
+        wanted = {name for name in names if name == inner or (said.isdecimal() and _is_step(name, int(said)))}
         named |= dict.fromkeys(wanted, f"{pointer!r} names it")
         if not wanted:
             notes.append(f"{pointer!r} names {said[:100]!r}, which is no save here.")
@@ -128,13 +129,11 @@ def _is_step(name: str, step: int) -> bool:
     return bool(numbers) and int(numbers[-1]) == step
 
 
-def named_by_links(run: Location, links: list[str]) -> dict[str, str]:
-    """Name of a save -> the symbolic link in the run's directory that leads to it."""
-    named: dict[str, str] = {}
-    for link in links:
-        target = os.path.realpath(run / link)
-        relative = os.path.relpath(target, os.path.realpath(run))
-        name = relative.partition(os.sep)[0]
-        if name not in (".", ".."):
-            named[name] = f"the link {link!r} leads to it"
-    return named
+def tags_in(save: RunSave) -> tuple[str | None, ...]:
+    """The tags in a save's directory, where there are several; otherwise None, which is the save itself.
+
+    Raises:
+        ZckptError: it is no save, or one that lacks something.
+    """
+    place = find(save.path)
+    return place.tags if len(place.tags) > 1 and place.home.is_within(save.path) else (None,)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _TABLE = "/proc/self/mountinfo"
+_MOST_LINKS = 40  # one after another; Linux follows no more: include/linux/namei.h MAXSYMLINKS
 
 
 class Mount(NamedTuple):
@@ -91,7 +92,7 @@ def is_within(path: str, directory: str) -> bool:
 
 def _is_mounted_from(inner: str, outer: str, table: list[Mount]) -> bool:
     """Whether the file system has `inner` in `outer`; see [Note: a part that is mounted alone]."""
-    (device, place), (other, top) = _place_in_file_system(inner, table), _place_in_file_system(outer, table)
+    (device, place), (other, top) = place_in_file_system(inner, table), place_in_file_system(outer, table)
     if device != other or not is_below(place, top):
         return False
     there = os.path.normpath(os.path.join(outer, os.path.relpath(place, top)))
@@ -102,13 +103,43 @@ def _is_mounted_from(inner: str, outer: str, table: list[Mount]) -> bool:
     return False
 
 
-def _place_in_file_system(path: str, table: list[Mount]) -> tuple[str, str]:
+def place_in_file_system(path: str, table: list[Mount]) -> tuple[str, str]:
     """The device of a path without links, and where it lies there."""
     above = [mount for mount in table if is_below(path, mount.point)]
     if not above:
         return "", path
     mount = max(reversed(above), key=lambda mount: len(mount.point))  # of several at one point, the newest is seen
     return mount.device, os.path.normpath(os.path.join(mount.top, os.path.relpath(path, mount.point)))
+
+
+def places_passed(path: str) -> list[str]:
+    """Every path without links that the system looks up on its way to what a path leads to, links on the way included.
+
+    A link that leads to nothing gives the places up to there.
+    """
+    passed: list[str] = []
+    ahead = os.path.abspath(path).split("/")[::-1]
+    at, links = "/", 0
+    while ahead:
+        name = ahead.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            at = os.path.dirname(at)
+            continue
+        place = os.path.join(at, name)
+        passed.append(place)
+        try:
+            target = os.readlink(place)
+        except OSError:  # it is no link
+            at = place
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            break
+        ahead += target.split("/")[::-1]
+        at = "/" if target.startswith("/") else at
+    return passed
 
 
 def parts_elsewhere(directory: str) -> list[str]:

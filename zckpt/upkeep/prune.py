@@ -7,7 +7,7 @@ link is followed, and what is no save stays.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, ZckptError
@@ -17,10 +17,10 @@ from zckpt.base.words import count, examples, size, wrapped
 from zckpt.checks.soundness import examined
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.options import OpenOptions
-from zckpt.layouts.places import find
-from zckpt.layouts.run_saves import RunSave, named_by_links, named_by_pointers, saves_of
+from zckpt.layouts.run_saves import RunSave, named_by_pointers, saves_of, tags_in
 from zckpt.storage.location import LocalPath, Location, locate
 from zckpt.upkeep.keep_rules import KeepRules, reasons_to_stay
+from zckpt.upkeep.links import RunLinks
 from zckpt.upkeep.metrics import best_by_trainer, values_of
 from zckpt.upkeep.removal import bytes_below, is_left, left_bytes, remove
 
@@ -166,11 +166,14 @@ def _pruned(
 ) -> Pruning:
     values = {metric: values_of(saves, metric) for metric in rules.best}
     problems = {save.name: found for save in saves if (found := _problem(save, deep=False, pace=pace))}
-    needed, notes = _needed(home, saves, links)
+    needed, notes = _needed(home, saves)
+    led = RunLinks(home.path, saves)
     read = 0
     sure: set[str] = set()
     while True:
         why = reasons_to_stay(saves, problems, rules, values, needed)
+        while more := _led_into(led, why):
+            why |= more
         unsure = [save for save in saves if save.name in why and save.name not in {*problems, *sure}] if deep else []
         if not unsure:
             break
@@ -195,13 +198,15 @@ def _pruned(
             if freed is not None:
                 freed(gone[0])
 
+        def needed_now(going: Collection[str]) -> set[str]:
+            led = RunLinks(home.path, saves, going)
+            staying = {save.name for save in saves}.difference(going)
+            return {*_needed(home, saves)[0], *led.reasons(staying), *led.mounted}
+
         going = [save for save in saves if save.name not in why]
-        stayed = (
-            remove(home.path, going, lambda: _needed(home, saves, links)[0], done)
-            if going or is_left(home.path)
-            else []
-        )
-    why |= {name: ["something names it now"] for name in stayed}
+        stayed = remove(home.path, going, needed_now, done) if going or is_left(home.path) else []
+    why |= {name: ["something names it or leads into it now"] for name in stayed}
+    notes += led.notes
     notes += [f"{save.name!r} is not complete: {problems[save.name]}" for save in saves if save.name in problems]
     if links:
         notes.append(f"{examples(links)}: symbolic links are left alone.")
@@ -215,22 +220,26 @@ def _pruned(
     return Pruning(home.path, delete, fates, left, tuple(notes))
 
 
-def _needed(home: Location, saves: list[RunSave], links: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Name of a save -> what needs it, whatever the rules say; and notes about files that name none."""
+def _needed(home: Location, saves: list[RunSave]) -> tuple[dict[str, list[str]], list[str]]:
+    """Name of a save -> what names it, whatever the rules say; and notes about files that name none."""
     pointed, notes = named_by_pointers(home, {save.name for save in saves})
     needed: dict[str, list[str]] = {}
-    for reasons in (pointed, named_by_links(home, links), best_by_trainer(saves)):
+    for reasons in (pointed, best_by_trainer(saves)):
         for name, reason in reasons.items():
             needed.setdefault(name, []).append(reason)
     return needed, notes
 
 
+def _led_into(led: RunLinks, why: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Further saves that stay for the sake of those that do, and why."""
+    found = led.mounted | led.reasons(why)
+    return {name: [reason] for name, reason in found.items() if name not in why}
+
+
 def _problem(save: RunSave, *, deep: bool, pace: Pace, progress: Callable[[int], None] | None = None) -> str:
     """What is wrong with a save; empty if it is complete, and intact as far as it was read."""
     try:
-        place = find(save.path)
-        inside = len(place.tags) > 1 and place.home.is_within(save.path)
-        for tag in place.tags if inside else (None,):
+        for tag in tags_in(save):
             found = examined(save.path, OpenOptions(tag=tag), deep=deep, pace=pace, progress=progress)
             if not found.ok:
                 return next(problem for check in found.checks for problem in check.problems)

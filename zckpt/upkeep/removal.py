@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from zckpt.base.errors import OutputError
 from zckpt.layouts.run_saves import RunSave
@@ -47,14 +47,17 @@ def bytes_below(path: str) -> int:
 
 
 def remove(
-    run: str, saves: Iterable[RunSave], needed: Callable[[], Iterable[str]], done: Callable[[str], None]
+    run: str,
+    saves: Iterable[RunSave],
+    needed: Callable[[Collection[str]], Collection[str]],
+    done: Callable[[str], None],
 ) -> list[str]:
     """Deletes saves, one after the other, and what a killed run left.
 
     Args:
         run: the directory that the saves are in.
         saves: which, in this order.
-        needed: names of saves that something needs now; asked before each save goes.
+        needed: names of saves that something needs now, but for those in its argument, which are to go; asked before each goes.
         done: called with the name of each save that is gone.
 
     Returns:
@@ -70,8 +73,10 @@ def remove(
         for left in (work.files, *(os.path.join(path, "files") for path in work.dead)):
             _delete(left)
         os.mkdir(work.files, 0o700)
-        for save in saves:
-            if save.name in needed():
+        going = {save.name: save for save in saves}
+        for save in [*going.values()]:
+            if save.name in needed(going):
+                del going[save.name]
                 stayed.append(save.name)
                 continue
             aside = os.path.join(work.files, save.name)

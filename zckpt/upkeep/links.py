@@ -1,0 +1,119 @@
+"""Which saves of a run are led into by what else is there: by symbolic links, at any depth, and by mounts.
+
+For `prune`: a save that is verified through a link consists of the files that the link leads to, so these stay with it. Every
+step of a link's way counts, for a link may lead through one save into another. Of links outside the run, nothing is known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from zckpt.base.errors import ZckptError
+from zckpt.base.words import count
+from zckpt.layouts.places import find
+from zckpt.layouts.run_saves import RunSave, tags_in
+from zckpt.storage.identity import is_below, is_within, mounts, place_in_file_system, places_passed
+from zckpt.upkeep.removal import WORK
+
+
+class Lead(NamedTuple):
+    """Something in the run's directory that leads into a save.
+
+    Attributes:
+        origin: the first part of its own path: a save's name, if it lies in one.
+        what: a person's name of it, such as "the link 'best'".
+        save: the name of the save that it leads into.
+    """
+
+    origin: str
+    what: str
+    save: str
+
+
+class RunLinks:
+    """The links and mounts of a run.
+
+    Attributes:
+        leads: into saves, of those that lie elsewhere in the run.
+        mounted: name of a save -> that something is mounted in it, or on it: deleting it would delete what lies elsewhere.
+        notes: sentences on directories that cannot be looked through.
+    """
+
+    def __init__(self, run: str, saves: Sequence[RunSave], going: Collection[str] = ()) -> None:
+        """Looks through the run's directory, without a path that begins with a name of `going`."""
+        self._run = run
+        self._saves = {save.name: save for save in saves}
+        self._table = mounts()
+        self.leads: list[Lead] = []
+        self.mounted: dict[str, str] = {}
+        self.notes: list[str] = []
+        leaving: set[str] = set()
+        for path in self._links(run, going):
+            origin = self._relative(path).partition("/")[0]
+            self._add(path, "link", origin)
+            if origin in self._saves and os.path.isdir(path) and not is_below(os.path.realpath(path), run):
+                leaving.add(origin)
+        for path in (mount.point for mount in self._table if mount.point != run and is_below(mount.point, run)):
+            origin, _, inner = self._relative(path).partition("/")
+            if origin in self._saves:
+                self.mounted.setdefault(origin, f"{inner!r} in it is mounted" if inner else "it is mounted")
+            if origin not in going:
+                self._add(path, "mount", origin)
+        for name in sorted(leaving):
+            for path in _files_of(self._saves[name]):
+                self._add(path, "file", name)
+
+    def reasons(self, staying: Collection[str]) -> dict[str, str]:
+        """Name of a save -> why it stays, if the saves `staying` do, and all that lies in no save."""
+        found: dict[str, list[str]] = {}
+        for lead in self.leads:
+            if lead.origin in staying or lead.origin not in self._saves:
+                found.setdefault(lead.save, []).append(lead.what)
+        return {
+            name: f"{what[0]} leads into it"
+            if len(what) == 1
+            else f"{what[0]} and {count(len(what) - 1, 'other')} lead into it"
+            for name, what in found.items()
+        }
+
+    def _relative(self, path: str) -> str:
+        return os.path.relpath(path, self._run)
+
+    def _add(self, path: str, kind: str, origin: str) -> None:
+        """Notes the saves that a path leads through."""
+        passed = {name for place in places_passed(path) if (name := self._save_at(place)) and name != origin}
+        self.leads += [Lead(origin, f"the {kind} {self._relative(path)!r}", name) for name in sorted(passed)]
+
+    def _save_at(self, place: str) -> str:
+        """The name of the save that a path without links is in; empty if it is in none."""
+        (device, inner), (own, outer) = (place_in_file_system(path, self._table) for path in (place, self._run))
+        if device != own or not is_below(inner, outer):
+            return ""
+        name = os.path.relpath(inner, outer).partition("/")[0]
+        return name if name in self._saves and is_within(place, os.path.join(self._run, name)) else ""
+
+    def _links(self, directory: str, going: Collection[str]) -> Iterator[str]:
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError as error:
+            if os.path.lexists(directory):  # else it is gone meanwhile
+                reason = error.strerror or str(error)
+                self.notes.append(f"{self._relative(directory)!r}: {reason}. Links in it are not known.")
+            return
+        for entry in entries:
+            if directory == self._run and (entry.name in going or entry.name == WORK):
+                continue
+            if entry.is_symlink():
+                yield entry.path
+            elif entry.is_dir(follow_symlinks=False):
+                yield from self._links(entry.path, ())
+
+
+def _files_of(save: RunSave) -> Iterator[str]:
+    """The files that a save is read from; none of a save that cannot be read."""
+    with suppress(ZckptError):
+        for tag in tags_in(save):
+            yield from (file.path for file in find(save.path, tag).listing.files.values())
