@@ -23,7 +23,8 @@ from zckpt.layouts.run.agreement import disagreements, unlike
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
-from zckpt.layouts.save.module_states import WRAPPERS, as_mapping, read_model_states, whole
+from zckpt.layouts.save.module_states import as_mapping, read_model_states, whole
+from zckpt.layouts.save.state_names import WRAPPERS
 
 Pair = tuple[str, TensorEntry, TensorEntry]
 """What it is, in words; the tensor of the checkpoint; that of the output."""

@@ -74,6 +74,13 @@ def first_difference(
     return None
 
 
+def is_copy(
+    reader: ElementReader, master: tuple[Sequence[Fragment], DType], copy: tuple[Sequence[Fragment], DType]
+) -> bool:
+    """Whether two places can be compared, and the second holds the first, rounded; at both ends of every fragment."""
+    return master[1] in MANTISSA and copy[1] in MANTISSA and first_difference(reader, master, copy) is None
+
+
 def _bits(data: bytes, dtype: DType) -> Sequence[int]:
     return array.array({8: "Q", 4: "I", 2: "H"}[dtype.itemsize], data)
 

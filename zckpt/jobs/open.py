@@ -26,7 +26,7 @@ from zckpt.jobs.opening import OpenOptions
 from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.layouts.save.module_states import WRAPPERS
+from zckpt.layouts.save.state_names import WRAPPERS
 from zckpt.quantized.configs import quantization_of
 from zckpt.storage.location import locate
 

@@ -22,7 +22,7 @@ from zckpt.layouts.dcp.metadata import BytesItem, Path, TensorItem
 from zckpt.layouts.dcp.state import DcpOptimizer, dotted
 from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import number_in
-from zckpt.layouts.save.module_states import WRAPPERS
+from zckpt.layouts.save.state_names import WRAPPERS
 
 Item = TensorItem | BytesItem
 Settings = Mapping[str, Item]

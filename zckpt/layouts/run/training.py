@@ -60,6 +60,8 @@ class Training:
         padding: what of the states belongs to no parameter, or is what others hold too.
         other_shapes: parameter -> state -> tensor, of states that do not have a number for each element of the parameter, such
             as the scales and tables of quantised ones.
+        state_names: parameter or buffer -> its name in the model's state dict, where that is another one.
+        also_frozen: names of trained parameters that were frozen when the save was written (layers that take turns).
         claims: what all states and the padding read; made anew when these are others.
     """
 
@@ -76,6 +78,8 @@ class Training:
     other_shapes: Mapping[str, Mapping[str, TensorEntry]] = field(
         default_factory=dict[str, "Mapping[str, TensorEntry]"]
     )
+    state_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    also_frozen: tuple[str, ...] = ()
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:

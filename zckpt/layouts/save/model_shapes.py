@@ -17,7 +17,8 @@ from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief, open_container
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.layouts.save.known_shapes import known_shapes
-from zckpt.layouts.save.module_states import WRAPPERS, Shape, flatten
+from zckpt.layouts.save.module_states import Shape, flatten
+from zckpt.layouts.save.state_names import WRAPPERS
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import locate
 

@@ -14,16 +14,15 @@ from dataclasses import field
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
+from zckpt.base.words import count
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.core.claims import ByteSpan
 from zckpt.layouts.save.cut_tensors import cut_tensor
 from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.state_names import match_names
 
 Shape = tuple[int, ...]
-
-WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing put into names."""
 
 _OURS = frozenset((
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",),
@@ -50,13 +49,15 @@ class ModelStates:
 
     Attributes:
         file: its path.
-        module: name -> tensor, as in the model's state dict; under ZeRO-3 the parameters are empty placeholders.
+        module: name -> tensor of the model's state dict; under ZeRO-3 the parameters are empty placeholders.
         buffer_names: names of buffers; old versions list non-persistent ones too.
         param_shapes: per optimizer group, name -> shape in flat order; empty without ZeRO.
         frozen_shapes: name -> shape of parameters that no optimizer owns.
         frozen_fragments: name -> their values (ZeRO-3: this rank's piece).
         shared: dropped name -> kept name.
         root: the whole inert object.
+        notes: for a person.
+        state_names: name in `module` -> in the state dict, of those that it gives another name than the parameter has.
     """
 
     file: str
@@ -68,6 +69,7 @@ class ModelStates:
     shared: Mapping[str, str]
     root: Mapping[str, object]
     notes: tuple[str, ...] = field(default=())
+    state_names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def version(self) -> str:
@@ -108,6 +110,11 @@ class ModelStates:
             UnsupportedError: there cannot be so many.
         """
         return rank_count(self.number(key), key, self.file)
+
+    @property
+    def also_frozen(self) -> tuple[str, ...]:
+        """Parameters that an optimizer owns, and that were frozen when the save was written."""
+        return tuple(name for group in self.param_shapes for name in group if name in self.frozen_shapes)
 
     def is_zero(self) -> bool:
         """Whether the optimizer was sharded, so that masters are in other files."""
@@ -161,19 +168,32 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
         notes.append("This file does not say which tensors are buffers (DeepSpeed before 0.3.16): all are kept.")
     if shapes is None and "param_shapes" not in root and root.get("optimizer") is None:
         notes.append("This file does not say how parameters were grouped (DeepSpeed before 0.3.16).")
+    param_shapes = tuple(_shapes(group, file) for group in groups)
+    frozen_shapes = _shapes(root.get("frozen_param_shapes") or {}, file)
+    buffer_names = frozenset(str(n) for n in _sequence(root.get("buffer_names")))
+    shared = _shared(root.get("shared_params"), file)
+    listed = {name: shape for group in (*param_shapes, frozen_shapes) for name, shape in group.items()}
+    renamed = match_names(module, listed, buffer_names, shared) if listed else {}
+    if renamed:
+        own, name = next(iter(renamed.items()))
+        notes.append(
+            f"The model's state_dict() has other names for {count(len(renamed), 'tensor')} than the module, such as {own!r} for "
+            f"{name!r}: those of the module are used, as in DeepSpeed's own lists."
+        )
     return ModelStates(
         file=file,
-        module=dict(module),
-        buffer_names=frozenset(str(n) for n in _sequence(root.get("buffer_names"))),
-        param_shapes=tuple(_shapes(group, file) for group in groups),
-        frozen_shapes=_shapes(root.get("frozen_param_shapes") or {}, file),
+        module={renamed.get(name, name): ref for name, ref in module.items()},
+        buffer_names=buffer_names,
+        param_shapes=param_shapes,
+        frozen_shapes=frozen_shapes,
         frozen_fragments={
             str(n): as_tensor(ref, f"frozen parameter {n!r}", file)
             for n, ref in as_mapping(root.get("frozen_param_fragments") or {}, "frozen_param_fragments", file).items()
         },
-        shared=_shared(root.get("shared_params"), file),
+        shared=shared,
         root=root,
         notes=tuple(notes),
+        state_names={name: own for own, name in renamed.items()},
     )
 
 

@@ -3,7 +3,8 @@
 For all of DeepSpeed's families, and no other: what wins, what is tied and in which order follows from DeepSpeed's model files.
 
 A name of the model's state dict is, in this order: tied to another name (then it is an alias); a master; a frozen
-parameter; a buffer; or a parameter that no optimizer owns (as it is in the model file).
+parameter; a buffer; or a parameter that no optimizer owns (as it is in the model file). Names that only the state dict has:
+`save.state_names`, `renamed_weights`.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def assemble(
     Raises:
         IncompleteError: a parameter's recorded shape is not empty, but its elements are in no file.
     """
-    owned = dict(masters)
-    owned.update(frozen if frozen is not None else _whole_frozen(model))
+    owned = dict(frozen if frozen is not None else _whole_frozen(model))
+    owned.update(masters)  # what was frozen during the run stands in both lists, and its masters are the more exact
     # zero-size tensors share a null address, so DeepSpeed calls them tied; they have entries of their own
     aliases = {dropped: kept for dropped, kept in model.shared.items() if kept != dropped and dropped not in owned}
     loose: Role = "frozen" if model.is_zero() else "parameter"

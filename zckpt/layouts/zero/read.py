@@ -16,6 +16,7 @@ from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates
 from zckpt.layouts.zero import unsharded, unsharded_training, zero3, zero12
 from zckpt.layouts.zero.assembly import assemble, source_of
+from zckpt.layouts.zero.renamed_weights import has_unknown_weights, match_by_values
 from zckpt.layouts.zero.zero3 import Zero3Save
 from zckpt.layouts.zero.zero12 import Zero12Save
 
@@ -53,11 +54,16 @@ def load(
     listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None
 ) -> Save | None:
     """The files of one model-parallel rank of a ZeRO run; None without ZeRO. Arguments and errors as in `zero12.load`."""
+    save: Save
     if listing.shards("model", mp_rank):
-        return zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
-    if listing.shards("optim", mp_rank):
-        return zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
-    return None
+        save = zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
+    elif listing.shards("optim", mp_rank):
+        save = zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
+    else:
+        return None
+    if has_unknown_weights(save.model):
+        save = replace(save, model=match_by_values(save.model, masters_of(save)))
+    return save
 
 
 def catalog_of(save: Save, source: Source, topology: Topology) -> Catalog:

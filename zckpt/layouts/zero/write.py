@@ -143,7 +143,8 @@ class _ZeroWriter:
         owned = [group for group in training.groups if group.names]  # a group of nothing has no vector
         self.groups = [replace(group, names=tuple(order(group.names))) for group in owned]
         self.shapes = [{name: catalog.tensors[name].shape for name in group.names} for group in self.groups]
-        self.frozen = {n: entry for n, entry in catalog.tensors.items() if entry.role == "frozen"}
+        also = training.also_frozen
+        self.frozen = {n: entry for n, entry in catalog.tensors.items() if entry.role == "frozen" or n in also}
 
     def _order(self, names: Sequence[str]) -> Sequence[str]:
         return names
@@ -163,7 +164,7 @@ class _ZeroWriter:
         world_size, none = self.target.world_size, self.target.stage == 1 or self.target.no_frozen
         sizes = {name: Size(entry.shape) for name, entry in self.frozen.items()}
         return {
-            "module": dict(module),
+            "module": {self.training.state_names.get(name, name): value for name, value in module.items()},
             "buffer_names": [name for name, entry in self.catalog.tensors.items() if entry.role == "buffer"],
             "optimizer": None,
             "param_shapes": [
@@ -342,7 +343,7 @@ class _Stage3(_ZeroWriter):
                 continue
             dtype = self.module_dtype(entry)
             module[name] = empty.get(dtype) or empty.setdefault(dtype, file.vector((), 0, dtype))
-            if entry.role == "frozen":
+            if name in self.frozen:
                 piece = self._piece(entry, rank)
                 fragments[name] = file.vector([piece], partition_numel(entry.numel, target.world_size), dtype)
         module |= {dropped: module[kept] for dropped, kept in self.catalog.aliases.items()}

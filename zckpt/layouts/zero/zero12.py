@@ -195,6 +195,8 @@ def training(save: Zero12Save) -> Training:
         form=save.form,
         raw=first.root,
         padding=tuple(padding),
+        state_names=save.model.state_names,
+        also_frozen=save.model.also_frozen,
     )
 
 

@@ -255,6 +255,8 @@ def training(save: Zero3Save) -> Training:
         precision=precision_of(save.model),
         raw=first.root,
         padding=tuple(padding),
+        state_names=save.model.state_names,
+        also_frozen=save.model.also_frozen,
     )
 
 
