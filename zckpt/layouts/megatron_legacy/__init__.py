@@ -2,14 +2,13 @@
 
 from zckpt.layouts.megatron_legacy import files as _files
 from zckpt.layouts.save.family import Family, FileKind, later
-from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="Megatron-LM, legacy",
     files=(FileKind("model", _files.MODEL), FileKind("optim", _files.OPTIMIZER)),
     match=_files.match,
     read=later("megatron_legacy.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("megatron_legacy.second", "find_again"),
     directories=_files.DIRECTORY,
     axes=_files.axes_of,
     every_rank=False,  # ranks that would write the same write nothing

@@ -8,8 +8,9 @@ not be noticed. So it imports values, containers and this module, and nothing el
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
@@ -128,6 +129,35 @@ def hold_box(name: str, state: str, ref: TensorRef, offsets: Sequence[int], shap
         offset = ref.byte_offset + sum(at for _, at in moved) * size
         first = start + sum(at for at, _ in moved)
         yield HeldRun(name, state, StoredRows(ref.store.path, offset, first, count, rows, apart, stored, step))
+
+
+def rows_of(ref: TensorRef, dim: int, start: int, count: int) -> TensorRef:
+    """The indexes [start, start + count) of a dimension of a tensor.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if not 0 <= start <= start + count <= ref.shape[dim]:
+        raise ValueError(f"indexes {start:,}-{start + count:,} of dimension {dim} of {list(ref.shape)}")
+    before = start * ref.stride[dim]
+    return replace(
+        ref,
+        shape=(*ref.shape[:dim], count, *ref.shape[dim + 1 :]),
+        byte_offset=ref.byte_offset + before * ref.dtype.itemsize,
+        storage_offset=ref.storage_offset + before,
+    )
+
+
+def view_as(ref: TensorRef, shape: Sequence[int]) -> TensorRef:
+    """A tensor without gaps in another shape of as many elements.
+
+    Raises:
+        ValueError: it has gaps, or another number of elements.
+    """
+    if not ref.is_contiguous or ref.numel != math.prod(shape):
+        raise ValueError(f"{list(ref.shape)} as {list(shape)}")
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return replace(ref, shape=tuple(shape), stride=tuple(stride))
 
 
 def hold_elements(name: str, state: str, ref: TensorRef, first: int, count: int, start: int) -> HeldRun:
