@@ -86,7 +86,7 @@ def test_a_second_reader_shares_nothing_with_the_first() -> None:
 
 
 UNPROVED = {
-    "DeepSpeed", "FairScale", "GGUF", "Megatron-Core", "mixture of experts", "model parallel",
+    "DeepSpeed", "GGUF", "Megatron-Core", "mixture of experts", "model parallel",
     "plain weights", "universal", "weights with optimizer states",
 }  # fmt: skip
 """Families without a second reader. A name may only leave this list."""

@@ -2,7 +2,6 @@
 
 from zckpt.layouts.fairscale import files as _files
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
-from zckpt.layouts.save.second import UnprovedFamily
 
 _KINDS = (
     FileKind("experts", _files.EXPERTS),
@@ -18,7 +17,7 @@ FAMILY = Family(
     files=_KINDS,
     match=where_there([kind.pattern for kind in _KINDS], later("fairscale.read", "match"), _files.NONE),
     read=later("fairscale.parts", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("fairscale.second", "find_again"),
     read_training=later("fairscale.parts", "read_training"),
     fallback=True,
     apart="save",

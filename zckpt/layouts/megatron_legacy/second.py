@@ -6,7 +6,8 @@ cut for itself. A stage counts its layers from 0, a rank its experts; virtual st
 not looked for. Masters have no names: `verify` compares them with the weights; their moments lie beside them, in vectors or lists
 that are cut alike.
 Source: Megatron-LM core_v0.12.3, megatron/core/tensor_parallel/layers.py (`partition_dim`), transformer/mlp.py,
-transformer/moe/experts.py, transformer/transformer_layer.py `get_transformer_layer_offset`, optimizer/optimizer.py, optimizer/distrib_optimizer.py; megatron/legacy/model; tools/checkpoint.
+transformer/moe/experts.py, transformer/transformer_layer.py `get_transformer_layer_offset`, optimizer/optimizer.py,
+optimizer/distrib_optimizer.py; megatron/legacy/model; tools/checkpoint.
 """
 
 from __future__ import annotations

@@ -171,6 +171,49 @@ def hold_elements(name: str, state: str, ref: TensorRef, first: int, count: int,
     return HeldRun(name, state, StoredRows(ref.store.path, ref.byte_offset + first * ref.dtype.itemsize, start, count))
 
 
+class Slice(NamedTuple):
+    """How a slice of a tensor is made up in one dimension; the others are whole.
+
+    Attributes:
+        shape: of the slice.
+        dim: the dimension that is cut.
+        pieces: (first index in the slice, indexes, first index in the whole) of what lies in it one after the other.
+        extent: indexes of the whole in this dimension.
+    """
+
+    shape: Shape
+    dim: int
+    pieces: Sequence[tuple[int, int, int]]
+    extent: int
+
+
+def cut_evenly(shape: Shape, dim: int, rank: int, ranks: int, pieces: int = 1) -> Slice:
+    """One of `ranks` equal slices of a tensor; if it is `pieces` equal ones in this dimension, each of them is cut for itself."""
+    own = shape[dim] // pieces
+    return Slice(shape, dim, [(n * own, own, (n * ranks + rank) * own) for n in range(pieces)], shape[dim] * ranks)
+
+
+def hold_slice(
+    name: str, state: str, ref: TensorRef, first: int, count: int, start: int, cut: Slice
+) -> Iterator[HeldRun]:
+    """Elements [first, first + count) of a vector without gaps, which are elements from `start` on of a slice.
+
+    Raises:
+        ValueError: the vector has gaps, or fewer elements.
+    """
+    whole = hold_elements(name, state, ref, first, count, start).run
+    inner = math.prod(cut.shape[cut.dim + 1 :])
+    row, wide = cut.shape[cut.dim] * inner, cut.extent * inner
+    for number in range(start // row, -(-(start + count) // row)) if count else ():
+        for at, own, to in cut.pieces:
+            low = max(start, number * row + at * inner)
+            high = min(start + count, number * row + (at + own) * inner)
+            if low < high:
+                moved = number * wide + to * inner + low - number * row - at * inner
+                offset = whole.offset + (low - start) * ref.dtype.itemsize
+                yield HeldRun(name, state, StoredRows(whole.path, offset, moved, high - low))
+
+
 def fields_of(value: object) -> Mapping[str, object]:
     """What a mapping holds, or the attributes of an object of a pickle (its `__dict__` and its slots); empty for other values."""
     if isinstance(value, Mapping):

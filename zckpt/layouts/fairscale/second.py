@@ -1,0 +1,241 @@
+"""Finds the tensors of a FairScale save a second time, as FairScale's and metaseq's own scripts put them together.
+
+Of each stored parameter, `consolidate_shard_weights` takes the padding off every rank's vector, puts the vectors end to end, and
+splits them by `numels`. A module with `no_broadcast_optim_state` is each rank's own: `MOELayer` sends tokens to expert
+`rank * experts of a rank + number`. metaseq's `reshard_mp.py` joins the parts of tensor-parallel ranks: fc1, q, k, v and the
+embedding in rows, fc2 and out_proj in columns, `qkv_proj` as three. An optimizer counts the stored parameters of a rank's file.
+Source: fairscale 0.4.13, nn/data_parallel/fully_sharded_data_parallel.py `consolidate_shard_weights`, `_gather_optim_state`,
+nn/moe/moe_layer.py; metaseq 0.0.1, scripts/reshard_mp.py; fairseq, branch moe, moe_checkpoint_utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.containers import TensorRef
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.second import (
+    HeldRun,
+    SecondLook,
+    Shape,
+    Slice,
+    cut_evenly,
+    dotted,
+    fields_of,
+    hold_slice,
+    leaves_of,
+)
+
+_FILE = re.compile(
+    r"(?:.+?[-_.])??(?:model_part-(?P<part>\d+))?[-_.]?(?:rank-(?P<rank>\d+)|(?P<shared>shared))?[-_.]?"
+    r"(?:shard[-_]?(?P<shard>\d+))?\.(?:pt|pth|bin|ckpt)"
+)
+_EXPERT = re.compile(r"((?:.*\.)?experts\.)(\d+)(\..*)")
+
+
+class _File(NamedTuple):
+    """A file's content, whose part of the model it is, and whose of that part."""
+
+    part: int
+    rank: int
+    root: Mapping[str, object]
+
+
+class _Stored(NamedTuple):
+    """A stored parameter of a rank: shapes by names, its vector and the states beside it, and what is behind the padding.
+
+    Attributes:
+        shapes: of what lies in the vector, in order.
+        vectors: state (empty for the weight) -> vector.
+        numel: elements without padding.
+        alone: whether it is the rank's own.
+        rank: which.
+    """
+
+    shapes: Mapping[str, Shape]
+    vectors: Mapping[str, TensorRef]
+    numel: int
+    alone: bool
+    rank: int
+
+
+class _Held(NamedTuple):
+    """Elements of a vector that are elements from `start` on of a tensor."""
+
+    state: str
+    ref: TensorRef
+    first: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    start: int
+
+
+Tensors = dict[str, tuple[Shape, list[_Held]]]
+
+
+def find_again(listing: Listing) -> SecondLook:
+    """The model's tensors and the optimizer's states."""
+    if listing.options.tp_rules:
+        raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory)
+    files: list[_File] = []
+    for match in map(_FILE.fullmatch, listing.files):
+        if match and (match["part"] or match["rank"] or match["shared"] or match["shard"]):
+            rank = int(match["shard"] or match["rank"] or 0)
+            files.append(_File(int(match["part"] or 0), rank, fields_of(listing.open(match[0]).root)))
+    parts = 1 + max(file.part for file in files)
+    names: dict[str, Shape | None] = {}
+    runs: list[HeldRun] = []
+    for part in range(parts):
+        own = sorted((file for file in files if file.part == part), key=lambda file: file.rank)
+        for name, (shape, held) in _of_part(own).items():
+            names[name] = None if parts > 1 else shape
+            for one in held:
+                runs += hold_slice(name, *one, _slice(name, shape, part, parts))
+    return SecondLook(names, runs)
+
+
+def _of_part(files: list[_File]) -> Tensors:
+    """The tensors of one part of the model."""
+    found: Tensors = {}
+    stored: dict[str, list[_Stored]] = {}
+    for file in files:
+        metadata = next((fields_of(v) for v in file.root.values() if "param_metadata" in fields_of(v)), None)
+        tensors = _tensors(file.root)
+        if metadata is not None:
+            for key, own in _stored_in(file, metadata, tensors).items():
+                stored.setdefault(key, []).append(own)
+            tensors = {
+                name: tensors[name] for name in map(str, _listed(metadata.get("buffer_names"))) if name in tensors
+            }
+        experts = _experts_in(tensors)
+        for name, ref in tensors.items():
+            renamed = _numbered(name, file.rank, experts)
+            found.setdefault(renamed, (ref.shape, []))[1].append(_Held("", ref, 0, ref.numel, 0))
+    for ranks in stored.values():
+        experts = _experts_in(name for own in stored.values() for name in own[0].shapes)
+        for group in [[own] for own in ranks] if ranks[0].alone else [ranks]:
+            _split(group, experts if ranks[0].alone else {}, found)
+    return found
+
+
+def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str, TensorRef]) -> dict[str, _Stored]:
+    """The stored parameters of a file, by their keys."""
+    found: dict[str, _Stored] = {}
+    modules = [fields_of(module) for module in _listed(metadata["param_metadata"])]
+    said = {
+        f"{module['fsdp_path']}.{key}" if module["fsdp_path"] else key: (module, fields_of(own))
+        for module in modules
+        for key, own in fields_of(module["params"]).items()
+    }
+    states = _states_of(file.root, {key: ref for key, ref in tensors.items() if key in said})
+    for key, (module, own) in said.items():
+        if key in tensors:
+            home = f"{module['fsdp_path']}." if module["fsdp_path"] else ""
+            pairs = zip(_listed(own["names"]), _listed(own["shapes"]), strict=True)
+            shapes = {f"{home}{name}": _shape(shape) for name, shape in pairs}
+            numel = tensors[key].numel - _number(own["padding"])
+            vectors = {"": tensors[key], **states.get(key, {})}
+            found[key] = _Stored(shapes, vectors, numel, bool(module["no_broadcast_optim_state"]), file.rank)
+    return found
+
+
+def _states_of(root: Mapping[str, object], stored: Mapping[str, TensorRef]) -> dict[str, dict[str, TensorRef]]:
+    """Stored parameter -> its states: the optimizer counts those of the file that are trained; their lengths tell which."""
+    optimizer = next((fields_of(v) for v in root.values() if {"state", "param_groups"} <= fields_of(v).keys()), {})
+    own = [
+        _vectors(value) for _, value in sorted(fields_of(optimizer.get("state")).items(), key=lambda item: int(item[0]))
+    ]
+    lengths = [next((ref.numel for ref in vectors.values()), -1) for vectors in own]
+    keys = [*stored]
+    first = _matched(lengths, [stored[key].numel for key in keys])
+    last = _matched(lengths[::-1], [stored[key].numel for key in keys[::-1]])
+    if first is None or last is None or first != [len(keys) - 1 - at for at in reversed(last)]:
+        return {}
+    return {keys[at]: vectors for at, vectors in zip(first, own, strict=True)}
+
+
+def _vectors(state: object) -> dict[str, TensorRef]:
+    return {name: ref for name, ref in fields_of(state).items() if isinstance(ref, TensorRef) and ref.shape}
+
+
+def _matched(wanted: Sequence[int], there: Sequence[int]) -> list[int] | None:
+    """The first places of numbers, in their order, among others; None where they are not there."""
+    found: list[int] = []
+    for number in wanted:
+        at = next((at for at in range(found[-1] + 1 if found else 0, len(there)) if there[at] == number), None)
+        if at is None:
+            return None
+        found.append(at)
+    return found
+
+
+def _split(ranks: list[_Stored], experts: Mapping[str, int], found: Tensors) -> None:
+    """Splits ranks' vectors, which are one end to end, into the tensors that lie in them."""
+    end = sum(own.numel for own in ranks)
+    at = 0
+    for name, shape in ranks[0].shapes.items():
+        numel = math.prod(shape)
+        renamed = _numbered(name, ranks[0].rank, experts)
+        held = found.setdefault(renamed, (shape, []))[1]
+        before = 0
+        for own in ranks:
+            low, high = max(at, before), min(at + numel, before + own.numel)
+            for state, ref in own.vectors.items() if low < high else ():
+                held.append(_Held(state, ref, low - before, high - low, low - at))
+            before += own.numel
+        at += numel
+    if at != end:
+        raise ValueError(f"{end:,} elements of {at:,}")
+
+
+def _experts_in(names: Iterable[str]) -> dict[str, int]:
+    """Head of experts' names -> how many a rank has."""
+    pairs = {(match[1], match[2]) for match in map(_EXPERT.fullmatch, names) if match}
+    return dict(Counter(head for head, _ in pairs))
+
+
+def _numbered(name: str, rank: int, experts: Mapping[str, int]) -> str:
+    match = _EXPERT.fullmatch(name)
+    if match is None or match[1] not in experts:
+        return name
+    return f"{match[1]}{rank * experts[match[1]] + int(match[2])}{match[3]}"
+
+
+def _slice(name: str, shape: Shape, part: int, parts: int) -> Slice:
+    """What a part has of a tensor, by metaseq's names."""
+    if not shape or parts == 1:
+        return Slice(shape or (1,), 0, [(0, shape[0] if shape else 1, 0)], shape[0] if shape else 1)
+    if "layer_norm" not in name and "embed_positions" not in name:
+        if "qkv_proj" in name:
+            return cut_evenly(shape, 0, part, parts, 3)
+        if re.search(r"fc1\.|[kqv]_proj\.|embed_tokens\.|output_projection\.", name):
+            return cut_evenly(shape, 0, part, parts)
+        if re.search(r"(?:fc2|out_proj)\.weight", name):
+            return cut_evenly(shape, 1, part, parts)
+    return Slice(shape, 0, [(0, shape[0], 0)], shape[0])
+
+
+def _tensors(root: Mapping[str, object]) -> dict[str, TensorRef]:
+    """The model's tensors: under a key that names it, or on top."""
+    inner = next((root[key] for key in ("model", "state_dict", "model_state_dict", "weights") if key in root), root)
+    if inner is root:
+        return {name: ref for name, ref in root.items() if isinstance(ref, TensorRef)}
+    return {dotted(path): ref for path, ref in leaves_of(inner) if isinstance(ref, TensorRef)}
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _shape(value: object) -> Shape:
+    return tuple(map(_number, _listed(value)))
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.80} instead of a number")
+    return value
