@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,13 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
 def test_other_quantisations_are_named(tmp_path: Path, said: Any, name: str) -> None:
     tensors = {"a.qweight": torch.ones(4, 4, dtype=torch.int32), "norm.weight": torch.ones(5)}
     given = written(tmp_path / "given", tensors, said)
-    for convert in (zckpt.convert, zckpt.to_fp8):
+    for convert in (zckpt.convert, zckpt.to_fp8, zckpt.to_dcp):
         with pytest.raises(zckpt.UnsupportedError, match=f"quantised by {name}, which zckpt does not read"):
             convert(given, tmp_path / "out", progress=False)
     zckpt.convert(given, tmp_path / "norms", options=zckpt.Options(exclude=["*.qweight"]), progress=False)
-    zckpt.to_dcp(given, tmp_path / "copied", progress=False)  # dtypes stay as they are
-    with zckpt.open_checkpoint(tmp_path / "copied") as copied:
-        assert torch.equal(copied["a.qweight"], tensors["a.qweight"])
+    assert re.search(f"quantised by {name}", zckpt.inspect_checkpoint(given).exportable.reason)
+    with zckpt.open_checkpoint(given) as stored:
+        assert torch.equal(stored["a.qweight"], tensors["a.qweight"])
 
 
 def test_compressed_tensors_and_a_config_from_before_the_training(tmp_path: Path) -> None:

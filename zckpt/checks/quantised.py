@@ -12,12 +12,12 @@ from typing import Any
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import BF16, DType
-from zckpt.jobs.opened import Opened, dequantised
+from zckpt.jobs.opened import dequantised, opened_as_stored
 from zckpt.jobs.opening import OpenOptions, to_dtype
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import read_config
 from zckpt.output.manifest import Manifest
-from zckpt.quantized.configs import RECORDED, quantization_of
+from zckpt.quantized.configs import RECORDED
 from zckpt.quantized.plain import is_fp8
 
 
@@ -51,7 +51,7 @@ def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest 
     was_made = facts is not None and RECORDED in facts.options
     if not was_made and any(is_fp8(entry.dtype) for entry in output.tensors.values()):
         return catalog
-    return dequantised(Opened(catalog, place, quantization_of(read_config(place.home))), OpenOptions()).catalog
+    return dequantised(opened_as_stored(catalog, place), OpenOptions()).catalog
 
 
 def quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:

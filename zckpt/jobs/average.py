@@ -24,7 +24,7 @@ from zckpt.core.evidence import weakest
 from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derived
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
-from zckpt.jobs.convert import PlannedConversion, usual_dtype
+from zckpt.jobs.convert import PlannedConversion, check_wanted, usual_dtype
 from zckpt.jobs.convert import prepare as prepare_conversion
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import AverageOptions, Options, extended, to_dtype
@@ -121,6 +121,8 @@ def prepare(
     for (path, _), one in zip((*base, *named), opened, strict=True):
         keep_apart(locate(out), protected(one, locate(path), beside=options.beside))
     bare = [strip_wrappers(one.catalog)[0] for one in opened]
+    for one, tensors_of in zip(opened, bare, strict=True):
+        check_wanted(one, tensors_of, options)
     last = bare[-1]
     aliases = {name: kept for name, kept in last.aliases.items() if all(_is_tied(name, kept, one) for one in bare)}
     names = [name for name in (*last.tensors, *last.aliases) if name not in aliases]

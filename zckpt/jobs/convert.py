@@ -130,6 +130,9 @@ def prepare(
         opened = open_catalog(source, options)
     target, single = _target(place, options)
     catalog, stripped = strip_wrappers(opened.catalog)
+    is_copy = options.dtype is None and opened.quantization is not None  # which is as good as what it is copied from
+    if options.lora is None and not is_copy:
+        check_wanted(opened, catalog, options)
     merge = None if options.lora is None else merged_with(opened, catalog, options.lora)
     if place.path:
         named = (options.form.config, options.form.layer_names)
@@ -155,7 +158,7 @@ def prepare(
         known = opened.config(form.config or (merge.config if merge else None))
         config = config_file(home.home, usual, known if known is None or merge is None else without(known))
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
-    if options.dtype is not None:
+    if not is_copy:
         opened.check_read(catalog.tensors.values())
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
     copies = () if single else merge.copies if merge else companions(opened.place.home)
@@ -226,14 +229,6 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     Raises:
         UsageError: none is left, or a wish makes no sense. InconsistentError: two would have one name.
     """
-
-    def wanted(entry: TensorEntry) -> bool:
-        if options.exclude_frozen and entry.role == "frozen":
-            return False
-        if options.include and not matches(entry.name, options.include):
-            return False
-        return not matches(entry.name, options.exclude)
-
     try:
         patterns = [(re.compile(pattern), new) for pattern, new in options.rename]
 
@@ -243,7 +238,7 @@ def select(catalog: Catalog, options: Options) -> Catalog:
                 name = pattern.sub(new, name)
             return name
 
-        selected = catalog.select(wanted).rename(renamed)
+        selected = catalog.select(lambda entry: _is_wanted(entry, options)).rename(renamed)
     except re.error as error:
         raise UsageError(
             "--rename is not a regular expression",
@@ -260,6 +255,28 @@ def select(catalog: Catalog, options: Options) -> Catalog:
             "--rename or --strip-prefix would leave a tensor without a name", remedy="Change these options."
         )
     return selected
+
+
+def _is_wanted(entry: TensorEntry, options: Options) -> bool:
+    if options.exclude_frozen and entry.role == "frozen":
+        return False
+    if options.include and not matches(entry.name, options.include):
+        return False
+    return not matches(entry.name, options.exclude)
+
+
+def check_wanted(opened: Opened, catalog: Catalog, options: Options) -> None:
+    """Makes sure that nothing that is wanted is packed, before a form of names meets tensors that it cannot understand.
+
+    Args:
+        opened: the checkpoint.
+        catalog: its tensors, without what wrappers put into their names.
+        options: which are wanted.
+
+    Raises:
+        UnsupportedError: one is packed; it names the quantisation.
+    """
+    opened.check_read(entry for entry in catalog.tensors.values() if _is_wanted(entry, options))
 
 
 def usual_dtype(entries: Iterable[TensorEntry]) -> DType:

@@ -18,7 +18,8 @@ from zckpt.base.words import count, row, size
 from zckpt.core.catalog import Catalog, Role, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
-from zckpt.jobs.open import open_place, strip_wrappers
+from zckpt.jobs.open import Opened, open_place, strip_wrappers
+from zckpt.jobs.opened import dequantised, scaled_in
 from zckpt.jobs.opening import OpenOptions, output_dtype
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, lost_files, slices_as_json
 from zckpt.layouts.places import Place, find
@@ -26,7 +27,7 @@ from zckpt.layouts.run import agreement
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.naming.adapter_names import unmerged
-from zckpt.quantized.plain import about, scaled
+from zckpt.quantized.plain import about
 from zckpt.storage.location import locate
 
 _ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "frozen"))
@@ -223,17 +224,19 @@ def inspect_checkpoint(
     try:
         options = OpenOptions(tag=tag, also=also, read_options=read_options)
         opened = open_place(place, options, as_stored=True)
-        text = about(opened.quantization, scaled(opened.catalog, opened.quantization))
+        text = about(opened.quantization, scaled_in(opened))
     except ZckptError as error:
-        exportable = Verdict(False, str(error).replace(place.listing.directory.path + os.sep, ""))
+        exportable = _refusal(error, place)
     else:
         place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
+        if opened.packed is not None:
+            text = f"{opened.packed.about} ({count(len(opened.packed.members), 'tensor')})"
         if text:
             details = (*catalog.source.details, ("quantized", text))
             catalog = replace(catalog, source=replace(catalog.source, details=details))
         notes = opened.catalog.source.notes + stripped + tuple(filter(None, [unmerged(catalog)]))
-        exportable = Verdict(True, _wholeness(catalog))
+        exportable = _judge_packed(opened) or Verdict(True, _wholeness(catalog))
     lost = lost_files(place.listing) if catalog is None else {}
     grid = grid_of(place.listing, catalog, lost)
     return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes, lost)
@@ -243,6 +246,20 @@ def _wholeness(catalog: Catalog) -> str:
     if catalog.evidence.complete:
         return f"{count(len(catalog), 'tensor is', 'tensors are')} complete"
     return f"{count(len(catalog), 'tensor')}, as far as the files say: {catalog.evidence}"
+
+
+def _refusal(error: ZckptError, place: Place) -> Verdict:
+    return Verdict(False, str(error).replace(place.listing.directory.path + os.sep, ""))
+
+
+def _judge_packed(opened: Opened) -> Verdict | None:
+    """Why whole weights cannot be made, if that is because of how they are quantised; None if that is no hindrance."""
+    numbers = dequantised(opened, OpenOptions())
+    try:
+        numbers.check_read(numbers.catalog.tensors.values())
+    except ZckptError as error:
+        return _refusal(error, opened.place)
+    return None
 
 
 def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:

@@ -72,6 +72,10 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         ZckptError: another kind says what does not fit.
     """
     base = None if lora.base is None else _opened_base(lora.base)
+    if base is None:
+        opened.check_read(catalog.tensors.values())
+    else:
+        catalog = opened.without_packed(catalog)
     adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
     homes = [one.place.home for one in others]
     own = replace(catalog, tensors={}, aliases={}) if _is_adapter_file(catalog) else base_of(catalog)
@@ -238,6 +242,7 @@ def _opened_base(base: str | os.PathLike[str]) -> Opened:
     if not place.is_dir() and not place.is_file():
         place = locate(_in_cache(os.fspath(base)))
     opened = open_catalog(place)
+    opened.check_read(opened.catalog.tensors.values())
     if found := next((name for name in opened.catalog if found_in(name) or ".lora_A." in name), None):
         raise UsageError(
             "the base model has adapters itself", file=place, found=repr(found), expected="weights without adapters",

@@ -21,13 +21,12 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
 from zckpt.jobs.opened import Opened as Opened
-from zckpt.jobs.opened import config_beside, dequantised
+from zckpt.jobs.opened import dequantised, opened_as_stored
 from zckpt.jobs.opening import OpenOptions
 from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.state_names import WRAPPERS
-from zckpt.quantized.configs import quantization_of
 from zckpt.storage.location import locate
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def open_place(place: Place, options: OpenOptions, *, as_stored: bool = False) -
         place = replace(place, listing=replace(place.listing, options=options.read_options))
     catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)
     catalog = replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes))
-    opened = Opened(catalog, place, quantization_of(config_beside(place)))
+    opened = opened_as_stored(catalog, place)
     return opened if as_stored else dequantised(opened, options)
 
 

@@ -15,8 +15,16 @@ from zckpt.core.dtypes import BF16
 from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import other_class, read_config
-from zckpt.quantized.configs import Quantization, without
-from zckpt.quantized.plain import about, check_read, plain, scaled
+from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
+from zckpt.quantized.packed import Packed, check_unpacked, find_packed
+from zckpt.quantized.plain import Scaled, about, plain, scaled
+from zckpt.storage.json_files import read_json
+
+_MOST_BYTES = 16 << 20
+"""Of ModelOpt's config."""
+
+_CODES = ("U8", "I8")
+"""Dtypes of what ModelOpt packs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +35,14 @@ class Opened:
         catalog: its tensors; quantised ones (fp8 with scales) as the numbers that they stand for, unless they were to stay.
         place: where it is.
         quantization: what its config says of quantised weights; None for nothing.
+        packed: what of it is packed in a form that zckpt does not read; None for nothing.
         is_plain: whether the config says that weights are quantised and they are not, or not any more.
     """
 
     catalog: Catalog
     place: Place
     quantization: Quantization | None = None
+    packed: Packed | None = None
     is_plain: bool = False
 
     def config(self, given: Mapping[str, object] | None = None) -> Mapping[str, object] | None:
@@ -50,10 +60,20 @@ class Opened:
     def check_read(self, entries: Iterable[TensorEntry]) -> None:
         """Makes sure that none of these tensors holds packed numbers of a quantisation that zckpt does not read.
 
+        Args:
+            entries: tensors of the catalog, under any names, or what is computed from them.
+
         Raises:
             UnsupportedError: one does; it names the quantisation.
         """
-        check_read(entries, self.quantization, self.catalog.source.path)
+        check_unpacked(entries, self.packed, self.quantization, self.catalog.source.path)
+
+    def without_packed(self, catalog: Catalog) -> Catalog:
+        """The tensors of it that are not packed; the catalog is this one's, under any names."""
+        if self.packed is None:
+            return catalog
+        places = self.packed.places
+        return catalog.select(lambda entry: not entry.fragments or entry.fragments[0] not in places)
 
 
 def config_beside(place: Place) -> dict[str, object] | None:
@@ -62,6 +82,28 @@ def config_beside(place: Place) -> dict[str, object] | None:
         return read_config(place.home)
     except ZckptError:
         return None
+
+
+def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
+    """A checkpoint that was read, with what config and tensors say of quantised weights."""
+    quantization = quantization_of(config_beside(place))
+    if quantization is None and any(entry.dtype.name in _CODES for entry in catalog.tensors.values()):
+        quantization = _modelopt_beside(place)
+    return Opened(catalog, place, quantization, find_packed(catalog, quantization))
+
+
+def _modelopt_beside(place: Place) -> Quantization | None:
+    """What ModelOpt says of the weights, in a file of its own; None where there is none, or none that can be read."""
+    path = place.home / "hf_quant_config.json"
+    try:
+        return quantization_of_modelopt(read_json(path.path, _MOST_BYTES, "a config")) if path.is_file() else None
+    except ZckptError:
+        return None
+
+
+def scaled_in(opened: Opened) -> dict[str, Scaled]:
+    """The tensors of fp8 that have scales, of a checkpoint that was opened as stored; raises as `quantized.plain.scaled`."""
+    return scaled(opened.catalog, opened.quantization, opened.packed.members if opened.packed is not None else ())
 
 
 def dequantised(opened: Opened, options: OpenOptions) -> Opened:
@@ -74,7 +116,7 @@ def dequantised(opened: Opened, options: OpenOptions) -> Opened:
     Raises:
         InconsistentError, IncompleteError: scales do not fit, or are missing.
     """
-    found = scaled(opened.catalog, opened.quantization)
+    found = scaled_in(opened)
     if not found:  # a config that speaks of fp8 where all is plain is from before the training
         stale = opened.quantization is not None and opened.quantization.is_read
         return replace(opened, is_plain=True) if stale else opened

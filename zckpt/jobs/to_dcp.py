@@ -20,7 +20,7 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, order_for, select, usual_dtype
+from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select, usual_dtype
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import DcpOptions, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
@@ -115,10 +115,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     inputs = protected(opened, source, beside=options.beside, named=(options.config,))
     check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
+    check_wanted(opened, stripped, options)
     form, options = _renamed(stripped, opened, options)
     catalog = form.catalog
-    if options.dtype is not None:
-        opened.check_read(catalog.tensors.values())
     save = other = DcpWriter(options.max_file_bytes)
     if options.accelerate:
         save = DcpWriter(options.max_file_bytes, directory=FIRST_MODEL)

@@ -20,7 +20,7 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, order_for, select
+from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
@@ -149,6 +149,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     inputs = protected(opened, source, beside=options.beside, named=(options.form.config, options.form.layer_names))
     check_output(place, single=False, overwrite=options.overwrite, protected=inputs, merge=options.merge)
     catalog, stripped = strip_wrappers(opened.catalog)
+    check_wanted(opened, catalog, options)
     form = formed(catalog, opened.place, options.form, to_directory=True, exclude=options.exclude)
     catalog = select(form.catalog, options)
     opened.check_read(catalog.tensors.values())

@@ -18,7 +18,7 @@ from zckpt.base.sizes import to_bytes
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import DerivedStore
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, order_for, select
+from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import GgufOptions, Options, extended
 from zckpt.jobs.planned import Report, carried_out, protected
@@ -107,6 +107,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     inputs = protected(opened, source, beside=options.beside, named=(options.config, *tokenizer))
     check_output(place, single=single, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
+    check_wanted(opened, stripped, options)
     model = named(select(stripped, options), opened.place, Naming(GGUF, options.config, by_own_job=True))
     architecture_of(model.config, opened.catalog.source.path)
     filled_in(model.config, opened.catalog.source.path)  # which says what is no usable config

@@ -15,7 +15,7 @@ from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, order_for, select, usual_dtype
+from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select, usual_dtype
 from zckpt.jobs.megatron_states import megatron_states
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, to_dtype
@@ -104,10 +104,10 @@ def prepare(
     layers = NUMBERED if options.numbered_layers else None
     naming = Naming("megatron-core", options.config, layers, multiple, options.vocab_size)
     options, said = settled(stripped, options)
+    check_wanted(opened, stripped, options)
     chosen = select(stripped, options)
     model = named(chosen, opened.place, naming)
     catalog = model.catalog
-    opened.check_read(catalog.tensors.values())
     states: MegatronOptimizer | None = None
     more: tuple[str, ...] = ()
     recorded = model.recorded

@@ -79,6 +79,8 @@ def opened_version(path: str, options: Options) -> WeightsVersion:
     if not plain:
         options, said = settled(form.catalog, options, before=catalog)
     catalog = form.catalog if plain else select(form.catalog, options)
+    if not plain or options.dtype is not None:
+        opened.check_read(catalog.tensors.values())
     replicas.check(catalog)
     return WeightsVersion(opened, catalog, (*opened.catalog.source.notes, *stripped, *form.notes, *said))
 

@@ -66,6 +66,18 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     return Quantization(method, method, is_read=False)
 
 
+def quantization_of_modelopt(said: object) -> Quantization | None:
+    """What ModelOpt's `hf_quant_config.json` says; None for fp8, which the tensors show, and for weights that are not quantised.
+
+    Source: nvidia-modelopt 0.47, torch/export/convert_hf_config.py; older versions wrote this file alone.
+    """
+    part = said.get("quantization") if isinstance(said, dict) else None
+    algorithm = part.get("quant_algo") if isinstance(part, dict) else None
+    if not isinstance(algorithm, str) or algorithm.startswith("FP8"):
+        return None
+    return Quantization("modelopt", f"ModelOpt ({algorithm})", is_read=False)
+
+
 def _pair(value: object) -> tuple[int, int] | None:
     match value:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:

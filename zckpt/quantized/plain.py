@@ -1,16 +1,16 @@
-"""Checkpoints with quantised weights, as the numbers that they stand for; what zckpt cannot read is an error that names it.
+"""Checkpoints with quantised weights, as the numbers that they stand for.
 
 For `jobs.open`. Matrices of fp8 with scales beside them (`weight_scale_inv`, `weight_scale`) become their products, and the
-scales are no tensors any more.
+scales are no tensors any more. What zckpt cannot read is found by `packed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
@@ -22,7 +22,6 @@ from zckpt.quantized.grids import Grid, grid_of
 _SCALES = ("_scale_inv", "_scale")
 _OF_INPUTS = ("input_scale", "activation_scale", "input_scale_inv")
 """Beside a weight: the scale of what goes into its module, which plain weights have no use for."""
-_PACKED = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,13 @@ class Scaled:
     grid: Grid
 
 
-def scaled(catalog: Catalog, quantization: Quantization | None) -> dict[str, Scaled]:
+def scaled(catalog: Catalog, quantization: Quantization | None, packed: Collection[str] = ()) -> dict[str, Scaled]:
     """The tensors of fp8 that have scales beside them, by name.
 
     Args:
         catalog: as stored.
         quantization: what the model's config says.
+        packed: names of tensors of another form.
 
     Raises:
         InconsistentError: scales do not fit their tensor.
@@ -54,7 +54,7 @@ def scaled(catalog: Catalog, quantization: Quantization | None) -> dict[str, Sca
     found: dict[str, Scaled] = {}
     bare: list[str] = []
     for name, entry in catalog.tensors.items():
-        if not is_fp8(entry.dtype):
+        if not is_fp8(entry.dtype) or name in packed:
             continue
         beside = next((name + end for end in _SCALES if name + end in catalog.tensors), None)
         if beside is None:
@@ -126,27 +126,3 @@ def about(quantization: Quantization | None, found: Collection[str]) -> str:
     if quantization is None:
         return f"fp8 with scales ({count(len(found), 'tensor')})" if found else ""
     return f"{quantization.about} ({count(len(found), 'tensor')} of fp8 with scales)" if found else quantization.about
-
-
-def check_read(entries: Iterable[TensorEntry], quantization: Quantization | None, path: str) -> None:
-    """Makes sure that no tensor that is written holds quantised numbers that zckpt cannot read.
-
-    Args:
-        entries: the tensors, with those that zckpt reads as what they stand for.
-        quantization: what the model's config says.
-        path: of the checkpoint.
-
-    Raises:
-        UnsupportedError: one does.
-    """
-    if quantization is None:
-        return
-    packed = [entry.name for entry in entries if entry.dtype.name in _PACKED or is_fp8(entry.dtype)]
-    if packed:
-        raise UnsupportedError(
-            f"its weights are quantised by {quantization.about}, which zckpt does not read", file=path,
-            found=f"{count(len(packed), 'tensor')} such as {examples(packed)}",
-            expected="floating-point weights, or fp8 (E4M3) with weight_scale_inv or weight_scale",
-            remedy="Dequantise the model with the library that wrote it (in transformers: model.dequantize()), save it, and "
-            "convert that; or leave these tensors out with --exclude.",
-        )  # fmt: skip

@@ -1,0 +1,137 @@
+"""The forms of packed weights: by which tensors each is known, as a table.
+
+For `packed`. A form is known by names, dtypes and shapes alone, since a save taken from FSDP or DeepSpeed has no
+`quantization_config`, and older exports of ModelOpt have `hf_quant_config.json` alone.
+Sources: compressed-tensors 0.20 and 0.9.4, compressors/; nvidia-modelopt 0.47, torch/export/quant_utils.py; transformers 5.23,
+integrations/mxfp4.py; GPTQModel 7.7, nn_modules/qlinear/; AutoAWQ 0.2.9, awq/modules/linear/gemm.py; bitsandbytes 0.50,
+functional.py (`QuantState.as_dict`) and nn/modules.py; hqq 0.2, core/quantize.py; torchao 0.18,
+prototype/safetensors/safetensors_support.py; mlx 0.32, nn/layers/quantized.py; optimum-quanto 0.2, tensor/qtensor.py; AQLM 1.1,
+inference.py; exllamav3, modules/quant/exl3.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zckpt.base.dataclass import dataclass
+
+Shape = tuple[int, ...]
+
+FLOATS = "F16 BF16 F32 F64"
+WHOLE = "I8 U8 I16 U16 I32 U32"
+"""Names of dtypes in which codes are packed."""
+
+_FP8 = "F8_E4M3 F8_E5M2"
+_SCALE = "_scale|_weight_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """A form of quantised weights that zckpt does not read.
+
+    Attributes:
+        about: what it is and who writes it.
+        codes: how the name of the tensor ends by which it is known; the rest of the name is the stem.
+        dtypes: that this tensor can have, by their names.
+        beside: (ends, dtypes) of tensors that must have the same stem; ends are alternatives, with `|` between them.
+        fits: whether the shapes of all of these can belong together, the codes' first; None for any.
+        others: ends of what belongs to it too, where it is there.
+        by: with what it can be dequantised; empty if nothing does that.
+    """
+
+    about: str
+    codes: str
+    dtypes: str
+    beside: tuple[tuple[str, str], ...] = ()
+    fits: Callable[[Sequence[Shape]], bool] | None = None
+    others: tuple[str, ...] = ()
+    by: str = ""
+
+
+def _by_groups(per_scale: int) -> Callable[[Sequence[Shape]], bool]:
+    """Whether each row has a scale for so many elements of its codes."""
+    return lambda shapes: shapes[0] == (*shapes[1][:-1], per_scale * shapes[1][-1]) if shapes[1] else False
+
+
+def _by_rows(shapes: Sequence[Shape]) -> bool:
+    """Whether there is a matrix of codes, and one scale, or those of rows or groups of rows."""
+    codes, scales = shapes[:2]
+    return len(codes) >= 2 and (all(extent == 1 for extent in scales) or scales[: len(codes) - 1] == codes[:-1])
+
+
+def _in_columns(packed: int) -> Callable[[Sequence[Shape]], bool]:
+    """Whether both are matrices, and each column of codes holds so many columns of scales."""
+    return lambda shapes: len(shapes[0]) == len(shapes[1]) == 2 and packed * shapes[0][1] == shapes[1][1]
+
+
+def _as_blocks(shapes: Sequence[Shape]) -> bool:
+    """Whether there is a scale for each 16 bytes."""
+    return shapes[0] == (*shapes[1], 16)
+
+
+_COMPRESSED = "compressed-tensors (in transformers: CompressedTensorsConfig(dequantize=True))"
+_BNB = "bitsandbytes (in transformers: model.dequantize())"
+_OF_4_BITS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_OF_HQQ = (
+    *("scale", "zero", "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float"),
+    *("quant_scale", "quant_zero", "compute_dtype", "offload_meta", "channel_wise", "encoded_state_dict", "optimize"),
+    *("stores_quant_config", "round_zero"),
+)
+
+FORMS: tuple[PackedForm, ...] = (
+    PackedForm(
+        "NVFP4 of ModelOpt", "", "U8", ((_SCALE, "F8_E4M3"), ("_scale_2|_weight_scale_2", FLOATS)), _by_groups(8)
+    ),
+    PackedForm(
+        "NVFP4 of compressed-tensors", "_packed", "U8", (("_scale", "F8_E4M3"), ("_global_scale", FLOATS)),
+        by=_COMPRESSED,
+    ),
+    PackedForm("MXFP4 of compressed-tensors", "_packed", "U8", (("_scale", "U8"),), _by_groups(16), by=_COMPRESSED),
+    PackedForm(
+        "packed integers of compressed-tensors", "_packed", "I32 U32", (("_scale", FLOATS),),
+        others=("_shape", "_zero_point", "_g_idx"), by=_COMPRESSED,
+    ),
+    PackedForm(
+        "MXFP4 of gpt-oss", "_blocks", "U8", (("_scales", "U8"),), _as_blocks,
+        by="transformers (Mxfp4Config(dequantize=True))",
+    ),
+    PackedForm("MXFP4", "", "U8", ((_SCALE, "U8"),), _by_groups(16)),
+    PackedForm("MXFP8", "", _FP8, ((_SCALE, "U8"),), _by_groups(32), by=_COMPRESSED),
+    PackedForm("int8 with scales", "", "I8", ((_SCALE, FLOATS),), _by_rows, ("_zero_point",), _COMPRESSED),
+    PackedForm(
+        "GPTQ", "qweight", "I32 U32", (("g_idx", "I32 I64"), ("scales", FLOATS)), others=("qzeros",), by="GPTQModel"
+    ),
+    PackedForm("GPTQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(1), ("qzeros",), "GPTQModel"),
+    PackedForm("AWQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(8), ("qzeros",), "AutoAWQ"),
+    PackedForm("nf4 of bitsandbytes", ".quant_state.bitsandbytes__nf4", "U8", others=_OF_4_BITS, by=_BNB),
+    PackedForm("fp4 of bitsandbytes", ".quant_state.bitsandbytes__fp4", "U8", others=_OF_4_BITS, by=_BNB),
+    PackedForm("4 bits of bitsandbytes", ".absmax", "U8 F32", ((".quant_map", FLOATS),), others=_OF_4_BITS, by=_BNB),
+    PackedForm("int8 of bitsandbytes", "weight", "I8", (("SCB", FLOATS),), _by_rows, ("weight_format",), _BNB),
+    PackedForm("int8 of bitsandbytes", "weight_format", "U8", (("SCB", FLOATS),), by=_BNB),
+    PackedForm(
+        "HQQ", "W_q", WHOLE, (("scale|zero|nbits|packing|scale_q|zero_q", f"{FLOATS} {WHOLE} I64"),),
+        others=_OF_HQQ, by="HQQ (HQQLinear.dequantize())",
+    ),
+    PackedForm(
+        "HQQ", "W_q", FLOATS, (("nbits|packing|view_as_float", f"{WHOLE} I64 BOOL"),),
+        others=_OF_HQQ, by="HQQ (HQQLinear.dequantize())",
+    ),
+    PackedForm(
+        "torchao's quantised tensors", "_qdata", f"{WHOLE} {_FP8}", (("_scale|_scale_and_zero", f"{FLOATS} U8"),),
+        others=("_zero_point",), by="torchao (in transformers: model.dequantize())",
+    ),
+    PackedForm(
+        "optimum-quanto's quantised tensors", "._data", f"{WHOLE} {_FP8}", (("._scale", FLOATS),), others=("._shift",),
+        by="optimum-quanto",
+    ),
+    PackedForm(
+        "MLX's quantised tensors", "weight", "U32", (("scales", FLOATS),), _by_rows, ("biases",),
+        "mlx-lm (mlx_lm.convert --dequantize)",
+    ),
+    PackedForm("AQLM", "codes", "I8 U8 I16", (("codebooks", FLOATS), ("scales", FLOATS)), by="AQLM"),
+    PackedForm("EXL2", "q_weight", "I32", (("q_scale", "I32"),), others=("q_groups", "q_invperm", "q_perm", "q_scale_max")),
+    PackedForm("EXL3", "trellis", "I16", (("suh|su", "F16 I16"),), others=("svh", "sv", "mcg", "mul1")),
+)  # fmt: skip
+
+BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale", "input_scale_ub")
+"""What lies beside the weight of a module whose activations are quantised too; plain weights have no use for it."""

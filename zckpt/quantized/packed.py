@@ -1,0 +1,219 @@
+"""Packed weights in a catalog: which tensors are codes, scales and tables of a quantisation that zckpt does not read.
+
+For `jobs.opened`, which asks once for each checkpoint. No config is needed: `forms` is the table, and two rules for what is in no
+table are here. One is for bytes of 4 bits without scales, as FSDP and DeepSpeed gather the frozen base of a QLoRA. The other is
+for integers that are called a weight and have scales beside them, whatever wrote them.
+Source: bitsandbytes 0.50, functional.py `quantize_4bit` (the bytes are a column of `quant_storage` numbers, two codes a byte).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UnsupportedError
+from zckpt.base.words import count, examples, joined
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.fragments import DerivedStore, Fragment
+from zckpt.quantized.configs import Quantization
+from zckpt.quantized.forms import BESIDE_MODULE, FLOATS, FORMS, WHOLE, PackedForm
+from zckpt.quantized.plain import is_fp8
+
+_WHOLE = frozenset(WHOLE.split())
+_TABLE = [
+    (form, {*form.dtypes.split()}, [(ends.split("|"), {*dtypes.split()}) for ends, dtypes in form.beside])
+    for form in FORMS
+]
+_FLOATS = {*FLOATS.split()}
+_CODES = frozenset(dtype for form in FORMS for dtype in form.dtypes.split() if dtype not in _FLOATS)
+_NAMED = (".absmax", "W_q")
+"""Ends of the names of codes and tables that can be floats."""
+
+_COLUMNS = PackedForm("4 bits of bitsandbytes without their scales", "weight", "")
+_INTEGERS = PackedForm("packed integers with scales", "weight", "", by="the library that wrote it")
+
+_WEIGHT = re.compile(r"(?:.*\.)?(?:q_?|packed_|int_|quantized_)?weight(?:_packed|_q|_quantized|_int[48])?")
+_INTO = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up"))
+_OUT_OF = tuple(f".{name}_proj.weight" for name in ("o", "out", "down"))
+_FEWEST = 8
+"""Numbers in a column of packed bytes. bitsandbytes has blocks of 64 elements, which are 8 numbers of fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What is packed in a catalog.
+
+    Attributes:
+        forms: name of a tensor of codes -> the form of them.
+        members: names of all tensors that belong to a form: codes, scales, tables.
+        places: where each of these begins.
+        has_adapter: whether there are matrices of a LoRA too.
+    """
+
+    forms: Mapping[str, PackedForm]
+    members: frozenset[str]
+    places: frozenset[Fragment]
+    has_adapter: bool
+
+    @property
+    def about(self) -> str:
+        """The forms, for a person."""
+        return joined(list(dict.fromkeys(form.about for form in self.forms.values())))
+
+
+def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed | None:
+    """What is packed in a catalog; None if nothing is.
+
+    Args:
+        catalog: as stored.
+        quantization: what the model's config says; of use only for bytes that have no scales beside them.
+    """
+    tensors = catalog.tensors
+    candidates = [name for name, entry in tensors.items() if _may_be_codes(name, entry)]
+    if not candidates:
+        return None
+    known: dict[str, PackedForm] = {}
+    members: set[str] = set()
+    for form, dtypes, beside in _TABLE:
+        for name in candidates:
+            if name.endswith(form.codes) and tensors[name].dtype.name in dtypes and name not in members:
+                stem = name.removesuffix(form.codes)
+                found = [name, *(_find_beside(tensors, stem, ends, theirs) for ends, theirs in beside)]
+                if all(found) and (form.fits is None or form.fits([tensors[one].shape for one in found])):
+                    known[name] = form
+                    members.update(found, (stem + end for end in form.others if stem + end in tensors))
+    rest = [name for name in candidates if name not in members]
+    known.update(dict.fromkeys(_find_columns(tensors, rest, quantization), _COLUMNS))
+    for name, scales in _find_integers(tensors, rest).items():
+        known[name] = _INTEGERS
+        members.update(scales)
+    if not known:
+        return None
+    members.update(known)
+    for module in {name[: name.find(".weight") + 1] or name[: name.rfind(".") + 1] for name in known}:
+        members.update(module + end for end in BESIDE_MODULE if module + end in tensors)
+    places = frozenset(tensors[name].fragments[0] for name in members if tensors[name].fragments)
+    return Packed(known, frozenset(members), places, any(".lora_" in name for name in tensors))
+
+
+def _may_be_codes(name: str, entry: TensorEntry) -> bool:
+    return entry.dtype.name in _CODES or (len(entry.shape) == 2 and entry.shape[1] == 1) or name.endswith(_NAMED)
+
+
+def _find_beside(tensors: Mapping[str, TensorEntry], stem: str, ends: Iterable[str], dtypes: Collection[str]) -> str:
+    """The name of the tensor with this stem and one of these ends; empty if there is none of such a dtype."""
+    names = (stem + end for end in ends)
+    return next((name for name in names if name in tensors and tensors[name].dtype.name in dtypes), "")
+
+
+def _find_columns(
+    tensors: Mapping[str, TensorEntry], names: Iterable[str], quantization: Quantization | None
+) -> list[str]:
+    """The weights that are one column of packed bytes without scales, whatever dtype the bytes are kept in.
+
+    A column is a sound weight for a module with one input. So there must be a reason against that: it is of integers, the config
+    names bitsandbytes, a LoRA of the same module has more inputs, or what goes into a block and what comes out of it are both
+    columns.
+    """
+    columns = [name for name in names if name.endswith("weight") and _is_column(tensors[name].shape)]
+    if not columns:
+        return []
+    is_proved = quantization is not None and quantization.method == "bitsandbytes"
+    is_proved |= any(tensors[name].dtype.name in _WHOLE for name in columns)
+    is_proved |= any(name.endswith(_INTO) for name in columns) and any(name.endswith(_OUT_OF) for name in columns)
+    if not is_proved:
+        inputs = {
+            name.partition(".lora_A.")[0]: entry.shape[1]
+            for name, entry in tensors.items()
+            if ".lora_A." in name and len(entry.shape) == 2
+        }
+        modules = (name.removesuffix(".weight").removesuffix(".base_layer") for name in columns)
+        is_proved = any(inputs.get(module, 1) != 1 for module in modules)
+    return columns if is_proved else []
+
+
+def _is_column(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[1] == 1 and shape[0] >= _FEWEST
+
+
+def _find_integers(tensors: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, list[str]]:
+    """The integers that are called a weight, and whose module has scales -> these scales."""
+    found = {
+        name: name.rpartition(".")[0] for name in names
+        if tensors[name].dtype.name in _WHOLE and len(tensors[name].shape) >= 2 and _WEIGHT.fullmatch(name)
+    }  # fmt: skip
+    scales: dict[str, list[str]] = {module: [] for module in found.values()}
+    for name in tensors if found else ():
+        module, _, last = name.rpartition(".")
+        if module in scales and ("scale" in last or "zero" in last):
+            scales[module].append(name)
+    return {name: scales[module] for name, module in found.items() if any("scale" in one for one in scales[module])}
+
+
+def check_unpacked(
+    entries: Iterable[TensorEntry], packed: Packed | None, quantization: Quantization | None, path: str
+) -> None:
+    """Makes sure that no tensor that is written is packed, or computed from one that is.
+
+    Args:
+        entries: the tensors, with those that zckpt reads as what they stand for.
+        packed: what is packed in the checkpoint.
+        quantization: what the model's config says.
+        path: of the checkpoint.
+
+    Raises:
+        UnsupportedError: one is; it names the form.
+    """
+    places: Set[Fragment] = frozenset() if packed is None else packed.places
+    if quantization is None and not places:
+        return
+    found = [
+        entry for entry in entries
+        if (quantization is not None and (entry.dtype.name in _WHOLE or is_fp8(entry.dtype)))
+        or (places and not places.isdisjoint(_begins_of(entry)))
+    ]  # fmt: skip
+    if not found:
+        return
+    if packed is not None:
+        found.sort(key=lambda entry: entry.name not in packed.forms)
+        how = f"as {packed.about}"
+    else:
+        how = "" if quantization is None else f"by {quantization.about}"
+    raise UnsupportedError(
+        f"its weights are quantised {how}, which zckpt does not read", file=path,
+        found=f"{count(len(found), 'tensor')} such as {examples(entry.name for entry in found)}",
+        expected="floating-point weights, or fp8 (E4M3) with weight_scale_inv or weight_scale",
+        remedy=_remedy_for(packed),
+    )  # fmt: skip
+
+
+def _begins_of(entry: TensorEntry) -> Iterator[Fragment]:
+    """Where the tensors begin that a tensor is, or is computed from."""
+    if entry.fragments and not isinstance(entry.fragments[0].store, DerivedStore):
+        yield entry.fragments[0]
+    recipes = {id(f.store): f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)}
+    for recipe in recipes.values():
+        for source in recipe.inputs:
+            yield from _begins_of(source)
+
+
+def _remedy_for(packed: Packed | None) -> str:
+    if packed is None:
+        return (
+            "Dequantise the model with the library that wrote it (in transformers: model.dequantize()), save it, and convert "
+            "that; or leave these tensors out with --exclude."
+        )
+    if packed.has_adapter:
+        lost = (
+            "There are no scales in the save, so nothing can dequantise it. "
+            if _COLUMNS in packed.forms.values()
+            else ""
+        )
+        return (
+            f"{lost}Write the adapter alone with `zckpt to-peft`, or merge it into the model that was quantised: --merge-lora "
+            "--base MODEL."
+        )
+    libraries = joined(list(dict.fromkeys(form.by for form in packed.forms.values() if form.by)), "or")
+    first = f"Dequantise it with {libraries}, save it, and convert that; or convert" if libraries else "Convert"
+    return f"{first} the model that was quantised. Leave these tensors out with --exclude if you do not want them."
