@@ -23,7 +23,7 @@ from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
 from zckpt.layouts.save.companions import companions, config_file
-from zckpt.naming.megatron_arguments import megatron_arguments
+from zckpt.naming.megatron_arguments import megatron_arguments, megatron_notes
 from zckpt.naming.writers import NUMBERED, Naming, named
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
@@ -149,4 +149,10 @@ def prepare(
     if (config := config_file(opened.place.home, usual, opened.config(model.config))) is not None:
         files.append(config)
     order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), recorded)
-    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + model.notes + more + said, options)
+    notes = (
+        *opened.catalog.source.notes,
+        *notes,
+        *model.notes,
+        *megatron_notes(arguments, model.config.get("model_type")),
+    )
+    return PlannedConversion(opened, order, (*notes, *more, *said), options)

@@ -8,7 +8,8 @@ is not known], or a part whose presence is meant; "args" is key -> [names of arg
 training program's default]; "activation" is the key of the activation function; "also" is a list of {"if": argument -> values,
 "set": key -> value, or a mapping of keys}; "refused" is argument or fact -> [values that it must not have, why]; "required" is
 argument or fact -> values that it must have if it is recorded; "needed" is fact -> what it says, of facts without which no config
-is made. Where a value ["arg", name or names, default] stands in "facts" or "set", it is that argument of the run.
+is made; "rope" lists the ways in which rotary positions may be scaled (`rotary`). What of `OFF` a family says nothing of must be
+off. Where a value ["arg", name or names, default] stands in "facts" or "set", it is that argument of the run.
 "recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "classes" are
 regular expressions for the class in a run's config (`_target_`), from its beginning; "when" gives facts and arguments that
 the run must have, if nothing else says the family.
@@ -17,6 +18,7 @@ Source: Megatron-DeepSpeed, megatron/arguments.py; transformers 4, models/megatr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +27,59 @@ from zckpt.base.words import examples, joined
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import SHAPES, Facts
 from zckpt.naming.parts import numbered
+from zckpt.naming.rotary import rope_conflicts, rope_scaling_of
 from zckpt.naming.schemes import Scheme
 
 _ACTIVATIONS = ("gelu_new", "relu", "silu", "gelu_pytorch_tanh")
+
+OFF: dict[str, tuple[object, ...]] = {
+    "activation_func_clamp_value": (),
+    "apply_layernorm_1p": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "attn_logit_softcapping": (),
+    "experimental_attention_variant": (),
+    "final_logit_softcapping": (),
+    "glu_linear_offset": (0,),
+    "heterogeneous_block_specs": (False,),
+    "heterogeneous_layers_config_encoded_json": (),
+    "heterogeneous_layers_config_path": (),
+    "hybrid_layer_pattern": (),
+    "hybrid_override_pattern": (),
+    "is_hybrid_model": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "linear_attention_freq": (),
+    "mrope_section": (),
+    "multi_latent_attention": (False,),
+    "no_rope_freq": (),
+    "qk_l2_norm": (False,),
+    "quick_geglu": (False,),
+    "rotary_interleaved": (False,),
+    "sliding_window_width": (),
+    "softmax_type": ("vanilla",),
+    "squared_relu": (False,),
+    "use_mup": (False,),
+    "window_attn_skip_freq": (),
+    "window_size": (),
+}
+"""Arguments of a run that change what the model computes, and the values with which they change nothing; None is one always.
+Those of Megatron-LM and -Core, of NVIDIA's Bridge (caps of logits), and of GPT-NeoX (`sliding_window_width`, `use_mup`)."""
+
+OFF_WITH_EXPERTS: dict[str, tuple[object, ...]] = {
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_group_topk": (),
+    "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss", "none", "quantile", "seq_aux_loss"),
+    "moe_router_num_groups": (),
+    "moe_router_pre_softmax": (False,),
+    "moe_router_topk_limited_devices": (),
+    "moe_router_topk_scaling_factor": (1.0,),
+}
+"""The same, of those that count only in a model with experts."""
+
+_ALL_ATTENTION = ("flash", "global")
+"""Values in GPT-NeoX's `attention_config` that look at all tokens before."""
 
 
 def architecture_of(family: Scheme) -> str:
@@ -43,11 +95,72 @@ def refusals(family: Scheme, facts: Facts) -> list[str]:
         for name, (values, why) in family.config.get("refused", {}).items()
         if name in arguments and arguments[name] in values
     ]
-    return refused + [
+    refused += [
         f"{name} {arguments[name]} (not {' or '.join(map(str, values)) or 'in this family'})"
         for name, values in family.config.get("required", {}).items()
         if arguments.get(name) not in (None, *values)
     ]
+    return refused + _unmapped(family, facts) + _scaled_attention(family, facts)
+
+
+def mapped_arguments(family: Scheme) -> set[str]:
+    """The arguments of a run of which a family's configs say something, or which it refuses itself."""
+    data = family.config
+    found = {*data.get("refused", ()), *data.get("required", ()), *family.recognised.get("when", ())}
+    found |= {name for names, _ in data.get("args", {}).values() for name in names}
+    for also in data.get("also", ()):
+        found |= {*also["if"], *_arguments_in(also["set"])}
+    if "sliding_window" in data["facts"]:
+        found.add("window_size")
+    return found
+
+
+def _arguments_in(value: Any) -> set[str]:
+    """The arguments that stand in a value of a config."""
+    if isinstance(value, dict):
+        return {name for inner in value.values() for name in _arguments_in(inner)}
+    if isinstance(value, list) and value[:1] == ["arg"]:
+        return set(value[1] if isinstance(value[1], list) else [value[1]])
+    return set()
+
+
+def _unmapped(family: Scheme, facts: Facts) -> list[str]:
+    """Arguments of the run that change what it computes, and that the family has no place for."""
+    arguments, known = facts.arguments, mapped_arguments(family)
+    latent = arguments.get("multi_latent_attention") is True
+    if facts.get("query_rank") is not None or facts.get("key_value_rank") is not None:
+        known = known | {"multi_latent_attention"}
+    if arguments.get("moe_router_score_function") == "sigmoid":
+        known = known | {"moe_router_pre_softmax"}
+    wrong = [
+        f"{name} {arguments[name]} (not in this family)"
+        for name, values in {**OFF, **(OFF_WITH_EXPERTS if facts.get("experts") else {})}.items()
+        if name not in known and not _is_off(arguments.get(name), values)
+    ]
+    wrong += rope_conflicts(arguments, latent, family.config.get("rope", ())) if "rope" in family.config else []
+    attention = arguments.get("attention_config")
+    if isinstance(attention, list | tuple) and any(
+        isinstance(one, str) and one not in _ALL_ATTENTION for one in attention
+    ):
+        wrong.append(f"attention_config {attention} (attention that does not look at all tokens)")
+    return wrong
+
+
+def _is_off(value: object, values: tuple[object, ...]) -> bool:
+    """Whether an argument changes nothing; a list of things that change nothing does not either."""
+    return value is None or value in values or (isinstance(value, list | tuple) and all(one in values for one in value))
+
+
+def _scaled_attention(family: Scheme, facts: Facts) -> list[str]:
+    """The scale of attention's scores, where it is another one than the family has."""
+    scale = facts.arguments.get("softmax_scale")
+    if not isinstance(scale, int | float):
+        return []
+    _, usual = family.config.get("args", {}).get("query_pre_attn_scalar", ((), facts.get("head_size")))
+    own = facts.arguments.get("query_pre_attn_scalar") or usual
+    if isinstance(own, int | float) and own > 0 and math.isclose(scale, own**-0.5, rel_tol=1e-6):
+        return []
+    return [f"softmax_scale {scale} (another scale than the family's)"]
 
 
 def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, object]:
@@ -88,6 +201,9 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
     for also in data.get("also", ()):
         if all(arguments.get(name) in values for name, values in also["if"].items()):
             config.update({key: _value(value, arguments) for key, value in also["set"].items()})
+    latent = arguments.get("multi_latent_attention") is True
+    if "rope" in data and (scaling := rope_scaling_of(arguments, latent)) is not None:
+        config["rope_scaling"] = scaling
     return config
 
 
