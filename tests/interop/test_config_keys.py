@@ -128,7 +128,7 @@ def variants(kind: str) -> dict[str, dict[str, Any]]:
         found |= {"groups": groups, "groups, one expert": {**groups, "num_experts_per_tok": 1}}
         found["groups, all"] = {**groups, "topk_group": 2}
     if kind == "deepseek_v3":
-        found["one expert"] = {"num_experts_per_tok": 1, "norm_topk_prob": False}
+        found["one expert"] = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "norm_topk_prob": False}
         found["one group"] = {"n_group": 1, "topk_group": 1}
     for key, value in (("attention_bias", True), ("mlp_bias", True), ("tie_word_embeddings", not fields["tie_word_embeddings"]),
                        ("num_experts_per_tok", 1), ("new_decoder_architecture", True), ("parallel_attn", False)):  # fmt: skip

@@ -221,9 +221,9 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
     if kind in _FROM_ONE:
         found |= {"gated_linear_unit": True, **{key: config.get(key) for key in _GEMMA}}
     elif not gated and kind != "bloom":
-        name = _activation(config)
-        found |= _ACTIVATIONS.get(str(name), {})
-        wrong += [] if name in _ACTIVATIONS else [f"the activation {name} (only {', '.join(_ACTIVATIONS)})"]
+        said = next(key for key in ("activation_function", "activation", "hidden_act") if key in config)
+        found |= _ACTIVATIONS.get(str(config[said]), {})
+        wrong += [] if config[said] in _ACTIVATIONS else [f"{said} {config[said]} (only {', '.join(_ACTIVATIONS)})"]
     if "blocks.{b}.attention.sinks" in there:
         found |= _SINKS | {"activation_func_clamp_value": config.get("swiglu_limit")}
     if "blocks.{b}.router.weight" in there:
@@ -281,10 +281,6 @@ def _said(keys: Mapping[str, tuple[str, ...]], config: Mapping[str, object]) -> 
     }
 
 
-def _activation(config: Mapping[str, object]) -> object:
-    return next(config[key] for key in ("activation_function", "activation", "hidden_act") if key in config)
-
-
 def _window(kind: str, config: Mapping[str, Any], blocks: int) -> dict[str, object]:
     """How far attention looks back, and in which layers it looks back to the beginning.
 
@@ -326,7 +322,7 @@ def _unsaid_routing(kind: str, config: Mapping[str, Any]) -> list[str]:
     chosen, sums = config.get("num_experts_per_tok"), config.get("norm_topk_prob")
     wrong = []
     if kind in _SIGMOID and isinstance(chosen, int) and sums is not (chosen > 1):
-        wrong.append(f"norm_topk_prob {sums} (only {chosen > 1} where {chosen} experts are chosen by sigmoid)")
+        wrong.append(f"norm_topk_prob {sums} (only {chosen > 1}, with num_experts_per_tok {chosen} and sigmoid)")
     groups, some = config.get("n_group"), config.get("topk_group")
     if not _has_groups(kind, config):
         return wrong
