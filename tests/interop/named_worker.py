@@ -89,8 +89,17 @@ def other_words() -> torch.nn.Module:
     return model
 
 
+def fixed_embedding() -> torch.nn.Module:
+    """A model whose tied embedding is not trained."""
+    model = Model()
+    model.embed.requires_grad_(False)
+    return model
+
+
 KINDS: dict[str, Any] = {
-    "plain": Model, "value head": ValueHead, "hook": lambda: hooked(NEW), "prefix": lambda: hooked({"": "transformer."}),
+    "plain": Model, "fixed embedding": fixed_embedding,
+    "value head": ValueHead, "hook": lambda: hooked(NEW),
+    "prefix": lambda: hooked({"": "transformer."}),
     "checkpoint wrapper": wrapped, "other words": other_words,
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import zckpt
@@ -24,6 +24,11 @@ KINDS = ("value head", "hook", "prefix", "checkpoint wrapper", "other words")
 JOBS: list[dict[str, Any]] = [
     *({"kind": kind, "stage": stage, "precision": "bf16"} for kind in KINDS for stage in (2, 3)),
     *({"kind": "plain", "middle": True, "stage": stage, "precision": "bf16"} for stage in (1, 2, 3)),
+]
+
+
+WITHOUT: list[dict[str, Any]] = [
+    {"kind": "fixed embedding", "exclude": True, "stage": stage, "precision": "bf16"} for stage in (1, 2, 3)
 ]
 
 
@@ -41,7 +46,7 @@ def tell(home: Path, ranks: int, jobs: list[dict[str, Any]]) -> list[list[float]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("named")
-    tell(home, 2, [{**job, "save": str(place_of(home, job))} for job in JOBS])
+    tell(home, 2, [{**job, "save": str(place_of(home, job))} for job in (*JOBS, *WITHOUT)])
     return home
 
 
@@ -79,6 +84,27 @@ def test_verify_and_inspect(saved: Path, tmp_path: Path) -> None:
         zckpt_says("inspect", checkpoint)
         zckpt_says("to-fp32", checkpoint, tmp_path / f"{number}", "--quiet")
         zckpt_says("verify", checkpoint, tmp_path / f"{number}")
+
+
+def test_a_save_without_frozen_parameters_is_completed(saved: Path, tmp_path: Path) -> None:
+    for job in WITHOUT:
+        at, out = place_of(saved, job), tmp_path / str(job["stage"])
+        live = torch.load(at / "live.pt")
+        said = " ".join(zckpt_says("inspect", at / "checkpoint").split())
+        assert "not the whole model, which has also 'embed.weight'" in said and "complete" not in said
+        assert zckpt.inspect_checkpoint(at / "checkpoint").complete is False
+        written = zckpt_says("to-fp32", at / "checkpoint", out / "part")
+        assert "lacks the model's frozen parameters" in " ".join(written.split()) and "load it with" not in written
+        assert "frozen parameters" in " ".join(zckpt_says("verify", at / "checkpoint", out / "part").split())
+        assert zckpt.inspect_checkpoint(out / "part").complete is False
+        save_file({name: tensor.contiguous() for name, tensor in live.items()}, tmp_path / "base.safetensors")
+        base = ("--base", tmp_path / "base.safetensors")
+        zckpt_says("to-fp32", at / "checkpoint", out / "whole.safetensors", *base)
+        zckpt_says("verify", at / "checkpoint", out / "whole.safetensors", *base)
+        whole = load_file(out / "whole.safetensors")
+        assert whole.keys() == live.keys() | {"scale"}
+        assert all(torch.equal(whole[name], tensor.float()) for name, tensor in live.items())
+        assert zckpt.inspect_checkpoint(out / "whole.safetensors").complete
 
 
 def test_universal_has_each_parameter_once(saved: Path, tmp_path: Path) -> None:

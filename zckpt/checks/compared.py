@@ -56,7 +56,7 @@ def compare(
         return False, "the checkpoint or the output cannot be read"
     place = manifests.find(converted)
     facts = manifests.read(place) if place is not None and output.ok else None
-    chosen = {"form", "states", "include", "exclude", "exclude_frozen", "strip_prefix", "rename"}
+    chosen = {"form", "states", "include", "exclude", "exclude_frozen", "strip_prefix", "rename", "base"}
     if facts is not None and not facts.dtype and not chosen & facts.options.keys():  # nothing cast, renamed or left out
         facts = None
     catalog = in_numbers(state.catalog, state.place, output.catalog, facts)
@@ -131,7 +131,9 @@ def _wanted(
             remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
         )  # fmt: skip
     options: dict[str, Any] = {
-        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes", "form", RECORDED)
+        name: value
+        for name, value in facts.options.items()
+        if name not in ("overflow", "wishes", "form", "base", RECORDED)
     }
     form = facts.options.get("form")
     if "rename" in options:
@@ -145,6 +147,10 @@ def _wanted(
         left_out = tuple(name for name in catalog if found_in(name))
         catalog, place = again.catalog, again.place
         form = {key: value for key, value in form.items() if key != "lora"} or None
+    if facts.options.get("base") is not None:
+        from zckpt.jobs.base_model import complete_again
+
+        catalog = complete_again(catalog, lora.base if lora else None, place.listing.directory)
     try:
         chosen = Options(**options)
         if isinstance(form, Mapping):

@@ -243,6 +243,9 @@ def to_peft(
 def words_of(planned: PlannedConversion, dtype: str) -> Words:
     """How to speak of weights that were written in this dtype."""
     what = f"{count(len(planned.catalog), 'tensor')} as {dtype}"
+    if planned.catalog.evidence.left_out:
+        part = "it lacks the model's frozen parameters, which are in the model that the run began with: --base MODEL adds them"
+        return Words(what, lambda files: part, {"dtype": dtype})
     return Words(what, lambda files: f"load it with {_loader(planned, files)}", {"dtype": dtype})
 
 

@@ -118,7 +118,7 @@ BaseModel = Annotated[
     _lora(
         "--base",
         metavar="MODEL",
-        help="Base weights, if CKPT lacks them: a directory, or a name in the hub's local cache.",
+        help="The model that the run began with, for what CKPT lacks: a directory, or a name in the hub's local cache.",
     ),
 ]
 Adapters = Annotated[
@@ -290,14 +290,14 @@ class Merging(Group):
     ] = False
 
     def options(self) -> dict[str, Any]:  # noqa: D102
-        given = {"--base": self.base, "--adapter": self.adapter, "--allow-untrained": self.allow_untrained}
+        given = {"--adapter": self.adapter, "--allow-untrained": self.allow_untrained}
         if not self.merge_lora:
             if others := [name for name, value in given.items() if value]:
                 raise UsageError(
                     f"{others[0]} is of use only with --merge-lora", found=f"{others[0]} without --merge-lora",
                     remedy=f"Add --merge-lora, or leave out {others[0]}.",
                 )  # fmt: skip
-            return {}
+            return {} if self.base is None else {"base": self.base}
         from zckpt.jobs.options import LoraMerge
 
         lora = LoraMerge(base=self.base, adapters=tuple(self.adapter), allow_untrained=self.allow_untrained)

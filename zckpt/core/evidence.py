@@ -23,27 +23,41 @@ class Evidence(NamedTuple):
         level: how strong the proof is: see the module.
         by: what says so, as a noun for a sentence; of `unknown`, why nothing does.
         missing: what would raise the level, as a noun for a sentence; empty where nothing can.
+        lacks: tensors of the model that are known not to be here, as far as they are known.
     """
 
     level: Level
     by: str
     missing: str = ""
+    lacks: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool | None:
-        """True where something proves that nothing is missing; None where it cannot be told."""
+        """True where something proves that nothing is missing, False where something is; None where it cannot be told."""
+        if self.lacks:
+            return False
         return None if self.level == "unknown" else True
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the run left parameters out on purpose: they are in the model that it began with."""
+        return self.by == LEFT_OUT
 
     def __str__(self) -> str:
         """A clause for a person: what proves the whole, or that nothing does, and what would."""
+        if self.lacks:
+            names = ", ".join(repr(name) for name in self.lacks[:3]) + (", ..." if len(self.lacks) > 3 else "")
+            return f"not the whole model, which has also {names}: {self.by}"
         if self.level != "unknown":
             return f"whole by {self.by}"
         remedy = f"; {self.missing} would tell" if self.missing else ""
         return f"it cannot be told whether this is the whole model: {self.by}{remedy}"
 
-    def as_json(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, object]:
         """The facts under the names that `--json` and `zckpt.json` have."""
-        return {"level": self.level, "by": self.by, **({"missing": self.missing} if self.missing else {})}
+        facts: dict[str, object] = {"level": self.level, "by": self.by}
+        facts |= {"missing": self.missing} if self.missing else {}
+        return facts | ({"lacks": list(self.lacks)} if self.lacks else {})
 
 
 def weakest(evidence: Iterable[Evidence]) -> Evidence:
@@ -51,5 +65,7 @@ def weakest(evidence: Iterable[Evidence]) -> Evidence:
     return min(evidence, key=lambda one: _STRENGTH.index(one.level))
 
 
+LEFT_OUT = "the run saved without its frozen parameters"
+"""DeepSpeed's `exclude_frozen_parameters`."""
 OWN_INDEX = Evidence("metadata", "the file's own index")
 LIVE = Evidence("metadata", "the model in memory")

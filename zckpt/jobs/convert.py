@@ -17,6 +17,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
+from zckpt.jobs.base_model import complete
 from zckpt.jobs.merged import kept_dtype, merged_with, with_merge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options, output_dtype, to_dtype
@@ -147,6 +148,13 @@ def prepare(
     if not single and opened.other_class:
         note = f"The config names a causal language model; the weights have the head of {opened.other_class}, which is written."
         stripped = (*stripped, note)
+    completion = None
+    if options.base is not None and merge is None:
+        completion = complete(catalog, options.base)
+        catalog, stripped = completion.catalog, (*stripped, *completion.notes)
+        if place.path:
+            inputs = protected(completion.base, completion.base.place.home, beside=True)
+            check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
     home = merge.place if merge else opened.place
     form = formed(catalog, home, options.form, to_directory=not single, exclude=options.exclude)
     options, said = settled(form.catalog, options, before=catalog)
@@ -163,8 +171,11 @@ def prepare(
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
     copies = () if single else merge.copies if merge else companions(opened.place.home)
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
+    recorded = recorded if completion is None else {**recorded, **completion.recorded}
     order = order_for(options, plan, place, catalog, copies, recorded, single=single)
     notes = opened.catalog.source.notes + stripped + form.notes + said
+    if completion is not None:
+        return PlannedConversion(opened, order, notes, options, beside=(completion.base,))
     if merge is None:
         return PlannedConversion(opened, order, notes, options)
     return PlannedConversion(opened, order, notes, options, sources=merge.sources, beside=merge.made_from)

@@ -243,6 +243,8 @@ def inspect_checkpoint(
 
 
 def _wholeness(catalog: Catalog) -> str:
+    if catalog.evidence.left_out:
+        return f"{count(len(catalog), 'trained tensor')}; {catalog.evidence}"
     if catalog.evidence.complete:
         return f"{count(len(catalog), 'tensor is', 'tensors are')} complete"
     return f"{count(len(catalog), 'tensor')}, as far as the files say: {catalog.evidence}"

@@ -71,7 +71,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         IncompleteError: base weights are missing, or an adapter was never trained.
         ZckptError: another kind says what does not fit.
     """
-    base = None if lora.base is None else _opened_base(lora.base)
+    base = None if lora.base is None else open_base(lora.base)
     if base is None:
         opened.check_read(catalog.tensors.values())
     else:
@@ -232,7 +232,7 @@ def _check_base(weights: Catalog, adapters: Sequence[AdapterWeights], opened: Op
     )  # fmt: skip
 
 
-def _opened_base(base: str | os.PathLike[str]) -> Opened:
+def open_base(base: str | os.PathLike[str]) -> Opened:
     """The base model: a directory of weights in any layout, or a model in the local cache of the hub.
 
     Raises:

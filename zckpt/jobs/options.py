@@ -93,6 +93,7 @@ class Options(WriteOptions):
         beside: allow an output beside the input's tag directories.
         form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
         lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write whole weights.
+        base: the model that the run began with, for the parameters that the save leaves out; without `lora`, which has its own.
     """
 
     dtype: DType | None = F32
@@ -108,10 +109,17 @@ class Options(WriteOptions):
     beside: bool = False
     form: Form = field(default_factory=Form)
     lora: LoraMerge | None = None
+    base: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         WriteOptions.__post_init__(self)  # slots: `super()` does not know this class
         file_bytes(self.max_shard_size, "max_shard_size")
+        if self.base is not None and self.lora is not None:
+            raise UsageError(
+                "base is given twice",
+                found="Options(base=..., lora=...)",
+                remedy="Say the base in LoraMerge(base=...).",
+            )
 
     @property
     def keeps_dtypes(self) -> bool:  # noqa: D102

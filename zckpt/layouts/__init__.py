@@ -121,7 +121,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     catalog = family.read(listing, allow_unknown=allow_unknown)
     usage.check_masters(listing, catalog.claims)
     catalog.claims.forget()
-    if catalog.evidence.complete is None:
+    if catalog.evidence.level == "unknown":
         catalog = prove_by_config(catalog, listing)
     return catalog
 

@@ -29,7 +29,7 @@ from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import IN_SAFETENSORS, DType
-from zckpt.core.evidence import OWN_INDEX, Evidence
+from zckpt.core.evidence import LEFT_OUT, OWN_INDEX, Evidence
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.layouts.plain import rank_parts
@@ -115,6 +115,9 @@ def _evidence(listing: Listing, name: str) -> Evidence:
     place = manifests.find(listing.directory)
     said = manifests.read(place).source.get("evidence") if place is not None else None
     if isinstance(said, Mapping) and said.get("level") == "unknown":
+        lacks = said.get("lacks")
+        if said.get("by") == LEFT_OUT:
+            return Evidence("unknown", LEFT_OUT, lacks=tuple(map(str, lacks)) if isinstance(lacks, list) else ())
         return Evidence("unknown", f"they were made from a save of which that is so: {said.get('by')}")
     return Evidence("metadata", f"the index {name!r}") if name.endswith(".index.json") else OWN_INDEX
 

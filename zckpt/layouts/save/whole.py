@@ -27,20 +27,37 @@ def prove_by_config(catalog: Catalog, listing: Listing) -> Catalog:
     Raises:
         IncompleteError: tensors are missing that the config's model has, or rows of them.
     """
+    left_out = catalog.evidence.left_out
     known = known_shapes(config_near(listing.directory))
     shapes = {own_name(name): entry.shape for name, entry in catalog.tensors.items()}
     shapes |= {own_name(dropped): catalog.tensors[kept].shape for dropped, kept in catalog.aliases.items()}
     found = known.shapes.keys() & shapes.keys() if known is not None else set()
     if known is None or 2 * len(found) < len(known.shapes):
-        note = f"I{str(catalog.evidence)[1:]}."
+        note = _note_on(catalog.evidence)
         return replace(catalog, source=replace(catalog.source, notes=(*catalog.source.notes, note)))
     short = [name for name in sorted(found) if is_short(shapes[name], known.shapes[name])]
     lacking = sorted(known.shapes.keys() - shapes.keys())
+    if left_out and not short and (lacking := sorted({*lacking, *catalog.evidence.lacks})):
+        evidence = catalog.evidence._replace(lacks=tuple(lacking))
+        notes = (*catalog.source.notes, _note_on(evidence))
+        return replace(catalog, evidence=evidence, source=replace(catalog.source, notes=notes))
     if short or lacking:
         raise missing_elements(listing, short[0] if short else "", known.shapes, lacking, "the config.json beside it")
     if any(shapes[name] != known.shapes[name] for name in found):  # of another size: the config is not this model's
         return catalog
     return replace(catalog, evidence=Evidence("shapes", "the config.json beside it"))
+
+
+def _note_on(evidence: Evidence) -> str:
+    if not evidence.left_out:
+        return f"I{str(evidence)[1:]}."
+    known = (
+        f": {count(len(evidence.lacks), 'tensor')}, {examples(evidence.lacks)}" if evidence.lacks else ", if it has any"
+    )
+    return (
+        f"The run saved without its model's frozen parameters (exclude_frozen_parameters){known}. They are in the model that the "
+        "run began with; to-fp32, to-fp16 and to-bf16 add them with --base MODEL."
+    )
 
 
 def missing_elements(

@@ -9,6 +9,7 @@ parameter; a buffer; or a parameter that no optimizer owns (as it is in the mode
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from zckpt.base.errors import IncompleteError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
-from zckpt.core.evidence import Evidence
+from zckpt.core.evidence import LEFT_OUT, Evidence
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, views_of, whole
 
@@ -51,15 +52,27 @@ def source_of(
     )
 
 
-def evidence_of(model: ModelStates) -> Evidence:
+def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: int | None) -> Evidence:
     """What proves that the files of one model-parallel rank hold all of its parameters.
 
     DeepSpeed lists the parameters in every model file of ZeRO, and the elements of each are counted over the ranks that the
     optimizer files name; without ZeRO, the model file is the model's whole state dict.
+
+    A save without frozen parameters has no list of them at stages 2 and 3, where there is one otherwise; tied names may still
+    say that one is missing. A save of PEFT is meant to be without: it holds adapters.
     """
+    listed = {*model.frozen_shapes, *model.shared.values()}
+    lacks = tuple(sorted(name for name in listed if name not in tensors and name not in model.shared))
+    no_list = model.root.get("frozen_param_shapes", model) is None and stage in (2, 3)
+    if (lacks or no_list) and model.is_zero() and not any(_PEFT.search(name) for name in tensors):
+        return Evidence("unknown", LEFT_OUT, "the model that the run began with", lacks)
     return Evidence(
         "metadata", "param_shapes of the model file" if model.param_shapes else "the model file's state dict"
     )
+
+
+_PEFT = re.compile(r"(?:^|\.)(?:base_model|prompt_encoder)\.")
+"""What every name in a model of PEFT has."""
 
 
 def assemble(
@@ -108,7 +121,7 @@ def assemble(
     return Catalog(
         tensors,
         replace(source, notes=source.notes + model.notes),
-        evidence_of(model),
+        evidence_of(model, tensors, source.zero_stage),
         aliases,
         topology,
         model.extras,
