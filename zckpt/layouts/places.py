@@ -23,6 +23,7 @@ from zckpt.base.words import count, examples
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
 from zckpt.layouts.save import accelerate, trainers
 from zckpt.layouts.save.apart import is_alone, last_of, one_of, saves_in
+from zckpt.layouts.save.companions import home_of
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, listed, natural
 from zckpt.layouts.save.pointers import check_tag, read_pointer
@@ -160,9 +161,7 @@ def _save(look: _Look) -> Place | None:
     if family.tagged:
         siblings = _tags(home, listed(home), ()) if home.is_readable() else (name,)
         return Place(_listing(look.path, name, _laid_over(look, name)), home, siblings)
-    homes = (look.path / "huggingface", look.path, home, home / "huggingface")
-    has_config = (place for place in homes if (place / "config.json").is_file())
-    return Place(_listing(look.path, "", look.also), next(has_config, look.path))
+    return Place(_listing(look.path, "", look.also), home_of(look.path))
 
 
 def _family_in(look: _Look, family: Family) -> Family | None:
@@ -342,7 +341,9 @@ def _several(look: _Look) -> Place | None:
 
 def _weights(look: _Look) -> Place | None:
     """Files that are read where there is nothing else."""
-    return Place(_listing(look.path, "", look.also), look.path) if _has_weights(look.names) else None
+    if not _has_weights(look.names):
+        return None
+    return Place(_listing(look.path, "", look.also), home_of(look.path, plain=True))
 
 
 def _has_weights(names: Sequence[str]) -> bool:

@@ -16,7 +16,7 @@ from zckpt.base.errors import UsageError
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.places import Place
-from zckpt.layouts.save.companions import config_of, read_config
+from zckpt.layouts.save.companions import config_of, find_config, read_config
 from zckpt.naming.adapter_names import only_adapter
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
@@ -182,7 +182,7 @@ def _config_beside(place: Place) -> tuple[dict[str, object] | None, str]:
     """The `config.json` in or beside a save, and where it is; (None, "") where there is none. Errors as in `read_config`."""
     save = place.listing.directory
     homes = [place.home] if save.is_file() else [place.home, save, save.parent]
-    for home in [below for each in homes for below in (each, each / "huggingface")]:
-        if (config := read_config(home)) is not None:
-            return config, f"{(home / 'config.json')!r}"
+    for home in homes:
+        if (found := find_config(home)) is not None:
+            return found[0], repr(found[1])
     return None, ""

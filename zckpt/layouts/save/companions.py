@@ -20,6 +20,14 @@ from zckpt.storage.location import Location
 _MOST_BYTES = 16 << 20
 """Of a config."""
 
+_KINDS = ("model_type", "_class_name")
+"""Keys of which a model's config has one: of transformers, of diffusers."""
+
+_INNER = ("huggingface", ".hf_metadata", "policy/huggingface")
+_TOKENIZERS = ("tokenizer", "policy/tokenizer")
+"""Directories in which programs keep a model's config and tokenizer, and the tokenizer alone: verl's and Accelerate's, those of
+NeMo Automodel, of NeMo-RL and of Megatron Bridge."""
+
 _CAUSAL = "ForCausalLM"
 _ENDS = ("score.weight", "score.bias", "lm_head.weight")
 
@@ -54,24 +62,62 @@ def config_file(
     return literal_file("config.json", text.encode())
 
 
-def read_config(home: Location) -> dict[str, object] | None:
-    """The `config.json` in a directory; None where there is none.
+def find_config(home: Location) -> tuple[dict[str, object], Location] | None:
+    """The model's config in a directory, or in one of those in which programs keep it, and where it is; None where there is none.
+
+    A `config.json` that names no type of model is not the model's: OLMo-core, for one, has its run's settings in such a file.
 
     Raises:
-        CorruptError: it is no JSON object. NotACheckpointError: it cannot be read.
+        As `config_of`.
     """
-    path = home / "config.json"
-    return config_of(path.path) if path.is_file() else None
+    for path in (home / "config.json", *(home / inner / "config.json" for inner in _INNER)):
+        if path.is_file() and any(isinstance((config := config_of(path.path)).get(key), str) for key in _KINDS):
+            return config, path
+    return None
+
+
+def read_config(home: Location) -> dict[str, object] | None:
+    """The config that `find_config` finds; errors as there."""
+    found = find_config(home)
+    return None if found is None else found[0]
 
 
 def config_near(save: Location) -> Mapping[str, object]:
     """The config in a save or beside it; empty where there is none that can be read."""
-    above = save.absolute().parent
-    for place in (save, save / "huggingface", above, above / "huggingface"):
+    for place in _homes(save):
         with suppress(ZckptError, OSError):
             if (config := read_config(place)) is not None:
                 return config
     return {}
+
+
+def home_of(save: Location, *, plain: bool = False) -> Location:
+    """The directory that has the model's config: the first that has one, or an unreadable one; the save's own if none has.
+
+    Args:
+        save: the directory of the save.
+        plain: whether it holds weights alone. What is beside these may be of the same model in another form, as beside Llama's
+            `original/`; NeMo-RL's are called `weights/`, or lie in `weights/model/`.
+    """
+    for place in _homes(save, plain):
+        try:
+            found = find_config(place)
+        except (ZckptError, OSError):
+            return place
+        if found is not None:
+            return place
+    return save
+
+
+def _homes(save: Location, plain: bool = False) -> list[Location]:
+    """Where the config of a save may be."""
+    above = save.absolute().parent
+    homes = [save] if plain else [save / "huggingface", save, above]
+    if plain and save.name == "weights":
+        homes.append(above)
+    if above.name == "weights":
+        homes.append(above.parent)
+    return homes
 
 
 def config_of(path: str) -> dict[str, object]:
@@ -123,10 +169,11 @@ def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
 def companions(home: Location) -> list[tuple[Location, str]]:
     """(where it is, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code.
 
-    Megatron Bridge has the tokenizer in a directory of the save, verl and others in `huggingface`.
+    Megatron Bridge and NeMo-RL have the tokenizer in a directory of its own, verl and others in `huggingface`, Automodel in
+    `.hf_metadata`.
     """
     found = {name: home / name for name in sorted(home.file_names()) if _BESIDE.fullmatch(name)}
-    for inner in (home / name for name in ("tokenizer", "huggingface")):
+    for inner in (home / name for name in (*_TOKENIZERS, *_INNER)):
         if not any(_OF_TOKENIZER.fullmatch(name) for name in found) and inner.is_dir():
             found = {name: inner / name for name in sorted(inner.file_names()) if _BESIDE.fullmatch(name)} | found
     return [(path, name) for name, path in sorted(found.items())]
