@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from zckpt import layouts
-from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError
+from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import count, examples
 from zckpt.checks.contents import add_copies, add_padding, check_bytes
@@ -206,6 +206,7 @@ def _check_save(state: Examined) -> None:
         state.add("save", answer, list(contradictions(state.origins)))
     if state.catalog is not None:  # else "tensors" says why
         _check_optimizers(state)
+        _check_states(state)
 
 
 def _check_optimizers(state: Examined) -> None:
@@ -216,9 +217,33 @@ def _check_optimizers(state: Examined) -> None:
         bad = [str(bad) for bad in agreement.contradictions(listing)]
     except ZckptError as error:
         files, bad = 2, [str(error)]
+    source = state.catalog.source if state.catalog is not None else None
+    if not files and source is not None and source.zero_stage and source.layout != "universal":
+        state.add(
+            "optimizer", "", ["every optimizer file is missing: the fp32 master weights and the states are not here"]
+        )
     if files > 1:
         answer = f"{files:,} optimizer files agree on step counts, settings and loss scale"
         state.add("optimizer", answer, summarized(bad, "places at which optimizer files disagree"))
+
+
+def _check_states(state: Examined) -> None:
+    """Whether the optimizer's states are those of the weights: what is not understood is a note, a contradiction a problem."""
+    catalog, listing = state.catalog, state.place.listing
+    if catalog is None or layouts.family_of(listing).read_training is None:
+        return
+    has_states = bool(catalog.source.optimizer_states)
+    try:
+        layouts.read_training(listing, any_shape=True)
+    except UnsupportedError as error:
+        if has_states:
+            state.notes.append(f"The optimizer's states are not checked: {error}")
+    except IncompleteError as error:
+        if has_states:  # otherwise there are none
+            state.add("states", "", [str(error)])
+    except ZckptError as error:
+        if state.ok:  # otherwise this may be what is said already
+            state.add("states", "", [str(error)])
 
 
 def _check_ends(state: Examined) -> None:

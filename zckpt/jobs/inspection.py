@@ -270,6 +270,8 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
     source = catalog.source
     if source.zero_stage is None:
         return _resumable_elsewhere(layouts.family_of(place.listing), place, catalog)
+    if source.zero_stage and source.layout != "universal" and not agreement.files_of_optimizers(place.listing):
+        return Verdict(False, "every optimizer file is missing")
     if bad := bad_ranks(grid):
         return Verdict(False, f"files of {words.ranks(bad)} are missing, damaged or of another save")
     try:

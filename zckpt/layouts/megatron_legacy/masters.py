@@ -43,10 +43,12 @@ class Masters:
     Attributes:
         states: index of the parameter in `TensorsOfRank.tensors` -> state (`param` is the master) -> its elements.
         padding: state -> elements between them.
+        problems: states that contradict the masters, as clauses; they are not in `states`.
     """
 
     states: Mapping[int, Mapping[str, tuple[Fragment, ...]]]
     padding: Mapping[str, tuple[Padding, ...]] = field(default_factory=dict[str, tuple[Padding, ...]])
+    problems: tuple[str, ...] = ()
 
 
 class _Way(NamedTuple):
@@ -80,6 +82,7 @@ def masters_of(
     has_experts = len(states) > 1
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
     padding: dict[str, tuple[Padding, ...]] = {}
+    problems: list[str] = []
     for at, state in enumerate(states):
         if state is None:
             continue
@@ -87,9 +90,10 @@ def masters_of(
         if own is None:
             return None
         found.update(own.states)
+        problems += own.problems
         for name, pads in own.padding.items():
             padding[name] = (*padding.get(name, ()), *pads)
-    return Masters(found, padding)
+    return Masters(found, padding, tuple(problems))
 
 
 # ---- vectors --------------------------------------------------------------------------------------------------------
@@ -109,14 +113,20 @@ def _of_vectors(
         return None
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
     padding: dict[str, tuple[Padding, ...]] = {}
+    problems: list[str] = []
     for (chunk, dtype, members), (key, vector) in zip(buffers, vectors, strict=True):
         refs = {name: ref for name, ref in vector.items() if isinstance(ref, TensorRef) and ref.shape}
         master = refs.get("param")
-        if master is None or dtype not in as_list(key) or any(not _is_vector(ref, master) for ref in refs.values()):
+        if master is None or dtype not in as_list(key) or not _is_vector(master, master):
             return None
+        odd = [name for name, ref in refs.items() if not _is_vector(ref, master)]
+        for name in odd:
+            problems.append(_unlike(name, refs.pop(name), master))
         size = _bucket_size(rank, chunk, args)
         laid = (_starts(rank, members, way, size, args) for way in _WAYS)
         proved = next((each for each in laid if _proved(rank, each, master, reader)), None)
+        if proved is None and odd:  # one of the two is cut, and it may be the masters
+            raise ContradictionError("; ".join(problems))
         if proved is None:
             return None
         starts, _ = proved
@@ -126,7 +136,15 @@ def _of_vectors(
         for name, ref in refs.items():
             gaps = tuple(_run(ref, start, numel)[0] for start, numel in _gaps(rank, starts, ref.numel))
             padding[name] = (*padding.get(name, ()), *([Padding(ref.dtype, gaps)] if gaps else []))
-    return Masters(found, padding)
+    return Masters(found, padding, tuple(problems))
+
+
+class ContradictionError(Exception):
+    """Vectors of one optimizer file are not of the same parameters; says which."""
+
+
+def _unlike(name: str, ref: TensorRef, master: TensorRef) -> str:
+    return f"{name!r} has {ref.dtype} {list(ref.shape)}, its masters {master.dtype} {list(master.shape)}"
 
 
 def _items(own: object) -> Iterator[tuple[object, Mapping[str, object]]]:
@@ -244,6 +262,7 @@ def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
     kept = rank.root.get("optimizer")
     states = [state for state in (kept if isinstance(kept, list) else [kept]) if isinstance(state, Mapping)]
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
+    problems: list[str] = []
     lists = [(state, as_list(_masters_in(state))) for state in states]
     every = [group for state in states for group in group_facts(state)]
     apart = {key for key in ("is_expert_parallel", "is_decoupled_lr") if any(group.get(key) for group in every)}
@@ -256,12 +275,12 @@ def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
             refs_here = [ref for ref in as_list(refs) if isinstance(ref, TensorRef)]
             if [ref.shape for ref in refs_here] != [rank.tensors[index].ref.shape for index in members]:
                 return None
-            moments = _moments(state, own, refs_here)
+            moments = _moments(state, own, refs_here, problems)
             for index, ref, beside in zip(members, refs_here, moments, strict=True):
                 found[index] = {"param": ref.fragments(), **beside}
     if any(not _agree(rank.tensors[index], own["param"], reader) for index, own in found.items()):
         return None
-    return Masters(found)
+    return Masters(found, problems=tuple(problems))
 
 
 def _masters_in(state: Mapping[str, object]) -> object:
@@ -269,7 +288,7 @@ def _masters_in(state: Mapping[str, object]) -> object:
 
 
 def _moments(
-    state: Mapping[str, object], group: Mapping[str, object], masters: Sequence[TensorRef]
+    state: Mapping[str, object], group: Mapping[str, object], masters: Sequence[TensorRef], problems: list[str]
 ) -> list[dict[str, tuple[Fragment, ...]]]:
     """The further states of a group's masters; none if the group has other parameters too, so that numbers are not theirs."""
     inner = state.get("optimizer")
@@ -281,6 +300,8 @@ def _moments(
         for name, ref in states.items() if isinstance(states, Mapping) else ():
             if isinstance(ref, TensorRef) and ref.shape == master.shape and ref.dtype == F32 and ref.shape:
                 own[str(name)] = ref.fragments()
+            elif isinstance(ref, TensorRef) and ref.shape and ref.numel > 1:
+                problems.append(_unlike(f"{name} of number {number}", ref, master))
     return found
 
 

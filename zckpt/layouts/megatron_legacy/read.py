@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry, Topology
 from zckpt.core.dtypes import F32
@@ -26,7 +26,7 @@ from zckpt.layouts.joining.rules import FileRules, check_loads, rules_of_file, u
 from zckpt.layouts.joining.slices import Joint, concatenated, join, parts, replicated
 from zckpt.layouts.megatron_legacy import files
 from zckpt.layouts.megatron_legacy.files import ModelRank
-from zckpt.layouts.megatron_legacy.masters import Masters, masters_of
+from zckpt.layouts.megatron_legacy.masters import ContradictionError, Masters, masters_of
 from zckpt.layouts.megatron_legacy.stages import RankTensor, TensorsOfRank, tensors_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import Shape, views_of
@@ -42,14 +42,13 @@ _GATED = (("linear_fc1.weight", "linear_fc2.weight"), ("dense_h_to_4h.weight", "
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a legacy save.
+    """The catalog of a legacy save; with `allow_unknown`, without masters where only some ranks' can be named.
 
     Raises:
-        IncompleteError: ranks are missing. InconsistentError: their files are not of one save.
+        IncompleteError: ranks are missing, or masters of some. InconsistentError: their files are not of one save.
         UnsupportedError: the split is one that cannot be told, or no rule says how slices are joined.
     """
-    del allow_unknown  # nothing here is laid out by unknown rules
-    return LegacySave(listing).catalog()
+    return LegacySave(listing, allow_unknown=allow_unknown).catalog()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,10 @@ class _Part:
 class LegacySave:
     """One save."""
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: Listing, *, allow_unknown: bool = False) -> None:
         self.listing = listing
+        self.allow_unknown = allow_unknown
+        self.problems: list[str] = []
         self.split = files.split_of(listing)
         self.ranks = files.ranks_of(listing, self.split)
         names = {rank: f"{directory}/model_optim_rng.pt" for rank, directory in self.ranks.items()}
@@ -80,21 +81,44 @@ class LegacySave:
         self.rules = self._rules()
 
     def _masters(self) -> dict[ModelRank, Masters]:
-        """The masters of every rank, if all can be named; otherwise none, and a note."""
+        """The masters of every rank, if all can be named; if none can, a note.
+
+        Raises:
+            InconsistentError: those of some ranks can, and of others not; or a file contradicts itself.
+        """
         found: dict[ModelRank, Masters] = {}
+        unnamed: list[str] = []
+        contradiction = ""
         with ElementReader() as reader:
             for held in self.tensors:
                 name = f"{self.ranks[held.rank]}/distrib_optim.pt"
-                optimizer = self.listing.open(name).root if name in self.listing.files else None
-                own = masters_of(held, optimizer, self.args, reader)
+                try:
+                    optimizer = (self.listing.open(name).root or ()) if name in self.listing.files else None
+                    own = masters_of(held, optimizer, self.args, reader)
+                except ContradictionError as error:
+                    own, contradiction = None, str(error)
                 if own is None:
-                    self.notes.append(
-                        f"The fp32 masters of {self.ranks[held.rank]!r} have no names, and no order of parameters that is known "
-                        "makes them this model's weights: all weights are in the precision of the model."
-                    )
-                    return {}
+                    unnamed.append(name if name in self.listing.files else self.ranks[held.rank])
+                    continue
                 found[held.rank] = own
-        return found
+                self.problems += [f"in {name!r}, {problem}" for problem in own.problems]
+        if not unnamed:
+            return found
+        if (contradiction or any(own.states for own in found.values())) and not self.allow_unknown:
+            raise InconsistentError(
+                f"the fp32 masters of {examples(unnamed)} cannot be found"
+                + ("" if contradiction else ", those of other ranks can"),
+                file=self.listing.directory,
+                found=contradiction or "vectors or lists that no order of parameters makes this model's weights",
+                expected="masters of every rank",
+                remedy=f"{COPY_AGAIN} With --allow-unknown-layout, the half-precision weights of all ranks are written.",
+            )
+        self.notes.append(
+            f"The fp32 masters of {examples(unnamed)} have no names, and no order of parameters that is known makes them this "
+            "model's weights: all weights are in the precision of the model."
+        )
+        self.problems.clear()
+        return {}
 
     def _rules(self) -> FileRules:
         given = self.listing.options.tp_rules
@@ -113,12 +137,21 @@ class LegacySave:
         if without and any(own.states for own in self.masters.values()):
             lacking = [place for place in self.ranks.values() if f"{place}/distrib_optim.pt" not in self.listing.files]
             why = f"there is no distrib_optim.pt in {examples(lacking)}" if lacking else "no file has them"
+            if not self.allow_unknown:
+                raise IncompleteError(
+                    f"the fp32 masters of {count(len(without), 'tensor')} are missing, such as {without[0]!r}",
+                    file=self.listing.directory, found=why, expected="masters of every rank, since some ranks have them",
+                    remedy="Copy the file from the node that wrote it (--also DIR lays further directories over this one). With "
+                    "--allow-unknown-layout, the half-precision weights of all ranks are written.",
+                )  # fmt: skip
             self.notes.append(
                 f"The fp32 masters of {count(len(without), 'tensor')} such as {without[0]!r} are missing: {why}. "
                 "All weights are in the precision of the model."
             )
             self.masters = {}
             tensors = self._tensors()
+        if self.problems:
+            self.notes.append(f"Optimizer states cannot be read, the fp32 masters can: {'; '.join(self.problems[:3])}.")
         split = self.split
         if split.ep > 1:
             self.notes.append(

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from zckpt.base.errors import UnsupportedError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.layouts.megatron_legacy import files
@@ -34,9 +34,13 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     Raises:
         UnsupportedError: the moments cannot be named.
     """
-    del allow_unknown
-    save = LegacySave(listing)
+    save = LegacySave(listing, allow_unknown=allow_unknown)
     catalog = save.catalog()
+    if save.problems:
+        raise InconsistentError(
+            "has optimizer states that are not of its parameters", file=listing.directory, found="; ".join(save.problems[:3]),
+            expected="states of the same shapes as the masters", remedy=OTHER_SAVE,
+        )  # fmt: skip
     if reason := unnamed_states(catalog, save):
         raise UnsupportedError(
             "has optimizer states that cannot be named", file=listing.directory, found=reason,
@@ -74,7 +78,8 @@ def unread_states(listing: Listing) -> str:
     if not has_vectors and not listing.entry(listing.matching(files.MODEL)[0], "optimizer"):
         return ""
     save = LegacySave(listing)
-    return unnamed_states(save.catalog(), save)
+    catalog = save.catalog()
+    return "; ".join(save.problems[:3]) or unnamed_states(catalog, save)
 
 
 def _groups(save: LegacySave, trained: Mapping[str, TensorEntry]) -> list[ParameterGroup]:

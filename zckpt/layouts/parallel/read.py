@@ -29,7 +29,7 @@ from zckpt.layouts.joining.slices import Joint, cut_off, join, replicated
 from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied
 from zckpt.layouts.run.agreement import merged
 from zckpt.layouts.run.training import ParameterGroup, Training
-from zckpt.layouts.run.values import missing_ranks
+from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, flatten, read_model_states
 from zckpt.layouts.save.origins import check_alike
@@ -80,6 +80,7 @@ class ParallelSave:
         self.listing = listing
         self.allow_unknown = allow_unknown
         self.layers = _layers(listing)
+        self.lost = ""
         ranks = listing.model_parallel_ranks()
         models = {rank: self._model(rank) for rank in ranks}
         self.topology = self._topology(models)
@@ -111,11 +112,7 @@ class ParallelSave:
         names = [n for n in self.listing.matching(MODEL_NAME) if int(n.split("_")[2]) == rank]
         names += self.listing.shards("model", rank).values()
         if not names:
-            raise IncompleteError(
-                f"the model states file of mp_rank {rank:02d} is missing",
-                file=self.listing.directory,
-                remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
-            )
+            raise missing_model_file(self.listing, rank)
         root = self.listing.open(names[0]).root
         elsewhere = self.layers and not (isinstance(root, Mapping) and isinstance(root.get("module"), Mapping))
         return read_model_states(self.listing, names[0], module={} if elsewhere else None)
@@ -155,7 +152,12 @@ class ParallelSave:
             return ModelSlice(catalog, save.model, lambda: zero.training_of(save), save)
         if model.is_zero():
             size = model.ranks("dp_world_size") or 1
-            raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
+            own = unsharded.own_weights(model)
+            if own is None or any(self.listing.shards("optim", other) for other in self.listing.model_parallel_ranks()):
+                raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
+            self.lost = unsharded.lost_masters(own, size * self.topology.tp * self.topology.pp)
+            catalog = assemble(model, own, source, self.topology)
+            return ModelSlice(catalog, model, lambda: unsharded_training.training_of(model))
         masters, _ = unsharded.masters(model)
         catalog = assemble(model, masters, source, self.topology, frozen={})
         return ModelSlice(catalog, model, lambda: unsharded_training.training_of(model))
@@ -251,7 +253,8 @@ class ParallelSave:
         model, save = self.stages[0][0].model, self.stages[0][0].save
         dp = self._data_parallel()
         notes = (*self._notes(), *model.notes)
-        source = source_of(self.listing, model, save.stage if save else 0, tuple(self._state_names()), notes)
+        zero_stage = save.stage if save else unsharded.stage_of(model) if self.lost else 0
+        source = source_of(self.listing, model, zero_stage, tuple(self._state_names()), notes)
         kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
         views = tuple(view for stage in self.stages for held in stage for view in held.catalog.views)
         evidence = weakest([*(held.catalog.evidence for stage in self.stages for held in stage), self._evidence(model)])
@@ -280,6 +283,8 @@ class ParallelSave:
             yield from dict.fromkeys(state for group in first.training().groups for state in group.states)
 
     def _notes(self) -> Iterator[str]:
+        if self.lost:
+            yield self.lost
         if self.listing.options.tp_rules:
             yield f"Slices were joined by the rules of {self.listing.options.tp_rules!r}."
         if self.layers and self.topology.pp > 1:

@@ -6,9 +6,10 @@ For every family.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, UnsupportedError
-from zckpt.base.words import count, ranks
+from zckpt.base.words import count, examples, ranks
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage.location import locate
@@ -79,9 +80,18 @@ def keep_alike(kept: dict[str, object], state: str, value: object, owner: str, f
 
 
 def missing_ranks(
-    listing: Listing, kind: str, found: list[int], missing: list[int], world_size: int
+    listing: Listing, kind: str, found: list[int], missing: list[int], world_size: int, rescue: str = ""
 ) -> IncompleteError:
-    """The error for rank files that are missing; `kind` is what they hold, such as "optimizer"."""
+    """The error for rank files that are missing.
+
+    Args:
+        listing: the save.
+        kind: what they hold, such as "optimizer".
+        found: ranks.
+        missing: ranks.
+        world_size: how many there are.
+        rescue: a sentence on what can be saved without these files.
+    """
     whose = ranks(missing)
     files = count(world_size, f"{kind} file is", f"{kind} files are")
     return IncompleteError(
@@ -90,16 +100,27 @@ def missing_ranks(
         found=f"{kind} files of {ranks(found)}" if found else f"no {kind} file",
         expected=f"world size {world_size}",
         remedy=f"Copy the {kind} files of {whose} from the nodes that wrote them (--also DIR lays another directory over this "
-        "one), or choose another tag.",
+        "one), or choose another tag." + (f" {rescue}" if rescue else ""),
     )
 
 
-def missing_model_file(listing: Listing) -> IncompleteError:
-    """The error for a save without a model states file."""
+def missing_model_file(listing: Listing, mp_rank: int = 0) -> IncompleteError:
+    """The error for a save without a model states file, which names the files that a run of its stage has."""
+    optimizers = listing.shards("optim", mp_rank)
+    expected = (
+        f"mp_rank_{mp_rank:02d}_model_states.pt (ZeRO-1, -2) or zero_pp_rank_*_model_states.pt (ZeRO-3) beside them"
+    )
+    remedy = "Copy it from the node that wrote it (--also DIR lays further directories over this one)."
+    if optimizers:
+        state = listing.entry(next(iter(optimizers.values())), "optimizer_state_dict")
+        if isinstance(state, Mapping) and "fp32_flat_groups" in state:
+            names = [f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt" for rank in optimizers]
+            expected = examples(names) + " beside them" + (f", {len(names):,} files" if len(names) > 3 else "")
+            remedy = "Copy them from the nodes that wrote them (--also DIR lays further directories over this one)."
+        elif isinstance(state, Mapping) and "single_partition_of_fp32_groups" in state:
+            expected = f"mp_rank_{mp_rank:02d}_model_states.pt beside them"
+    whose = f" of mp_rank {mp_rank:02d}" if len(listing.model_parallel_ranks()) > 1 else ""
     return IncompleteError(
-        "has no model states file",
-        file=listing.directory,
-        found="optimizer files only",
-        expected="mp_rank_00_model_states.pt (ZeRO-1, -2) or zero_pp_rank_*_model_states.pt (ZeRO-3) beside them",
-        remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
-    )
+        f"has no model states file{whose}", file=listing.directory, found="optimizer files only", expected=expected,
+        remedy=remedy,
+    )  # fmt: skip

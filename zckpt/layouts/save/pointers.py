@@ -5,6 +5,7 @@ For `places`.
 
 from __future__ import annotations
 
+import codecs
 import os
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, ZckptError
@@ -12,13 +13,15 @@ from zckpt.storage.location import Location
 
 
 def read_pointer(path: Location) -> str:
-    """What a file such as `latest` says.
+    """What a file such as `latest` says, whatever editor wrote it: a mark of Unicode, line ends and blanks are left out.
 
     Raises:
         NotACheckpointError: it cannot be read. IncompleteError: it is empty.
     """
     try:
-        text = path.read(4096).decode().strip()
+        data = path.read(4096)
+        is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = data.decode("utf-16" if is_wide else "utf-8-sig").strip()
     except ZckptError:
         raise
     except (OSError, UnicodeDecodeError) as error:

@@ -17,7 +17,7 @@ from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import SCALER, as_list, missing_ranks, step_of
-from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count
 from zckpt.layouts.save.origins import check_alike
 
@@ -198,7 +198,13 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
     ranks = {shard.rank for shard in shards}
     missing = sorted(set(range(recorded)) - ranks)
     if missing:
-        raise missing_ranks(listing, "optimizer", sorted(ranks), missing, recorded)
+        whole = shards[0].stage in (None, 1, 2) and listing.matching(MODEL_NAME)
+        rescue = (
+            f"The half-precision weights alone: put {whole[0]} into a directory of its own, and convert that."
+            if whole
+            else ""
+        )
+        raise missing_ranks(listing, "optimizer", sorted(ranks), missing, recorded, rescue)
     extra = sorted(ranks - set(range(recorded)))
     if extra:
         raise InconsistentError(

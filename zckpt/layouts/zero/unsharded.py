@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.fragments import Fragment
@@ -32,11 +32,42 @@ def read(listing: Listing) -> Catalog:
     model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
     world_size = model.ranks("dp_world_size") or 1
     if model.is_zero():
-        raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+        own = own_weights(model)
+        if own is None:
+            raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+        source = source_of(listing, model, stage_of(model), (), (lost_masters(own, world_size),))
+        return assemble(model, own, source, model.topology(world_size))
     found, notes = masters(model)
     source = source_of(listing, model, 0, state_names(model.root.get("optimizer")), notes)
     catalog = assemble(model, found, source, model.topology(world_size), frozen={})
     return frozen_without_master(catalog, found) if found else catalog
+
+
+def own_weights(model: ModelStates) -> dict[str, TensorEntry] | None:
+    """The module's own weights of the parameters that a ZeRO run trained, for a save without any optimizer file.
+
+    None where the model file does not hold them: stage 3 has placeholders.
+    """
+    shapes = {name: shape for group in model.param_shapes for name, shape in group.items()}
+    if not shapes or any(
+        name not in model.module or model.module[name].shape != shape for name, shape in shapes.items()
+    ):
+        return None
+    return {name: whole(name, model.module[name], "parameter") for name in shapes}
+
+
+def stage_of(model: ModelStates) -> int:
+    """The stage of a run whose optimizer files are all missing, from its config; it cannot be 3."""
+    return 2 if model.zero_config.get("stage") == 2 else 1
+
+
+def lost_masters(weights: Mapping[str, TensorEntry], world_size: int) -> str:
+    """The note on a save of ZeRO whose optimizer files are all missing."""
+    dtypes = sorted({entry.dtype.name for entry in weights.values()})
+    return (
+        f"There is no optimizer file of the run's {count(world_size, 'rank')}: its fp32 master weights and the optimizer's "
+        f"states are not here. These are the module's own weights, in {' and '.join(dtypes)}."
+    )
 
 
 def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) -> Catalog:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError
+from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F16
@@ -33,7 +33,7 @@ def read_training(listing: Listing, names: Names | None = None) -> Training:
 
     Raises:
         IncompleteError: the file holds no optimizer.
-        InconsistentError: the parameters of the states cannot be found.
+        UnsupportedError: the parameters of the states cannot be found.
     """
     return training_of(read_model_states(listing, listing.matching(MODEL_NAME)[0]), names)
 
@@ -106,7 +106,7 @@ def _names(
     """The parameters of each group.
 
     Raises:
-        InconsistentError: they cannot be found.
+        UnsupportedError: they cannot be found.
     """
     own = model.root.get("zckpt")
     candidates: list[Names] = []
@@ -121,7 +121,7 @@ def _names(
     for names in candidates:
         if len(names) == groups and (counts is None or [len(members) for members in names] == list(counts)):
             return [list(members) for members in names]
-    raise InconsistentError(
+    raise UnsupportedError(
         "optimizer states without names cannot be told apart", file=model.file,
         found=f"{groups} groups" + (f" of {', '.join(map(str, counts))} parameters" if counts else ""),
         remedy="Load it in a run with the same parameter groups, or load its weights alone (load_module_only=True).",

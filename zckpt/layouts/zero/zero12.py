@@ -73,10 +73,11 @@ def load(
         IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
     """
     name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
+    if model is None and name is None:  # first of all: it may be that the keys in other files are those of stage 3
+        raise missing_model_file(listing, mp_rank)
     shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
     if model is None:
-        if name is None:
-            raise missing_model_file(listing)
+        assert name is not None
         model = read_model_states(listing, name)
     world_size = check_ranks(listing, shards, model)
     if not model.param_shapes:
