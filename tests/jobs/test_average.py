@@ -89,6 +89,24 @@ def test_weights_task_vectors_and_arcs(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"weights": [0.5, 0.5]}, {"ema": 0.9}, {"slerp": 0.5}, {"task_vector": "0"}],
+    ids=lambda how: next(iter(how), "mean"),
+)
+def test_tensors_without_elements_are_kept(how: dict[str, Any], tmp_path: Path) -> None:
+    modules = [model(seed) for seed in range(2)]
+    homes = [saved(tmp_path / str(seed), one, none=torch.zeros(0, 4)) for seed, one in enumerate(modules)]
+    if "task_vector" in how:
+        how = {"task_vector": homes[0]}
+    zckpt.average(homes, tmp_path / "out", **how)
+    zckpt.average([home / "model.safetensors" for home in homes], tmp_path / "halves.safetensors", dtype="bf16", **how)
+    assert read(tmp_path / "out")["none"].shape == (0, 4)
+    assert load_file(tmp_path / "halves.safetensors")["none"].shape == (0, 4)
+    assert read(tmp_path / "out").keys() == {*NAMES, "none"}
+    assert zckpt.verify(tmp_path / "out").ok
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     models = [torch.nn.Linear(30, 40).to(dtype) for _ in range(3)]

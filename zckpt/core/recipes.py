@@ -147,8 +147,13 @@ class Recipe(Protocol):
 
 
 def derived(name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, role: Role = "parameter") -> TensorEntry:
-    """A tensor whose elements a recipe computes; shape in elements, `dtype` that of the recipe's results."""
+    """A tensor whose elements a recipe computes; shape in elements, `dtype` that of the recipe's results.
+
+    A tensor of no elements has no fragments: there is nothing to compute.
+    """
     numel = math.prod(shape)
+    if not numel:
+        return TensorEntry(name, shape, dtype, role, ())
     steps = recipe.steps if isinstance(recipe, Fold) and are_at_hand(recipe.inputs) else ()
     store = DerivedStore(recipe, dtype.itemsize, numel * dtype.itemsize, steps)
     return TensorEntry(name, shape, dtype, role, (Fragment(store, 0, 0, numel),))
