@@ -88,14 +88,14 @@ def made_config(
 
 
 def looked_at(adapter: AdapterWeights) -> tuple[str, int, list[str]]:
-    """A SHA-256 of an adapter's tensors, how many begin as zeros, and names of those that are still all zeros."""
+    """A SHA-256 of an adapter and of what lies beside it, how many tensors begin as zeros, and names of those still zero."""
     from hashlib import sha256
 
     begin_as_zeros = {(one.a if one.embedding else one.b).name: None for one in adapter.factors.values()}
     zeros: list[str] = []
     digest = sha256()
     with ElementReader() as reader:
-        for name, entry in sorted(adapter.tensors.items()):
+        for name, entry in sorted((*adapter.tensors.items(), *adapter.beside.items())):
             digest.update(repr((name, entry.dtype.name, entry.shape)).encode("utf-8", "surrogatepass"))
             is_zero = entry.name in begin_as_zeros
             for start in range(0, entry.numel, _AT_ONCE):

@@ -21,6 +21,7 @@ from zckpt.core.fragments import DerivedStore
 from zckpt.jobs.adapters import CONFIG, chosen, config_path, looked_at, made_config, read_adapter_config
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import LoraMerge
+from zckpt.jobs.trained import trained_in, trained_with, without_copies
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, only_adapter
@@ -79,24 +80,28 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
     homes = [one.place.home for one in others]
     own = replace(catalog, tensors={}, aliases={}) if _is_adapter_file(catalog) else base_of(catalog)
-    if base is None:
-        weights = own
-    else:
-        weights = _with_trained(base_of(strip_wrappers(base.catalog)[0]), own, catalog)
+    weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
+    trained = {} if base is None or _is_adapter_file(catalog) else trained_in(catalog, weights)
+    notes: list[str] = []
+    with_files: list[AdapterWeights] = []  # and without copies of the base's tensors
+    for adapter in adapters:
+        other = next((one for one in others if one.place.listing.directory.path == adapter.file), None)
+        beside, sentences = ({}, []) if other is None else trained_with(adapter, other, weights)
+        with_files.append(replace(without_copies(adapter, weights), beside=beside))
+        notes += sentences
     config_home = (base or opened).place.home
     config = read_config(config_home)
     if base is None:
         _check_base(weights, adapters, opened)
-    model = merged(weights, adapters, config)
-    notes = [*model.notes]
+    model = merged(weights, with_files, config, trained, opened.place.listing.directory.path)
+    notes += model.notes
     recorded: list[object] = []
-    for adapter in adapters:
-        digest, begin_as_zeros, empty = looked_at(adapter)
+    for adapter, with_more in zip(adapters, with_files, strict=True):
+        digest, begin_as_zeros, empty = looked_at(replace(adapter, beside=with_more.beside))
         if (
             empty
             and len(empty) == begin_as_zeros
-            and not adapter.whole
-            and not adapter.tokens
+            and not (with_more.whole or with_more.beside or with_more.tokens)
             and not lora.allow_untrained
         ):
             raise IncompleteError(
@@ -112,7 +117,12 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         inside = adapter.file == opened.place.listing.directory.path
         recorded.append({"in_checkpoint": inside, **_facts(adapter, digest)})
     said = joined([repr(one.name) + ("" if one.weight == 1 else f" times {one.weight:g}") for one in adapters])
-    notes.insert(0, f"Adapter {said}: merged into {count(len(model.changed), 'tensor')} of the base model.")
+    changed = [name for name in model.changed if name not in trained]
+    notes.insert(0, f"Adapter {said}: merged into {count(len(changed), 'tensor')} of the base model.")
+    if trained:
+        notes.append(
+            f"{count(len(trained), 'tensor')} trained beside the adapters: written too, such as {examples(trained, 1)}."
+        )
     if unmerged := sorted({it.adapter for it in adapters_in(catalog).values()} - {one.name for one in adapters}):
         notes.append(f"{examples(unmerged)}: in the checkpoint, and not merged, since --adapter does not name it.")
     facts: dict[str, object] = {
@@ -195,18 +205,6 @@ def _facts(adapter: AdapterWeights, digest: str) -> dict[str, object]:
     keys = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     config = {key: adapter.config[key] for key in keys if adapter.config.get(key)}
     return {"name": adapter.name, "weight": adapter.weight, **config, "tensors": len(adapter.tensors), "sha256": digest}
-
-
-def _with_trained(base: Catalog, own: Catalog, catalog: Catalog) -> Catalog:
-    """The base with what the checkpoint trained beside its adapters, where it says what it trained.
-
-    Raises:
-        InconsistentError: such a tensor is not of the base.
-    """
-    if catalog.source.zero_stage is None and not any(entry.role == "frozen" for entry in catalog.tensors.values()):
-        return base
-    trained = {name: entry for name, entry in own.tensors.items() if entry.role == "parameter" and name in base.tensors}
-    return replace(base, tensors={**base.tensors, **trained})
 
 
 def _check_base(weights: Catalog, adapters: Sequence[AdapterWeights], opened: Opened) -> None:

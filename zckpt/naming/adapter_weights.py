@@ -96,6 +96,7 @@ class AdapterWeights:
         config_file: where that is, for errors.
         weight: that its effect is multiplied by.
         with_base: whether it lies in one checkpoint with the weights that it was trained on.
+        beside: tensors that were trained whole with it, and are not in its own file, by their names in the base model.
     """
 
     name: str
@@ -105,6 +106,7 @@ class AdapterWeights:
     config_file: str
     weight: float = 1.0
     with_base: bool = False
+    beside: Mapping[str, TensorEntry] = field(default_factory=dict[str, TensorEntry])
     factors: Mapping[str, Factors] = field(init=False, repr=False)
     tokens: Mapping[str, TensorEntry] = field(init=False, repr=False)
     whole: Mapping[str, TensorEntry] = field(init=False, repr=False)

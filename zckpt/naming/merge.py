@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import examples, joined
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
@@ -54,13 +54,21 @@ def base_of(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=tensors, aliases=aliases, padding=())
 
 
-def merged(base: Catalog, adapters: Sequence[AdapterWeights], config: Mapping[str, object] | None) -> MergedModel:
+def merged(
+    base: Catalog,
+    adapters: Sequence[AdapterWeights],
+    config: Mapping[str, object] | None,
+    trained: Mapping[str, TensorEntry] | None = None,
+    checkpoint: str = "",
+) -> MergedModel:
     """The base model with the adapters merged, in their order.
 
     Args:
         base: the base model's tensors, by their own names.
         adapters: each with its weight.
         config: the model's `config.json`.
+        trained: tensors that were trained beside the adapters.
+        checkpoint: where these are, for errors.
 
     Raises:
         IncompleteError: the base model has no tensor that an adapter changes.
@@ -68,6 +76,8 @@ def merged(base: Catalog, adapters: Sequence[AdapterWeights], config: Mapping[st
         UnsupportedError: the method, or the base's dtype, cannot be merged. UsageError: adapters exclude each other.
     """
     model = ModelTensors(base, config)
+    for name, entry in (trained or {}).items():
+        _put_trained(model, name, entry, checkpoint)
     _replace_whole(model, adapters)
     updates: dict[str, list[Update]] = {}
     shapes: dict[str, tuple[int, int]] = {}
@@ -108,16 +118,43 @@ def merged(base: Catalog, adapters: Sequence[AdapterWeights], config: Mapping[st
     return MergedModel(catalog, tuple(model.changed), tuple(model.untied), tuple(notes))
 
 
+def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) -> None:
+    """Puts in a tensor that was trained beside the adapters; the base model may lack it.
+
+    Raises:
+        InconsistentError: the base model has the tensor under another name, so there would be two of it.
+    """
+    if name in model.tensors or name in model.aliases:
+        model.put(name, entry, tied=name in model.tensors)  # a tie is one parameter, and that was trained
+        return
+    parts = name.split(".")
+    for other, own in model.tensors.items():
+        same = f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
+        if (
+            own.shape == entry.shape
+            and "." in name
+            and "." in other
+            and (same or sorted(other.split(".")) == sorted(parts))
+        ):
+            raise InconsistentError(
+                f"the trained tensor {name!r} has another name in the base model", file=file, found=f"{other!r} there",
+                expected=f"{name!r}, as in the model that was trained",
+                remedy="Pass with --base the model as the run has it: saved with save_pretrained by the run's transformers.",
+            )  # fmt: skip
+    model.put(name, entry)
+
+
 def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> None:
     """Puts in the modules, biases and embeddings that were trained whole."""
     owner: dict[str, str] = {}
     for adapter in adapters:
         together = _trained_together(model, adapter)
-        for name, entry in adapter.whole.items():
+        for name, entry in (*adapter.whole.items(), *adapter.beside.items()):
             before = model.find(name)
-            if before is None:
+            is_beside = adapter.beside.get(name) is entry
+            if before is None and not is_beside:
                 raise not_in_base(model, adapter, name, entry.name)
-            if before.shape != entry.shape:
+            if before is not None and before.shape != entry.shape:
                 raise other_shape(adapter, entry.name, entry.shape, name, before.shape)
             if adapter.weight != 1 or name in owner:
                 raise UsageError(
@@ -126,7 +163,9 @@ def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> N
                     expected="one adapter that trained it, with weight 1", remedy="Leave out the weight, or one of the adapters.",
                 )  # fmt: skip
             owner[name] = adapter.name
-            if together.get(name, name) == name:
+            if is_beside:
+                _put_trained(model, name, entry, adapter.file)
+            elif together.get(name, name) == name:
                 model.put(name, entry, tied=name in together)
 
 

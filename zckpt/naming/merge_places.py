@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
@@ -24,10 +25,15 @@ EMBEDDINGS = (
     "embed_in.weight",
     "tok_embeddings.weight",
 )
-_TRANSPOSED_TYPES = frozenset(("gpt_oss", "aria", "aria_text", "openai_privacy_filter"))
-"""Models of transformers whose experts lie as (experts, in, out).
+_TRANSPOSED_SINCE = {"gpt_oss": (5, 0), "aria": (5, 23), "aria_text": (5, 23), "openai_privacy_filter": (5, 23)}
+"""Models whose experts lie as (experts, in, out) and say so, and a version of transformers that has it so.
 
-Source: transformers 5.23, `use_experts_implementation(is_transposed=True)`.
+Source: transformers 5.0.0 and 5.23, `use_experts_implementation(is_transposed=True)`; 4.57 has no such mark.
+"""
+_SWAPS, _MAY_SWAP = (0, 19), (0, 18, 2)
+"""The version of PEFT since which A is for the last dimension of experts without that mark, and the first that may do so.
+
+Before, A was for the first dimension of all experts. Source: PEFT 0.17.1, 0.18.1, 0.19.1, tuners/lora/layer.py `ParamWrapper`.
 """
 
 OTHER_BASE = "Pass with --base the model that the adapter was trained on."
@@ -60,7 +66,7 @@ class ModelTensors:
             self.tensors[self.aliases.get(name, name)] = replace_name(entry, self.aliases.get(name, name))
             return
         before = self.find(name)
-        if name not in self.tensors:
+        if name not in self.tensors and before is not None:
             self.aliases.pop(name, None)
             self.untied[name] = None
         followers = [dropped for dropped, kept in self.aliases.items() if kept == name]
@@ -133,9 +139,17 @@ def _experts(model: ModelTensors, adapter: AdapterWeights, module: str, several:
                     for (name, one), (experts, _) in zip(pairs, fits, strict=True)
                 ]
                 found.append((transposed, tuple(found_places)))
-    if len(found) > 1:
-        is_transposed = bool(_types(model.config) & _TRANSPOSED_TYPES)
-        found = [one for one in found if one[0] == is_transposed] or found
+    if {one[0] for one in found} == {False, True}:
+        is_transposed = _is_for_first(model.config, adapter)
+        if is_transposed is None:
+            raise UnsupportedError(
+                f"which way round the LoRA of {names[0]!r} lies cannot be told", file=adapter.file,
+                found=f"square matrices, peft_version {adapter.config.get('peft_version')!r} of the adapter, and "
+                f"transformers_version {model.config.get('transformers_version')!r} of the model",
+                expected="versions that tell the order: it changed with PEFT 0.19 and transformers 5",
+                remedy="Merge this adapter with PEFT, in the environment that trained it.",
+            )  # fmt: skip
+        found = [one for one in found if one[0] == is_transposed]
     if not found:
         a, name = inner_first[0].a, names[0]
         raise other_shape(adapter, a.name, a.shape, name, model.tensors[name].shape)
@@ -148,9 +162,32 @@ def _experts(model: ModelTensors, adapter: AdapterWeights, module: str, several:
     yield from found[0][1]
 
 
-def _types(config: Mapping[str, object]) -> set[str]:
+def _is_for_first(config: Mapping[str, object], adapter: AdapterWeights) -> bool | None:
+    """Whether A is for the first dimension of a model's experts, as the versions say it; None if they do not.
+
+    PEFT writes its version since 0.18. A model's config has the version of transformers that saved it: the run's in a
+    checkpoint of the run, and in another base perhaps an older one.
+    """
+    peft = _version(adapter.config.get("peft_version"))
+    if peft is None:
+        return True if "auto_mapping" in adapter.config and "peft_version" not in adapter.config else None
+    if peft < _SWAPS:
+        return True if peft < _MAY_SWAP else None
     text = config.get("text_config")
-    return {str(config.get("model_type")), str(text.get("model_type") if isinstance(text, Mapping) else "")}
+    kinds = [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+    since = [_TRANSPOSED_SINCE[kind] for kind in kinds if isinstance(kind, str) and kind in _TRANSPOSED_SINCE]
+    if not since:
+        return False if any(kinds) else None
+    transformers = _version(config.get("transformers_version"))
+    if transformers is not None and transformers >= min(since):
+        return True
+    return False if transformers is not None and transformers < (5,) and adapter.with_base else None
+
+
+def _version(said: object) -> tuple[int, ...] | None:
+    """The numbers of a version: (4, 57, 6) of "4.57.6"; None for anything else."""
+    match = re.match(r"\d+(?:\.\d+)+", said) if isinstance(said, str) else None
+    return tuple(map(int, match[0].split("."))) if match else None
 
 
 def _fits(entry: TensorEntry, factors: Factors) -> tuple[int, tuple[bool, ...]]:

@@ -1,0 +1,218 @@
+"""What was trained beside adapters is in the merged model, or an error names it; copies of the base's tensors do not count."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synth
+import torch
+import torch.distributed.checkpoint
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.jobs.options import LoraMerge, Options
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+QV = {"target_modules": ["q_proj", "v_proj"], "r": 2}
+PROJECTOR = "model.projector"
+WEIGHTS = "model.safetensors"
+
+
+def tiny(**more: Any) -> Any:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **more))
+
+
+def run(home: Path, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A base model on disk, the live PEFT model with a projector that the base lacks, and the tensors that it trains."""
+    torch.manual_seed(3)
+    base = tiny()
+    base.save_pretrained(home / "base")
+    base.model.projector = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16))
+    model = peft.get_peft_model(base, peft.LoraConfig(**{**QV, "init_lora_weights": False, **config}))
+    for name, parameter in model.named_parameters():
+        if "projector" in name:
+            parameter.requires_grad_(True)
+    return model, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def saved(home: Path, how: str, model: Any, trained: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of the run, without frozen parameters where its form allows that."""
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if "projector" in name}
+    if how == "zero2":
+        synth.zero12(home / "run", [trained], 2, buffers=buffers)
+    elif how == "zero3":
+        synth.zero3(home / "run", [trained], 2, buffers=buffers)
+    else:
+        state = model.state_dict() if how == "whole state" else {**trained, **buffers}
+        torch.distributed.checkpoint.save({"model": state}, checkpoint_id=home / "run")
+    model.peft_config["default"].save_pretrained(home / "run")
+    return home / "run"
+
+
+@pytest.mark.parametrize("how", ["zero2", "zero3", "trained alone", "whole state"])
+def test_a_module_that_the_base_lacks(how: str, tmp_path: Path) -> None:
+    model, trained = run(tmp_path)
+    lora = LoraMerge(base=tmp_path / "base")
+    checkpoint = saved(tmp_path, how, model, trained)
+    report = zckpt.convert(checkpoint, tmp_path / "out", dtype="fp32", options=Options(lora=lora))
+    assert any(PROJECTOR in note and "trained beside" in note for note in report.notes)
+    assert not any("tied" in note for note in report.notes)
+    found = load_file(tmp_path / "out" / WEIGHTS)
+    merged = model.merge_and_unload().state_dict()
+    assert found.keys() == merged.keys() - {"lm_head.weight"} | ({"lm_head.weight"} & found.keys())
+    for name, tensor in merged.items():
+        if name.startswith(PROJECTOR):
+            assert torch.equal(found[name], tensor.float() if tensor.is_floating_point() else tensor), name
+    assert zckpt.verify(checkpoint, tmp_path / "out", lora=lora).ok
+
+
+def test_verify_names_what_an_output_lacks(tmp_path: Path) -> None:
+    model, trained = run(tmp_path)
+    lora = LoraMerge(base=tmp_path / "base")
+    checkpoint = saved(tmp_path, "zero2", model, trained)
+    zckpt.convert(checkpoint, tmp_path / "out", dtype="fp32", options=Options(lora=lora, exclude=["*projector*"]))
+    manifest = json.loads((tmp_path / "out" / "zckpt.json").read_text())
+    del manifest["options"]["exclude"]  # as a program would write it that forgot them
+    (tmp_path / "out" / "zckpt.json").write_text(json.dumps(manifest))
+    found = zckpt.verify(checkpoint, tmp_path / "out", lora=lora)
+    text = "\n".join(found.lines())
+    assert not found.ok and all(
+        name.removeprefix("base_model.model.") in text for name in trained if "projector" in name
+    )
+
+
+def test_a_tensor_of_the_base_under_another_name(tmp_path: Path) -> None:
+    """Written beside it, it would leave the base's untrained one where loaders look."""
+    model, trained = run(tmp_path)
+    weights = load_file(tmp_path / "base" / WEIGHTS)
+    weights |= {f"projector.0.{end}": torch.zeros(size) for end, size in (("weight", (16, 16)), ("bias", (16,)))}
+    save_file(weights, tmp_path / "base" / WEIGHTS, {"format": "pt"})
+    options = Options(lora=LoraMerge(base=tmp_path / "base"))
+    checkpoint = saved(tmp_path, "zero2", model, trained)
+    with pytest.raises(InconsistentError, match=rf"{PROJECTOR}\.0\.(.*\n)*.*'projector\.0\."):
+        zckpt.convert(checkpoint, tmp_path / "out", options=options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_numbers_in_a_checkpoint_of_everything(tmp_path: Path) -> None:
+    """Such a checkpoint does not say what was frozen; that is told by its numbers, in whatever precision."""
+    model, trained = run(tmp_path)
+    lora = Options(lora=LoraMerge(base=tmp_path / "base"))
+    checkpoint = saved(tmp_path, "whole state", model.bfloat16().float(), trained)
+    with pytest.raises(InconsistentError, match="does not say whether it trained"):
+        zckpt.convert(checkpoint, tmp_path / "out", options=lora)
+    shutil.rmtree(checkpoint)
+    half = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "base" / WEIGHTS).items()}
+    save_file(half, tmp_path / "base" / WEIGHTS, {"format": "pt"})
+    saved(tmp_path, "whole state", model, trained)
+    zckpt.convert(checkpoint, tmp_path / "out", options=lora)
+    shutil.rmtree(checkpoint)
+    with torch.no_grad():
+        model.get_parameter("base_model.model.model.norm.weight")[3] += 1
+    saved(tmp_path, "whole state", model, trained)
+    with pytest.raises(InconsistentError, match=r"'model\.norm\.weight'"):
+        zckpt.convert(checkpoint, tmp_path / "other", options=lora)
+
+
+def beside(home: Path, model: Any, trained: dict[str, torch.Tensor], file: str) -> Path:
+    model.save_pretrained(home / "adapter")
+    tensors = {name: tensor for name, tensor in trained.items() if "projector" in name}
+    (save_file if file.endswith(".safetensors") else torch.save)(tensors, home / "adapter" / file)
+    return home / "adapter"
+
+
+@pytest.mark.parametrize("file", ["non_lora_trainables.bin", "vit.safetensors", "something.safetensors"])
+def test_files_beside_an_adapter(file: str, tmp_path: Path) -> None:
+    model, trained = run(tmp_path)
+    adapter = beside(tmp_path, model, trained, file)
+    for number, (path, lora) in enumerate(
+        ((tmp_path / "base", LoraMerge(adapters=[adapter])), (adapter, LoraMerge(base=tmp_path / "base")))
+    ):
+        report = zckpt.convert(path, tmp_path / f"{number}", dtype="fp32", options=Options(lora=lora))
+        found = load_file(tmp_path / f"{number}" / WEIGHTS)
+        if "something" in file:
+            assert any(file in note and "not read" in note for note in report.notes)
+            assert not any("projector" in name for name in found)
+            continue
+        for name, tensor in trained.items():
+            if "projector" in name:
+                assert torch.equal(found[name.removeprefix("base_model.model.")], tensor)
+        assert zckpt.verify(path, tmp_path / f"{number}", lora=lora).ok
+    if "something" in file:
+        return
+    with pytest.raises(UsageError, match="trained whole"):
+        lora = LoraMerge(adapters=[f"{adapter}:0.5"])
+        zckpt.convert(tmp_path / "base", tmp_path / "half", options=Options(lora=lora))
+    tensors = {"base_model.model.model.vision.lora_A.weight": torch.ones(2, 16)}
+    (save_file if file.endswith(".safetensors") else torch.save)(tensors, adapter / file)
+    with pytest.raises(UnsupportedError, match="vision"):
+        zckpt.convert(adapter, tmp_path / "more", options=Options(lora=LoraMerge(base=tmp_path / "base")))
+
+
+def test_what_a_run_of_another_checkpoint_trained(tmp_path: Path) -> None:
+    model, trained = run(tmp_path)
+    checkpoint = saved(tmp_path, "zero2", model, trained)
+    lora = LoraMerge(adapters=[checkpoint])
+    zckpt.convert(tmp_path / "base", tmp_path / "out", dtype="fp32", options=Options(lora=lora))
+    found = load_file(tmp_path / "out" / WEIGHTS)
+    for name, tensor in trained.items():
+        if "projector" in name:
+            assert torch.equal(found[name.removeprefix("base_model.model.")], tensor)
+
+
+COPIES: list[tuple[list[list[str]], list[float]]] = [
+    ([["q_proj", "lm_head"]], [0.5]),
+    ([["embed_tokens", "v_proj"]], [-2]),
+    ([["lm_head", "q_proj"], ["lm_head"]], [1, 1]),
+]
+
+
+@pytest.mark.parametrize(("targets", "weights"), COPIES)
+def test_copies_of_the_base_beside_a_lora(targets: list[list[str]], weights: list[float], tmp_path: Path) -> None:
+    """PEFT saves `lm_head.base_layer.weight` with a LoRA of the head; merged as PEFT merges, for any weights."""
+    torch.manual_seed(0)
+    base = tiny()
+    base.bfloat16().save_pretrained(tmp_path / "base")
+    names = [f"adapter{number}" for number in range(len(targets))]
+    model: Any = None
+    for name, modules in zip(names, targets, strict=True):
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules, init_lora_weights=False)
+        if model is None:
+            model = peft.get_peft_model(base.float(), config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    model.save_pretrained(tmp_path)
+    for name, weight in zip(names, weights, strict=True):
+        for module in model.modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer) and name in module.scaling:
+                module.set_scale(name, weight)
+    wanted = model.merge_and_unload(adapter_names=names).state_dict()
+    lora = LoraMerge(adapters=[f"{tmp_path / name}:{weight}" for name, weight in zip(names, weights, strict=True)])
+    zckpt.convert(tmp_path / "base", tmp_path / "out", dtype="fp32", options=Options(lora=lora))
+    found = load_file(tmp_path / "out" / WEIGHTS)
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-6, atol=1e-7) for name in found)
+    file = tmp_path / names[-1] / "adapter_model.safetensors"
+    other = load_file(file)
+    [copy] = [name for name in other if "base_layer" in name]
+    other[copy][1, 2] += 1
+    save_file(other, file)
+    if weights == [1, 1]:  # of two, the one that is no copy counts
+        zckpt.convert(tmp_path / "base", tmp_path / "other", dtype="fp32", options=Options(lora=lora))
+        return
+    with pytest.raises(UsageError, match="trained whole"):
+        zckpt.convert(tmp_path / "base", tmp_path / "other", options=Options(lora=lora))

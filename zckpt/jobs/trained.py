@@ -1,0 +1,149 @@
+"""What was trained beside adapters: tensors of a checkpoint, and files beside an adapter. Which copies are the base's own.
+
+For `merged`. PEFT saves the matrix below a LoRA of the head or the embedding (`lm_head.base_layer.weight`) beside the LoRA, and
+all embeddings where `save_embedding_layers` asks for it: most are the base's. What a run trains beside PEFT, its trainer saves:
+LLaVA's `non_lora_trainables.bin`, `vit.safetensors` of ms-swift's example, LLaMA-Factory's value head.
+Source: PEFT 0.21.2, utils/save_and_load.py `get_peft_model_state_dict`; LLaVA 1.2, train/train.py; ms-swift 3,
+examples/train/multimodal/lora_llm_full_vit; LLaMA-Factory 0.9, extras/constants.py `V_HEAD_WEIGHTS_NAME`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from zckpt.base.errors import InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import CAST_TARGETS, is_lossless
+from zckpt.core.fragments import DerivedStore
+from zckpt.engine.independent import differences
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.naming.adapter_names import adapters_in, found_in
+from zckpt.naming.adapter_weights import AdapterWeights
+from zckpt.naming.merge import base_of
+from zckpt.storage.location import Location
+
+_TRAINED = re.compile(
+    r"non_lora_trainables\.bin|non_lora_state_dict\.bin|vit\.safetensors|value_head\.(?:safetensors|bin)|mm_projector\.bin"
+)
+_WEIGHTS = re.compile(r"[\w.-]+\.(?:safetensors|bin|pt|pth|ckpt)")
+_OTHER = re.compile(
+    r"(?:adapter_model|optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict|tokenizer)[\w.-]*"
+)
+"""Files that are read otherwise, or are no weights."""
+
+
+def trained_with(adapter: AdapterWeights, other: Opened, base: Catalog) -> tuple[Mapping[str, TensorEntry], list[str]]:
+    """What was trained with an adapter that has a place of its own, and sentences on what is used and what is not read."""
+    catalog, _ = strip_wrappers(other.catalog)
+    if adapters_in(catalog):
+        found, unread = trained_in(catalog, base), list[str]()
+    else:
+        found, unread = _trained_files(other.place.home, adapter.tensors)
+    here = f"beside adapter {adapter.name!r}"
+    notes = (
+        [f"{count(len(found), 'tensor')} {here}, trained whole: written too, such as {examples(found, 1)}."]
+        if found
+        else []
+    )
+    if unread:
+        notes.append(f"{examples(unread, len(unread))} {here}: not read, since it is not known what such files hold.")
+    return found, notes
+
+
+def trained_in(catalog: Catalog, base: Catalog) -> dict[str, TensorEntry]:
+    """The tensors of a checkpoint that were trained beside its adapters, by their names in the base model.
+
+    Many checkpoints say which parameters were frozen. Of one that does not, all tensors count if it lacks some of the base's,
+    since only what is trained was saved then. If it holds all of them, those count that the base lacks, and the others have to
+    be the base's.
+
+    Raises:
+        InconsistentError: the checkpoint holds another number in a tensor of the base, and does not say whether it trained it.
+    """
+    own = base_of(catalog)
+    roles = {entry.role for entry in catalog.tensors.values()}
+    trained = {n: e for n, e in own.tensors.items() if e.role != "frozen" and not _is_of_packed(n, base)}
+    buffers = {name: entry for name, entry in trained.items() if entry.role == "buffer" and name in base}
+    for name in buffers.keys() - set(unequal(buffers, base, rounded=True)):
+        del trained[name]  # the base's, perhaps in the run's precision
+    if catalog.source.zero_stage is not None or "frozen" in roles or base.tensors.keys() - {*own.tensors, *own.aliases}:
+        return trained
+    there = {name: entry for name, entry in trained.items() if name in base and entry.dtype.kind == "float"}
+    if other := unequal(there, base):
+        raise InconsistentError(
+            f"the checkpoint and the base have other numbers in {count(len(other), 'tensor')}", file=catalog.source.path,
+            found=f"{examples(other, len(other))}, of which the checkpoint does not say whether it trained them",
+            expected="the numbers of --base in all that has no adapter",
+            remedy="Leave out --base to merge into the checkpoint's own weights, or pass the base that it was trained on.",
+        )  # fmt: skip
+    return {name: entry for name, entry in trained.items() if name not in base}
+
+
+def _is_of_packed(name: str, base: Catalog) -> bool:
+    """Whether a tensor belongs to a quantised weight: `q_proj.weight.absmax`."""
+    head = name.rpartition(".")[0]
+    return head in base or (".weight." in name and name.partition(".weight.")[0] + ".weight" in base)
+
+
+def _trained_files(home: Location, adapter: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """The tensors in files beside an adapter that are known to hold trained weights, and the names of other files of weights.
+
+    Raises:
+        UnsupportedError: such a file holds an adapter too. ZckptError: another kind says why it cannot be read.
+    """
+    found: dict[str, TensorEntry] = {}
+    others: list[str] = []
+    for name in sorted(home.file_names()):
+        if not _WEIGHTS.fullmatch(name) or _OTHER.fullmatch(name):
+            continue
+        if not _TRAINED.fullmatch(name):
+            others.append(name)
+            continue
+        catalog = strip_wrappers(open_catalog(home / name).catalog)[0]
+        saved = {own: it.saved if (it := found_in(own)) else own for own in catalog if ".lora_" in own or found_in(own)}
+        if more := [own for own, its in saved.items() if its not in adapter]:
+            raise UnsupportedError(
+                "holds an adapter beside the adapter", file=home / name, found=examples(more),
+                expected="weights that were trained whole", remedy="Merge this adapter with the program that made it.",
+            )  # fmt: skip
+        weights = {own: entry for own, entry in catalog.tensors.items() if own not in saved}
+        found |= base_of(replace(catalog, tensors=weights, aliases={}, padding=())).tensors
+    return found, others
+
+
+def without_copies(adapter: AdapterWeights, base: Catalog) -> AdapterWeights:
+    """The adapter without whole tensors that are equal to the base's: copies that PEFT saved, and no contribution."""
+    there = {name: entry for name, entry in adapter.whole.items() if name in base and entry.shape == base[name].shape}
+    equal = there.keys() - set(unequal(there, base))
+    if not equal:
+        return adapter
+    copies = {id(there[name]) for name in equal}
+    return replace(adapter, tensors={n: entry for n, entry in adapter.tensors.items() if id(entry) not in copies})
+
+
+def unequal(tensors: Mapping[str, TensorEntry], base: Catalog, *, rounded: bool = False) -> list[str]:
+    """The names of tensors that are not equal, as numbers, to those of these names in the base, or to these `rounded`."""
+    names = list(tensors)
+    pairs = {name: pair for name in names if (pair := _comparable(base[name], tensors[name], rounded=rounded))}
+    other = {list(pairs)[found.number] for found in differences(list(pairs.values()))} if pairs else set()
+    return [name for name in names if name not in pairs or name in other]
+
+
+def _comparable(a: TensorEntry, b: TensorEntry, *, rounded: bool) -> tuple[TensorEntry, TensorEntry] | None:
+    """The two tensors, the one that can be cast to the other's dtype without rounding first; None where neither can."""
+    for source, target in ((a, b), (b, a)):
+        fits = is_lossless(source.dtype, target.dtype) or (rounded and source is a and _are_rounded(a, b))
+        if a.shape == b.shape and fits and not any(_computed(target)):
+            return replace(source, replicas=()), replace(target, replicas=())
+    return None
+
+
+def _are_rounded(a: TensorEntry, b: TensorEntry) -> bool:
+    return a.dtype.kind == "float" and b.dtype in CAST_TARGETS
+
+
+def _computed(entry: TensorEntry) -> Iterator[bool]:
+    return (isinstance(fragment.store, DerivedStore) for fragment in entry.fragments)
