@@ -184,7 +184,9 @@ def _pairs(
     untied = sorted(name for name in wanted.aliases if name not in there and wanted.aliases[name] in there)
     missing = sorted(names - there - set(untied))
     if missing:
-        problems.append(f"{count(len(missing), 'tensor is', 'tensors are')} missing in the output: {examples(missing, 100)}")
+        problems.append(
+            f"{count(len(missing), 'tensor is', 'tensors are')} missing in the output: {examples(missing, 100)}"
+        )
     if more := sorted(there - names):
         problems.append(
             f"{count(len(more), 'tensor of the output is', 'tensors of the output are')} not in the checkpoint: {examples(more)}"

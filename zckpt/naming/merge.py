@@ -16,9 +16,10 @@ from zckpt.base.words import examples, joined
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
 from zckpt.core.recipes import WeightedSum, derived
+from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
 from zckpt.naming.adapter_names import found_in
 from zckpt.naming.adapter_weights import AdapterWeights, bare
-from zckpt.naming.merge_places import EMBEDDINGS, HEADS, ModelTensors, base_tensor, not_in_base, other_shape, places
+from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
 
 

@@ -15,16 +15,9 @@ from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedErr
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import BF16, F16, F32, F64
+from zckpt.layouts.save.tied import HEADS, KEY, embedding_of, heads_of, is_tied
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 
-HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
-EMBEDDINGS = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "embed_in.weight",
-    "tok_embeddings.weight",
-)
 _TRANSPOSED_SINCE = {"gpt_oss": (5, 0), "aria": (5, 23), "aria_text": (5, 23), "openai_privacy_filter": (5, 23)}
 """Models whose experts lie as (experts, in, out) and say so, and a version of transformers that has it so.
 
@@ -36,6 +29,7 @@ _SWAPS, _MAY_SWAP = (0, 19), (0, 18, 2)
 Before, A was for the first dimension of all experts. Source: PEFT 0.17.1, 0.18.1, 0.19.1, tuners/lora/layer.py `ParamWrapper`.
 """
 
+_MERGE_WITH_PEFT = "Merge this adapter with PEFT."
 OTHER_BASE = "Pass with --base the model that the adapter was trained on."
 
 
@@ -48,19 +42,24 @@ class ModelTensors:
         self.changed: dict[str, None] = {}
         self.untied: dict[str, None] = {}
         self.config = config or {}
+        self.path = base.source.path
+        self.leaves_out = (
+            base.source.layout == "plain"
+        )  # files of weights have tied ones once; a run's save names them all
 
     def find(self, name: str) -> TensorEntry | None:
         """A tensor of the base model, also one that is stored under another name."""
         if name in self.tensors or name in self.aliases:
             return self.tensors[self.aliases.get(name, name)]
-        if name.endswith(HEADS) and ties(self.config):
-            inputs = [own for own in self.tensors if own.endswith(EMBEDDINGS)]
-            if len(inputs) == 1:
-                return replace_name(self.tensors[inputs[0]], name)
-        return None
+        kept = embedding_of(self.config, name, self.tensors)
+        return replace_name(self.tensors[kept], name) if kept is not None and is_tied(self.config) else None
 
     def put(self, name: str, entry: TensorEntry, *, tied: bool = False) -> None:
-        """Another tensor of this name; what was tied to it keeps what it was, unless `tied` says that it is to follow."""
+        """Another tensor of this name; what was tied to it keeps what it was, unless `tied` says that it is to follow.
+
+        Raises:
+            UnsupportedError: it is not known whether another tensor is tied to it, or many are.
+        """
         self.changed[name] = None
         if tied:
             self.tensors[self.aliases.get(name, name)] = replace_name(entry, self.aliases.get(name, name))
@@ -70,8 +69,8 @@ class ModelTensors:
             self.aliases.pop(name, None)
             self.untied[name] = None
         followers = [dropped for dropped, kept in self.aliases.items() if kept == name]
-        if not followers and (head := self._head_of(name)):
-            followers = [head]
+        if not followers and before is not None:
+            followers = self._heads_of(name)
         if followers and before is not None:
             first, *others = followers
             self.aliases.pop(first, None)
@@ -80,19 +79,24 @@ class ModelTensors:
             self.aliases.update(dict.fromkeys(others, first))
         self.tensors[name] = replace_name(entry, name)
 
-    def _head_of(self, name: str) -> str:
-        """The head's name, where it is stored only as this embedding; or ""."""
-        apart = not name.endswith(EMBEDDINGS) or any(own.endswith(HEADS) for own in (*self.tensors, *self.aliases))
-        return "" if apart or not ties(self.config) else "lm_head.weight"
-
-
-def ties(config: Mapping[str, object]) -> bool:
-    """Whether a model's config says that its head is its embedding."""
-    return any(
-        part.get("tie_word_embeddings") is True
-        for part in (config, config.get("text_config"))
-        if isinstance(part, Mapping)
-    )
+    def _heads_of(self, name: str) -> list[str]:
+        """The heads' names, where they are stored only as this embedding."""
+        heads = heads_of(self.config, name)
+        if not heads or any(own in heads or own.endswith(HEADS) for own in (*self.tensors, *self.aliases)):
+            return []
+        tied = is_tied(self.config)
+        shared = name.split(".")[-2:-1] == ["shared"]
+        if tied is False or (tied is None and not self.leaves_out):
+            return []
+        if tied and not shared:
+            return list(heads)
+        what = "is one weight with several others" if shared else "may be the head too"
+        raise UnsupportedError(
+            f"{name!r}, which is trained, {what}", file=self.path,
+            found=f"no {heads[0]!r} among the weights, and no {KEY!r} in a config.json that tells it",
+            expected=f"{heads[0]!r} among the weights, or {KEY} in config.json",
+            remedy=_MERGE_WITH_PEFT if shared else f"Write {KEY}, as the model has it, into the config.json beside the base.",
+        )  # fmt: skip
 
 
 Place = tuple[str, Factors, int, int, int, bool]
@@ -138,7 +142,8 @@ def _experts(model: ModelTensors, adapter: AdapterWeights, module: str, several:
                     (name, one, one.rank // experts, experts, model.tensors[name].shape[-1], transposed and experts > 1)
                     for (name, one), (experts, _) in zip(pairs, fits, strict=True)
                 ]
-                found.append((transposed, tuple(found_places)))
+                if not any(places == tuple(found_places) for _, places in found):
+                    found.append((transposed, tuple(found_places)))
     if {one[0] for one in found} == {False, True}:
         is_transposed = _is_for_first(model.config, adapter)
         if is_transposed is None:
@@ -157,7 +162,7 @@ def _experts(model: ModelTensors, adapter: AdapterWeights, module: str, several:
         raise UnsupportedError(
             f"the adapters of parameters of {module!r} cannot be told apart", file=adapter.file,
             found=f"{examples(names)} of shapes that all fit {inner_first[0].a.name!r}",
-            remedy="Merge this adapter with PEFT.",
+            remedy=_MERGE_WITH_PEFT,
         )  # fmt: skip
     yield from found[0][1]
 

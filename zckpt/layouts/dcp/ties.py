@@ -19,6 +19,7 @@ from zckpt.engine.elements import ElementReader, Wanted
 from zckpt.engine.replicas import ends
 from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.tied import is_tied
 
 _BLOCKS = 64
 _WIDTH = 16
@@ -76,9 +77,8 @@ def _by_config(
     known = config_near(listing.directory)
     text = known.get("text_config")
     text = text if isinstance(text, Mapping) else {}
-    tied = known.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
     rows = known.get("vocab_size", text.get("vocab_size"))
-    if not isinstance(rows, int) or tied is not True:
+    if not isinstance(rows, int) or is_tied(known) is False:
         return
     names = [name for name, entry in tensors.items() if len(entry.shape) == 2 and entry.shape[0] == rows]
     names = [name for name in names if tensors[name].dtype.kind == "float" and _is_outside_layers(name)]

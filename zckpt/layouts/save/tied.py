@@ -1,0 +1,107 @@
+"""Which weights of a transformers model are one weight: its config says it, or its class where the config lacks the key.
+
+For merges, and for saves that hold a tied weight twice. transformers leaves a key out of config.json that has its class's
+default, so a missing `tie_word_embeddings` is not False. `tied_weights.json` has the default of each model type, and for each
+class with a head which tensors are one; tests hold it against transformers.
+[Note: nested configs] Of a model with a `text_config`, transformers 4 asks that one; transformers 5 asks the outer one, and most
+of its configs take over a True from the inner one. A config says which version wrote it.
+Source: transformers 5.23, modeling_utils.py `get_expanded_tied_weights_keys`, models/*/configuration_*.py, `_tied_weights_keys`
+in models/*/modeling_*.py; 4.57.6, modeling_utils.py `tie_embeddings_and_encoder_decoder`, configuration_utils.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping
+
+from zckpt.base.dataclass import dataclass
+
+KEY = "tie_word_embeddings"
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "tok_embeddings.weight",
+)
+_TABLE = os.path.join(os.path.dirname(__file__), "tied_weights.json")
+_HAS_HEAD = re.compile(r".*(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)\w*")
+_HEADS_OF = {"embed_in.weight": "embed_out.weight", "tok_embeddings.weight": "output.weight"}
+_OLD = "language_model."
+"""Before transformers 4.52 the text model of a vision model was a whole one, with a head: `language_model.lm_head`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of transformers' classes.
+
+    Attributes:
+        tied: model type -> whether its weights are tied if its config says nothing.
+        weights: class -> name of a tensor -> the tensor that it is, if the weights are tied.
+    """
+
+    tied: Mapping[str, bool]
+    weights: Mapping[str, Mapping[str, str]]
+
+
+@functools.cache
+def _known() -> _Known:
+    with open(_TABLE, encoding="utf-8") as file:
+        said = json.load(file)
+    tied = {**dict.fromkeys(said["tied"], True), **dict.fromkeys(said["apart"], False)}
+    return _Known(tied, {name: weights for weights, names in said["weights"] for name in names})
+
+
+def is_tied(config: Mapping[str, object]) -> bool | None:
+    """Whether a model's head and embedding are one weight; None if its config does not tell. See [Note: nested configs]."""
+    text = config.get("text_config")
+    parts = [part for part in (config, text) if isinstance(part, Mapping)]
+    said = [_said(part) for part in parts]
+    if any(part.get(KEY) is True for part in parts):
+        return True
+    if len({*said}) == 1:
+        return said[0]
+    version = str(config.get("transformers_version")).partition(".")[0]
+    if version == "4":
+        return said[-1]
+    return said[0] if version.isdecimal() and (said[0] is True or said[-1] is False) else None
+
+
+def _said(config: Mapping[str, object]) -> bool | None:
+    """What a config says of itself, or its class's default."""
+    value, kind = config.get(KEY), config.get("model_type")
+    if isinstance(value, bool):
+        return value
+    return _known().tied.get(kind) if isinstance(kind, str) else None
+
+
+def _weights(config: Mapping[str, object]) -> tuple[str, Mapping[str, str]]:
+    """A model's class, and which of its tensors may be another one."""
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    return name, _known().weights.get(name, {})
+
+
+def heads_of(config: Mapping[str, object], embedding: str) -> tuple[str, ...]:
+    """The names of tensors that are this one if a model's weights are tied; none for a model without a head."""
+    name, weights = _weights(config)
+    if found := tuple(other for other, kept in weights.items() if kept == embedding):
+        return found
+    if not embedding.endswith(EMBEDDINGS) or (name and not weights and not _HAS_HEAD.fullmatch(name)):
+        return ()
+    last = ".".join(embedding.rsplit(".", 2)[-2:])
+    before, old, _ = embedding.rpartition(_OLD + "model.")
+    return ((before + _OLD if old else "") + _HEADS_OF.get(last, "lm_head.weight"),)
+
+
+def embedding_of(config: Mapping[str, object], head: str, names: Mapping[str, object]) -> str | None:
+    """The one of `names` that a head is if a model's weights are tied; None if it is not known."""
+    _, weights = _weights(config)
+    if weights.get(head) in names:
+        return weights[head]
+    found = [name for name in names if name.endswith(EMBEDDINGS)]
+    return found[0] if head.endswith(HEADS) and len(found) == 1 else None
