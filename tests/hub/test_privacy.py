@@ -154,23 +154,69 @@ def test_the_checkpoints_own_path_is_cut_as_whole_components(own: str) -> None:
     assert cleaned("README.md", text.encode(), own) == (text.encode(), [])
 
 
+HEX = "0123456789abcdef" * 3
 SECRETS = {
     "a Hugging Face token": "hf_" + "aB3" * 12,
     "an AWS key": "AKIA" + "ABCD1234" * 2,
+    "a secret AWS key": "aws_secret_access_key = " + "aB3/" * 10,
+    "an Anthropic key": "sk-ant-api03-" + "x1Y" * 15,
     "an OpenAI key": "sk-proj-" + "x1Y" * 15,
     "a GitHub token": "ghp_" + "Zz9" * 12,
+    "a GitLab token": "glpat-" + "Zz9_" * 6,
+    "a Slack token": "xoxb-" + "1234567890-" * 3,
+    "a Google API key": "AIza" + "Zz9_-" * 7,
+    "a PyPI token": "pypi-AgEIcHlwaS5vcmc" + "Zz9" * 12,
+    "a Weights & Biases key": f'WANDB_API_KEY": "{HEX[:40]}',
+    "a password of a .netrc": "machine api.wandb.ai\n  login user\n  password " + HEX[:40],
     "a private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
 }
 
 
-@pytest.mark.parametrize("what", SECRETS)
-@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "modeling_x.py"])
+@pytest.mark.parametrize("what", ["a Hugging Face token", "a private key"])
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "modeling_x.py", "tokenizer.model"])
 def test_a_secret_stops_the_push(what: str, name: str, checkpoint: Path, server: HubServer, push: Pusher) -> None:
     (checkpoint / name).write_text(f"first line\nkey = '{SECRETS[what]}'\n")
     with pytest.raises(UnsafeError, match=f"holds {what}") as caught:
         push(checkpoint)
     assert "line 2" in str(caught.value) and SECRETS[what] not in str(caught.value)
     assert server.log == []
+
+
+@pytest.mark.parametrize("what", SECRETS)
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.model", "qwen.tiktoken", "vocab.json"])
+def test_secrets_are_found_in_files_of_every_kind(what: str, name: str) -> None:
+    for data in (SECRETS[what].encode(), b"\xff\xfe\x80" + SECRETS[what].encode(), SECRETS[what].encode("utf-16")):
+        with pytest.raises(UnsafeError, match=f"holds {what}") as caught:
+            cleaned(name, b"\x01first\n" + data + b"\n", "/somewhere/else")
+        assert "line 2" in str(caught.value) and SECRETS[what] not in str(caught.value)
+
+
+def test_what_only_looks_like_a_secret() -> None:
+    text = f"commit {HEX[:40]}, sha256 {HEX}{HEX[:16]}, hf_model, sk-learn, a wandb run of {HEX[:40]}, PUBLIC KEY-----, AKIA"
+    assert cleaned("README.md", text.encode(), "/somewhere/else") == (text.encode(), [])
+
+
+def test_a_large_vocabulary_is_searched_too(checkpoint: Path, server: HubServer, push: Pusher) -> None:
+    (checkpoint / "tokenizer.json").write_text(f"{' ' * (2 << 20)}{SECRETS['a GitHub token']}")
+    with pytest.raises(UnsafeError, match="GitHub"):
+        push(checkpoint)
+    assert server.log == []
+
+
+def test_links_out_of_the_checkpoint_are_not_sent(
+    checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    for name in ("tokenizer.model", "README.md", "generation_config.json"):
+        (checkpoint / name).unlink(missing_ok=True)
+        (checkpoint / name).symlink_to(secret)
+    report = push(checkpoint)
+    page = server.files("alice/m")
+    assert "tokenizer.model" not in page and "generation_config.json" not in page
+    assert page["README.md"] != secret.read_bytes()
+    said = " ".join(note for note in report.notes if "out of the checkpoint" in note)
+    assert all(name in said for name in ("tokenizer.model", "README.md", "generation_config.json"))
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------

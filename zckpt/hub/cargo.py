@@ -18,6 +18,7 @@ from zckpt.engine.move import Mode, run
 from zckpt.hub import privacy
 from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.options import Options, output_dtype
+from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.output.order import fingerprint, named, overflows_of
 from zckpt.output.signature import Signing
 from zckpt.storage.location import locate
@@ -148,7 +149,8 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
     Raises:
         UnsafeError: a small file holds an access token.
     """
-    home, source = prepared.opened.place.home, prepared.catalog.source.path
+    home, named_path = prepared.opened.place.home, prepared.opened.place.named
+    source = prepared.catalog.source.path
     ready = _ready_shards(prepared)
     small: list[SmallFile] = []
     notes = list(prepared.notes)
@@ -168,8 +170,12 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
     for file, name in wanted:
         if not file.is_file():
             continue
+        if name == "README.md" and not is_own(file, home, named_path):
+            notes += note_of_links([name])
+            continue
         nbytes = file.size()
         if nbytes > _KEPT_IN_MEMORY and not privacy.is_cleaned(name) and not file.is_remote:
+            privacy.check_secrets(name, file.read())
             small.append(SmallFile(name, nbytes, file.path, "copied from beside the checkpoint"))
         else:
             add(name, file.read(), "copied from beside the checkpoint")
@@ -195,6 +201,9 @@ def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
         return []
     if set(found) != {"model.safetensors"} and INDEX not in listing.files:
         return []
+    sent = [locate(found[name]) for name in found] + [listing.files[name] for name in (INDEX,) if name in listing.files]
+    if not all(is_own(file, opened.place.home, opened.place.named) for file in sent):
+        return []  # only tensors are taken from links that lead out of the directory
     return [_ready_shard(name, found[name]) for name in sorted(found)]
 
 

@@ -1,10 +1,10 @@
 """Removes paths of this machine from small files before they are published, and refuses files with access tokens.
 
-For `cargo`. Only files of known names are published at all. In those, two things are searched: paths of this machine, which
-have the names of its users in them, and access tokens. A path is absolute and has at least two components, or it is the
-checkpoint's own, or the home directory. A JSON setting whose whole value is such a path is left out, and so is one whose name
-says that it is a path and whose value is absolute or begins with `~`; elsewhere a path is cut down to its last component. A
-token stops the push.
+For `cargo`. Only files of known names are published at all. In every small one, access tokens and keys are searched, whatever its
+kind; one stops the push. In texts, paths of this machine are searched too, which have the names of its users in them. A path is
+absolute and has at least two components, or it is the checkpoint's own, or the home directory. A JSON setting whose whole value
+is such a path is left out, and so is one whose name says that it is a path and whose value is absolute or begins with `~`;
+elsewhere a path is cut down to its last component.
 """
 
 from __future__ import annotations
@@ -24,13 +24,23 @@ _PATH = re.compile(
 _ADDRESS_OR_PATH = re.compile(rf"(?!file:)\b[A-Za-z][\w+.-]{{0,20}}://[^\s\"'`<>|,;()\[\]{{}}]+|{_PATH.pattern}")
 _ABSOLUTE = re.compile(r"(?:/|~/|~$|[A-Za-z]:[\\/]|file://|\\\\)")
 _SETTING = re.compile(r".*(?:path|file|dir|directory|name_or_path|checkpoint|folder)")
-_TOKENS = {
-    "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{30,}\b"),
-    "an AWS key": re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
-    "an OpenAI key": re.compile(r"\bsk-(?:proj-)?[A-Za-z0-9_-]{32,}\b"),
-    "a GitHub token": re.compile(r"\bgh[pousr]_[A-Za-z0-9]{36,}\b"),
-    "a private key": re.compile(r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY-----"),
+_SECRETS = {
+    "a Hugging Face token": rb"\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b",
+    "an AWS key": rb"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+    "a secret AWS key": rb"(?i:aws_?secret_?(?:access_?)?key)\W{1,10}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
+    "an Anthropic key": rb"\bsk-ant-[A-Za-z0-9_-]{32,}",
+    "an OpenAI key": rb"\bsk-(?:proj-)?[A-Za-z0-9_-]{32,}\b",
+    "a GitHub token": rb"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})\b",
+    "a GitLab token": rb"\bglpat-[A-Za-z0-9_-]{20,}",
+    "a Slack token": rb"\bxox[abeoprs]-[A-Za-z0-9-]{20,}",
+    "a Google API key": rb"\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])",
+    "a PyPI token": rb"\bpypi-AgEIcHlwaS5vcmc[A-Za-z0-9_-]{20,}",
+    "a Weights & Biases key": rb"\bwandb_v1_\w{30,}|(?i:wandb[\w.-]{0,20}(?:key|token)|wandb login)\W{1,10}[0-9a-f]{40}\b",
+    "a password of a .netrc": rb"\bmachine\s+\S+\s+login\s+\S+\s+password\s+\S+",
+    "a private key": rb"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----",
 }
+"""What stops a push, and how it looks; of what is no more than a hexadecimal number, what is said before it counts."""
+
 _TEXTS = (".json", ".md", ".py", ".jinja", ".txt", ".yaml", ".yml")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
@@ -38,6 +48,22 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "add
 def is_cleaned(name: str) -> bool:
     """Whether paths are searched in a file of this name; a vocabulary is never changed."""
     return name.endswith(_TEXTS) and name not in _VOCABULARIES
+
+
+def check_secrets(name: str, data: bytes) -> None:
+    """Makes sure that a small file, of whatever kind, may be published.
+
+    Raises:
+        UnsafeError: it holds something that looks like an access token or a key.
+    """
+    data = data.replace(b"\0", b"")  # of UTF-16, every second byte
+    for what, pattern in _SECRETS.items():
+        if found := re.search(pattern, data):
+            line = data.count(b"\n", 0, found.start()) + 1
+            raise UnsafeError(
+                f"holds {what} and would be published", file=name, found=f"line {line:,}",
+                remedy="Take it out of the file, and revoke it. Nothing was sent.",
+            )  # fmt: skip
 
 
 def cleaned(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
@@ -51,19 +77,12 @@ def cleaned(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
     Raises:
         UnsafeError: it holds something that looks like an access token.
     """
-    if not name.endswith(_TEXTS):
+    check_secrets(name, data)
+    if not is_cleaned(name):
         return data, []
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        return data, []
-    for what, pattern in _TOKENS.items():
-        if pattern.search(text):
-            raise UnsafeError(
-                f"holds {what} and would be published", file=name, found=f"line {_line(text, pattern)}",
-                remedy="Take it out of the file, and revoke it. Nothing was sent.",
-            )  # fmt: skip
-    if not is_cleaned(name):
         return data, []
     shorten = _shortener(source)
     dropped: list[str] = []
@@ -127,8 +146,3 @@ def _clean(value: object, shorten: Callable[[str], str], dropped: list[str], *, 
 
 def _last(path: str) -> str:
     return re.split(r"[\\/]+", path.rstrip("\\/"))[-1]
-
-
-def _line(text: str, pattern: re.Pattern[str]) -> int:
-    found = pattern.search(text)
-    return text.count("\n", 0, found.start()) + 1 if found else 0

@@ -32,7 +32,7 @@ from zckpt.jobs.planned import Report, protected
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
-from zckpt.layouts.save.companions import companions, config_file
+from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_space
 from zckpt.output.delivery import check_output
@@ -181,11 +181,14 @@ def prepare(
     target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size)
     destination = lay_out(entries, version.catalog.aliases, target)
     home = version.opened.place.home
-    config = config_file(home, wanted or usual_dtype(destination.entries.values()))
+    config = config_file(
+        read_own_config(home, version.opened.place.named), wanted or usual_dtype(destination.entries.values())
+    )
     files = (*destination.files, *([config] if config else []))
     pairs = tuple((version.catalog.tensors[name], entry) for name, entry in destination.entries.items())
     plan = Plan(files, pairs)
-    copies = tuple(companions(home))
+    copies, left_out = version.opened.companions()
+    version = replace(version, notes=(*version.notes, *left_out))
     states = [(name, *(one.place / name).state()) for one in found for name in one.names]
     facts = ["apply", [one.form.metadata for one in found]]
     job = fingerprint(plan, copies, *facts, states, signed_by(options.sign))
@@ -194,7 +197,7 @@ def prepare(
         digests = [[(name, one.digest_of(name)) for name in (*one.changed, *one.unchanged)] for one in found]
         return fingerprint(plan, (), *facts, digests, sorted(name for _, name in copies), options.overwrite, state=seen)
 
-    return PlannedApply(place, version, found, plan, pairs, copies, names, options, job, shared)
+    return PlannedApply(place, version, found, plan, pairs, tuple(copies), names, options, job, shared)
 
 
 def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:

@@ -24,7 +24,7 @@ from zckpt.jobs.options import Options, output_dtype, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
-from zckpt.layouts.save.companions import companions, config_file
+from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.naming.adapter_names import unmerged
 from zckpt.naming.transform import formed, matches
 from zckpt.output.delivery import check_output
@@ -164,12 +164,17 @@ def prepare(
     if not single:
         usual = options.dtype or usual_dtype(destination.entries.values())
         known = opened.config(form.config or (merge.config if merge else None))
-        config = config_file(home.home, usual, known if known is None or merge is None else without(known))
+        if merge is not None:
+            known = read_own_config(home.home, home.named) if known is None else without(known)
+        config = config_file(known, usual)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     if not is_copy:
         opened.check_read(catalog.tensors.values())
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
-    copies = () if single else merge.copies if merge else companions(opened.place.home)
+    copies: Sequence[tuple[Location, str]] = ()
+    if not single:
+        copies, left_out = (merge.copies, ()) if merge else opened.companions()
+        stripped = (*stripped, *left_out)
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
     recorded = recorded if completion is None else {**recorded, **completion.recorded}
     order = order_for(options, plan, place, catalog, copies, recorded, single=single)

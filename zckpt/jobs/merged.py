@@ -78,7 +78,6 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     else:
         catalog = opened.without_packed(catalog)
     adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
-    homes = [one.place.home for one in others]
     own = replace(catalog, tensors={}, aliases={}) if _is_adapter_file(catalog) else base_of(catalog)
     weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
     trained = {} if base is None or _is_adapter_file(catalog) else trained_in(catalog, weights)
@@ -129,11 +128,15 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         "adapters": recorded,
         "base": None if base is None else base.catalog.source_facts(),
     }
-    places = dict.fromkeys(
-        [*([base.place.home] if base else []), opened.place.home, *(homes if len(homes) == 1 else ())]
-    )
-    copies = {name: file for home in places for file, name in companions(home)}
-    place = opened.place if base is None else replace(opened.place, home=base.place.home)
+    places = {
+        one.place.home: one.place.named for one in (*([base] if base else []), opened, *others[: len(others) == 1])
+    }
+    copies: dict[str, Location] = {}
+    for home, named in places.items():
+        small, more = companions(home, named)
+        copies |= {name: file for file, name in small}
+        notes += more
+    place = opened.place if base is None else replace(opened.place, home=base.place.home, named=base.place.named)
     sources = [weights, *(Catalog(one.tensors, opened.catalog.source, opened.catalog.evidence) for one in adapters)]
     tensors, aliases = model.catalog.tensors, model.catalog.aliases
     views = (*catalog.views, *(weights.views if base is not None else ()))

@@ -55,8 +55,9 @@ def open_catalog(
         ZckptError: one of its kinds says what is wrong.
     """
     options = options or OpenOptions()
-    place = find(locate(path), options.tag, [locate(root) for root in options.also])
-    return open_place(place, options, as_stored=as_stored)
+    named = locate(path)
+    place = find(named, options.tag, [locate(root) for root in options.also])
+    return open_place(replace(place, named=named), options, as_stored=as_stored)
 
 
 def open_place(place: Place, options: OpenOptions, *, as_stored: bool = False) -> Opened:

@@ -14,11 +14,12 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16
 from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import Place
-from zckpt.layouts.save.companions import other_class, read_config
+from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
 from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
 from zckpt.quantized.packed import Packed, check_unpacked, find_packed
 from zckpt.quantized.plain import Scaled, about, plain, scaled
 from zckpt.storage.json_files import read_json
+from zckpt.storage.location import Location
 
 _MOST_BYTES = 16 << 20
 """Of ModelOpt's config."""
@@ -47,10 +48,14 @@ class Opened:
 
     def config(self, given: Mapping[str, object] | None = None) -> Mapping[str, object] | None:
         """The config for weights that are written from the catalog, or `given`; None where there is none."""
-        known = read_config(self.place.home) if given is None else given
+        known = read_own_config(self.place.home, self.place.named) if given is None else given
         if other := other_class(known, self.catalog.tensors):
             known = {**(known or {}), "architectures": [other]}
         return without(known) if known is not None and self.is_plain else known
+
+    def companions(self) -> tuple[list[tuple[Location, str]], tuple[str, ...]]:
+        """The files beside the checkpoint that an output gets, and sentences on those that are not the checkpoint's own."""
+        return companions(self.place.home, self.place.named)
 
     @property
     def other_class(self) -> str:

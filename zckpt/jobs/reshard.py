@@ -24,7 +24,7 @@ from zckpt.jobs.options import ReshardOptions, WriteOptions, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
-from zckpt.layouts.save.companions import companions, config_file
+from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.layouts.save.listing import ReadOptions, is_deepspeed_file
 from zckpt.layouts.save.run_files import run_files
 from zckpt.layouts.zero.torch_files import Laid
@@ -133,15 +133,16 @@ def planned(
         world_size: ranks that will resume; None for any number.
     """
     home = opened.place.home
-    config = config_file(home, target.precision)
+    config = config_file(read_own_config(home, opened.place.named), target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
-    copies, notes = run_files(home, map(locate, options.also), world_size)
+    copies, notes = run_files(home, map(locate, options.also), world_size, opened.place.named)
+    small, left_out = opened.companions()
     order = Order(
         plan=Plan(files, laid.pairs), out=out, catalog=opened.catalog, options=target.as_json(),
-        copies=(*companions(home), *copies), overwrite=options.overwrite, buffer=options.buffer, pace=options.pace,
+        copies=(*small, *copies), overwrite=options.overwrite, buffer=options.buffer, pace=options.pace,
         signing=signing_of(options.sign),
     )  # fmt: skip
-    return PlannedReshard(opened, order, opened.catalog.source.notes + notes, target)
+    return PlannedReshard(opened, order, opened.catalog.source.notes + notes + left_out, target)
 
 
 def _has_no_frozen(opened: Opened) -> bool:

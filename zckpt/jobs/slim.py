@@ -30,10 +30,10 @@ from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.options import SlimOptions
 from zckpt.jobs.planned import Planned, Report, protected
 from zckpt.jobs.planned import execute as written
-from zckpt.jobs.slim_files import Cut, place_of, slimmed, swapped_in, swapped_states
+from zckpt.jobs.slim_files import Cut, is_copied, place_of, slimmed, swapped_in, swapped_states
 from zckpt.jobs.slim_items import fewer_items
 from zckpt.layouts import family_of, universal
-from zckpt.layouts.save.companions import companions
+from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.universal.files import is_state
@@ -84,9 +84,10 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     pairs: list[Pair] = []
     equal: list[tuple[TensorEntry, TensorEntry]] = []
     left_out: set[str] = set()
+    others: list[str] = []
     before = sum(file.size() for file in listing.files.values())
     if (fewer := fewer_items(opened, options)) is not None:
-        files, pairs, before = fewer.files, [*fewer.pairs], fewer.nbytes
+        files, pairs, before, others = fewer.files, [*fewer.pairs], fewer.nbytes, [*fewer.left_out]
         cut.bytes.update(fewer.dropped)
     else:
         containers = _containers(opened, options)
@@ -99,6 +100,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             made = None
             if name in containers:
                 made = slimmed(prefix + name, containers[name], cut, swapped_in(listing, name))
+            if made is None and not is_copied(opened.place, name):
+                others.append(prefix + name)
+                continue
             made_file, filled = made or copied(prefix + name, file.store())
             files.append(made_file)
             pairs += filled
@@ -112,8 +116,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     if prefix:
         pointer = UNIVERSAL_POINTER if family is universal.FAMILY else "latest"
         files.append(literal_file(pointer, listing.tag.encode()))
-    copies = companions(opened.place.home)
-    if (config := opened.place.home / "config.json").is_file():
+    copies, not_copied = opened.companions()
+    home = opened.place.home
+    if (config := home / "config.json").is_file() and is_own(config, home, opened.place.named):
         copies.append((config, "config.json"))
     there = {file.path for file, _ in files}
     order = Order(
@@ -121,7 +126,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         copies=tuple((file, name) for file, name in copies if name not in there), overwrite=options.overwrite,
         buffer=options.buffer, pace=options.pace, signing=signing_of(options.sign),
     )  # fmt: skip
-    notes = (*opened.catalog.source.notes, *_notes(cut))
+    notes = (*opened.catalog.source.notes, *_notes(cut), *not_copied, *note_of_links(others))
     return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal), opened.catalog.source.zero_stage)
 
 

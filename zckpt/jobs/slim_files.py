@@ -7,14 +7,19 @@ place (`pipeline_read`), it is written without them: only the swap file is right
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 
 from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UnsafeError, ZckptError
 from zckpt.containers import Container, TensorRef, TensorSpec
 from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile
+from zckpt.layouts import is_of_save
+from zckpt.layouts.places import Place
+from zckpt.layouts.save.companions import is_own
 from zckpt.layouts.save.listing import SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.zero.torch_files import Pair, TorchFile
@@ -22,7 +27,7 @@ from zckpt.layouts.zero.torch_files import Pair, TorchFile
 _MOST_DEPTH = 40
 _LABEL = "ds_id"
 
-Place = tuple[str, int, int]
+BytePlace = tuple[str, int, int]
 """File, byte offset of the first element, byte offset behind the last."""
 
 
@@ -40,8 +45,8 @@ class Cut:
 
     optimizer: bool
     frozen: bool
-    places: dict[str, set[Place]] = field(default_factory=dict[str, "set[Place]"])
-    same: dict[Place, TensorRef] = field(default_factory=dict["Place", TensorRef])
+    places: dict[str, set[BytePlace]] = field(default_factory=dict[str, "set[BytePlace]"])
+    same: dict[BytePlace, TensorRef] = field(default_factory=dict["BytePlace", TensorRef])
     bytes: dict[str, int] = field(default_factory=dict[str, int])
 
     def what(self, ref: TensorRef) -> str:
@@ -54,7 +59,7 @@ class Cut:
         self.bytes[what] = self.bytes.get(what, 0) + nbytes
 
 
-def place_of(ref: TensorRef) -> Place:
+def place_of(ref: TensorRef) -> BytePlace:
     """Where its elements are."""
     return ref.store.path, ref.byte_offset, ref.byte_stop
 
@@ -62,7 +67,7 @@ def place_of(ref: TensorRef) -> Place:
 class _SlimFile(TorchFile):
     """A torch file in which a tensor that has several names, or an equal copy, is one storage."""
 
-    def __init__(self, path: str, same: Mapping[Place, TensorRef], swapped: Callable[[str], bool]) -> None:
+    def __init__(self, path: str, same: Mapping[BytePlace, TensorRef], swapped: Callable[[str], bool]) -> None:
         super().__init__(path)
         self._same = same
         self._swapped = swapped
@@ -105,6 +110,28 @@ def swapped_in(listing: Listing, name: str) -> Callable[[str], bool]:
     if match is None:
         return lambda label: False
     return lambda label: listing.swap_file(int(match["dp"]), int(match["mp"]), label) in listing.files
+
+
+def is_copied(place: Place, name: str) -> bool:
+    """Whether a file of a save is copied as it is: not if it is a link out of the checkpoint to something that is no container.
+
+    Raises:
+        UnsafeError: the save would be none without it.
+    """
+    file = place.listing.files[name]
+    if is_own(file, place.home, place.named) or is_own(file, file.parent):
+        return True
+    try:
+        place.listing.open(name)
+    except ZckptError as error:
+        if is_of_save(name) or name.endswith(".distcp"):
+            raise UnsafeError(
+                "is a link that leads out of the checkpoint, and would be copied byte for byte", file=file,
+                found=f"a link to {os.path.realpath(file)!r}",
+                remedy="Put the file itself there. Nothing was written.",
+            ) from error  # fmt: skip
+        return False
+    return True
 
 
 def slimmed(

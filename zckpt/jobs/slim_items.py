@@ -16,6 +16,7 @@ from zckpt.base.words import count, examples
 from zckpt.core.plan import literal_file
 from zckpt.jobs.open import Opened
 from zckpt.jobs.options import SlimOptions
+from zckpt.jobs.slim_files import is_copied
 from zckpt.layouts import dcp, family_of, megatron_core
 from zckpt.layouts.dcp.metadata import read_metadata
 from zckpt.layouts.dcp.smaller import Files, nbytes_of, of_optimizers, without
@@ -35,12 +36,14 @@ class FewerItems:
         pairs: what is moved into them.
         dropped: what is left out -> bytes.
         nbytes: of the save that it is made from, the optimizer beside it included.
+        left_out: files that are links out of the save, and not copied.
     """
 
     files: Files
     pairs: Sequence[Pair]
     dropped: Mapping[str, int]
     nbytes: int
+    left_out: Sequence[str]
 
 
 def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
@@ -81,15 +84,17 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
             nbytes += more
     if is_megatron and OF_MEGATRON.fullmatch(listing.directory.absolute().name):
         home = f"{listing.directory.absolute().name}/"
+    left_out = [name for name in listing.files if not is_copied(opened.place, name)]
     files, kept = without(listing, metadata, owned, home)
     pairs: list[Pair] = [*kept]
     if is_megatron:
         written = {file.path for file, _ in files}
         named = (n for n in listing.files if not n.endswith(".distcp") and n != ".metadata" and home + n not in written)
+        named = (name for name in named if name not in left_out)
         for name in named:
             file, moved = copied(home + name, listing.files[name].store())
             files.append(file)
             pairs += moved
     if home and is_megatron:
         files.append(literal_file(TRACKER, tracked(listing.directory.absolute().name).encode()))
-    return FewerItems(files, pairs, {"optimizer": dropped} if dropped else {}, nbytes)
+    return FewerItems(files, pairs, {"optimizer": dropped} if dropped else {}, nbytes, left_out)

@@ -31,7 +31,7 @@ from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
-from zckpt.layouts.save.companions import companions, config_file
+from zckpt.layouts.save.companions import config_file
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.save.run_files import run_files
 from zckpt.naming.transform import Form, Formed, formed
@@ -135,11 +135,13 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         more, moved = other.finish()
         files, pairs = [*files, *more], [*pairs, *moved]
     usual = options.dtype or usual_dtype(catalog.tensors.values())
-    if (config := config_file(opened.place.home, usual, opened.config(form.config))) is not None:
+    if (config := config_file(opened.config(form.config), usual)) is not None:
         files.append(config)
     home = opened.place.home
-    copies, _ = run_files(home, map(locate, options.also))
-    copies = [*companions(home), *copies]
+    copies, said = run_files(home, map(locate, options.also), named=opened.place.named)
+    small, left_out = opened.companions()
+    copies = [*small, *copies]
+    notes += said + left_out
     order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, form.recorded)
     notes += form.notes
     carried = {name for _, name in copies}

@@ -25,7 +25,7 @@ from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
-from zckpt.layouts.save.companions import companions, config_file
+from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
 from zckpt.naming.transform import formed, matches
@@ -165,15 +165,16 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size, narrow_first=True)
     destination = lay_out(wanted, weights.catalog.aliases, target)
     config = {**without(config), "quantization_config": written(options.scheme, weights.kept)}
-    file = config_file(opened.place.home, options.dtype or BF16, config)
+    file = config_file(config, options.dtype or BF16)
+    copies, left_out = opened.companions()
     destination = replace(destination, files=(*destination.files, *([file] if file else [])))
     pairs = [(weights.catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     recorded = {"scheme": options.scheme, "quantize": list(options.quantize), "keep": list(options.keep)}
     order = order_for(
-        options, Plan(destination.files, pairs), place, weights.catalog, companions(opened.place.home),
+        options, Plan(destination.files, pairs), place, weights.catalog, copies,
         {**form.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
     )  # fmt: skip
-    notes = (*opened.catalog.source.notes, *stripped, *form.notes, *weights.notes)
+    notes = (*opened.catalog.source.notes, *stripped, *form.notes, *weights.notes, *left_out)
     of_quantised = replace(catalog, tensors={name: catalog.tensors[name] for name in weights.quantisers}, aliases={})
     return PlannedFp8(
         opened, order, notes, options, sources=(of_quantised,), quantisers=weights.quantisers,

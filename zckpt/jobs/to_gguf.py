@@ -103,8 +103,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             remedy="Use llama.cpp's llama-quantize, or write it as transformers has it (to-bf16).",
         )
     home = _tokenizer_of(opened, options)
-    tokenizer = [] if home is None else [file for file, _ in companions(home)]
-    inputs = protected(opened, source, beside=options.beside, named=(options.config, *tokenizer))
+    tokenizer, left_out = ([], ()) if home is None else companions(home, opened.place.named)
+    files = [file for file, _ in tokenizer]
+    inputs = protected(opened, source, beside=options.beside, named=(options.config, *files))
     check_output(place, single=single, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     check_wanted(opened, stripped, options)
@@ -116,7 +117,13 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     asked = TYPES[options.type]
     described = [(entry.name, entry.shape, type_of(entry, asked).name) for entry in tensors]
     beside = GgufModel(
-        model.config, home, options.model_name or "", options.pre_tokenizer or "", described, FILE_TYPES[options.type]
+        model.config,
+        home,
+        options.model_name or "",
+        options.pre_tokenizer or "",
+        described,
+        FILE_TYPES[options.type],
+        opened.place.named,
     )
     metadata, more, stem = metadata_of(beside)
     most = None if options.split_max_size is None else to_bytes(options.split_max_size)
@@ -130,7 +137,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     form = {**model.recorded["form"], "type": options.type, **({} if rows is None else {"rows": rows})}
     plan = Plan(layout.files, layout.pairs)
     order = order_for(options, plan, place, catalog, (), {"form": form}, single=single)
-    said = (*opened.catalog.source.notes, *notes, *model.notes, *more)
+    said = (*opened.catalog.source.notes, *notes, *model.notes, *more, *left_out)
     held = {id(entry) for entry in tensors}
     sources = (entry for entry in _sources(model.catalog.tensors.values()) if id(entry) not in held)
     read = replace(model.catalog, tensors={str(number): entry for number, entry in enumerate(sources)}, aliases={})

@@ -22,7 +22,7 @@ from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype,
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
-from zckpt.layouts.save.companions import companions, config_file
+from zckpt.layouts.save.companions import config_file
 from zckpt.naming.megatron_arguments import megatron_arguments, megatron_notes
 from zckpt.naming.writers import NUMBERED, Naming, named
 from zckpt.output.checks import check_path
@@ -146,13 +146,15 @@ def prepare(
         tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=options.max_file_bytes,
         optimizer=states,
     )  # fmt: skip
-    if (config := config_file(opened.place.home, usual, opened.config(model.config))) is not None:
+    if (config := config_file(opened.config(model.config), usual)) is not None:
         files.append(config)
-    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), recorded)
+    copies, left_out = opened.companions()
+    order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, recorded)
     notes = (
         *opened.catalog.source.notes,
         *notes,
         *model.notes,
         *megatron_notes(arguments, model.config.get("model_type")),
+        *left_out,
     )
     return PlannedConversion(opened, order, (*notes, *more, *said), options)

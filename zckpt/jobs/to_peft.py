@@ -27,7 +27,7 @@ from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
-from zckpt.layouts.save.companions import companions
+from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
@@ -119,6 +119,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     names = sorted({it.adapter for it in found.values()})
     adapter = chosen(options.adapter, names, catalog)
     said = config_path(opened, adapter, alone=len(names) == 1)
+    copies, left_out = opened.companions()
+    if said and not is_own(locate(said), opened.place.home, opened.place.named):
+        said, left_out = None, (*left_out, *note_of_links([CONFIG]))
     config = read_adapter_config(said) if said else {}
     _check_method(adapter, found, config, catalog.source.path)
     bias = str(config.get("bias") or "none")
@@ -131,7 +134,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         destination = _with_config(destination, locate(said).read())
     elif made:
         destination = _with_config(destination, made[1].encode())
-    notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others)]
+    notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others), *left_out]
     if not said:
         notes.append(made[0] if made else _without_config(adapter, selected))
     order = order_for(
@@ -139,7 +142,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
         place,
         own,
-        companions(opened.place.home),
+        copies,
         {"form": {"adapter": adapter, "bias": bias}},
     )
     return PlannedAdapter(opened, order, tuple(notes), options, adapter)

@@ -47,12 +47,14 @@ class Place:
         home: the directory that has config and tokenizer files, and the tag directories.
         tags: all tags there, in natural order.
         notes: what was chosen on the way, as sentences.
+        named: the path that a person gave; None where none did.
     """
 
     listing: Listing
     home: Location
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    named: Location | None = None
 
 
 class _Look(NamedTuple):

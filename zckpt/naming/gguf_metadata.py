@@ -23,7 +23,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import size as count_of_bytes
 from zckpt.containers.gguf_file import GgufValue, Kind
-from zckpt.layouts.save.companions import companions
+from zckpt.layouts.save.companions import companions, is_own
 from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_vocabulary import add_vocabulary
 from zckpt.storage.location import Location
@@ -70,6 +70,7 @@ class GgufModel:
         pre_tokenizer: llama.cpp's name of the way in which text is split before the vocabulary is used; empty to find it.
         tensors: name, shape and type's name of each.
         file_type: llama.cpp's number of the type that most have.
+        named: the path that a person gave, for `companions`.
     """
 
     config: Mapping[str, object]
@@ -78,6 +79,7 @@ class GgufModel:
     pre_tokenizer: str
     tensors: Sequence[tuple[str, tuple[int, ...], str]]
     file_type: int
+    named: Location | None = None
 
 
 def architecture_of(config: Mapping[str, object], path: str) -> str:
@@ -216,11 +218,11 @@ def _staged(model: GgufModel) -> Iterator[Path]:
         directory = Path(scratch) / name
         directory.mkdir()
         if model.home is not None:
-            for place, file in companions(model.home):
+            for place, file in companions(model.home, model.named)[0]:
                 if not file.endswith(".py"):  # code of a model's authors is never run
                     (directory / file).write_bytes(_small(place))
             card = model.home / "README.md"
-            if card.is_file():
+            if card.is_file() and is_own(card, model.home, model.named):
                 (directory / "README.md").write_text(_facts_of(card), encoding="utf-8")
         (directory / "config.json").write_text(json.dumps(model.config), encoding="utf-8")
         yield directory

@@ -142,6 +142,21 @@ def places_passed(path: str) -> list[str]:
     return passed
 
 
+def leads_out_of(path: str, *trees: str) -> bool:
+    """Whether a file that is seen in one of these directories lies outside all of them, by a link.
+
+    The hub's cache keeps a model's files in `blobs/`, and links to them in `snapshots/REVISION/`: these are the model's own.
+    Source: huggingface_hub 1.0, file_download.py `_create_symlink`.
+    """
+    real = os.path.realpath(path)
+    for top in map(os.path.realpath, trees):
+        stores = (above for above in directories_above(os.path.dirname(top)) if os.path.basename(above) == "snapshots")
+        blobs = (os.path.join(os.path.dirname(store), "blobs") for store in stores)
+        if any(is_below(real, own) for own in (top, *blobs)):
+            return False
+    return True
+
+
 def parts_elsewhere(directory: str) -> list[str]:
     """What is seen in a directory and lies elsewhere: links in it to files, and whatever is mounted below it."""
     real = os.path.realpath(directory)

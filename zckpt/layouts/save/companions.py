@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from zckpt.base.errors import CorruptError, ZckptError
+from zckpt.base.words import examples
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
+from zckpt.storage.identity import leads_out_of
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -41,23 +43,10 @@ _BESIDE = re.compile(
 _OF_TOKENIZER = re.compile(r"tokenizer[\w.-]*|\w*\.(?:model|tiktoken)|vocab\.(?:json|txt)|merges\.txt")
 
 
-def config_file(
-    home: Location, dtype: DType, config: Mapping[str, object] | None = None
-) -> tuple[OutputFile, FileStore] | None:
-    """The model's `config.json` with the dtype of the output; None where there is none.
-
-    Args:
-        home: the directory that it is in.
-        dtype: of the weights.
-        config: what it is to say; None for what the file in `home` says.
-
-    Raises:
-        As `read_config`.
-    """
+def config_file(config: Mapping[str, object] | None, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+    """The model's `config.json` with the dtype of the output's weights; None where there is no config."""
     if config is None:
-        config = read_config(home)
-        if config is None:
-            return None
+        return None
     text = json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
     return literal_file("config.json", text.encode())
 
@@ -80,6 +69,20 @@ def read_config(home: Location) -> dict[str, object] | None:
     """The config that `find_config` finds; errors as there."""
     found = find_config(home)
     return None if found is None else found[0]
+
+
+def read_own_config(home: Location, named: Location | None) -> dict[str, object] | None:
+    """The config in a directory as it may be written to an output; None where there is none that is the checkpoint's own.
+
+    Args:
+        home: the directory.
+        named: as in `is_own`.
+
+    Raises:
+        As `read_config`.
+    """
+    found = find_config(home)
+    return found[0] if found is not None and is_own(found[1], home, named) else None
 
 
 def config_near(save: Location) -> Mapping[str, object]:
@@ -166,14 +169,54 @@ def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
     return {**config, **nested, **named}
 
 
-def companions(home: Location) -> list[tuple[Location, str]]:
-    """(where it is, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code.
+def is_own(file: Location, home: Location, named: Location | None = None) -> bool:
+    """Whether a file that is seen in a checkpoint lies in the checkpoint's own tree.
+
+    A stranger's checkpoint may hold a link to any file that its reader can read, such as a private key. What such a link leads
+    to is never written to an output, nor published.
+
+    Args:
+        file: the file.
+        home: the directory that has config and tokenizer files, or another one of the checkpoint.
+        named: the path that a person gave, which may be a directory above `home`.
+    """
+    if file.is_remote or home.is_remote:
+        return True
+    return not leads_out_of(file.path, home.path, *([] if named is None else [named.path]))
+
+
+def note_of_links(names: Iterable[str]) -> tuple[str, ...]:
+    """A sentence on files that are not copied since they are not the checkpoint's own; none where there are none."""
+    found = sorted(set(names))
+    if not found:
+        return ()
+    text = (
+        "a link that leads out of the checkpoint, and is"
+        if len(found) == 1
+        else "links that lead out of the checkpoint, and are"
+    )
+    return (f"{examples(found, 10)}: {text} not copied. Put the file itself there if it belongs to the model.",)
+
+
+def companions(home: Location, named: Location | None = None) -> tuple[list[tuple[Location, str]], tuple[str, ...]]:
+    """The files beside the checkpoint that belong to the model, tokenizer, processor and code, and which were left out.
 
     Megatron Bridge and NeMo-RL have the tokenizer in a directory of its own, verl and others in `huggingface`, Automodel in
     `.hf_metadata`.
+
+    Args:
+        home: the directory that has them.
+        named: as in `is_own`.
+
+    Returns:
+        (where a file is, its name) for each that is the checkpoint's own, and a sentence that names the others.
     """
     found = {name: home / name for name in sorted(home.file_names()) if _BESIDE.fullmatch(name)}
     for inner in (home / name for name in (*_TOKENIZERS, *_INNER)):
         if not any(_OF_TOKENIZER.fullmatch(name) for name in found) and inner.is_dir():
             found = {name: inner / name for name in sorted(inner.file_names()) if _BESIDE.fullmatch(name)} | found
-    return [(path, name) for name, path in sorted(found.items())]
+    own = [(path, name) for name, path in sorted(found.items()) if is_own(path, home, named)]
+    configs = (place / "config.json" for place in (home, *(home / name for name in _INNER)))
+    config = next((file for file in configs if file.is_file()), None)
+    seen = found if config is None else {**found, config.name: config}
+    return own, note_of_links(name for name, path in seen.items() if not is_own(path, home, named))

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from zckpt.base import words
 from zckpt.layouts.save import accelerate
+from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.storage.location import Location
 
 _OF_RUN = re.compile(
@@ -30,26 +31,32 @@ Copies = list[tuple[Location, str]]
 
 
 def run_files(
-    home: Location, also: Iterable[Location] = (), world_size: int | None = None
+    home: Location, also: Iterable[Location] = (), world_size: int | None = None, named: Location | None = None
 ) -> tuple[Copies, tuple[str, ...]]:
-    """The files to copy, and sentences on ranks that have lost their random states, or have none.
+    """The files to copy, and sentences on ranks that have no random states, and on links that lead out of the checkpoint.
 
     Args:
         home: the directory beside the tags, or the save itself.
         also: the same on other nodes' disks, or what is above it there; of files of one name the first counts.
         world_size: ranks of the run that goes on; None where it may be any number.
+        named: as in `companions.is_own`.
     """
     homes = [home.absolute().parent if accelerate.MODEL.fullmatch(home.name) else home]
     for root in also:
         homes.append(inner if (inner := root / homes[0].name).is_dir() else root)
     there: dict[str, Location] = {}
+    others: set[str] = set()
     for home in homes:
         for name in sorted(home.file_names()):
             if _OF_RUN.fullmatch(name) or _OF_RANK.fullmatch(name) or name == _OF_ONE:
-                there.setdefault(name, home / name)
+                if is_own(home / name, home, named):
+                    there.setdefault(name, home / name)
+                else:
+                    others.add(name)
+    left_out = note_of_links(others - there.keys())
     copies = [(place, name) for name, place in there.items() if _OF_RUN.fullmatch(name)]
     if world_size is None:
-        return [(place, name) for name, place in there.items()], ()
+        return [(place, name) for name, place in there.items()], left_out
     if world_size == 1 and _OF_ONE not in there and _OF_FIRST in there:
         copies.append((there[_OF_FIRST], _OF_ONE))
     elif world_size > 1 and _OF_FIRST not in there and _OF_ONE in there:
@@ -66,7 +73,7 @@ def run_files(
                 dropped.add(rank)
             elif world_size > 1 or match["stem"] != "rng_state_":
                 copies.append((place, name))
-    return copies, _said(dropped, known, world_size)
+    return copies, _said(dropped, known, world_size) + left_out
 
 
 def _said(dropped: set[int], known: set[int], world_size: int) -> tuple[str, ...]:
