@@ -215,8 +215,12 @@ def _deletable(
 ) -> tuple[bool, str]:
     """Whether the output holds all weights, and why; which other parts of the run it holds, and which only the shards."""
     shards = state.place.listing.directory
-    homes = [shards] if shards.is_file() else {location_of(f.store).parent for f in state.files}
-    inside = [f.name for f in output.files if any(location_of(f.store).is_within(home) for home in homes)]
+    is_file = shards.is_file()
+    homes = {shards} if is_file else {location_of(f.store).parent for f in state.files}
+    places = {f.name: location_of(f.store).resolved() for f in output.files}
+    places = {name: place if is_file else place.parent for name, place in places.items()}
+    deleted = {place for place in {*places.values()} if any(place.is_within(home) for home in homes)}
+    inside = [name for name, place in places.items() if place in deleted]
     wrong = sum(len(check.problems) for check in state.checks)
     if wrong:
         return False, count(wrong, "problem was found", "problems were found")
