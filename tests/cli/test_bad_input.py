@@ -100,12 +100,18 @@ def test_nothing_there(tmp_path: Path, out: Path) -> None:
 
 
 def test_a_directory_one_too_high(zero2: Path, out: Path, tmp_path: Path) -> None:
-    """The fix names the directory that would do, and works when it is followed."""
+    """The only save below is taken; of two, the fix names them, and works when it is followed."""
     above = tmp_path / "experiment"
     above.mkdir()
+    assert "global_step*" not in refused(NotACheckpointError, above, out).remedy
+    (above / "zero_to_fp32.py").touch()
     assert "global_step*" in refused(NotACheckpointError, above, out).remedy
     zero2.rename(above / "run")
-    assert refused(NotACheckpointError, above, out).remedy == f"Give the checkpoint's own directory: '{above / 'run'}'."
+    notes = zckpt.convert(above, tmp_path / "below", progress=False).notes
+    assert any(f"'{above / 'run'}' is taken" in note for note in notes)
+    shutil.copytree(above / "run", above / "other")
+    error = refused(NotACheckpointError, above, out)
+    assert error.remedy == f"Give one of the directories that hold saves: '{above / 'other'}', '{above / 'run'}'."
     zckpt.convert(above / "run", out)
 
 

@@ -365,7 +365,7 @@ def test_colours_are_for_terminals(no_color: str, painted: bool, tmp_path: Path)
 def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys, time, zckpt.jobs.inspection, zckpt.cli\n"
-        "def wait(*_):\n    sys.stderr.write('ready\\n'); sys.stderr.flush(); time.sleep(60)\n"
+        "def wait(*_, **__):\n    sys.stderr.write('ready\\n'); sys.stderr.flush(); time.sleep(60)\n"
         "zckpt.jobs.inspection.inspect_checkpoint = wait\n"
         "zckpt.cli.main()\n"
     )

@@ -22,7 +22,6 @@ from zckpt.base.errors import (
     CorruptError,
     IncompleteError,
     InconsistentError,
-    NotACheckpointError,
     UnsupportedError,
     ZckptError,
 )
@@ -281,7 +280,7 @@ def test_whole_dtensors_in_a_plain_file(tmp_path: Path) -> None:
 def test_other_directories_are_none(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "rank0.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "rank1.pt")
-    with pytest.raises(NotACheckpointError):
+    with pytest.raises(IncompleteError, match="2 parts that zckpt does not join"):
         open_catalog(str(tmp_path))
 
 

@@ -224,6 +224,8 @@ def _deletable(
     wrong = sum(len(check.problems) for check in state.checks)
     if wrong:
         return False, count(wrong, "problem was found", "problems were found")
+    if part := state.place.listing.part:
+        return False, f"only a part was compared, {part}"
     if inside:
         return False, f"the output's {examples(inside)} would be deleted with them"
     if left_out:

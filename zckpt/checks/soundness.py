@@ -63,7 +63,7 @@ def examined(
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
     """
-    place = find(path, options.tag, [locate(root) for root in options.also])
+    place = find(path, options.tag, [locate(root) for root in options.also], as_part=options.as_part)
     state = Examined(place, unproved("its tensors cannot be read"))
     state.facts = facts = _manifest_of(state, path)
     unknown = _open(state, path, options)

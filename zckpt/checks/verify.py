@@ -33,6 +33,7 @@ def verify(
     also: Sequence[str | os.PathLike[str]] = (),
     read_options: ReadOptions | None = None,
     lora: LoraMerge | None = None,
+    as_part: bool = False,
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
 ) -> Verification:
@@ -49,6 +50,7 @@ def verify(
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         lora: the base and the adapters that were merged into `converted`, where they are not in the checkpoint.
+        as_part: the checkpoint is one part of a save (a shard, one rank's file or directory), and looked at alone.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far, and with the total if it takes a second argument (it
             grows when it is found that there is more to read); None shows a bar in a terminal or notebook, False shows none.
@@ -70,7 +72,7 @@ def verify(
         from zckpt.jobs.opening import OpenOptions
         from zckpt.storage.location import locate
 
-        options = OpenOptions(tag=tag, also=also, read_options=read_options)
+        options = OpenOptions(tag=tag, also=also, read_options=read_options, as_part=as_part)
         path, delta = locate(checkpoint), locate(checkpoint if converted is None else converted)
         if is_delta_directory(delta):
             from zckpt.checks.deltas import verify_delta

@@ -85,7 +85,7 @@ class Sources(o.Joining):
     ] = field(default_factory=list)
 
     def options(self) -> dict[str, Any]:  # noqa: D102
-        return {"also": tuple(self.also), "read_options": self.read_options}
+        return {"also": tuple(self.also), "read_options": self.read_options, "as_part": self.as_part}
 
 
 def register(app: typer.Typer) -> None:

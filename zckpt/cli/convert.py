@@ -243,6 +243,8 @@ def to_peft(
 def words_of(planned: PlannedConversion, dtype: str) -> Words:
     """How to speak of weights that were written in this dtype."""
     what = f"{count(len(planned.catalog), 'tensor')} as {dtype}"
+    if part := planned.opened.catalog.source.part:
+        return Words(what, lambda files: f"it is {part}, and no whole model: nothing loads it as one", {"dtype": dtype})
     if planned.catalog.evidence.left_out:
         part = "it lacks the model's frozen parameters, which are in the model that the run began with: --base MODEL adds them"
         return Words(what, lambda files: part, {"dtype": dtype})

@@ -91,7 +91,7 @@ def inspect(
     from zckpt.jobs.inspection import inspect_checkpoint
 
     sink = shown.console
-    inspection = inspect_checkpoint(ckpt, source.tag, source.also, source.read_options)
+    inspection = inspect_checkpoint(ckpt, source.tag, source.also, source.read_options, as_part=source.as_part)
     named = _states(ckpt, source) if states else None
     sink.result(
         lambda: {**inspection.as_json(slices=tensors), **(named.as_json() if named else {})},
@@ -139,6 +139,7 @@ def verify(
             tag=source.tag,
             also=source.also,
             read_options=source.read_options,
+            as_part=source.as_part,
             **merged.options(),
             pace=speed.pace,
             progress=progress or False,
@@ -174,8 +175,8 @@ def diff(
         check_place(html)
     with sink.progress(None, "diff") as progress:
         found = diff(
-            a, b, **tolerance.options(), read_options=joining.read_options, spreads=html is not None, pace=speed.pace,
-            progress=progress or False,
+            a, b, **tolerance.options(), read_options=joining.read_options, as_part=joining.as_part, spreads=html is not None,
+            pace=speed.pace, progress=progress or False,
         )  # fmt: skip
     if html is not None:
         from zckpt.pictures.differences import differences_page

@@ -5,7 +5,6 @@ A group is declared once: an option means the same everywhere. Its `options` are
 
 from __future__ import annotations
 
-import re
 from dataclasses import field, fields
 from enum import Enum
 from functools import partial
@@ -21,6 +20,9 @@ from zckpt.cli.choices import Format as Format
 from zckpt.cli.choices import OverflowChoice as OverflowChoice
 from zckpt.cli.choices import ProgressForm
 from zckpt.cli.output import Console
+from zckpt.cli.texts import positive as positive
+from zckpt.cli.texts import size_in_bytes as size_in_bytes
+from zckpt.cli.texts import split_rename as split_rename
 
 if TYPE_CHECKING:
     from zckpt.base.pace import Pace
@@ -28,39 +30,6 @@ if TYPE_CHECKING:
     from zckpt.layouts.save.listing import ReadOptions
 
     JobOptions = TypeVar("JobOptions", bound=OpenOptions)
-
-
-def split_rename(text: str) -> tuple[str, str]:
-    r"""`REGEX=REPL` at its first `=`; one that is escaped (`\=`) or opens a lookaround (`(?=`, `(?<=`) does not count.
-
-    Raises:
-        UsageError: there is no such `=`.
-    """
-    found = re.fullmatch(r"((?:\(\?<?=|\\.|[^\\=])*)=(.*)", text, re.DOTALL)
-    if not found:
-        remedy = r"Put '=' between pattern and replacement: --rename '^model\.='."
-        raise UsageError(f"--rename {text!r} has no '='", expected="REGEX=REPL", remedy=remedy)
-    return found[1], found[2]
-
-
-def size_in_bytes(text: str | int) -> int:
-    """A typer parser of sizes: `8MiB`, `500MB`, `1.5G`, `1GB/s` or a plain number, as bytes."""
-    from zckpt.base.sizes import to_bytes
-
-    try:
-        nbytes = to_bytes(str(text).strip().upper().removesuffix("/S"))
-    except UsageError:
-        nbytes = 0
-    if nbytes < 1:
-        raise typer.BadParameter(f"{text!r} is not a size; use bytes or a form such as 12GB")
-    return nbytes
-
-
-def positive(value: int | None) -> int | None:
-    """A typer callback for whole numbers."""
-    if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} is less than 1")
-    return value
 
 
 which = partial(typer.Option, rich_help_panel="Which checkpoint")
@@ -150,7 +119,7 @@ class Joining(Group):
 
     key: Annotated[
         str | None,
-        which("--key", metavar="KEY", help="State dict of a torch.distributed.checkpoint save, such as ema."),
+        which("--key", metavar="KEY", help="Which state dict, where a save holds several, such as ema."),
     ] = None
     shapes: Annotated[
         str | None,
@@ -160,6 +129,9 @@ class Joining(Group):
             help="Weights, JSON or a config that say the shapes in FSDP's flat parameters, or the heads in torchtitan's states.",
         ),
     ] = None
+    as_part: Annotated[
+        bool, which("--as-part", help="Take one shard, or one rank's file or directory, alone; it is no whole model.")
+    ] = False
     tp_rules: Annotated[
         str | None,
         _split(
@@ -198,7 +170,8 @@ class SourceOptions(Joining):
     ] = field(default_factory=list)
 
     def options(self) -> dict[str, Any]:  # noqa: D102
-        return {"tag": self.tag, "also": tuple(self.also), "read_options": self.read_options}
+        given = {"tag": self.tag, "also": tuple(self.also), "as_part": self.as_part}
+        return {**given, "read_options": self.read_options}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

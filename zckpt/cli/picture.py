@@ -67,7 +67,13 @@ def draw_map(ckpt: o.Checkpoint, drawn: Drawn, source: o.SourceOptions, shown: o
         )  # fmt: skip
     sink = shown.console
     found = checkpoint_map(
-        ckpt, source.tag, source.also, source.read_options, world_size=drawn.reshard, stage=drawn.stage
+        ckpt,
+        source.tag,
+        source.also,
+        source.read_options,
+        world_size=drawn.reshard,
+        stage=drawn.stage,
+        as_part=source.as_part,
     )
     page = _written(found, drawn) if drawn.html is not None or drawn.open_page else None
     if sink.as_json:

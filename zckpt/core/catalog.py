@@ -255,6 +255,7 @@ class Source:
         notes: sentences for the user (a fallback taken, a prefix stripped).
         prefix: the beginning of all names that the trainer's own wrapper of the model gave them; empty for none.
         details: further facts of the run, as (label, text): rows that `inspect` prints, and `details` of its JSON.
+        part: what it is a part of, if it is not a whole save: "one of 2 files"; empty for a whole one.
     """
 
     layout: str
@@ -267,6 +268,7 @@ class Source:
     notes: tuple[str, ...] = ()
     prefix: str = ""
     details: tuple[tuple[str, str], ...] = ()
+    part: str = ""
 
     def as_json(self, topology: Topology) -> dict[str, object]:
         """The facts that an output records of its source; no path and no host."""
@@ -276,6 +278,7 @@ class Source:
             "step": self.global_steps,
             "framework": " ".join(self.framework).strip(),
             "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
+            **({"part": self.part} if self.part else {}),
         }
 
 

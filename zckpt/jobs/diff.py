@@ -164,6 +164,7 @@ def diff(
     atol: float | None = None,
     rtol: float | None = None,
     read_options: ReadOptions | None = None,
+    as_part: bool = False,
     spreads: bool = False,
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
@@ -179,6 +180,7 @@ def diff(
         atol: absolute tolerance.
         rtol: relative tolerance.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        as_part: take one part of a save (a shard, one rank's file or directory) as a side.
         spreads: count for each tensor how far its numbers are apart.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far, and with the total if it takes a second argument; None
@@ -193,7 +195,7 @@ def diff(
     Example:
         assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
     """
-    (left, notes_a), (right, notes_b) = _both(a, b, read_options)
+    (left, notes_a), (right, notes_b) = _both(a, b, OpenOptions(read_options=read_options, as_part=as_part))
     names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}
     pairs: dict[tuple[int, int], tuple[str, TensorEntry, TensorEntry]] = {}
     for name in names_a:
@@ -224,21 +226,21 @@ def diff(
 
 
 def _both(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], read_options: ReadOptions | None
+    a: str | os.PathLike[str], b: str | os.PathLike[str], options: OpenOptions
 ) -> tuple[tuple[Catalog, tuple[str, ...]], tuple[Catalog, tuple[str, ...]]]:
     """Both sides' tensors and notes; if one of them alone is GGUF, its tensors have transformers' names."""
-    left, right = _opened(a, read_options), _opened(b, read_options)
+    left, right = _opened(a, options), _opened(b, options)
     if (METADATA in left[0].extras) == (METADATA in right[0].extras):
         return left, right
     if METADATA in left[0].extras:
-        return _opened(a, read_options, with_hub_names=True), right
-    return left, _opened(b, read_options, with_hub_names=True)
+        return _opened(a, options, with_hub_names=True), right
+    return left, _opened(b, options, with_hub_names=True)
 
 
 def _opened(
-    path: str | os.PathLike[str], read_options: ReadOptions | None, *, with_hub_names: bool = False
+    path: str | os.PathLike[str], options: OpenOptions, *, with_hub_names: bool = False
 ) -> tuple[Catalog, tuple[str, ...]]:
-    opened = open_catalog(os.fspath(path), OpenOptions(read_options=read_options))
+    opened = open_catalog(os.fspath(path), options)
     catalog, stripped = strip_wrappers(opened.catalog)
     if not with_hub_names:
         return catalog, opened.catalog.source.notes + stripped

@@ -197,6 +197,8 @@ def inspect_checkpoint(
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
     read_options: ReadOptions | None = None,
+    *,
+    as_part: bool = False,
 ) -> Inspection:
     """Reports what a checkpoint or a weights file holds; reads indexes only, kilobytes per file.
 
@@ -205,6 +207,7 @@ def inspect_checkpoint(
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        as_part: look at one part of a save (a shard, one rank's file or directory) alone.
 
     Returns:
         The facts. A checkpoint that is damaged or incomplete is reported, not raised: `exportable.reason` says what is wrong.
@@ -218,11 +221,11 @@ def inspect_checkpoint(
         if found.exportable.ok:
             print(found.as_json()["numel"], "parameters")
     """
-    place = find(locate(path), tag, [locate(root) for root in also])
+    place = find(locate(path), tag, [locate(root) for root in also], as_part=as_part)
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
-        options = OpenOptions(tag=tag, also=also, read_options=read_options)
+        options = OpenOptions(tag=tag, also=also, read_options=read_options, as_part=as_part)
         opened = open_place(place, options, as_stored=True)
         text = about(opened.quantization, scaled_in(opened))
     except ZckptError as error:

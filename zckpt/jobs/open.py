@@ -17,6 +17,7 @@ from zckpt import layouts
 from zckpt.base.errors import NoTensorError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
@@ -56,7 +57,7 @@ def open_catalog(
     """
     options = options or OpenOptions()
     named = locate(path)
-    place = find(named, options.tag, [locate(root) for root in options.also])
+    place = find(named, options.tag, [locate(root) for root in options.also], as_part=options.as_part)
     return open_place(replace(place, named=named), options, as_stored=as_stored)
 
 
@@ -65,7 +66,10 @@ def open_place(place: Place, options: OpenOptions, *, as_stored: bool = False) -
     if options.read_options is not None:
         place = replace(place, listing=replace(place.listing, options=options.read_options))
     catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)
-    catalog = replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes))
+    part = place.listing.part
+    source = replace(catalog.source, notes=place.notes + catalog.source.notes, part=part)
+    evidence = Evidence("unknown", f"it is {part}, taken alone", "the others") if part else catalog.evidence
+    catalog = replace(catalog, source=source, evidence=evidence)
     opened = opened_as_stored(catalog, place)
     return opened if as_stored else dequantised(opened, options)
 

@@ -26,12 +26,14 @@ class OpenOptions:
         also: directories laid over the checkpoint: its parts from other nodes' disks.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
+        as_part: take one part of a save (a shard, one rank's file or directory) alone, as if it were a whole one.
     """
 
     tag: str | None = None
     also: Sequence[str | os.PathLike[str]] = ()
     read_options: ReadOptions | None = None
     allow_unknown_layout: bool = False
+    as_part: bool = False
 
     @property
     def keeps_dtypes(self) -> bool:

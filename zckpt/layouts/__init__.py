@@ -116,7 +116,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         raise UsageError(
             "holds one state dict, so --key has nothing to choose from", file=listing.directory,
             found=f"{family.name}, --key {listing.options.key}",
-            remedy="Leave --key out: only saves of torch.distributed.checkpoint hold several state dicts.",
+            remedy="Leave --key out: it is for saves of torch.distributed.checkpoint and plain files that hold several.",
         )  # fmt: skip
     catalog = family.read(listing, allow_unknown=allow_unknown)
     usage.check_masters(listing, catalog.claims)

@@ -151,6 +151,7 @@ def checkpoint_map(
     *,
     world_size: int | None = None,
     stage: int | None = None,
+    as_part: bool = False,
 ) -> CheckpointMap:
     """Reads all that is drawn; no element but step counters.
 
@@ -161,12 +162,13 @@ def checkpoint_map(
         read_options: the same.
         world_size: also lay out what `reshard` would write for so many ranks.
         stage: of ZeRO, for that; None for the one that the checkpoint has.
+        as_part: draw one part of a save alone.
 
     Raises:
         NotACheckpointError: there is no checkpoint at `path`.
         ZckptError: another kind, where the save cannot be chosen, or cannot be resharded.
     """
-    inspection = inspect_checkpoint(path, tag, also, read_options)
+    inspection = inspect_checkpoint(path, tag, also, read_options, as_part=as_part)
     known = incomplete(inspection) if inspection.catalog is None else None
     if known is not None:
         inspection = replace(inspection, catalog=known.catalog)

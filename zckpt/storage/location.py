@@ -121,6 +121,10 @@ class Location(os.PathLike[str]):
         """Names of all entries of a directory. Raises OSError."""
 
     @abstractmethod
+    def kinds(self) -> dict[str, str]:
+        """Name -> "file", "directory" or another word, of all entries of a directory; links are followed. Raises OSError."""
+
+    @abstractmethod
     def file_names(self, below: Sequence[str] = ()) -> list[str]:
         """Names of the files in a directory, and `NAME/...` of all under each directory `NAME` of `below`. Raises OSError."""
 
@@ -209,6 +213,10 @@ class LocalPath(Location):
     def names(self) -> list[str]:  # noqa: D102
         return os.listdir(self.path)
 
+    def kinds(self) -> dict[str, str]:  # noqa: D102
+        with os.scandir(self.path) as entries:
+            return {e.name: "file" if e.is_file() else "directory" if e.is_dir() else "other" for e in entries}
+
     def file_names(self, below: Sequence[str] = ()) -> list[str]:  # noqa: D102
         with os.scandir(self.path) as entries:
             names = [entry.name for entry in entries if entry.is_file()]
@@ -291,6 +299,9 @@ class Address(Location):
 
     def names(self) -> list[str]:  # noqa: D102
         return sorted(fsspec_io.entries(self.path))
+
+    def kinds(self) -> dict[str, str]:  # noqa: D102
+        return fsspec_io.entries(self.path)
 
     def file_names(self, below: Sequence[str] = ()) -> list[str]:  # noqa: D102
         kinds = fsspec_io.entries(self.path)

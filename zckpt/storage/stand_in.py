@@ -55,6 +55,9 @@ class StandIn(Location):
     def names(self) -> list[str]:  # noqa: D102
         return []
 
+    def kinds(self) -> dict[str, str]:  # noqa: D102
+        return {}
+
     def file_names(self, below: Sequence[str] = ()) -> list[str]:  # noqa: D102
         return []
 

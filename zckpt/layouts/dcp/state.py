@@ -20,6 +20,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UsageError
 from zckpt.base.words import examples
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
+from zckpt.layouts.save.several_models import Shape, models_among, several_models
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """What writers call the model: torch's own examples and accelerate, DistributedDataParallel users, older trainers, Lightning."""
@@ -114,7 +115,7 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
     """The weights: those under `key`, or those under a key that names a model.
 
     Raises:
-        UsageError: there is nothing under `key`.
+        UsageError: there is nothing under `key`; or there are several models, and no key.
         NotACheckpointError: there are no weights.
     """
     owned = {item.name for o in optimizers_of(metadata).values() for _, item in (*o.states, *o.settings)}
@@ -139,6 +140,8 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
                 remedy="Pass one of these with --key.",
             )  # fmt: skip
         return DcpModel(key, chosen, ())
+    if models := _alike({name: paths[name] for name in tensors}, tensors):
+        raise several_models(metadata.file, models)
     section, alone = _choose({name: paths[name] for name in tensors}, tensors)
     chosen = {dotted(path[len(section) :]): tensors[name] for name, path in ((n, paths[n]) for n in tensors)
               if path[: len(section)] == section and not (alone and len(path) > 1)}  # fmt: skip
@@ -153,21 +156,43 @@ def _section(path: Path) -> str:
     return dotted(path[:1]) if len(path) > 1 else ""
 
 
-def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tuple[Path, bool]:
-    """The section that holds the model, and whether only its top level is meant.
+def _alike(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> list[str]:
+    """The keys of several models of which none is called the model: of one name in different places, or of the same tensors."""
+    named = _named_sections(paths)
+    first = [key for key in named if _preference(key)[:2] == _preference(named[0])[:2]]
+    if len(first) > 1:
+        return [dotted(key) for key in first]
+    on_top = any(len(path) == 1 for path in paths.values())
+    shapes: dict[str, dict[str, Shape]] = {}
+    for name, path in paths.items():
+        if len(path) > 1:
+            shapes.setdefault(dotted(path[:1]), {})[dotted(path[1:])] = tuple(tensors[name].size)
+    return [] if named or on_top else models_among(shapes)
 
-    That is the one with a name of `MODEL_KEYS`; or the top, if it has most of the elements; or the only one. If there are
-    several and none has such a name, all are taken.
-    """
+
+def _named_sections(paths: Mapping[str, Path]) -> list[Path]:
+    """The sections with a name of `MODEL_KEYS`, the one first that is preferred."""
     named = {
         path[: at + 1]
         for path in paths.values()
         for at, key in enumerate(path[:2])
         if key in MODEL_KEYS and at + 1 < len(path)
     }
-    if named:
-        best = min(named, key=lambda section: (len(section), MODEL_KEYS.index(str(section[-1])), dotted(section)))
-        return best, False
+    return sorted(named, key=_preference)
+
+
+def _preference(section: Path) -> tuple[int, int, str]:
+    return len(section), MODEL_KEYS.index(str(section[-1])), dotted(section)
+
+
+def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tuple[Path, bool]:
+    """The section that holds the model, and whether only its top level is meant.
+
+    That is the one with a name of `MODEL_KEYS`; or the top, if it has most of the elements; or the only one. If there are
+    several and none has such a name, all are taken.
+    """
+    if named := _named_sections(paths):
+        return named[0], False
     sections = {path[:1] for path in paths.values() if len(path) > 1}
     if len(sections) == 1 and all(len(path) > 1 for path in paths.values()):
         return sections.pop(), False

@@ -12,6 +12,7 @@ FAMILY = Family(
     second=UnprovedFamily("zckpt has no second reader of this family"),
     read_training=later("numbered.read", "read_training"),
     fallback=True,
+    has_keys=True,
     holds_run=False,
     resumes="by the script that wrote it (zckpt to-dcp and reshard make saves with names)",
     unread_states=later("numbered.read", "unread_states"),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base.errors import ZckptError
-from zckpt.layouts.plain import read as plain
+from zckpt.layouts.plain import files as plain
 from zckpt.layouts.save.listing import Listing
 
 RANK = re.compile(

@@ -2,6 +2,7 @@
 
 import re
 
+from zckpt.layouts.plain import files as _files
 from zckpt.layouts.plain import read as _read
 from zckpt.layouts.save.family import Family, FileKind
 from zckpt.layouts.save.second import UnprovedFamily
@@ -11,11 +12,12 @@ _NAMES = re.compile(r"(?:model|pytorch_model|adapter_model|optimizer_states)(?:\
 FAMILY = Family(
     name="plain weights",
     files=(FileKind("", _NAMES, of_rank=False),),
-    match=_read.match,
+    match=_files.match,
     read=_read.read,
     second=UnprovedFamily("zckpt has no second reader of this family"),
     fallback=True,
+    has_keys=True,
     reads_absent=True,
-    named_data=_read.named_data,
+    named_data=_files.named_data,
     unread_states=_read.unread_states,
 )

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import (
-    COPY_AGAIN,
-    CorruptError,
     IncompleteError,
+    InconsistentError,
     NotACheckpointError,
-    UnsafeError,
     UnsupportedError,
+    UsageError,
     ZckptError,
-)  # fmt: skip
+)
 from zckpt.base.sizes import file_bytes, to_bytes
 from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
@@ -33,18 +32,17 @@ from zckpt.core.evidence import LEFT_OUT, OWN_INDEX, Evidence
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.layouts.plain import rank_parts
+from zckpt.layouts.plain.files import OPTIMIZER as OPTIMIZER
+from zckpt.layouts.plain.files import PATTERNS, chosen_index, weight_files
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
+from zckpt.layouts.save.several_models import models_among, several_models
+from zckpt.layouts.save.weight_files import files_counted_with
 from zckpt.output import manifest as manifests
 from zckpt.storage.location import Location
 
 Format = Literal["safetensors", "bin"]
 
-_PATTERNS: dict[Format, str] = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
-OPTIMIZER = "optimizer_states"
-"""How files of optimizer states are called, so that no loader takes them for weights: `to-states` writes them."""
-
-_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _NESTED = ("state_dict", "model_state_dict", "module", "model")
 
 
@@ -52,37 +50,16 @@ _COMPOSER = "integrations"
 """Beside Composer's `state.model`: libraries whose models it wraps, such as huggingface."""
 
 
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    return (
-        None
-        if next(_candidates(listing), None)
-        else "no model.safetensors or pytorch_model.bin, nor an index of shards"
-    )
-
-
-def _candidates(listing: Listing) -> Iterator[str]:
-    if len(listing.files) == 1:
-        yield next(iter(listing.files))
-    for pattern in _PATTERNS.values():
-        for suffix in ("", ".index.json"):
-            name = pattern.format(suffix="") + suffix
-            if name in listing.files:
-                yield name
-    states = (f"{OPTIMIZER}.safetensors", f"{OPTIMIZER}.safetensors.index.json")
-    yield from (name for name in (*_ADAPTERS, *states) if name in listing.files)
-
-
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of plain weights.
 
     Raises:
         IncompleteError: shards are missing; or, unless `allow_unknown` is set, parameters have no elements (ZeRO-3
-            placeholders), or a file holds one rank's part of a model.
+            placeholders), or a file holds one rank's part of a model and is not wanted as such (`Listing.part`).
+        InconsistentError: files that are one model by their names have tensors of the same name.
         UnsafeError: the index names files outside its directory.
     """
-    name = next(_candidates(listing))
-    names = _shards(listing, name) if name.endswith(".index.json") else [name]
+    names = weight_files(listing)
     tensors: dict[str, TensorEntry] = {}
     aliases: dict[str, str] = {}
     notes: list[str] = []
@@ -91,9 +68,11 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     for shard in names:
         container = listing.open(shard)
         by_place: dict[object, str] = {}
-        if not allow_unknown:
+        if not allow_unknown and not listing.part:
             _refuse_part(container, listing.files[shard].path, named=listing.directory == listing.files[shard])
-        state = _state_dict(container, listing.files[shard].path, notes)
+        state = _state_dict(container, listing.files[shard].path, notes, listing.options.key)
+        if not chosen_index(listing) and (again := [tensor for tensor in state if tensor in tensors]):
+            raise _same_names(listing, names[: names.index(shard) + 1], again)
         prefix = prefix or _prefix(container.root)
         views += views_of(state.values())
         for tensor, ref in state.items():
@@ -107,10 +86,10 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     if not allow_unknown:
         _refuse_placeholders(tensors, listing)
     source = Source(layout="plain", path=listing.directory.path, tag=listing.tag, notes=tuple(notes), prefix=prefix)
-    return Catalog(tensors, source, _evidence(listing, name), aliases, views=tuple(views))
+    return Catalog(tensors, source, _evidence(listing, names), aliases, views=tuple(views))
 
 
-def _evidence(listing: Listing, name: str) -> Evidence:
+def _evidence(listing: Listing, names: Sequence[str]) -> Evidence:
     """What proves weights whole: their index; but where they were made by zckpt, what proved their source."""
     place = manifests.find(listing.directory)
     said = manifests.read(place).source.get("evidence") if place is not None else None
@@ -119,70 +98,47 @@ def _evidence(listing: Listing, name: str) -> Evidence:
         if said.get("by") == LEFT_OUT:
             return Evidence("unknown", LEFT_OUT, lacks=tuple(map(str, lacks)) if isinstance(lacks, list) else ())
         return Evidence("unknown", f"they were made from a save of which that is so: {said.get('by')}")
-    return Evidence("metadata", f"the index {name!r}") if name.endswith(".index.json") else OWN_INDEX
+    if index := chosen_index(listing):
+        return Evidence("metadata", f"the index {index!r}")
+    if len(names) < 2:
+        return OWN_INDEX
+    if files_counted_with(names[0], ()):
+        return Evidence("metadata", "the count in the names of its files")
+    return Evidence("unknown", "the names of its files do not say how many there are", "an index of its shards")
+
+
+def _same_names(listing: Listing, files: Sequence[str], tensors: Sequence[str]) -> InconsistentError:
+    return InconsistentError(
+        "files that are one model by their names have tensors of the same name", file=listing.directory,
+        found=f"{examples(tensors)} in {files[-1]!r} and before", expected="each tensor in one of the files",
+        remedy="They are slices of ranks, or models of their own. Join slices with the program that wrote them; give one file "
+        "with --as-part where it is a model.",
+    )  # fmt: skip
 
 
 def _role(ref: TensorRef) -> Role:
     return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
 
 
-def named_data(listing: Listing) -> dict[str, list[str]]:
-    """The shards that an index names, each with the tensors that it says are in it; errors as in `read`."""
-    name = next(_candidates(listing), "")
-    return _indexed(listing, name) if name.endswith(".index.json") else {}
-
-
-def _shards(listing: Listing, index_name: str) -> list[str]:
-    """The shards that are there.
+def _state_dict(container: Container, file: str, notes: list[str], wanted: str) -> dict[str, TensorRef]:
+    """The tensors of a file's state dict, or of that under the key `wanted`.
 
     Raises:
-        IncompleteError: one is missing, and is not known to be.
+        NotACheckpointError: there is none. UsageError: there are several models and no key, or nothing under the key.
     """
-    shards = _indexed(listing, index_name)
-    missing = [shard for shard in shards if shard not in listing.files and shard not in listing.absent]
-    if missing:
-        raise IncompleteError(
-            "shards are missing", file=listing.directory, found=examples(missing),
-            remedy="Copy them to this directory.", expected="all shards that the index names",
-        )  # fmt: skip
-    return [shard for shard in shards if shard in listing.files]
-
-
-def _indexed(listing: Listing, index_name: str) -> dict[str, list[str]]:
-    """Shard -> names of its tensors."""
-    path = listing.files[index_name]
-    try:
-        index = json.loads(path.read())
-        shards: dict[str, list[str]] = {shard: [] for shard in sorted(set(index["weight_map"].values()))}
-        for tensor, shard in index["weight_map"].items():
-            shards[shard].append(tensor)
-        said = index.get("metadata")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(
-            "the index cannot be read", file=path, found=f"{type(error).__name__}: {error}", remedy=COPY_AGAIN
-        ) from error
-    if isinstance(said, Mapping) and "delta_encoding" in said:
-        raise UnsupportedError(
-            "is a delta: what changed in weights that are elsewhere", file=listing.directory,
-            found=f"differences from version {said.get('base_version')!r:.20}", expected="whole weights",
-            remedy="Run zckpt apply OLD DELTA OUT, where OLD is that version of the weights.",
-        )  # fmt: skip
-    for shard in shards:
-        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
-            raise UnsafeError(
-                "the index names a file outside its directory", file=path, found=f"{shard!r:.80}",
-                remedy="Do not use these weights unless you know who made them.",
-            )  # fmt: skip
-    return shards
-
-
-def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, TensorRef]:
     root = container.root
-    if inner := composers_state(root):
+    if wanted:
+        root = _under(root, wanted, file)
+    elif inner := composers_state(root):
         root = inner["model"]
-    for key in _NESTED:
+    for key in _NESTED if not wanted else ():
         if isinstance(root, Mapping) and isinstance(root.get(key), Mapping) and not _has_tensors(root):
             root = root[key]
+    if isinstance(root, Mapping) and not _has_tensors(root):
+        inside = {key: flatten(value, []) for key, value in root.items() if isinstance(value, Mapping)}
+        shapes = {key: {name: ref.shape for name, ref in state.items()} for key, state in inside.items() if state}
+        if models := models_among(shapes):
+            raise several_models(file, models)
     if not isinstance(root, Mapping):
         raise NotACheckpointError(
             "holds no state dict", file=file, found=type(root).__name__,
@@ -197,6 +153,23 @@ def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, 
             expected="a dict of names and tensors",
         )  # fmt: skip
     return state
+
+
+def _under(root: object, key: str, file: str) -> object:
+    """What is under a key, whose parts are joined by dots; a key may have dots itself."""
+    if not isinstance(root, Mapping):
+        root = {}
+    if key in root:
+        return root[key]
+    for head in root:
+        if isinstance(head, str) and key.startswith(f"{head}."):
+            return _under(root[head], key[len(head) + 1 :], file)
+    known = [key for key, value in root.items() if isinstance(value, Mapping)]
+    raise UsageError(
+        "the checkpoint does not have this key", file=file, found=f"--key {key}",
+        expected=f"one of {examples(known, 6)}" if known else "a file with several state dicts",
+        remedy="Pass one of these with --key." if known else "Leave --key out.",
+    )  # fmt: skip
 
 
 def composers_state(root: object) -> Mapping[str, Any]:
@@ -228,8 +201,8 @@ def _refuse_part(container: Container, file: str, *, named: bool) -> None:
             remedy="Save the whole model on one rank (a full state dict), or all parts with torch.distributed.checkpoint, "
             "whose directories zckpt reads."
             if inside
-            else "Give the directory of a checkpoint that zckpt reads. If this file holds the whole model, rename it, or "
-            "convert with --allow-unknown-layout.",
+            else "Give the directory of a checkpoint that zckpt reads. If this file holds the whole model, rename it. "
+            "--as-part takes it as it is.",
             expected="a whole model",
         )
 
@@ -309,7 +282,7 @@ class WeightsTarget:
     @property
     def pattern(self) -> str:
         """The name of a file in a directory, with a place for which of several it is."""
-        return self.stem + "{suffix}.safetensors" if self.stem else _PATTERNS[self.format]
+        return self.stem + "{suffix}.safetensors" if self.stem else PATTERNS[self.format]
 
     def __post_init__(self) -> None:
         """Raises UsageError for a size that no file can have."""

@@ -21,6 +21,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _TRAIN_STATE = "latest_train_state.pt"
 """Of Megatron Bridge, which asks it first: a torch file with the step. Its versions before 0.2 write no other."""
 
+POINTERS_OF_STEPS = (_TRAIN_STATE, TRACKER)
+
 OF_MEGATRON = re.compile(r"iter_\d{7}|release")
 """The directories of steps that Megatron writes."""
 
@@ -32,7 +34,7 @@ def tracked(directory: str) -> str:
 
 def step_pointer(names: Sequence[str]) -> str | None:
     """The file among `names` that names the newest step; None where there is none."""
-    return next((pointer for pointer in (_TRAIN_STATE, TRACKER) if pointer in names), None)
+    return next((pointer for pointer in POINTERS_OF_STEPS if pointer in names), None)
 
 
 def read_step(path: Location) -> str:

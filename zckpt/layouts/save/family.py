@@ -220,13 +220,21 @@ class Family:
         return self.directories is not None and self.directories.fullmatch(name) is not None
 
     def above_ranks(self, path: Location) -> Location | None:
-        """The save of which `path` is a directory that holds its files, or a file in one; see `directories`."""
+        """The save of which `path` is a directory that holds its files, or lies in one; see `directories` and `directory`."""
         inner = path.absolute()
+        below = [self.directory, self.raw_directory] if self.directory or self.raw_directory else []
+        for within in (inner, inner.parent, inner.parent.parent) if below else ():
+            if within.name and within.name in below and self._owns_beside(within.parent):
+                return within.parent
         if self.holds_files(inner.parent.name) and self.owns(f"{inner.parent.name}/{inner.name}") and path.is_file():
             return inner.parent.parent
         if self.holds_files(inner.name) and path.is_dir() and any(self.owns(f"{inner.name}/{n}") for n in path.names()):
             return inner.parent
         return None
+
+    def _owns_beside(self, home: Location) -> bool:
+        """Whether files of a save by their names are in a directory, beside directories of the family."""
+        return home.is_dir() and any(kind.pattern.fullmatch(name) for kind in self.files for name in home.names())
 
     def named_files(self, names: Iterable[str]) -> Iterator[NamedFile]:
         """The files with a kind, and what their names say."""

@@ -77,7 +77,7 @@ class ReadOptions:
         tp_rules: name or path of rules by which tensor-parallel slices are joined.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
-        key: which state dict is read, where a save of torch.distributed.checkpoint holds several.
+        key: which state dict is read, where a save holds several.
         shapes: a file that says the names and shapes of the model's parameters, in order, where flat ones are saved; or a config
             that says how many heads a fused parameter's states have.
     """
@@ -105,6 +105,8 @@ class Listing:
         options: facts that the files do not record.
         absent: files that are missing, or of no use, and whose tensors are listed all the same, as far as other files say where
             they lie: for pictures. Name -> where it would be. A save that is converted has none.
+        is_one_model: whether all files are weights of one model, of whichever names, and an index if there is one.
+        part: what it is a part of, where one part is wanted knowingly: "one of 2 files"; empty for a whole save.
     """
 
     directory: Location
@@ -112,6 +114,8 @@ class Listing:
     files: Mapping[str, Location]
     options: ReadOptions = ReadOptions()
     absent: Mapping[str, Location] = field(default_factory=dict[str, Location])
+    is_one_model: bool = False
+    part: str = ""
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
     _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
@@ -242,9 +246,25 @@ def list_files(
         InconsistentError: the same file of the save is in two directories with different contents.
         NotACheckpointError: a directory cannot be listed.
     """
+    return lay_over(
+        directory,
+        tag,
+        [(root, listed(root, lambda root: root.file_names(below))) for root in (directory, *also)],
+        belongs,
+    )
+
+
+def lay_over(
+    directory: Location, tag: str, roots: Iterable[tuple[Location, Iterable[str]]], belongs: Callable[[str], bool]
+) -> Listing:
+    """The save in `directory`, of directories that were listed: `roots` are these and their files' names, the first first.
+
+    Raises:
+        InconsistentError: as `list_files`.
+    """
     files: dict[str, Location] = {}
-    for root in (directory, *also):
-        for name in listed(root, lambda root: root.file_names(below)):
+    for root, names in roots:
+        for name in names:
             if name not in files:
                 files[name] = root / name
             elif belongs(name) and not files[name].has_bytes_of(root / name):

@@ -19,6 +19,19 @@ from zckpt.storage.location import Location
 FOLDER = re.compile(r"checkpoint-\d+")
 """Folders of transformers' Trainer; with DeepSpeed, `checkpoint-2` holds the tag `global_step2`."""
 
+STEP = re.compile(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
+"""Directories of a run's steps, of verl and Megatron."""
+
+ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
+"""Directories in a step of a run that hold one of its models: of verl the first three; of others the only one."""
+
+INNER = "dist_ckpt"
+"""A directory in one of these that holds the save, as verl's do that Megatron-Core wrote."""
+
+_OTHER_STATE = re.compile(
+    r"optim|sched|rng|random|loader|tokenizer|dataset|logs?$|wandb|runs$|tensorboard", re.IGNORECASE
+)
+
 _LAST = re.compile(r"last(?:-v(?P<number>\d+))?\.ckpt")
 _COMPOSER = re.compile(r"ep(?P<epoch>\d+)-ba(?P<number>\d+)-rank0\.pt")
 _LATEST = "latest-rank0.pt"
@@ -57,6 +70,11 @@ def folder_with(path: Location, folders: Sequence[str], tag: str) -> tuple[str, 
 def saves_of(names: Sequence[str]) -> list[str]:
     """The entries that are saves of Lightning, or whole models of Composer."""
     return [name for name in names if name.endswith(".ckpt") or name == _LATEST or _COMPOSER.fullmatch(name)]
+
+
+def may_hold_model(name: str) -> bool:
+    """Whether a directory of a run may hold a model, by its name: not that of an optimizer, of a tokenizer or of logs."""
+    return not name.startswith(".") and not _OTHER_STATE.search(name)
 
 
 def newest_of(saves: Sequence[str]) -> str:

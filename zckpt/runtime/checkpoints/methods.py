@@ -18,8 +18,8 @@ import torch
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import joined, ranks
 from zckpt.jobs.open import open_checkpoint
-from zckpt.layouts.places import has_saves
 from zckpt.layouts.save.pointers import latest_of
+from zckpt.layouts.search import has_saves
 from zckpt.live import save_pretrained
 from zckpt.runtime.checkpoints.attempt import Attempt
 from zckpt.runtime.checkpoints.background import Saving

@@ -10,7 +10,7 @@ import os
 from stat import S_ISDIR
 
 from zckpt.base.errors import OutputError, UsageError
-from zckpt.layouts.places import is_taken
+from zckpt.layouts.search import is_taken
 
 SCRIPT = "zero_to_fp32.py"
 LATEST = "latest"

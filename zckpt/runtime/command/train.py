@@ -23,7 +23,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
 from zckpt.base.words import count, ranks
 from zckpt.jobs.open import open_catalog
-from zckpt.layouts.places import has_saves
+from zckpt.layouts.search import has_saves
 from zckpt.live.device import peak_memory
 from zckpt.runtime.command.corpus import Blocks, read_corpus
 from zckpt.runtime.command.evaluation import evaluate, perplexity

@@ -1,0 +1,111 @@
+"""Saves that lie further below, weights under other names, and formats that zckpt does not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from zckpt.base.errors import IncompleteError, NotACheckpointError
+from zckpt.jobs.open import open_catalog
+
+STATE = {"embed.weight": torch.arange(12.0).view(4, 3), "norm.weight": torch.ones(3)}
+
+
+def write(path: Path, state: dict[str, torch.Tensor] = STATE) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"model": state}, path)
+
+
+def touch(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["weights.safetensors", "model.pth", "consolidated.00.pth", "lit_model.pth", "epoch_3.pt", "step_7/last.bin"],
+)
+def test_one_file_of_weights_under_another_name(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run / name)
+    touch(run, "config.json", "params.json", "training_args.bin", "optimizer.log", "scheduler.pt", "rng_state.pth")
+    assert set(zckpt.open_checkpoint(run)) == set(STATE)
+
+
+def test_two_models_in_a_directory(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors")
+    write(tmp_path / "b.safetensors")
+    with pytest.raises(IncompleteError, match=r"'a\.safetensors', 'b\.safetensors'") as raised:
+        open_catalog(str(tmp_path))
+    assert "global_step" not in str(raised.value)
+    (tmp_path / "b.safetensors").unlink()
+    write(tmp_path / "best" / "model.safetensors")
+    with pytest.raises(IncompleteError, match=r"'a\.safetensors', 'best'"):
+        open_catalog(str(tmp_path))
+
+
+@pytest.mark.parametrize("top", ["run", "run/step_10", "run/step_10/policy", "run/step_10/policy/weights"])
+def test_a_save_further_below(top: str, tmp_path: Path) -> None:
+    write(tmp_path / "run/step_10/policy/weights/model/model.safetensors")
+    touch(tmp_path / "run/step_10", "training_info.json", "config.yaml", "policy/tokenizer/tokenizer.json")
+    write(tmp_path / "run/step_10/policy/optimizer/optim.pt")
+    if top == "run":
+        with pytest.raises(NotACheckpointError):  # four directories below
+            open_catalog(str(tmp_path / top))
+        return
+    assert set(zckpt.open_checkpoint(tmp_path / top)) == set(STATE)
+    write(tmp_path / "run/step_10/value/weights/model/model.safetensors")
+    if top == "run/step_10":
+        with pytest.raises(NotACheckpointError, match=r"policy/weights/model.*value/weights/model"):
+            open_catalog(str(tmp_path / top))
+
+
+def test_the_newest_of_steps_with_saves_below(tmp_path: Path) -> None:
+    for step in (9, 10):
+        write(tmp_path / f"step_{step}" / "policy" / "model.safetensors", {"step": torch.tensor([float(step)])})
+    assert zckpt.open_checkpoint(tmp_path)["step"].item() == 10
+
+
+FOREIGN = {
+    "Orbax": ["_METADATA", "manifest.ocdbt", "d/144100b826dbf0f3"],
+    "Orbax ": ["_CHECKPOINT_METADATA", "params.w/.zarray"],
+    "nanotron": [
+        "latest.txt",
+        "10/checkpoint_metadata.json",
+        "10/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt",
+    ],
+    "NxD": ["model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", "done"],
+    "torch_xla": ["final_ckpt_rank-00000000-of-00000002.pth", "final_ckpt_rank-00000001-of-00000002.pth"],
+    "fairseq2": ["model/pp_00/tp_00/sdp_00.pt", "model/pp_00/tp_00/sdp_01.pt"],
+    "torchsnapshot": [".snapshot_metadata", "0/model/weight"],
+    "TensorFlow": ["checkpoint", "model.ckpt-100.index", "model.ckpt-100.data-00000-of-00001"],
+    "TensorFlow ": ["tf_model-00001-of-00002.h5", "tf_model-00002-of-00002.h5"],
+    "Flax": ["config.json", "flax_model.msgpack"],
+    "ONNX": ["model.onnx", "config.json"],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_formats_of_others_are_named(name: str, tmp_path: Path) -> None:
+    touch(tmp_path / "run", *FOREIGN[name])
+    paths = [tmp_path / "run"]
+    if "/" not in FOREIGN[name][-1] and (tmp_path / "run" / FOREIGN[name][-1]).suffix in (".pth", ".h5", ".msgpack"):
+        paths.append(tmp_path / "run" / FOREIGN[name][-1])
+    for path in paths:
+        with pytest.raises(NotACheckpointError, match=name.strip()) as raised:
+            open_catalog(str(path))
+        assert "global_step" not in str(raised.value)
+
+
+def test_weights_beside_files_of_others_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors")
+    touch(tmp_path, "tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "model.onnx")
+    assert set(zckpt.open_checkpoint(tmp_path)) == set(STATE)

@@ -1,0 +1,312 @@
+"""What a directory may be: a save, the home of tags, a step of a run, a trainer's output, saves side by side.
+
+For `places`, which asks these questions in their order. Each is a function of what was listed, which returns the place of the
+save, or None for "this is something else".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zckpt import layouts
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import IncompleteError, UsageError
+from zckpt.base.words import count, examples
+from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
+from zckpt.layouts.save import accelerate, trainers
+from zckpt.layouts.save.apart import last_of, one_of, saves_in
+from zckpt.layouts.save.companions import home_of
+from zckpt.layouts.save.family import Family
+from zckpt.layouts.save.folder import Folder, list_folder
+from zckpt.layouts.save.listing import Listing, lay_over
+from zckpt.layouts.save.pointers import check_tag, read_pointer
+from zckpt.layouts.save.series import meaning_of
+from zckpt.layouts.search import has_saves, has_weights, pointer_in, tags_in
+from zckpt.output.saves import displaced
+from zckpt.storage.location import Location, locate
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One save, found.
+
+    Attributes:
+        listing: its files.
+        home: the directory that has config and tokenizer files, and the tag directories.
+        tags: all tags there, in natural order.
+        notes: what was chosen on the way, as sentences.
+        named: the path that a person gave; None where none did.
+    """
+
+    listing: Listing
+    home: Location
+    tags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    named: Location | None = None
+
+
+class Look(NamedTuple):
+    """A directory that is searched for a save.
+
+    Attributes:
+        folder: it, listed.
+        tag: which save is wanted, if the user says it.
+        also: directories laid over it.
+        enter: finds the save in an entry of it, given the look, the entry's name, and a tag.
+        as_part: whether a part of a save is wanted.
+    """
+
+    folder: Folder
+    tag: str | None
+    also: Sequence[Folder]
+    enter: Callable[[Look, str, str | None], Place]
+    as_part: bool = False
+
+    @property
+    def path(self) -> Location:
+        """Of the directory."""
+        return self.folder.path
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of what is in it, in natural order."""
+        return self.folder.names
+
+
+def as_save(look: Look) -> Place | None:
+    """A save itself: a tag directory beside others, or one that has no tag."""
+    family = next(filter(None, (_family_in(look, family) for family in layouts.FAMILIES)), None)
+    if family is None:
+        return None
+    name, home = look.folder.name, look.path.absolute().parent
+    if look.tag not in (None, name):
+        raise UsageError(
+            f"is itself a save, and not {look.tag!r}", file=look.path, found=f"--tag {look.tag}",
+            remedy="Leave --tag out, or give the directory above it.",
+        )  # fmt: skip
+    if family.tagged:
+        siblings = tags_in(list_folder(home)) if home.is_readable() else (name,)
+        return Place(listing_of(look.folder, name, laid_over(look, name)), home, siblings)
+    return Place(listing_of(look.folder, "", look.also), home_of(look.path))
+
+
+def _family_in(look: Look, family: Family) -> Family | None:
+    """The family, if the directory is one of its saves; without tags, all files may be in directories laid over this one."""
+    over = () if family.tagged or family.fallback or step_pointer(look.names) else look.also
+    roots = [look.folder, *over]
+    names = [name for root in roots for name in root.names]
+    if family.fallback or not family.is_save(names):
+        return None
+    held = [name for name in names if family.holds_files(name)]
+    inner = (f"{name}/{file}" for name in held for root in roots if (at := root.inside(name)) for file in at.names)
+    return family if not held or any(map(family.owns, (*names, *inner))) else None
+
+
+def as_accelerate(look: Look) -> Place | None:
+    """What accelerate's `save_state` leaves of an FSDP run: models and optimizers in directories of their own."""
+    models = look.folder.directories(accelerate.MODEL)
+    name = look.tag or next(iter(models), "")
+    inner = look.folder.inside(name) if name in models else None
+    if inner is None:
+        return None
+    several = f"{look.path!r} holds {len(models)} models: {name!r} is taken. Pass --tag for another."
+    listing = listing_of(inner, "", laid_over(look, name))
+    return Place(listing, look.path, tuple(models), () if len(models) == 1 or look.tag else (several,))
+
+
+def as_role(look: Look) -> Place | None:
+    """A step of a run with a directory for each of its models: the first of `trainers.ROLES`, or `--tag`."""
+    roles = _roles_in(look.folder)
+    name = look.tag or next(iter(roles), "")
+    if name not in roles:
+        return None
+    several = f"{look.path!r} holds {examples(roles)}: {name!r} is taken. Pass --tag for another."
+    place = look.enter(look, name, None)
+    return replace(
+        place, tags=tuple(roles), notes=(*([several] if len(roles) > 1 and not look.tag else []), *place.notes)
+    )
+
+
+def _roles_in(folder: Folder) -> list[str]:
+    """The directories of a step's models that are a save, or hold one as verl's do that Megatron-Core wrote."""
+    found: list[str] = []
+    for name in trainers.ROLES:
+        inner = folder.inside(name) if name in folder.names else None
+        places = [inner, inner.inside(trainers.INNER)] if inner is not None else []
+        if any(family.is_save(at.names) for at in places if at is not None for family in layouts.FAMILIES):
+            found.append(name)
+    return found
+
+
+def as_run(look: Look) -> Place | None:
+    """The directory of a run of verl or Megatron: the step that a file names, or the newest one.
+
+    Megatron-DeepSpeed writes such a file beside `latest`, which is then what counts.
+    """
+    if pointer_in(look.names) is not None:
+        return None
+    pointer = step_pointer(look.names)
+    steps = look.folder.directories(trainers.STEP)
+    if pointer is None:
+        steps = [name for name in steps if (inner := look.folder.inside(name)) is not None and _roles_in(inner)]
+    if not steps:
+        return None
+    newest = steps[-1]
+    if pointer is not None and look.tag is None:
+        said = read_step(look.path / pointer)
+        newest = next((name for name in steps if said in (name, trainers.STEP.sub(r"\g<number>", name))), "")
+        if not newest:
+            raise IncompleteError(
+                f"has no save of the step that {pointer!r} names", file=look.path, found=examples(steps),
+                expected=f"a directory of step {said:.40}", remedy="Choose one with --tag.",
+            )  # fmt: skip
+    step, _, role = (look.tag or newest).partition("/")
+    if step not in steps:
+        return None
+    several = (
+        f"{look.path!r} holds {count(len(steps), 'step')}: the newest, {step!r}, is taken. Pass --tag for another."
+    )
+    place = look.enter(look, step, role or None)
+    notes = (several, *place.notes) if len(steps) > 1 and look.tag is None else place.notes
+    return replace(place, tags=tuple(steps), notes=notes)
+
+
+def as_home(look: Look) -> Place | None:
+    """The directory that holds tags: one is wanted, or named by `latest`, or the only or the last one."""
+    path, tags = look.path, tags_in(look.folder, look.also)
+    pointer = pointer_in(look.names)
+    if look.tag is None and pointer is None and not tags:
+        return None
+    notes: tuple[str, ...] = ()
+    tag, origin = look.tag, "--tag"
+    if tag is None:
+        if pointer is not None:
+            tag, origin = read_pointer(path / pointer), repr(pointer)
+        elif len(tags) == 1:
+            tag = tags[0]
+            lacking = _pointer_of(look.folder, tags)
+            notes = (f"There is no {lacking!r} in {path!r}: its only tag, {tag!r}, is taken.",) if lacking else ()
+        elif _are_steps(look.folder, tags):
+            tag = tags[-1]
+            notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken. Pass --tag for another.",)
+        else:
+            raise IncompleteError(
+                f"has no file {_pointer_of(look.folder, tags) or 'latest'!r} to say which save is meant", file=path,
+                found=f"{count(len(tags), 'tag')}: {', '.join(tags)}",
+                remedy=f"Choose one: --tag {tags[-1]}.",
+            )  # fmt: skip
+    check_tag(tag, path, origin)
+    directory = path / tag
+    roots = [root.path for root in laid_over(look, tag)]
+    if not path.is_remote and not directory.is_dir():
+        directory = locate(displaced(path.path).get(tag, directory))
+    if not directory.is_dir():
+        roots = [inner for root in look.also if (inner := root.path / tag).is_dir()] or [
+            root for root in roots if root.is_dir()
+        ]
+        if not roots:
+            tags = tags or tuple(look.folder.directories(trainers.FOLDER))
+            raise IncompleteError(
+                f"has no save of the tag that {origin} names", file=path, found=f"no directory {tag!r}",
+                expected=f"one of the tags {', '.join(tags)}" if tags else "",
+                remedy="Choose one with --tag." if tags else "Copy the tag directory here.",
+            )  # fmt: skip
+        directory = roots.pop(0)
+    home = directory if (directory / "config.json").is_file() and not (path / "config.json").is_file() else path
+    return Place(listing_of(list_folder(directory), tag, [list_folder(root) for root in roots]), home, tags, notes)
+
+
+def as_trainers(look: Look) -> Place | None:
+    """A trainer's output: the newest of its `checkpoint-N` folders that holds saves, or plain weights if it has none itself."""
+    folders = look.folder.directories(trainers.FOLDER)
+    held = [inner for name in reversed(folders) if (inner := look.folder.inside(name)) is not None]
+    saves = (one.name for one in held if pointer_in(one.names) or tags_in(one))
+    alone = (one.name for one in held if not has_weights(look.names) and has_weights(one.names))
+    if (newest := next(saves, None) or next(alone, None)) is None:
+        return None
+    place = look.enter(look, newest, look.tag)
+    note = f"{look.path!r} holds {count(len(folders), 'folder')} of a trainer's checkpoints: the newest, {newest!r}, is taken."
+    return replace(place, notes=(note, *place.notes))
+
+
+def as_by_trainer(look: Look) -> Place | None:
+    """A run of Lightning or Composer, or the directory of its saves: the newest, or `--tag`."""
+    if name := trainers.folder_of(look.names):
+        inner = look.folder.inside(name)
+        return look.enter(look, name, look.tag) if inner is not None and has_saves(inner.path) else None
+    saves = trainers.saves_of(look.names)
+    if not saves or pointer_in(look.names) or layouts.FAMILIES[-1].is_save(look.names):
+        return None
+    if look.tag is not None and look.tag not in saves:
+        return None
+    chosen = look.tag or trainers.newest_of(saves)
+    if not chosen:
+        raise IncompleteError(
+            "holds several saves, and no name says which is the newest", file=look.path, found=examples(saves),
+            remedy=f"Choose one: --tag {saves[-1]}.",
+        )  # fmt: skip
+    several = (
+        f"{look.path!r} holds {count(len(saves), 'save')}: the newest, {chosen!r}, is taken. Pass --tag for another."
+    )
+    place = look.enter(look, chosen, None)
+    notes = (several, *place.notes) if len(saves) > 1 and look.tag is None else place.notes
+    return replace(place, tags=tuple(saves), notes=notes)
+
+
+def as_wanted(look: Look) -> Place | None:
+    """One of several saves in a directory or of a trainer's folders, by `--tag`."""
+    if look.tag is None:
+        return None
+    if held := trainers.folder_with(look.path, look.folder.directories(trainers.FOLDER), look.tag):
+        return look.enter(look, *held)
+    return as_several(look)
+
+
+def as_several(look: Look) -> Place | None:
+    """Saves whose files lie in one directory, each under names of its own: the last one, or `--tag`."""
+    for family in layouts.FAMILIES:
+        saves = saves_in(look.names, family)
+        if not saves or (look.tag is not None and look.tag not in saves):
+            continue
+        chosen = look.tag or last_of(saves, look.path)
+        place = Place(one_of(listing_of(look.folder, chosen, look.also), family, chosen), look.path)
+        if family.match(place.listing) is not None:
+            continue
+        several = f"{look.path!r} holds {count(len(saves), 'save')}: {chosen!r} is taken. Pass --tag for another."
+        notes = (several,) if len(saves) > 1 and look.tag is None else ()
+        return replace(place, tags=tuple(filter(None, saves)), notes=notes)
+    return None
+
+
+def listing_of(folder: Folder, tag: str, also: Sequence[Folder]) -> Listing:
+    """The files of a save in a directory, with those of directories laid over it."""
+    families = layouts.FAMILIES
+    below = [name for family in families for name in (family.directory, family.raw_directory) if name]
+    entries = dict.fromkeys(name for root in (folder, *also) for name in root.names)
+    below += (name for name in entries if any(family.holds_files(name) for family in families))
+    inner = tuple(dict.fromkeys(name for name in below if name in entries))
+    roots = [(root.path, root.files(inner)) for root in (folder, *also)]
+    return lay_over(folder.path, tag, roots, layouts.is_of_save)
+
+
+def laid_over(look: Look, tag: str) -> list[Folder]:
+    """Further roots: each may be the checkpoint's directory on another disk, or its tag directory."""
+    return [root.inside(tag) or root for root in look.also]
+
+
+def _are_steps(folder: Folder, tags: Sequence[str]) -> bool:
+    """Whether tags are saves of families without `latest`, and moments of a run (`step-100`, `step-200`)."""
+    untagged = [family for family in layouts.FAMILIES if not family.tagged and not family.fallback]
+    saves = [folder.inside(tag) for tag in tags]
+    all_are = all(save is not None and any(family.is_save(save.names) for family in untagged) for save in saves)
+    return all_are and meaning_of(tags) == "moment"
+
+
+def _pointer_of(folder: Folder, tags: Sequence[str]) -> str:
+    """The file that would name the newest of some saves, by what they look like; empty where their trainer writes none."""
+    if all(OF_MEGATRON.fullmatch(tag) for tag in tags):
+        return TRACKER
+    saves = [save for tag in tags if (save := folder.inside(tag)) is not None]
+    return "latest" if any(f.tagged and f.is_save(save.names) for f in layouts.FAMILIES for save in saves) else ""

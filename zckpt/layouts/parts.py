@@ -1,0 +1,192 @@
+"""Part or whole: whether a path is one part of a save, and what the others are.
+
+For `places`, which takes the whole instead, or says what is missing. [Note: what makes a part] A file is one of several if an
+index beside it names it with others, if its name counts ("1 of 2"), or if files beside it differ from it in an unknown number
+and none of their tensors' names is its own. A file or directory is one rank's if its name, or that of a directory above it, has
+a word of a place with a number (`rank_0`, `node_1`, `consolidated.00`) and the same is there with another number. Words of time
+(`step_100`) make saves of their own, and so does what zckpt wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from zckpt.base.errors import IncompleteError, ZckptError
+from zckpt.base.words import count, examples
+from zckpt.containers import open_container
+from zckpt.layouts.save.folder import Folder, list_folder
+from zckpt.layouts.save.listing import natural
+from zckpt.layouts.save.module_states import flatten
+from zckpt.layouts.save.series import is_not_first, numbers_in, series_of
+from zckpt.layouts.save.weight_files import WeightFiles, files_counted_with, files_of_index, is_weights
+from zckpt.output.manifest import NAME as MANIFEST
+from zckpt.storage.location import Location
+
+_HIGHEST = 3
+"""Names of a path that are looked at, from its end: the rank's own, and those of directories in its directory."""
+
+
+class PlacedPart(NamedTuple):
+    """A file or directory that one rank or node wrote.
+
+    Attributes:
+        path: of it.
+        above: the directory of all parts.
+        parts: names in it of those that are there, its own included.
+        below: what the path is in the part, as names; empty where it is the part itself.
+    """
+
+    path: Location
+    above: Folder
+    parts: tuple[str, ...]
+    below: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What it is one of."""
+        return f"one of {len(self.parts):,} parts" if len(self.parts) > 1 else "one part of several"
+
+    def others(self) -> list[Location]:
+        """The same in the other parts."""
+        own = self.path.absolute()
+        paths = (self.at(name) for name in self.parts)
+        return [path for path in paths if path.absolute() != own]
+
+    def at(self, part: str) -> Location:
+        """The same in a part."""
+        place = self.above.path / part
+        for name in self.below:
+            place = place / name
+        return place
+
+
+def model_of_file(name: str, folder: Folder) -> WeightFiles | None:
+    """The files of the model of which a file is one; None for a file that is a model, as far as names and tensors say."""
+    model = files_of_index(name, folder) or files_counted_with(name, folder.names)
+    return model or (_find_numbered(name, folder) if is_weights(name) else None)
+
+
+def _find_numbered(name: str, folder: Folder) -> WeightFiles | None:
+    """Files that differ in one number of no known meaning, and hold tensors of other names, as torchtune's shards do.
+
+    Raises:
+        IncompleteError: a number is missing between them.
+    """
+    for word in numbers_in(name):
+        if word.meaning != "unknown":
+            continue
+        head, tail = name[: word.start], name[word.stop :]
+        group = {
+            int(other[len(head) : len(other) - len(tail)]): other
+            for other in folder.names
+            if other.startswith(head) and other.endswith(tail) and other[len(head) : len(other) - len(tail)].isdecimal()
+        }
+        if len(group) < 2 or not _are_disjoint([folder.path / other for other in group.values()]):
+            continue
+        numbers = sorted(group)
+        missing = sorted(set(range(min(numbers[0], 1), numbers[-1])) - set(numbers))
+        names = tuple(f"{head}{number:0{word.stop - word.start}d}{tail}" for number in missing)
+        return WeightFiles(tuple(group[number] for number in numbers), names)
+    return None
+
+
+def _are_disjoint(files: Iterable[Location]) -> bool:
+    """Whether no two files hold a tensor of one name; false where one cannot be read."""
+    seen: set[str] = set()
+    for file in files:
+        try:
+            root = open_container(file.path).root
+            names = set(flatten(root, [])) if isinstance(root, Mapping) else set[str]()
+        except (ZckptError, OSError):
+            return False
+        if not names or names & seen:
+            return False
+        seen |= names
+    return True
+
+
+def rank_part_of(path: Location, also: Sequence[Location], holds_save: Callable[[Folder], bool]) -> PlacedPart | None:
+    """What one rank wrote, if a path is or leads to such; None for anything else, and where all other parts are in `also`.
+
+    Args:
+        path: a file or directory.
+        also: directories that are laid over it.
+        holds_save: whether there is a save in a directory, or a part of one.
+    """
+    spellings = [path.absolute()]
+    if (target := path.resolved()).path != spellings[0].path:
+        spellings.append(target.absolute())
+    given = {root.resolved().path for root in also}
+    for place in spellings:
+        at, below = place, tuple[str, ...]()
+        for _ in range(_HIGHEST):
+            name, above = at.name, at.parent
+            if series := series_of(name):
+                part = _parts_beside(place, above, name, series, below, holds_save)
+                if part is not None and any(other.resolved().path not in given for other in part.others()):
+                    return part
+                if part is not None and len(part.parts) == 1 and not below and not given:
+                    return part
+            if above.path == at.path or not name:
+                break
+            at, below = above, (name, *below)
+    return None
+
+
+def _parts_beside(
+    place: Location, above: Location, name: str, series: str, below: tuple[str, ...],
+    holds_save: Callable[[Folder], bool],
+) -> PlacedPart | None:  # fmt: skip
+    try:
+        folder = list_folder(above)
+    except ZckptError:  # a directory that may be entered, and not listed
+        return None
+    is_file = place.is_file()
+    part = PlacedPart(place, folder, (name,), below)
+    parts = [name]
+    for other in folder.names:
+        if other != name and series_of(other) == series:
+            at = part.at(other)
+            if at.is_file() if is_file else _holds(at, holds_save):
+                parts.append(other)
+    if len(parts) == 1 and not is_not_first(name):
+        return None
+    return part._replace(parts=tuple(sorted(parts, key=natural)))
+
+
+def _holds(path: Location, holds_save: Callable[[Folder], bool]) -> bool:
+    try:
+        folder = list_folder(path) if path.is_dir() else None
+    except ZckptError:
+        return False
+    return folder is not None and MANIFEST not in folder.names and holds_save(folder)
+
+
+def parts_in(folder: Folder, holds_save: Callable[[Folder], bool]) -> PlacedPart | None:
+    """The parts of one save, each in a directory of a rank or node; None where directories are anything else."""
+    by_series: dict[str, list[str]] = {}
+    for name in folder.names:
+        if (series := series_of(name)) and not name.startswith("."):
+            by_series.setdefault(series, []).append(name)
+    for names in by_series.values():
+        held = [name for name in names if (at := folder.inside(name)) is not None and holds_save(at)]
+        if len(held) > 1 or any(map(is_not_first, held)):
+            return PlacedPart(folder.path / held[-1], folder, tuple(held))
+    return None
+
+
+def part_error(part: PlacedPart, why: str = "") -> IncompleteError:
+    """The error for a part whose others are not read with it; `why`: what speaks against joining them."""
+    if len(part.parts) == 1:
+        return IncompleteError(
+            "holds one part of a save", file=part.path, found=f"{part.parts[0]!r} alone",
+            expected="the parts of other numbers too", remedy="Copy the other parts beside it. --as-part exports it alone.",
+        )  # fmt: skip
+    return IncompleteError(
+        f"is one save in {count(len(part.parts), 'part')} that zckpt does not join", file=part.above.path,
+        found=examples(part.parts, 8) + (f": {why}" if why else ""),
+        expected="parts of a layout that says how they are joined",
+        remedy="Join them with the program that wrote them. If they are files of one save from several nodes, give one part as "
+        "CKPT and each other one with --also. --as-part exports one part alone.",
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""A directory that is looked into, listed once: what is in it, and what is in the directories in it.
+
+For `places` and what it asks. Families are asked about names alone, and these are here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import field
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import ZckptError
+from zckpt.layouts.save.listing import listed
+from zckpt.storage.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A directory, and its entries.
+
+    Attributes:
+        path: of the directory.
+        kinds: name -> "file", "directory" or another word, of all entries, in natural order.
+    """
+
+    path: Location
+    kinds: Mapping[str, str]
+    _inside: dict[str, Folder | None] = field(default_factory=dict[str, "Folder | None"], repr=False)
+
+    @property
+    def name(self) -> str:
+        """The last part of its absolute path."""
+        return self.path.name
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all entries, in natural order."""
+        return tuple(self.kinds)
+
+    def has_file(self, name: str) -> bool:
+        """Whether an entry is a file."""
+        return self.kinds.get(name) == "file"
+
+    def inside(self, name: str) -> Folder | None:
+        """A directory in it, listed when it is first asked for; None for anything else, and for one that cannot be listed."""
+        if name not in self._inside:
+            self._inside[name] = None
+            if self.kinds.get(name) == "directory":
+                with suppress(ZckptError):
+                    self._inside[name] = list_folder(self.path / name)
+        return self._inside[name]
+
+    def directories(self, pattern: re.Pattern[str]) -> list[str]:
+        """Names of the directories in it that match, in natural order."""
+        return [name for name, kind in self.kinds.items() if kind == "directory" and pattern.fullmatch(name)]
+
+    def files(self, below: Sequence[str] = ()) -> list[str]:
+        """Names of the files in it, and `NAME/...` of all under each directory `NAME` of `below`."""
+        names = [name for name, kind in self.kinds.items() if kind == "file"]
+        inner = [name for name in below if self.kinds.get(name) == "directory"]
+        return names + [name for name in self.path.file_names(inner) if "/" in name] if inner else names
+
+
+def list_folder(path: Location) -> Folder:
+    """A directory, listed.
+
+    Raises:
+        NotACheckpointError: it cannot be listed.
+    """
+    kinds: dict[str, str] = {}
+
+    def names(path: Location) -> list[str]:
+        kinds.update(path.kinds())
+        return list(kinds)
+
+    return Folder(path, {name: kinds[name] for name in listed(path, names)})

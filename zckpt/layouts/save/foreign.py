@@ -1,0 +1,97 @@
+"""Checkpoints of other programs that zckpt does not read, known by the names of their files.
+
+For `places`, which names the format and says what its own program writes instead.
+Source: orbax (step metadata, `_METADATA` of a PyTree, OCDBT's manifest); nanotron, serialize/utils.py `get_path`;
+neuronx-distributed, trainer/checkpoint.py; torch_xla, distributed/fsdp (its example's names, consolidate_sharded_ckpts);
+fairseq2, checkpoint.py; torchsnapshot, snapshot.py; transformers 4.57, utils/__init__.py (TensorFlow's, Flax's, Rust's weights).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class ForeignFormat(NamedTuple):
+    """A format that zckpt does not read.
+
+    Attributes:
+        name: as its users call it.
+        mark: matches names of entries that no save has which zckpt reads; empty for none.
+        hint: matches names that say it where there is nothing else to read.
+        remedy: how its own program makes something that zckpt reads.
+    """
+
+    name: str
+    mark: str
+    hint: str
+    remedy: str
+
+
+_SAVE = "Load it there, and save the weights with safetensors or torch.save."
+_OLDER = "Load it with a version of transformers before 5 that has {}, and save it with save_pretrained."
+
+FORMATS = (
+    ForeignFormat(
+        "Orbax (JAX)",
+        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|.+\.orbax-checkpoint-tmp.*",
+        "",
+        "Restore it with orbax.checkpoint, and save the arrays with safetensors.numpy.save_file; MaxText and others have "
+        "scripts that write a model of transformers.",
+    ),
+    ForeignFormat(
+        "nanotron",
+        r".+_pp-rank-\d+-of-\d+_tp-rank-\d+-of-\d+(?:_.+)?\.safetensors|optimizer_pp-\d+-of-\d+.*\.pt",
+        r"checkpoint_metadata\.json",
+        "Convert it with nanotron's examples/llama/convert_nanotron_to_hf.py.",
+    ),
+    ForeignFormat(
+        "Neuron's NxD (neuronx-distributed)",
+        r"dp_rank_\d+_tp_rank_\d+_pp_rank_\d+(?:_ep_rank_\d+)?\.(?:pt|tensors)(?:\.tensors)?",
+        "",
+        "Merge its ranks with neuronx-distributed's own converter, or with `optimum-cli neuron consolidate`.",
+    ),
+    ForeignFormat(
+        "torch_xla's FSDP",
+        r".+_rank-\d{8}-of-\d{8}\.pth",
+        "",
+        "Merge its ranks with `python -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts`.",
+    ),
+    ForeignFormat("fairseq2", r"sdp_\d+\.pt", "", "Load it with fairseq2, and save a model of transformers."),
+    ForeignFormat("torchsnapshot", r"\.snapshot_metadata", "", _SAVE),
+    ForeignFormat(
+        "TensorFlow",
+        "",
+        r"tf_model.*\.h5(?:\.index\.json)?|saved_model\.pb|.*ckpt(?:-\d+)?\.(?:index|data-\d+-of-\d+|meta)"
+        r"|.+\.(?:h5|keras|tflite)",
+        _OLDER.format("TensorFlow's models"),
+    ),
+    ForeignFormat(
+        "Flax (JAX)",
+        "",
+        r".+\.msgpack(?:\.index\.json)?|streaming_(?:params|train_state).*",
+        _OLDER.format("Flax's models"),
+    ),
+    ForeignFormat("ONNX", "", r".+\.onnx(?:_data)?", "Use the checkpoint that it was exported from."),
+    ForeignFormat("PaddlePaddle", "", r".+\.(?:pdparams|pdmodel|pdopt)", _SAVE),
+    ForeignFormat("NumPy or MLX", "", r".+\.npz", "Save the arrays with safetensors.numpy.save_file."),
+    ForeignFormat("rust-bert", "", r"rust_model\.ot", _SAVE),
+    ForeignFormat("zarr", "", r"\.zarray|\.zgroup|zarr\.json", _SAVE),
+)
+"""In the order in which they are asked."""
+
+_MARKS = re.compile("|".join(known.mark for known in FORMATS if known.mark))
+
+
+def foreign_save(names: Iterable[str]) -> ForeignFormat | None:
+    """The format of files or entries of these names, by marks that nothing has which zckpt reads."""
+    marks = [name for name in names if _MARKS.fullmatch(name)]
+    return next((f for f in FORMATS if any(re.fullmatch(f.mark, name) for name in marks)), None)
+
+
+def foreign_format(names: Iterable[str]) -> ForeignFormat | None:
+    """The same by hints too: of a place where nothing is that zckpt reads."""
+    every = list(names)
+    hinted = (f for f in FORMATS if f.hint and any(re.fullmatch(f.hint, name) for name in every))
+    return foreign_save(every) or next(hinted, None)

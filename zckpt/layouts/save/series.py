@@ -1,0 +1,93 @@
+"""Names that differ in their numbers alone: which of these numbers are moments of a run, and which are places in it.
+
+For `places`, and whoever asks which files or directories belong together. `step_100` and `step_200` are two saves; `rank_0` and
+`rank_1` are two parts of one. Of any other word (`model_0`, `fold_1`) nothing is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+Meaning = Literal["moment", "place", "unknown"]
+
+_MOMENTS = re.compile(
+    r"steps?|iters?|iterations?|checkpoints?|ckpt|chkpt|epochs?|updates?|batch|ba|save|snapshot|.*(?:step|iter|epoch|checkpoint)"
+)
+_PLACES = re.compile(
+    r".*(?:rank|node|shard)|part|partition|piece|slice|split|stage|expert|worker|host|machine|process|proc|gpu|npu|device|cuda|pod"
+    r"|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
+)
+_SURE = ("rank", "shard")
+"""Words of places that are used for nothing else: where 1 is, there was a 0."""
+
+_NUMBER = re.compile(r"(?P<word>[A-Za-z]*)(?P<gap>[_\-.=: ]*)(?P<number>\d+)")
+_COMPOSER = re.compile(r"ep\d+-ba\d+")
+_ADAPTER = re.compile(r"lora|loha|lokr|hada|adapter", re.IGNORECASE)
+"""In names of adapters, a rank is the rank of its matrices."""
+
+
+class NumberedWord(NamedTuple):
+    """A number in a name.
+
+    Attributes:
+        meaning: what it counts, by the word before it.
+        number: the number.
+        start: where its digits begin.
+        stop: where they end.
+        is_sure: whether the word is used for nothing else.
+    """
+
+    meaning: Meaning
+    number: int
+    start: int
+    stop: int
+    is_sure: bool = False
+
+
+def numbers_in(name: str) -> list[NumberedWord]:
+    """The numbers in a name, with what they count. A number without a word counts what the one before it does, or is a step."""
+    found: list[NumberedWord] = []
+    meaning: Meaning = "moment"
+    of_composer, of_adapter = _COMPOSER.search(name), _ADAPTER.search(name)
+    for match in _NUMBER.finditer(name):
+        word = match["word"].lower()
+        if word:
+            meaning = _meaning_of(word)
+        if meaning == "place" and of_adapter:
+            meaning = "unknown"
+        if of_composer and of_composer.start() <= match.start() < of_composer.end():
+            meaning = "moment"
+        sure = meaning == "place" and word.endswith(_SURE)
+        found.append(NumberedWord(meaning, int(match["number"]), match.start("number"), match.end("number"), sure))
+    return found
+
+
+def _meaning_of(word: str) -> Meaning:
+    return "moment" if _MOMENTS.fullmatch(word) else "place" if _PLACES.fullmatch(word) else "unknown"
+
+
+def meaning_of(names: Iterable[str]) -> Meaning:
+    """What the numbers count in which names differ; unknown where they differ in more than numbers, or there is one name."""
+    every = list(names)
+    if len({re.sub(r"\d+", "#", name) for name in every}) != 1:
+        return "unknown"
+    columns = list(zip(*map(numbers_in, every), strict=True))
+    meanings = {words[0].meaning for words in columns if len({word.number for word in words}) > 1}
+    if meanings == {"moment"}:
+        return "moment"
+    return "place" if "place" in meanings else "unknown"
+
+
+def series_of(name: str, meaning: Meaning = "place") -> str:
+    """The name with `#` for its numbers of this meaning; empty where it has none."""
+    words = [word for word in numbers_in(name) if word.meaning == meaning]
+    for word in reversed(words):
+        name = f"{name[: word.start]}#{name[word.stop :]}"
+    return name if words else ""
+
+
+def is_not_first(name: str) -> bool:
+    """Whether the name says that there are others before it: `rank_1`, but not `rank_0` and not `node17`."""
+    return any(word.is_sure and word.number > 0 for word in numbers_in(name))

@@ -1,0 +1,113 @@
+"""Which directories hold saves: tags, trainers' folders, weights, and what lies further below.
+
+For `places`, and for the trainer. Every directory is listed once (`save.folder`), and families are asked about names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zckpt import layouts
+from zckpt.layouts.save import accelerate, trainers
+from zckpt.layouts.save.folder import Folder, list_folder
+from zckpt.layouts.save.foreign import ForeignFormat, foreign_format, foreign_save
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, natural
+from zckpt.layouts.save.weight_files import models_in
+from zckpt.output.saves import displaced
+from zckpt.storage.location import Location
+
+POINTERS = ("latest", UNIVERSAL_POINTER)
+_DEPTH = 3
+_MOST_LOOKED_INTO = 100
+_MOST_BEHIND_ADDRESSES = 30
+"""Directories that are listed to find saves further below; behind an address, each takes a request."""
+
+
+class Below(NamedTuple):
+    """What lies further below a directory.
+
+    Attributes:
+        saves: the directories that hold saves.
+        foreign: the directories of formats that zckpt does not read.
+    """
+
+    saves: list[Folder]
+    foreign: list[tuple[Folder, ForeignFormat]]
+
+
+def has_saves(path: Location) -> bool:
+    """Whether there is anything that `find` would look into: false for a directory that a run is yet to fill."""
+    return _has_saves(list_folder(path)) if path.is_dir() else path.is_file()
+
+
+def _has_saves(folder: Folder) -> bool:
+    names = folder.names
+    if any(family.is_save(names) for family in layouts.FAMILIES):
+        return True
+    if pointer_in(names) or trainers.saves_of(names) or tags_in(folder):
+        return True
+    inner = [trainers.folder_of(names), *(name for name in names if trainers.FOLDER.fullmatch(name))]
+    return any(_has_saves(at) for name in inner if name and (at := folder.inside(name)) is not None)
+
+
+def holds_save(folder: Folder) -> bool:
+    """The same, or weights under any name."""
+    return _has_saves(folder) or bool(models_in(folder))
+
+
+def has_weights(names: Sequence[str]) -> bool:
+    """Whether files of these names are read where there is nothing else."""
+    return any(family.fallback and family.is_save(names) for family in layouts.FAMILIES)
+
+
+def is_taken(name: str) -> bool:
+    """Whether an entry of this name means something to `find`, so that no tag may have it."""
+    if name.casefold() in (*POINTERS, *(family.directory for family in layouts.FAMILIES)):
+        return True
+    taken = (family.owns(name) or family.holds_files(name) for family in layouts.FAMILIES)
+    return accelerate.MODEL.fullmatch(name) is not None or any(taken)
+
+
+def pointer_in(names: Sequence[str]) -> str | None:
+    """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
+    return next((name for name in POINTERS if name in names), None)
+
+
+def tags_in(folder: Folder, also: Sequence[Folder] = ()) -> tuple[str, ...]:
+    """Names of directories that hold a save's files, here or in the directories laid over this one."""
+    found: set[str] = set() if folder.path.is_remote else set(displaced(folder.path.path))
+    for root in (folder, *also):
+        for name in root.names:
+            if name.startswith("."):  # a save that was not finished
+                continue
+            inner = root.inside(name)
+            if inner is not None and layouts.is_save(inner.names):
+                found.add(name)
+    return tuple(sorted(found, key=natural))
+
+
+def look_below(folder: Folder) -> Below:
+    """What lies at most three directories below one that holds no save itself; not in those of optimizers, logs and the like."""
+    below = Below([], [])
+    rest = _MOST_BEHIND_ADDRESSES if folder.path.is_remote else _MOST_LOOKED_INTO
+    level = [folder]
+    for _ in range(_DEPTH):
+        deeper: list[Folder] = []
+        for inner in (inner for above in level for inner in _directories(above)):
+            rest -= 1
+            if rest < 0:
+                return below
+            if not foreign_save(inner.names) and holds_save(inner):
+                below.saves.append(inner)
+            elif foreign := foreign_format(inner.names):
+                below.foreign.append((inner, foreign))
+            else:
+                deeper.append(inner)
+        level = deeper
+    return below
+
+
+def _directories(folder: Folder) -> Iterator[Folder]:
+    inside = (folder.inside(name) for name in folder.names if trainers.may_hold_model(name))
+    return (inner for inner in inside if inner is not None)
