@@ -127,7 +127,7 @@ def _compare(
         master = masters.get(key[0]) if masters is not None else None
         if not entry.numel or (key in held and _is_at(entry, held[key])):
             found += 1
-        elif key in held and not _is_copied(entry, held[key]):
+        elif key in held and not (look.by_copy and _is_copied(entry, held[key])):
             problems.append(f"{what} is not read where the files have it")
         elif key in held:
             found += 1
@@ -146,11 +146,15 @@ def _compare(
 def _is_copied(entry: TensorEntry, held: Sequence[StoredRows]) -> bool:
     """Whether the module's own weight is there; the masters, which have no names, are compared with it number by number."""
     copy = entry.own_copy
-    return copy is not None and _are_at(copy.fragments, held, copy.dtype.itemsize)
+    return copy is not None and _all_at(copy.fragments, held, copy.dtype.itemsize)
 
 
 def _is_at(entry: TensorEntry, held: Sequence[StoredRows]) -> bool:
-    return all(_are_at(fragments, held, size) for fragments, size in _sources(entry.fragments, entry.dtype.itemsize))
+    return _all_at(entry.fragments, held, entry.dtype.itemsize)
+
+
+def _all_at(fragments: Sequence[Fragment], held: Sequence[StoredRows], size: int) -> bool:
+    return all(_are_at(own, held, itemsize) for own, itemsize in _sources(fragments, size))
 
 
 def _sources(fragments: Sequence[Fragment], size: int) -> Iterator[tuple[Sequence[Fragment], int]]:
@@ -226,7 +230,7 @@ class _Lines:
 
     def _states(self, fragments: Sequence[Fragment], state: str) -> list[StoredRows]:
         found: list[StoredRows] = []
-        for rows in map(_rows_of, fragments):
+        for rows in (_rows_of(fragment) for own, _ in _sources(fragments, 1) for fragment in own):
             line = self._lines.get(rows.path, [])
             at = bisect_right(line, rows.offset, key=lambda pair: pair.master.byte_offset)
             for pair in reversed(line[:at]):

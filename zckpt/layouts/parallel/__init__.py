@@ -11,5 +11,6 @@ FAMILY = replace(
     name="model parallel",
     match=match,
     read=later("parallel.read", "read"),
+    second=later("parallel.second", "find_again"),
     read_training=later("parallel.read", "read_training"),
 )

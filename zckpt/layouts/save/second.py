@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
@@ -76,13 +76,16 @@ class SecondLook:
         names: every tensor of the model that the save says it has, read or not, and its shape where the save says it.
         runs: where elements are. They are asked for once, and may be made while they are.
         beside: pairs of vectors, for states of parameters that the files do not name.
+        by_copy: whether masters have no names in the files, so that the comparison with the module's own weights, which have,
+            proves their places.
         unproved: why some tensors have no runs; empty where all have.
     """
 
     names: Mapping[str, Shape | None]
     runs: Iterable[HeldRun]
     beside: Iterable[BesideMaster] = ()
-    unproved: str = field(default="", kw_only=True)
+    by_copy: bool = False
+    unproved: str = ""
 
 
 SecondReader = Callable[[Listing], SecondLook]

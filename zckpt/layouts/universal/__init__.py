@@ -12,6 +12,7 @@ FAMILY = replace(
     name="universal",
     match=match,
     read=later("universal.read", "read"),
+    second=later("universal.second", "find_again"),
     read_training=later("universal.read", "read_training"),
     directory=UNIVERSAL,
     keeps_model_files=True,

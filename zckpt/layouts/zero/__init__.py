@@ -10,7 +10,6 @@ from zckpt.layouts.save.listing import (
     SHARD_NAME,
     SWAPPED,
 )
-from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="DeepSpeed",
@@ -23,7 +22,7 @@ FAMILY = Family(
     ),
     match=later("zero.read", "match"),
     read=later("zero.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("zero.second", "find_again"),
     read_training=later("zero.read", "read_training"),
     raw_directory=SWAPPED,
     tagged=True,

@@ -1,0 +1,228 @@
+"""Finds the slices of a model that is split over ranks a second time, and where each belongs in the whole.
+
+Each model-parallel rank's files hold slices (`zero.second`). Ranks count stages first, tensor ranks within a stage. How the
+slices of a stage are joined, `universal_checkpoint_info` in the model files says: this is the method of DeepSpeed's own
+`ds_to_universal.py`. In a pipeline, the layers' weights are in files of their own, under local names.
+Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py `merge_tp_slices`, checkpoint/affine.py, runtime/pipe/module.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.containers import TensorRef
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.second import (
+    HeldRun,
+    SecondLook,
+    Shape,
+    Slice,
+    StoredRows,
+    dotted,
+    fields_of,
+    hold_elements,
+    hold_slice,
+    leaves_of,
+)
+from zckpt.layouts.zero.second import FILE, RankTensors, tensors_of
+
+_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+
+Blocks = list[tuple[int, int, int]]
+"""(first element in the slice, elements, first element in the whole) of what lies in a slice, in its order."""
+
+
+def find_again(listing: Listing) -> SecondLook:
+    """The model's tensors and the optimizer's states."""
+    ranks = {mp: tensors_of(listing, mp) for mp in ranks_of(listing)}
+    tp = tensor_ranks(listing, len(ranks))
+    layers = _layers(listing)
+    for mp, found in ranks.items() if layers else ():
+        add_layers(found, {layer: tensors for (layer, rank), tensors in layers.items() if rank == mp % tp})
+    return join_ranks(listing, list(ranks.values()), tp)
+
+
+def ranks_of(listing: Listing) -> list[int]:
+    """The model-parallel ranks that have files."""
+    return sorted({int(match["mp"]) for match in map(FILE.fullmatch, listing.files) if match})
+
+
+def tensor_ranks(listing: Listing, total: int) -> int:
+    """How many tensor-parallel ranks a stage has: all, unless there are files of a pipeline's layers."""
+    given = listing.options
+    layers = {match[2] for match in map(_LAYER.fullmatch, listing.files) if match}
+    return given.tp or (total // given.pp if given.pp else len(layers) or total)
+
+
+def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> SecondLook:
+    """The whole tensors of ranks' slices."""
+    if listing.options.tp_rules:
+        raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory)
+    names: dict[str, Shape | None] = {}
+    runs: list[Iterator[HeldRun]] = []
+    for stage in range(0, len(ranks), tp):
+        own = ranks[stage : stage + tp]
+        rules = fields_of(own[0].root.get("universal_checkpoint_info"))
+        buffers = own[0].root.get("buffer_names")
+        for name in dict.fromkeys(name for rank in own for name in rank.shapes):
+            names[name] = None
+            shapes = [rank.shapes.get(name) for rank in own]
+            is_buffer = isinstance(buffers, list | tuple | set) and name in buffers
+            cuts = cuts_of(name, [shape or () for shape in shapes], rules, is_buffer=is_buffer)
+            runs += [_hold(name, rank, cut) for rank, cut in zip(own, cuts, strict=True)]
+    beside = [pair for rank in ranks for pair in rank.beside]
+    by_copy = not any(rank.is_zero for rank in ranks)
+    return SecondLook(names, itertools.chain.from_iterable(runs), beside, by_copy=by_copy)
+
+
+def _hold(name: str, rank: RankTensors, cut: Slice | Blocks) -> Iterator[HeldRun]:
+    for vector, states, first, count, start in rank.held.get(name, ()):
+        for state, ref in (("", vector), *states.items()):
+            yield from _part(name, state, ref, first, count, start, cut)
+    for ref in rank.whole.get(name, ()):
+        yield from _part(name, "", ref, 0, ref.numel, 0, cut)
+
+
+def _part(
+    name: str, state: str, ref: TensorRef, first: int, count: int, start: int, cut: Slice | Blocks
+) -> Iterator[HeldRun]:
+    if isinstance(cut, Slice):
+        yield from hold_slice(name, state, ref, first, count, start, cut)
+        return
+    whole = hold_elements(name, state, ref, first, count, start).run
+    for at, own, to in cut:
+        low, high = max(start, at), min(start + count, at + own)
+        if low < high:
+            offset = whole.offset + (low - start) * ref.dtype.itemsize
+            yield HeldRun(name, state, StoredRows(whole.path, offset, to + low - at, high - low))
+
+
+def cuts_of(
+    name: str, shapes: Sequence[Shape], rules: Mapping[str, object], *, is_buffer: bool
+) -> Sequence[Slice | Blocks]:
+    """How each tensor-parallel rank's slice lies in the whole."""
+    whole = [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
+    if len(shapes) == 1 or (is_buffer and len(set(shapes)) == 1):
+        return whole
+    if (entry := _affine(name, rules)) is not None:
+        ranks = {int(rank): fields_of(own) for rank, own in fields_of(entry["ranks"]).items()}
+        return [_blocks(ranks[rank]) for rank in range(len(shapes))]
+    if _says(rules, "tp_replicated_parameter_patterns", name) or _says(rules, "parameter_to_average_patterns", name):
+        return whole
+    if _says(rules, "parameter_with_2_sub_params_cat_dim_0", name):
+        halves = [-(-shape[0] // 2) for shape in shapes]
+        return _stacked(shapes, 0, [halves, [shape[0] - half for shape, half in zip(shapes, halves, strict=True)]])
+    for own in map(fields_of, _listed(rules.get("parameter_with_sub_params"))):
+        for pattern in map(str, _listed(own["patterns"])):
+            if re.match(pattern, name):
+                return _sub_params(pattern, own, shapes, rules)
+    dim = 1 if _says(rules, "parameter_with_row_parallelism_patterns", name) else 0
+    return _stacked(shapes, dim, [[shape[dim] for shape in shapes]])
+
+
+def _says(rules: Mapping[str, object], key: str, name: str) -> bool:
+    return any(re.match(str(pattern), name) for pattern in _listed(rules.get(key)))
+
+
+def _stacked(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> list[Slice]:
+    """Slices of tensors that lie one after the other in a dimension; `widths`: of each tensor, what each rank has."""
+    extent = sum(map(sum, widths))
+    cuts: list[Slice] = []
+    for rank, shape in enumerate(shapes):
+        at, before, pieces = 0, 0, list[tuple[int, int, int]]()
+        for own in widths:
+            pieces.append((at, own[rank], before + sum(own[:rank])))
+            at += own[rank]
+            before += sum(own)
+        if at != shape[dim]:
+            raise ValueError(f"pieces of {at} indexes in a slice of {shape[dim]}")
+        cuts.append(Slice(shape, dim, pieces, extent))
+    return cuts
+
+
+def _sub_params(
+    pattern: str, own: Mapping[str, object], shapes: Sequence[Shape], rules: Mapping[str, object]
+) -> list[Slice]:
+    """Sub-parameters of unlike width, each of which is cut for itself, in a view of the slices."""
+    dim, view = _number(own["partition_dim"]), _listed(own["shape"])
+    sizes = [_number(size) for size in _listed(view[dim])]
+    if not sizes:  # before version 0.4: how many equal ones there are
+        number = _number(view[dim])
+        sizes = [sum(shape[dim] for shape in shapes) // number] * number
+    said = fields_of(rules.get("sub_param_shard_widths")).get(pattern)
+    widths = [[_number(width) for width in _listed(row)] for row in _listed(said)]
+    widths = widths or [[size // len(shapes)] * len(shapes) for size in sizes]
+    viewed: list[Shape] = []
+    for rank, shape in enumerate(shapes):
+        dims = [sum(map(_number, _listed(extent))) if _listed(extent) else extent for extent in view]
+        dims[dim] = sum(row[rank] for row in widths)
+        known = math.prod(extent for extent in dims if isinstance(extent, int) and extent >= 0)
+        rest = math.prod(shape) // known if known else 0
+        viewed.append(tuple(extent if isinstance(extent, int) and extent >= 0 else rest for extent in dims))
+    return _stacked(viewed, dim, widths)
+
+
+def _affine(name: str, rules: Mapping[str, object]) -> Mapping[str, object] | None:
+    params = fields_of(fields_of(rules.get("affine_map")).get("params"))
+    return next((fields_of(entry) for pattern, entry in params.items() if re.match(str(pattern), name)), None)
+
+
+def _blocks(rank: Mapping[str, object]) -> Blocks:
+    """The runs of a rank's pieces: `source` is (first element, strides) in the whole, `dest` in the slice."""
+    found: Blocks = []
+    for piece in map(fields_of, _listed(rank["pieces"])):
+        (to, to_steps), (at, steps) = _listed(piece["source"]), _listed(piece["dest"])
+        dims = [*zip(map(_number, _listed(piece["shape"])), _listed(to_steps), _listed(steps), strict=True)]
+        count = 1
+        while dims and (dims[-1][0] == 1 or dims[-1][1:] == (count, count)):
+            count *= dims.pop()[0]
+        for indexes in itertools.product(*(range(extent) for extent, _, _ in dims)):
+            moved = [
+                (index * _number(there), index * _number(here))
+                for index, (_, there, here) in zip(indexes, dims, strict=True)
+            ]
+            before = _number(at) + sum(here for _, here in moved)
+            found.append((before, count, _number(to) + sum(there for there, _ in moved)))
+    return sorted(found)
+
+
+def _layers(listing: Listing) -> dict[tuple[int, int], dict[str, TensorRef]]:
+    """(layer, tensor rank) -> its tensors under local names."""
+    found: dict[tuple[int, int], dict[str, TensorRef]] = {}
+    for match in map(_LAYER.fullmatch, listing.files):
+        if match:
+            tensors = ((dotted(path), ref) for path, ref in leaves_of(listing.open(match[0]).root))
+            found[int(match[1]), int(match[2])] = {n: ref for n, ref in tensors if isinstance(ref, TensorRef)}
+    return found
+
+
+def add_layers(found: RankTensors, layers: Mapping[int, Mapping[str, TensorRef]]) -> None:
+    """Adds the layers of a rank's stage, under the names that its model file has for them."""
+    buffers = found.root.get("buffer_names")
+    listed = {*found.shapes, *(map(str, buffers) if isinstance(buffers, list | tuple | set) else ())}
+    owned = {name.partition(".")[0] for name in listed}
+    for layer, tensors in layers.items():
+        for local, ref in tensors.items():
+            own = f"{layer}.{local}"
+            tied = [name for name in listed if name.startswith("tied_modules.") and name.endswith(f".{local}")]
+            if not found.is_zero or str(layer) in owned:
+                names = [own]
+            else:
+                names = [name for name in tied if found.shapes.get(name) in (None, ref.shape)]
+            for name in names:
+                found.shapes.setdefault(name, ref.shape)
+                found.whole.setdefault(name, []).append(ref)
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.80} instead of a number")
+    return value
