@@ -85,10 +85,7 @@ def test_a_second_reader_shares_nothing_with_the_first() -> None:
             assert not found & set(seconds.values()), path
 
 
-UNPROVED = {
-    "DeepSpeed", "GGUF", "Megatron-Core", "mixture of experts", "model parallel",
-    "plain weights", "universal", "weights with optimizer states",
-}  # fmt: skip
+UNPROVED = {"GGUF", "Megatron-Core", "plain weights", "weights with optimizer states"}
 """Families without a second reader. A name may only leave this list."""
 
 

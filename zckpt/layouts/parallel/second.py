@@ -40,22 +40,28 @@ def find_again(listing: Listing) -> SecondLook:
     """The model's tensors and the optimizer's states."""
     ranks = {mp: tensors_of(listing, mp) for mp in ranks_of(listing)}
     tp = tensor_ranks(listing, len(ranks))
-    layers = _layers(listing)
+    layers = layers_in(listing)
     for mp, found in ranks.items() if layers else ():
         add_layers(found, {layer: tensors for (layer, rank), tensors in layers.items() if rank == mp % tp})
     return join_ranks(listing, list(ranks.values()), tp)
 
 
 def ranks_of(listing: Listing) -> list[int]:
-    """The model-parallel ranks that have files."""
-    return sorted({int(match["mp"]) for match in map(FILE.fullmatch, listing.files) if match})
+    """The model-parallel ranks that have model files."""
+    matches = (match for match in map(FILE.fullmatch, listing.files) if match and match["kind"] == "model")
+    return sorted({int(match["mp"]) for match in matches})
 
 
 def tensor_ranks(listing: Listing, total: int) -> int:
-    """How many tensor-parallel ranks a stage has: all, unless there are files of a pipeline's layers."""
+    """How many tensor-parallel ranks a stage has: as options or files say; else those of layers' files, or all."""
     given = listing.options
+    first = next(match[0] for match in map(FILE.fullmatch, listing.files) if match and match["kind"] == "model")
+    said = fields_of(listing.entry(first, "checkpoint_parallel_dimensions"))
+    tp, pp = (n if type(n) is int and n > 0 else 1 for n in (said.get("tp_degree"), said.get("pp_degree")))
+    if given.tp or given.pp:
+        return given.tp or total // (given.pp or 1)
     layers = {match[2] for match in map(_LAYER.fullmatch, listing.files) if match}
-    return given.tp or (total // given.pp if given.pp else len(layers) or total)
+    return tp if tp * pp > 1 else len(layers) or total
 
 
 def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> SecondLook:
@@ -82,14 +88,15 @@ def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> Secon
 def _hold(name: str, rank: RankTensors, cut: Slice | Blocks) -> Iterator[HeldRun]:
     for vector, states, first, count, start in rank.held.get(name, ()):
         for state, ref in (("", vector), *states.items()):
-            yield from _part(name, state, ref, first, count, start, cut)
+            yield from hold_cut(name, state, ref, first, count, start, cut)
     for ref in rank.whole.get(name, ()):
-        yield from _part(name, "", ref, 0, ref.numel, 0, cut)
+        yield from hold_cut(name, "", ref, 0, ref.numel, 0, cut)
 
 
-def _part(
+def hold_cut(
     name: str, state: str, ref: TensorRef, first: int, count: int, start: int, cut: Slice | Blocks
 ) -> Iterator[HeldRun]:
+    """Elements [first, first + count) of a vector, which are elements from `start` on of a slice."""
     if isinstance(cut, Slice):
         yield from hold_slice(name, state, ref, first, count, start, cut)
         return
@@ -190,7 +197,7 @@ def _blocks(rank: Mapping[str, object]) -> Blocks:
     return sorted(found)
 
 
-def _layers(listing: Listing) -> dict[tuple[int, int], dict[str, TensorRef]]:
+def layers_in(listing: Listing) -> dict[tuple[int, int], dict[str, TensorRef]]:
     """(layer, tensor rank) -> its tensors under local names."""
     found: dict[tuple[int, int], dict[str, TensorRef]] = {}
     for match in map(_LAYER.fullmatch, listing.files):

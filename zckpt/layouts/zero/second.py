@@ -113,7 +113,7 @@ def tensors_of(listing: Listing, mp: int) -> RankTensors:
         numels = [{name: math.prod(shape) for name, shape in group.items()} for group in shapes]
         found.held = _stage_3(numels, states, config) if is_stage_3 else _stage_12(numels, states)
     add_module(found, roots, is_partitioned=is_stage_3)
-    _add_frozen(found, roots, is_stage_3)
+    add_frozen(found, roots, is_stage_3=is_stage_3)
     if not optimizers:
         optimizer = mapping(root.get("optimizer"))
         masters = vectors_of(optimizer)
@@ -137,7 +137,7 @@ def add_module(found: RankTensors, roots: Iterable[Mapping[str, object]], *, is_
                 found.whole.setdefault(name, []).append(ref)
 
 
-def _add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], is_stage_3: bool) -> None:
+def add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], *, is_stage_3: bool) -> None:
     """Frozen parameters: whole in the first file, or in pieces of all ranks' files."""
     for name, shape in mapping(roots[0].get("frozen_param_shapes")).items():
         own = _shape(shape)
