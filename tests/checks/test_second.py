@@ -12,6 +12,7 @@ from zckpt.checks import second
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import F32
+from zckpt.core.evidence import OWN_INDEX
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
@@ -80,7 +81,7 @@ def test_a_part_that_does_not_fit_is_refused() -> None:
 def places(entry: TensorEntry, look: SecondLook, monkeypatch: pytest.MonkeyPatch) -> second.Places:
     monkeypatch.setattr(second, "look_again", lambda listing: look)
     listing = Listing(locate("."), "", {})
-    return second.compare_places(listing, Catalog({entry.name: entry}, Source("test", ".")))
+    return second.compare_places(listing, Catalog({entry.name: entry}, Source("test", "."), OWN_INDEX))
 
 
 def entry_of(*fragments: Fragment, shape: tuple[int, ...] = (4, 4)) -> TensorEntry:
@@ -162,7 +163,7 @@ def test_what_is_not_found_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_family_without_a_second_reader_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = replace(second.layouts.FAMILIES[-1], second=UnprovedFamily("nobody wrote it"))
     monkeypatch.setattr(second.layouts, "family_of", lambda listing: family)
-    found = second.compare_places(Listing(locate(tmp_path), "", {}), Catalog({}, Source("test", ".")))
+    found = second.compare_places(Listing(locate(tmp_path), "", {}), Catalog({}, Source("test", "."), OWN_INDEX))
     assert found == second.Places("none", 0, "nobody wrote it")
 
 

@@ -7,13 +7,21 @@ from pathlib import Path
 import pytest
 
 from zckpt import layouts
+from zckpt.base import limits
 from zckpt.base.errors import ZckptError
 from zckpt.checks.second import compare_places, compare_states
 from zckpt.jobs.open import open_catalog
-from zckpt.layouts.save.second import UnprovedFamily
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SAVES = sorted(path.parent for path in FIXTURES.glob("*/*/checkpoint"))
+
+
+def test_metadata_of_many_chunks_cost_the_second_reader_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_catalog(str(FIXTURES / "dcp/hsdp_w4/checkpoint"))
+    monkeypatch.setattr(limits, "PICKLE_COST", 1)  # as metadata of a million chunks are to what any pickle may cost
+    monkeypatch.setattr(limits, "PICKLE_COST_FREE", 1)
+    monkeypatch.setattr(limits, "METADATA_COST_PER_BYTE", 1 << 10)
+    assert compare_places(opened.place.listing, opened.catalog).found == len(opened.catalog)
 
 
 UNPROVED = {
@@ -30,8 +38,6 @@ def test_all_tensors_and_states_are_found_again(save: Path) -> None:
     except ZckptError:
         pytest.skip("is read with options only")
     listing = opened.place.listing
-    if isinstance(layouts.family_of(listing).second, UnprovedFamily):
-        pytest.skip("has no second reader")
     places = compare_places(listing, opened.catalog)
     name = str(save.relative_to(FIXTURES))
     if name in UNPROVED:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
-from zckpt.checks import reread
+from zckpt.checks.second import compare_places, compare_states
 from zckpt.containers import TensorRef
 from zckpt.jobs.inspection import Inspection, inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
@@ -78,10 +78,9 @@ def test_a_second_reader_finds_masters_and_states_in_the_same_places() -> None:
     for name in NAMES:
         opened = open_catalog(str(FIXTURES / name / "checkpoint"))
         training = layouts.read_training(opened.place.listing)
-        parameters = len(training.states)
-        count, bad = reread.misplaced_states(opened.place.listing, training, opened.catalog.tensors)
-        assert not bad and count == 4 * parameters  # two states of each, found by its place and beside its master
-        assert reread.misplaced(opened.place.listing, opened.catalog)[0] >= parameters
+        states = compare_states(opened.place.listing, training, opened.catalog.tensors)
+        assert states == ("second reader", 2 * len(training.states), "", ())
+        assert compare_places(opened.place.listing, opened.catalog) == ("second reader", len(opened.catalog), "", ())
 
 
 @pytest.mark.parametrize("state", ["", "exp_avg-"])
@@ -158,7 +157,7 @@ def test_swap_files_of_two_ranks_in_each_others_place_are_found(monkeypatch: pyt
     right = Listing.swap_file
     monkeypatch.setattr(Listing, "swap_file", lambda self, dp, mp, label: right(self, 1 - dp, mp, label))
     opened = open_catalog(str(FIXTURES / "bf16_w2" / "checkpoint"))
-    assert reread.misplaced(opened.place.listing, opened.catalog)[1]
+    assert compare_places(opened.place.listing, opened.catalog).problems
 
 
 def test_a_vector_that_is_not_used_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

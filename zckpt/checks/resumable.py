@@ -14,7 +14,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, examples
 from zckpt.checks.examined import Examined
-from zckpt.checks.reread import misplaced_states
+from zckpt.checks.second import compare_states
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import TensorEntry
 from zckpt.engine.independent import differences
@@ -77,7 +77,10 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     for side, training in ((source, here), (output, there)):
         assert side.catalog is not None
         masters = {name: side.catalog.tensors[own] for name, own in side.names.items() if own in side.catalog.tensors}
-        found.problems += misplaced_states(side.place.listing, training, masters)[1]
+        places = compare_states(side.place.listing, training, masters)
+        found.problems += places.problems
+        if places.by == "none" and side.places.by != "none":
+            side.places = places
     names = [side.names for side in (source, output)]
     _compare_states(found, here, there, *names)
     if drifted := _odd_copies(here):

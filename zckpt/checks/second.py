@@ -15,7 +15,7 @@ from zckpt import layouts
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.fragments import ComputedStore, Fragment
+from zckpt.core.fragments import ComputedStore, DerivedStore, Fragment
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import BesideMaster, SecondLook, StoredRows, UnprovedFamily
@@ -162,6 +162,9 @@ def _sources(fragments: Sequence[Fragment], size: int) -> Iterator[tuple[Sequenc
     store = fragments[0].store if fragments else None
     if isinstance(store, ComputedStore):
         yield from store.sources
+    elif isinstance(store, DerivedStore):
+        for entry in store.recipe.inputs:
+            yield from _sources(entry.fragments, entry.dtype.itemsize)
     else:
         yield fragments, size
 

@@ -17,8 +17,7 @@ from zckpt.checks.contents import add_copies, add_padding, check_bytes
 from zckpt.checks.digests import compared
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, checked_file, checked_parts, examine, small_records
-from zckpt.checks.reread import misplaced
-from zckpt.checks.second import Places, compare_places, unproved
+from zckpt.checks.second import compare_places, unproved
 from zckpt.checks.verdict import summarized
 from zckpt.containers import open_container
 from zckpt.engine import replicas
@@ -135,12 +134,7 @@ def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError |
     state.notes.extend((*opened.catalog.source.notes, *stripped))
     tensors, elements = count(len(state.catalog), "tensor"), count(state.catalog.numel, "element")
     state.add("tensors", f"{tensors}, {elements}, each stored exactly once")
-    listing = opened.place.listing
-    state.places = compare_places(listing, opened.catalog)
-    if state.places.by == "none":  # families whose second readers are still in `reread`
-        found, elsewhere = misplaced(listing, opened.catalog)
-        if found:
-            state.places = Places("second reader", found, "", tuple(elsewhere))
+    state.places = compare_places(opened.place.listing, opened.catalog)
     elsewhere = summarized([*state.places.problems], "tensors are not read where the files have them")
     state.add("places", state.places.as_answer(), elsewhere)
     return None

@@ -30,11 +30,12 @@ _NOWHERE = "holds flat parameters, and the files do not say what is in them"
 
 
 class SavedTensor(NamedTuple):
-    """A tensor of a state dict: its path, its shape, and its parts: first indexes, and elements."""
+    """A tensor of a state dict: its path, its shape, its parts (first indexes, and elements), and what its planner adds."""
 
     path: Path
     shape: Shape
     parts: Iterable[tuple[Sequence[int], TensorRef]]
+    beside: Mapping[str, object] = {}
 
 
 def find_again(listing: Listing) -> SecondLook:
@@ -121,6 +122,7 @@ def _state_of(name: str, parameters: Mapping[str, str]) -> tuple[str, str] | Non
 def described_in(listing: Listing) -> tuple[list[SavedTensor], list[Path]]:
     """The tensors that `.metadata` describes, and the paths of other items; ranks that saved alone have metadata of their own."""
     found: dict[Path, tuple[Shape, list[tuple[Sequence[int], tuple[str, int, int]]]]] = {}
+    beside: dict[Path, Mapping[str, object]] = {}
     others: list[Path] = []
     names = [name for name in listing.files if name.endswith(".metadata")]
     for name in [".metadata"] if ".metadata" in names else names:
@@ -142,12 +144,13 @@ def described_in(listing: Listing) -> tuple[list[SavedTensor], list[Path]]:
             if "size" not in sizes:
                 others.append(path)
                 continue
+            beside[path] = fields_of(fields_of(state.get("mcore_data")).get(item))
             boxes = map(fields_of, _listed(sizes["chunks"]))
             empty = {_numbers(box["offsets"]) for box in boxes if 0 in _numbers(box["sizes"])}
             here = [chunk for chunk in chunks.get(item, []) if tuple(chunk[0]) not in empty]
             found.setdefault(path, (_numbers(sizes["size"]), []))[1].extend(here)
     files = _DataFiles(listing)
-    return [SavedTensor(at, shape, files.parts(places)) for at, (shape, places) in found.items()], others
+    return [SavedTensor(at, shape, files.parts(places), beside[at]) for at, (shape, places) in found.items()], others
 
 
 class _DataFiles:

@@ -2,14 +2,13 @@
 
 from zckpt.layouts.gguf.files import NAME, match
 from zckpt.layouts.save.family import Family, FileKind, later
-from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="GGUF",
     files=(FileKind("", NAME, of_rank=False),),
     match=match,
     read=later("gguf.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("gguf.second", "find_again"),
     fallback=True,
     apart="save",
     alone=True,

@@ -5,7 +5,6 @@ import re
 from zckpt.layouts.dcp.files import DATA, METADATA
 from zckpt.layouts.megatron_core.files import CONFIG, NONE
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
-from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="Megatron-Core",
@@ -16,7 +15,7 @@ FAMILY = Family(
     ),
     match=where_there((METADATA, re.compile(re.escape(CONFIG))), later("megatron_core.read", "match"), NONE),
     read=later("megatron_core.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("megatron_core.second", "find_again"),
     read_training=later("megatron_core.read", "read_training"),
     holds_run=False,
     reads_absent=True,

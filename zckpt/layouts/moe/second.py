@@ -24,8 +24,8 @@ from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import BesideMaster, HeldRun, SecondLook, Shape, dotted, fields_of, hold_box, leaves_of
 from zckpt.layouts.zero.second import (
     FILE,
-    Held,
     RankTensors,
+    VectorPart,
     add_frozen,
     add_module,
     cut_line,
@@ -93,10 +93,10 @@ def _weights_of(listing: Listing, mp: int) -> RankTensors:
     return found
 
 
-def _dense_masters(listing: Listing, mp: int, root: Mapping[str, object]) -> dict[str, list[Held]]:
+def _dense_masters(listing: Listing, mp: int, root: Mapping[str, object]) -> dict[str, list[VectorPart]]:
     """The masters of the groups without experts, which all data-parallel ranks of a model-parallel rank share."""
     lines = [vectors_of(optimizer_of(listing, name)) for name in files_of(listing, mp)[1]]
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[VectorPart]] = {}
     for number, shapes in enumerate(shapes_of(root)):
         if not lines or any("expert" in name or number >= len(line) for name in shapes for line in lines):
             continue
@@ -149,7 +149,7 @@ def _stage_3(listing: Listing) -> SecondLook:
             teams[tuple(own) if isinstance(own, list | tuple) else tuple(range(len(states)))] = None
         at: dict[tuple[int, ...], int] = dict.fromkeys(teams, 0)
         for name, shape in shapes.items():
-            numel, held = math.prod(shape), list[Held]()
+            numel, held = math.prod(shape), list[VectorPart]()
             found.shapes[name] = None if len(teams) > 1 else shape
             for team in teams:
                 piece = -(-numel // len(team))

@@ -2,14 +2,13 @@
 
 from zckpt.layouts.numbered import files as _files
 from zckpt.layouts.save.family import Family, FileKind, later
-from zckpt.layouts.save.second import UnprovedFamily
 
 FAMILY = Family(
     name="weights with optimizer states",
     files=(FileKind("optimizer", _files.RANK), FileKind("optimizer", _files.WHOLE, of_rank=False)),
     match=_files.match,
     read=later("numbered.read", "read"),
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("numbered.second", "find_again"),
     read_training=later("numbered.read", "read_training"),
     fallback=True,
     has_keys=True,

@@ -4,8 +4,7 @@ import re
 
 from zckpt.layouts.plain import files as _files
 from zckpt.layouts.plain import read as _read
-from zckpt.layouts.save.family import Family, FileKind
-from zckpt.layouts.save.second import UnprovedFamily
+from zckpt.layouts.save.family import Family, FileKind, later
 
 _NAMES = re.compile(r"(?:model|pytorch_model|adapter_model|optimizer_states)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
@@ -14,7 +13,7 @@ FAMILY = Family(
     files=(FileKind("", _NAMES, of_rank=False),),
     match=_files.match,
     read=_read.read,
-    second=UnprovedFamily("zckpt has no second reader of this family"),
+    second=later("plain.second", "find_again"),
     fallback=True,
     has_keys=True,
     reads_absent=True,

@@ -38,7 +38,7 @@ Line = Sequence[tuple[TensorRef, Mapping[str, TensorRef]]]
 """Vectors with the states that go with them."""
 
 
-class Held(NamedTuple):
+class VectorPart(NamedTuple):
     """Elements of a vector, and of the states beside it, that are elements from `start` on of a tensor."""
 
     vector: TensorRef
@@ -63,7 +63,7 @@ class RankTensors:
 
     root: Mapping[str, object]
     shapes: dict[str, Shape | None]
-    held: dict[str, list[Held]]
+    held: dict[str, list[VectorPart]]
     whole: dict[str, list[TensorRef]]
     beside: list[BesideMaster]
     is_zero: bool
@@ -155,7 +155,7 @@ def add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], *, is_
             at = 0 if at >= numel else at
             count = min(ref.numel, numel - at)
             if count:
-                found.held.setdefault(name, []).append(Held(ref, {}, 0, count, at))
+                found.held.setdefault(name, []).append(VectorPart(ref, {}, 0, count, at))
             at += ref.numel
 
 
@@ -171,8 +171,10 @@ def shapes_of(root: Mapping[str, object]) -> list[dict[str, Shape]]:
     return [{str(name): _shape(shape) for name, shape in mapping(group).items()} for group in groups]
 
 
-def _stage_12(groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, object]]) -> dict[str, list[Held]]:
-    found: dict[str, list[Held]] = {}
+def _stage_12(
+    groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, object]]
+) -> dict[str, list[VectorPart]]:
+    found: dict[str, list[VectorPart]] = {}
     paddings = ranks[0].get("param_alignment_paddings")
     vectors = [vectors_of(rank) for rank in ranks]
     for number, numels in enumerate(groups):
@@ -187,7 +189,7 @@ def _stage_12(groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, 
 
 def _stage_3(
     groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, object]], config: Mapping[str, object]
-) -> dict[str, list[Held]]:
+) -> dict[str, list[VectorPart]]:
     numels = {name: numel for group in groups for name, numel in group.items()}
     world = len(ranks)
     lines = [_without_ends(vectors_of(rank), groups, world) for rank in ranks]
@@ -195,7 +197,7 @@ def _stage_3(
     several = config.get("mics_shard_size")
     if isinstance(several, int) and 0 < several < world and held != sum(-(-n // world) for n in numels.values()):
         world = several
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[VectorPart]] = {}
     at = 0
     for name, numel in numels.items():
         piece = -(-numel // world)
@@ -207,13 +209,13 @@ def _stage_3(
     return found
 
 
-def cut_line(line: Line, begin: int, end: int, start: int = 0) -> Iterator[Held]:
+def cut_line(line: Line, begin: int, end: int, start: int = 0) -> Iterator[VectorPart]:
     """Elements [begin, end) of vectors laid end to end, which are those from `start` on of a tensor."""
     before = 0
     for vector, state in line:
         low, high = max(begin, before), min(end, before + vector.numel)
         if low < high:
-            yield Held(vector, state, low - before, high - low, start + low - begin)
+            yield VectorPart(vector, state, low - before, high - low, start + low - begin)
         before += vector.numel
         if before >= end:
             return
@@ -259,9 +261,9 @@ def _parameters(root: Mapping[str, object]) -> dict[str, TensorRef]:
     return dict(seen.values())
 
 
-def _of_one_group(masters: Line, weights: Mapping[str, TensorRef]) -> dict[str, list[Held]]:
+def _of_one_group(masters: Line, weights: Mapping[str, TensorRef]) -> dict[str, list[VectorPart]]:
     """The masters of a run without ZeRO by names, where one group has all weights, in the order of the model."""
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[VectorPart]] = {}
     at = 0
     if sum(vector.numel for vector, _ in masters) != sum(ref.numel for ref in weights.values()) or (
         len(masters) > 1 and [vector.numel for vector, _ in masters] != [ref.numel for ref in weights.values()]
@@ -275,12 +277,12 @@ def _of_one_group(masters: Line, weights: Mapping[str, TensorRef]) -> dict[str, 
 
 def _of_shapes(
     optimizer: Mapping[str, object], masters: Line, weights: Mapping[str, TensorRef]
-) -> dict[str, list[Held]]:
+) -> dict[str, list[VectorPart]]:
     """The same where each weight has a master of its own, and one group has all of a shape: it has the model's order."""
     held = next((optimizer[key] for key in _FLAT if key in optimizer), None)
     groups = [group for group in held if isinstance(group, list | tuple)] if isinstance(held, list | tuple) else []
     numbers = [number for number, group in enumerate(groups) for _ in group]
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[VectorPart]] = {}
     for shape in {ref.shape for ref in weights.values()} if len(numbers) == len(masters) else ():
         names = [name for name, ref in weights.items() if ref.shape == shape]
         own = [at for at, (vector, _) in enumerate(masters) if vector.shape == shape]
