@@ -26,6 +26,7 @@ from zckpt.layouts.run.values import as_list, keep_alike
 from zckpt.layouts.run.vectors import unflatten
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
+from zckpt.layouts.save.origins import other_kind
 
 _NUMBERED = "a 'state' and 'param_groups' whose parameters are those of the files, in their order"
 
@@ -115,6 +116,7 @@ def _others(
     first = ranks[0]
     places = {first.tensor(key).place: own for key, own in first.params.items() if len(own.shapes) == 1}
     found, tied = dict(tensors), dict(aliases)
+    _check_kinds(ranks)
     for name, ref in first.model.items():
         if not isinstance(ref, TensorRef) or name in first.params:
             continue
@@ -129,6 +131,15 @@ def _others(
         )
         found[name] = whole(name, ref, "buffer", replicas=replicas)
     return found, tied
+
+
+def _check_kinds(ranks: Sequence[Rank]) -> None:
+    """Raises InconsistentError where a name is a tensor in one rank's state dict and something else in another's."""
+    files = {name: rank.file for rank in ranks for name, value in rank.model.items() if isinstance(value, TensorRef)}
+    for rank in ranks:
+        for name, value in rank.model.items():
+            if not isinstance(value, TensorRef) and name in files:
+                raise other_kind(str(name), rank.file, value, files[name])
 
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from zckpt.layouts.save.cut_tensors import CutTensor, KnownFacts, Shape, class_o
 from zckpt.layouts.save.listing import Listing, natural
 from zckpt.layouts.save.model_shapes import own_name, read_shapes
 from zckpt.layouts.save.module_states import as_mapping
+from zckpt.layouts.save.origins import other_kind
 
 _CUT = ("DTensor", "ShardedTensor")
 _WORLD = re.compile(r"world_size_(\d+)")
@@ -161,6 +162,7 @@ class RankFiles:
         self._flat: dict[Path, dict[int, TensorRef]] = {}
         self._tensors: dict[Path, _Gathered] = {}
         self._values: dict[Path, object] = {}
+        self._files: dict[Path, str] = {}
         self._known = KnownFacts()
         there: set[int] = set()
         for file in files:
@@ -170,6 +172,7 @@ class RankFiles:
         self.world_size = max(len(there), math.prod(self.mesh.values()))
         if missing := sorted(set(range(self.world_size)) - set(there)):
             raise missing_ranks(listing, "rank", sorted(there), missing, self.world_size)
+        self._check_kinds()
         self._tensors |= {path: _joined(runs, None, self.world_size) for path, runs in self._flat.items()}
         self._check_cut()
         self._name_states()
@@ -181,7 +184,8 @@ class RankFiles:
             name = dotted(path[1:])
             cut = value if isinstance(value, CutTensor) else cut_tensor(value, name, file, self._known)
             if cut is None and not isinstance(value, TensorRef):
-                self._values.setdefault(path, value)
+                if path not in self._values:
+                    self._values[path], self._files[path] = value, file
                 continue
             dtype, size = (cut.dtype, cut.size) if cut else (value.dtype, value.shape)  # type: ignore[attr-defined]
             if cut is None and path[:2] == (self._optimizer, "state") and type(path[2]) is int and len(size) == 1:
@@ -201,6 +205,24 @@ class RankFiles:
             for offsets, ref in cut.boxes if cut else (((0,) * len(size), value),):
                 assert isinstance(ref, TensorRef)
                 held.boxes.setdefault((offsets, ref.shape), []).append((rank, ref))
+
+    def _check_kinds(self) -> None:
+        """Raises InconsistentError where a name of the model is a tensor in one rank's file and something else in another's."""
+        files = {
+            path: next(iter(held.boxes.values()))[0][1].store.path for path, held in self._tensors.items() if held.boxes
+        }
+        files |= {path: next(iter(runs.values())).store.path for path, runs in self._flat.items()}
+        others = [*self._values.items(), *((path, None) for path in files)]
+        for path, value in others:
+            if path[0] == self._optimizer:
+                continue
+            if (above := files.get((_MODEL, path[0]))) is not None:  # with a mapping in it, a file looks nested
+                raise other_kind(str(path[0]), self._files.get(path) or files[path], value or {}, above)
+            if path in self._values and path in files:
+                raise other_kind(dotted(path[1:]), self._files[path], value, files[path])
+            for length in range(2, len(path)):
+                if (above := files.get(path[:length])) is not None:
+                    raise other_kind(dotted(path[1:length]), self._files.get(path) or files[path], {}, above)
 
     def _check_cut(self) -> None:
         """Raises UnsupportedError where several ranks hold tensors that do not say how they were cut."""

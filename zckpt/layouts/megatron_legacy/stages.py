@@ -20,6 +20,7 @@ from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
 from zckpt.layouts.megatron_legacy.files import ModelRank, RunSplit
 from zckpt.layouts.save.module_states import as_mapping, flatten
+from zckpt.layouts.save.origins import other_kind
 
 _CHUNK = re.compile(r"model(?P<number>\d{1,9})")
 _LAYER = re.compile(r"(?P<list>(?:[^.]+\.)*?layers)\.(?P<number>\d{1,9})\.(?P<rest>.+)")
@@ -94,7 +95,9 @@ def tensors_of(
         InconsistentError: ranks have other layers than their neighbours, or all of them than `args` say.
         CorruptError: a file has no model.
     """
-    local = {rank: _chunks(root, file, notes) for rank, (file, root) in roots.items()}
+    others: dict[ModelRank, list[dict[str, object]]] = {rank: [] for rank in roots}
+    local = {rank: _chunks(root, file, notes, others[rank]) for rank, (file, root) in roots.items()}
+    _check_kinds(roots, local, others)
     _check_alike(roots, {rank: len(chunks) for rank, chunks in local.items()}, "virtual stages")
     counted = {rank: [_layers(chunk, roots[rank][0]) for chunk in chunks] for rank, chunks in local.items()}
     for stage in range(split.pp):
@@ -113,8 +116,29 @@ def tensors_of(
     return found
 
 
-def _chunks(root: Mapping[str, object], file: str, notes: list[str]) -> list[dict[str, TensorRef]]:
-    """The state dicts of a rank's virtual stages, flattened, without what Transformer Engine keeps beside the weights."""
+def _check_kinds(
+    roots: Mapping[ModelRank, tuple[str, Mapping[str, object]]],
+    local: Mapping[ModelRank, Sequence[Mapping[str, TensorRef]]],
+    others: Mapping[ModelRank, Sequence[Mapping[str, object]]],
+) -> None:
+    """Raises InconsistentError where a name is a tensor on one rank of a stage and something else on another."""
+    files: dict[tuple[int, int, str], str] = {}
+    for rank, chunks in local.items():
+        files.update({(rank.pp, chunk, name): roots[rank][0] for chunk, held in enumerate(chunks) for name in held})
+    for rank, own in others.items():
+        for chunk, values in enumerate(own):
+            for name, value in values.items():
+                if (file := files.get((rank.pp, chunk, name))) is not None:
+                    raise other_kind(name, roots[rank][0], value, file)
+
+
+def _chunks(
+    root: Mapping[str, object], file: str, notes: list[str], kept: list[dict[str, object]]
+) -> list[dict[str, TensorRef]]:
+    """The state dicts of a rank's virtual stages, flattened, without what Transformer Engine keeps beside the weights.
+
+    `kept` gets, for each of them, what is no tensor.
+    """
     keys = ["model"] if "model" in root else sorted((k for k in root if _CHUNK.fullmatch(k)), key=lambda k: int(k[5:]))
     if not keys or (keys != ["model"] and keys != [f"model{number}" for number in range(len(keys))]):
         raise CorruptError(
@@ -124,7 +148,8 @@ def _chunks(root: Mapping[str, object], file: str, notes: list[str]) -> list[dic
     chunks: list[dict[str, TensorRef]] = []
     for key in keys:
         others: list[str] = []
-        tensors = flatten(as_mapping(root[key], repr(key), file), others)
+        kept.append({})
+        tensors = flatten(as_mapping(root[key], repr(key), file), others, others=kept[-1])
         chunks.append({name: ref for name, ref in tensors.items() if not name.endswith("_extra_state")})
         notes += (note for note in others if "_extra_state'" not in note and note not in notes)
     return chunks

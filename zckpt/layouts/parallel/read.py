@@ -32,7 +32,7 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, flatten, read_model_states
-from zckpt.layouts.save.origins import check_alike
+from zckpt.layouts.save.origins import check_alike, other_kind
 from zckpt.layouts.zero import read as zero
 from zckpt.layouts.zero import unsharded, unsharded_training
 from zckpt.layouts.zero.assembly import assemble, source_of
@@ -98,6 +98,8 @@ class ParallelSave:
         tied = _tied_names(models.values())
         slices = [self.slice_of(rank, models[rank], tied) for rank in range(tp * pp)]
         _check_steps(listing, slices)
+        for stage in range(pp):
+            _check_kinds([held.model for held in slices[stage * tp : (stage + 1) * tp]])
         if not tied:
             self._check_layers(models.values())
         for rank in range(tp if self.layers else 0):
@@ -343,6 +345,15 @@ def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
         if copy.rank and copy.whole
     ]
     return replace(first, replicas=(*first.replicas, *copies))
+
+
+def _check_kinds(models: Sequence[ModelStates]) -> None:
+    """Raises InconsistentError where a name is a tensor on one tensor-parallel rank and something else on another."""
+    files = {name: model.file for model in models for name in model.module}
+    for model in models:
+        for name, value in model.others.items():
+            if name in files and name not in model.module:
+                raise other_kind(name, model.file, value, files[name])
 
 
 def _layers(listing: Listing) -> dict[tuple[int, int], str]:

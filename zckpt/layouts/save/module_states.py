@@ -57,6 +57,7 @@ class ModelStates:
         shared: dropped name -> kept name.
         root: the whole inert object.
         notes: for a person.
+        others: what stands in the state dict and is no tensor, mappings too.
         state_names: name in `module` -> in the state dict, of those that it gives another name than the parameter has.
     """
 
@@ -69,6 +70,7 @@ class ModelStates:
     shared: Mapping[str, str]
     root: Mapping[str, object]
     notes: tuple[str, ...] = field(default=())
+    others: Mapping[str, object] = field(default_factory=dict[str, object])
     state_names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -160,8 +162,9 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
     if "module" not in root:
         raise CorruptError("is not a model states file", file=file, found="no entry 'module'", remedy=COPY_AGAIN)
     notes: list[str] = []
+    others: dict[str, object] = {}
     if module is None:
-        module = flatten(as_mapping(root["module"], "the module's state dict", file), notes)
+        module = flatten(as_mapping(root["module"], "the module's state dict", file), notes, others=others)
     shapes = root.get("param_shapes")
     groups = shapes if isinstance(shapes, list | tuple) else [] if shapes is None else [shapes]
     if "buffer_names" not in root:
@@ -193,6 +196,7 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
         shared=shared,
         root=root,
         notes=tuple(notes),
+        others=others,
         state_names={name: own for own, name in renamed.items()},
     )
 
@@ -255,17 +259,30 @@ _DEEPEST = 64
 """Dots in a name. State dicts nest a few levels; a dict that holds itself would nest for ever."""
 
 
-def flatten(state: Mapping[str, object], notes: list[str], prefix: str = "") -> dict[str, TensorRef]:
-    """A state dict's tensors under dotted names; what is no tensor is left out, with a sentence in `notes`."""
+def flatten(
+    state: Mapping[str, object], notes: list[str], prefix: str = "", others: dict[str, object] | None = None
+) -> dict[str, TensorRef]:
+    """A state dict's tensors under dotted names.
+
+    Args:
+        state: the state dict.
+        notes: what is no tensor is left out, with a sentence here.
+        prefix: of the names.
+        others: what is no tensor is added, mappings too.
+    """
     tensors: dict[str, TensorRef] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
+        if others is not None and not isinstance(value, TensorRef):
+            others[name] = value
         if isinstance(value, TensorRef):
             tensors[name] = value
         elif isinstance(value, Mapping) and name.count(".") < _DEEPEST:
-            tensors.update(flatten(value, notes, name + "."))
+            tensors.update(flatten(value, notes, name + ".", others))
         elif (cut := cut_tensor(value, name, "")) is not None and cut.whole is not None:
             tensors[name] = cut.whole
+            if others is not None:
+                del others[name]
         elif isinstance(value, Placeholder) and "_rebuild" in value.name:
             raise UnsupportedError(
                 f"has a tensor of a kind that zckpt does not read, {name!r}",

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.base.words import examples
-from zckpt.containers import Container, TensorRef
+from zckpt.containers import Container, TensorRef, brief
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import as_mapping
@@ -175,3 +175,12 @@ def _span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 60:.0f} minutes"
+
+
+def other_kind(name: str, file: str, value: object, tensor_file: str) -> InconsistentError:
+    """The error for a name that is a tensor in one rank's file and something else in another's."""
+    kind = "a mapping or list" if isinstance(value, Mapping | list | tuple) else brief(value)
+    return InconsistentError(
+        f"{name!r} is no tensor, and it is one in another rank's file", file=file, found=kind,
+        expected=f"a tensor, as in {tensor_file!r}", remedy=OTHER_SAVE,
+    )  # fmt: skip
