@@ -13,6 +13,8 @@ import pytest
 import zckpt
 from zckpt import Options
 from zckpt.base.errors import UnsafeError
+from zckpt.hub import load
+from zckpt.hub.cargo import cargo_of
 from zckpt.jobs import slim
 from zckpt.jobs.options import LoraMerge, SlimOptions
 from zckpt.layouts.save.companions import companions
@@ -167,3 +169,14 @@ def test_a_directory_that_is_a_link(checkpoint: Path, secret: Path) -> None:
     (checkpoint / "tokenizer").symlink_to(secret.parent)
     own, notes = companions(locate(checkpoint))
     assert "tokenizer.model" not in [name for _, name in own] and "'tokenizer.model'" in " ".join(notes)
+
+
+def test_weights_behind_a_link_are_made_again_for_a_push(tmp_path: Path) -> None:
+    """A push sends converted weights as they are, header and all; of those that lie elsewhere, it sends the tensors."""
+    weights, elsewhere = tmp_path / "weights", tmp_path / "elsewhere"
+    zckpt.convert(FIXTURES / "zero2" / "bf16_w2" / "checkpoint", weights)
+    assert [shard.scratch_bytes for shard in cargo_of(load(str(weights), None, Options())).shards] == [0]
+    shutil.move(weights / "model.safetensors", elsewhere)
+    (weights / "model.safetensors").symlink_to(elsewhere)
+    (shard,) = cargo_of(load(str(weights), None, Options())).shards
+    assert shard.scratch_bytes == shard.nbytes

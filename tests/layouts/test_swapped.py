@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt import layouts
-from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsafeError, UnsupportedError
 from zckpt.checks.second import compare_places, compare_states
 from zckpt.containers import TensorRef
 from zckpt.jobs.inspection import Inspection, inspect_checkpoint
@@ -47,6 +47,20 @@ def test_states_are_those_of_the_live_optimizer(name: str) -> None:
     found = {f"{state}/{name}": entry for name, states in training.states.items() for state, entry in states.items()}
     assert found.keys() == truth.keys()
     assert all(same_bits(read_tensor(entry, "pt"), truth[what]) for what, entry in found.items())
+
+
+def test_bytes_behind_a_link_out_of_the_checkpoint_are_no_numbers(tmp_path: Path) -> None:
+    """A swap file has no header, so any file that is long enough would be written to an output as weights."""
+    place = copy_of("bf16_w2", tmp_path)
+    first, *_, last = swap_files(place)
+    last.unlink()
+    last.symlink_to(first)
+    open_catalog(place)  # in the checkpoint
+    last.unlink()
+    shutil.copy(first, tmp_path / "private")
+    last.symlink_to(tmp_path / "private")
+    with pytest.raises(UnsafeError, match="leads out"):
+        layouts.read_training(open_catalog(place).place.listing)
 
 
 def test_elements_of_used_buffers_in_the_optimizer_file_are_not_taken() -> None:

@@ -124,7 +124,7 @@ def is_copied(place: Place, name: str) -> bool:
     try:
         place.listing.open(name)
     except ZckptError as error:
-        if is_of_save(name) or name.endswith(".distcp"):
+        if is_of_save(name) or "/" in name or name.endswith(".distcp"):
             raise UnsafeError(
                 "is a link that leads out of the checkpoint, and would be copied byte for byte", file=file,
                 found=f"a link to {os.path.realpath(file)!r}",

@@ -21,12 +21,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError, ZckptError
+from zckpt.base.errors import (
+    COPY_AGAIN,
+    OTHER_SAVE,
+    IncompleteError,
+    InconsistentError,
+    UnsafeError,
+    UnsupportedError,
+    ZckptError,
+)
 from zckpt.base.words import count
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Padding
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.core.fragments import Fragment
+from zckpt.layouts.save.companions import is_own
 from zckpt.layouts.save.listing import SWAP_NAME, SWAPPED, Listing
 from zckpt.layouts.save.module_states import ModelStates
 from zckpt.layouts.zero.optimizer_states import OptimizerShard
@@ -53,6 +62,7 @@ def with_swapped(
     Raises:
         IncompleteError: a swap file of masters is missing, or too short; of states, `state_vector` raises it.
         InconsistentError: there are not as many sub-groups as the model file says.
+        UnsafeError: a swap file, which has nothing that says what it is, is a link out of the checkpoint.
         UnsupportedError: the optimizer file does not name the swap file.
     """
     swapped = [number for number in range(len(shard.vectors)) if _is_swapped(number, shard, model)]
@@ -139,7 +149,7 @@ class _SwapFiles:
         """The elements of the masters, or of a state, that the optimizer file has a tensor for.
 
         Raises:
-            IncompleteError, UnsupportedError: as in `with_swapped`.
+            IncompleteError, UnsafeError, UnsupportedError: as in `with_swapped`.
         """
         label = _label(stands_for)
         if not _LABEL.fullmatch(label):
@@ -158,6 +168,12 @@ class _SwapFiles:
                 f"is missing, which holds {what}", file=place, found=self._found(name), expected=f"a file of at least {expected}",
                 remedy=f"Copy the directory {SWAPPED!r} of rank {self.shard.rank} from the node that wrote it (--also DIR lays "
                 "another directory over this one), or choose another tag.",
+            )  # fmt: skip
+        if not is_own(place, place.parent, self.listing.directory.absolute().parent):
+            raise UnsafeError(
+                "is a link that leads out of the checkpoint, and any bytes would be taken for numbers", file=place,
+                found=f"a link to {os.path.realpath(place)!r}", expected=what,
+                remedy="Put the file itself there. Nothing was read from there.",
             )  # fmt: skip
         store = place.store()
         if store.size < nbytes:
