@@ -238,3 +238,16 @@ def test_the_command_imports_no_torch_where_it_needs_none(tmp_path: Path) -> Non
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_heads_that_a_config_leaves_to_its_class(kind: str) -> None:
+    """A config without `num_key_value_heads` and `head_dim` has the activations of one that says what transformers takes."""
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(kind).to_dict()
+    lacks = {key: value for key, value in whole.items() if key not in ("num_key_value_heads", "head_dim")}
+    found, wanted = (
+        activations_of(config, compute_bytes=2, micro_batch=1, length=8, accelerator=True) for config in (lacks, whole)
+    )
+    assert found is not None and found == wanted

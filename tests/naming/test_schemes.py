@@ -20,7 +20,7 @@ from zckpt.core.fragments import FileStore, Fragment, MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
-from zckpt.naming.facts import Facts, with_parts
+from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.parts import ALL
 from zckpt.naming.recognise import by_parts
 from zckpt.naming.schemes import Scheme, parsed, scheme, scheme_of, schemes
@@ -313,3 +313,15 @@ def test_a_plan_costs_what_its_tensors_cost(
     assert sum(len(entry.fragments) for entry in made.tensors.values()) <= 3 * given + 2 * len(made)
     assert spent < 20, spent
     print(json.dumps({"seconds": round(spent, 2)}))
+
+
+@pytest.mark.parametrize(("kind", "key"), [("falcon", "parallel_attn"), ("gpt_neox", "use_parallel_residual")])
+def test_blocks_are_parallel_where_the_class_has_them_so(kind: str, key: str) -> None:
+    """A config that lacks the key means its class's default."""
+    from transformers import AutoConfig
+
+    assert getattr(AutoConfig.for_model(kind), key) is True
+    nothing = Catalog({}, Source("plain", "here"), evidence=LIVE)
+    assert facts_of(nothing, {"model_type": kind}).get("parallel") is True
+    assert facts_of(nothing, {"model_type": kind, key: False}).get("parallel") is False
+    assert facts_of(nothing, {"model_type": "llama"}).get("parallel") is None

@@ -92,6 +92,10 @@ def activations_of(
     )
 
 
+_KEY_HEADS, _HEAD_SIZES = {"mistral": 8, "qwen2": 32, "qwen3": 32}, {"qwen3": 128}
+"""What transformers takes where a config lacks the key; a null means as many as heads, and the width over these."""
+
+
 def longest(config: Mapping[str, Any]) -> int | None:
     """The tokens that a model was made for; None if its config does not say."""
     for key in ("max_position_embeddings", "n_positions"):
@@ -103,11 +107,12 @@ def longest(config: Mapping[str, Any]) -> int | None:
 def _llama(config: Mapping[str, Any], c: int) -> tuple[int, int]:
     """The width, and bytes of a block per token."""
     h, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    size = int(config.get("head_dim") or h // heads)
-    groups = int(config.get("num_key_value_heads") or heads)
+    kind = str(config.get("model_type"))
+    size = int(config.get("head_dim", _HEAD_SIZES.get(kind)) or h // heads)
+    groups = int(config.get("num_key_value_heads", _KEY_HEADS.get(kind)) or heads)
     q, k, f = heads * size, groups * size, int(config["intermediate_size"])
     block = c * (4 * h + 2 * q + 2 * k + 4 * f) + 8 * h + 8 + 4 * heads
-    if config.get("model_type") == "qwen3":
+    if kind == "qwen3":
         block += (c + 4) * (q + k) + 4 * (heads + groups)
     return h, block
 

@@ -294,10 +294,11 @@ def _of_megatron_llm(arguments: Mapping[str, object]) -> dict[str, object]:
 def _parallel(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
     """Whether attention and MLP of a block are side by side, as far as a config or the arguments say it.
 
-    Of programs that can have them so, only those that have them so say it; other programs have one after the other.
+    Of programs that can have them so, only those that have them so say it; other programs have one after the other. Falcon and
+    GPT-NeoX of transformers have them so where their config lacks the key.
     """
-    for key in ("parallel_attn", "use_parallel_residual"):
-        if isinstance(said := config.get(key), bool):
+    for key, usual in (("parallel_attn", "falcon"), ("use_parallel_residual", "gpt_neox")):
+        if isinstance(said := config.get(key, True if config.get("model_type") == usual else None), bool):
             return said or config.get("new_decoder_architecture") is True
     return arguments.get("gpt_j_residual") is True if arguments else None
 
