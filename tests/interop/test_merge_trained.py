@@ -175,18 +175,21 @@ def test_what_a_run_of_another_checkpoint_trained(tmp_path: Path) -> None:
             assert torch.equal(found[name.removeprefix("base_model.model.")], tensor)
 
 
-COPIES: list[tuple[list[list[str]], list[float]]] = [
-    ([["q_proj", "lm_head"]], [0.5]),
-    ([["embed_tokens", "v_proj"]], [-2]),
-    ([["lm_head", "q_proj"], ["lm_head"]], [1, 1]),
+COPIES: list[tuple[list[list[str]], list[float], bool]] = [
+    ([["q_proj", "lm_head"]], [0.5], False),
+    ([["q_proj", "lm_head"]], [0.5], True),
+    ([["embed_tokens", "v_proj"]], [-2], False),
+    ([["lm_head", "q_proj"], ["lm_head"]], [1, 1], False),
 ]
 
 
-@pytest.mark.parametrize(("targets", "weights"), COPIES)
-def test_copies_of_the_base_beside_a_lora(targets: list[list[str]], weights: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("targets", "weights", "tied"), COPIES)
+def test_copies_of_the_base_beside_a_lora(
+    targets: list[list[str]], weights: list[float], tied: bool, tmp_path: Path
+) -> None:
     """PEFT saves `lm_head.base_layer.weight` with a LoRA of the head; merged as PEFT merges, for any weights."""
     torch.manual_seed(0)
-    base = tiny()
+    base = tiny(tie_word_embeddings=tied)
     base.bfloat16().save_pretrained(tmp_path / "base")
     names = [f"adapter{number}" for number in range(len(targets))]
     model: Any = None
@@ -202,6 +205,10 @@ def test_copies_of_the_base_beside_a_lora(targets: list[list[str]], weights: lis
             if isinstance(module, peft.tuners.lora.LoraLayer) and name in module.scaling:
                 module.set_scale(name, weight)
     wanted = model.merge_and_unload(adapter_names=names).state_dict()
+    if tied:  # there PEFT changes both, and the head alone was trained
+        wanted["model.embed_tokens.weight"] = load_file(tmp_path / "base" / WEIGHTS)[
+            "model.embed_tokens.weight"
+        ].float()
     lora = LoraMerge(adapters=[f"{tmp_path / name}:{weight}" for name, weight in zip(names, weights, strict=True)])
     zckpt.convert(tmp_path / "base", tmp_path / "out", dtype="fp32", options=Options(lora=lora))
     found = load_file(tmp_path / "out" / WEIGHTS)

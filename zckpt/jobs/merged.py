@@ -81,15 +81,14 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     own = replace(catalog, tensors={}, aliases={}) if _is_adapter_file(catalog) else base_of(catalog)
     weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
     trained = {} if base is None or _is_adapter_file(catalog) else trained_in(catalog, weights)
+    config = read_config((base or opened).place.home)
     notes: list[str] = []
     with_files: list[AdapterWeights] = []  # and without copies of the base's tensors
     for adapter in adapters:
         other = next((one for one in others if one.place.listing.directory.path == adapter.file), None)
         beside, sentences = ({}, []) if other is None else trained_with(adapter, other, weights)
-        with_files.append(replace(without_copies(adapter, weights), beside=beside))
+        with_files.append(replace(without_copies(adapter, weights, config), beside=beside))
         notes += sentences
-    config_home = (base or opened).place.home
-    config = read_config(config_home)
     if base is None:
         _check_base(weights, adapters, opened)
     model = merged(weights, with_files, config, trained, opened.place.listing.directory.path)

@@ -23,6 +23,7 @@ from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.naming.adapter_names import adapters_in, found_in
 from zckpt.naming.adapter_weights import AdapterWeights
 from zckpt.naming.merge import base_of
+from zckpt.naming.merge_places import ModelTensors
 from zckpt.storage.location import Location
 
 _TRAINED = re.compile(
@@ -114,17 +115,27 @@ def _trained_files(home: Location, adapter: Mapping[str, TensorEntry]) -> tuple[
     return found, others
 
 
-def without_copies(adapter: AdapterWeights, base: Catalog) -> AdapterWeights:
-    """The adapter without whole tensors that are equal to the base's: copies that PEFT saved, and no contribution."""
-    there = {name: entry for name, entry in adapter.whole.items() if name in base and entry.shape == base[name].shape}
-    equal = there.keys() - set(unequal(there, base))
-    if not equal:
+def without_copies(adapter: AdapterWeights, base: Catalog, config: Mapping[str, object] | None) -> AdapterWeights:
+    """The adapter without whole tensors that are equal to the base's: copies that PEFT saved, and no contribution.
+
+    Args:
+        adapter: with whole tensors, perhaps.
+        base: the base model.
+        config: its `config.json`, by which a head may be the embedding.
+    """
+    model = ModelTensors(base, config)
+    found = {name: model.find(name) for name in adapter.whole}
+    same = {
+        name: entry for name, entry in found.items() if entry is not None and entry.shape == adapter.whole[name].shape
+    }
+    there = {name: adapter.whole[name] for name in same}
+    copies = {id(there[name]) for name in there.keys() - set(unequal(there, same))}
+    if not copies:
         return adapter
-    copies = {id(there[name]) for name in equal}
     return replace(adapter, tensors={n: entry for n, entry in adapter.tensors.items() if id(entry) not in copies})
 
 
-def unequal(tensors: Mapping[str, TensorEntry], base: Catalog, *, rounded: bool = False) -> list[str]:
+def unequal(tensors: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry], *, rounded: bool = False) -> list[str]:
     """The names of tensors that are not equal, as numbers, to those of these names in the base, or to these `rounded`."""
     names = list(tensors)
     pairs = {name: pair for name in names if (pair := _comparable(base[name], tensors[name], rounded=rounded))}
