@@ -1,5 +1,6 @@
 """The command `zckpt`, also as `python -m zckpt`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,10 +13,23 @@ _CHANGE_NO_READS = frozenset(("--deep", "--quiet", "--json"))
 def main() -> None:
     """Runs the command line in a process of its own."""
     collector.switch_off()
+    fill_standard_places()
     begin_early(sys.argv[1:])
     from zckpt.cli import main as run
 
     run()
+
+
+def fill_standard_places() -> None:
+    """Opens what the shell has closed of stdin, stdout and stderr: otherwise the next file gets its number, and what is printed.
+
+    What is printed to a closed stdout still fails.
+    """
+    for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)
 
 
 def begin_early(arguments: Sequence[str]) -> None:

@@ -318,7 +318,7 @@ def test_the_desk_says_one_field_a_line(tmp_path: Path) -> None:
         (OSError(28, "No space left on device", "/x/y"), "os", "error: /x/y: no space left on device"),
         (MemoryError(), "memory", "error: out of memory"),
         (KeyError("x\ny"), "internal", "error: internal error: KeyError: 'x\\ny'"),
-        (desk.Interrupted(), "interrupted", "error: interrupted; the output was not changed"),
+        (desk.Interrupted(), "interrupted", "error: interrupted; no output is half written"),
     ],
 )
 def test_the_desk_names_foreign_errors(
@@ -380,7 +380,7 @@ def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None
     time.sleep(0.1)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stdout, stderr) == (2, "", "error: interrupted; the output was not changed\n")
+    assert (process.returncode, stdout, stderr) == (2, "", "error: interrupted; no output is half written\n")
 
 
 def test_a_closed_pipe_is_no_scandal(weights: Path) -> None:

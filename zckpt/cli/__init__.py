@@ -5,7 +5,6 @@ Exit status: 0 done or yes, 1 the answer is no, 2 an error. Nothing heavy is imp
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import warnings
@@ -14,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from zckpt.cli import desk
+from zckpt.cli import desk, streams
 from zckpt.cli.commands import Commands
 
 app = typer.Typer(
@@ -59,16 +58,12 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    streams.guard()
     try:
         try:
             status = app(prog_name="zckpt", standalone_mode=False)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail again
-        sys.exit(2)
     except (desk.Interrupted, Exception) as error:
         sys.exit(desk.report(error))
     sys.exit(status)

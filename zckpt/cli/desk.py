@@ -5,6 +5,7 @@ Whatever is wrong is printed in the form of `ZckptError.lines`, and as JSON on s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -17,6 +18,7 @@ import typer
 
 from zckpt.base.errors import UsageError, ZckptError, redact
 from zckpt.base.words import wrapped
+from zckpt.cli.streams import UnprintedError
 
 _ClickError = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
 """The base of the errors that typer raises for a wrong command line."""
@@ -43,13 +45,12 @@ def report(error: BaseException) -> int:
     facts = {**known.as_json(), "error": code, **({"notes": notes} if notes else {})}
     width = stderr_width()
     lines = [*known.lines(width), *(line for note in notes for line in wrapped(f"note: {note}", width, " " * 6))]
-    try:
+    if not (isinstance(error, UnprintedError) and error.is_pipe and not error.done):  # `| head` has what it wanted
         sys.stderr.writelines(_painted(_masked(line)) + "\n" for line in lines)
-        if "--json" in sys.argv[1:] and together.speaks():
+    if "--json" in sys.argv[1:] and together.speaks():
+        with contextlib.suppress(UnprintedError):
             sys.stdout.write(_masked(json.dumps(facts) + "\n"))
             sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 2
 
 
@@ -60,13 +61,13 @@ def _known(error: BaseException) -> tuple[str, ZckptError]:
     if isinstance(error, _ClickError):
         return UsageError.code, _wrong_usage(error)
     if isinstance(error, Interrupted):
-        return "interrupted", ZckptError("interrupted; the output was not changed")
+        return "interrupted", ZckptError("interrupted; no output is half written")
     if isinstance(error, MemoryError):
-        remedy = "Use fewer --threads, or a smaller --buffer. The output was not changed."
+        remedy = "Use fewer --threads, or a smaller --buffer. No output is half written."
         return "memory", ZckptError("out of memory", remedy=remedy)
     if isinstance(error, OSError):
         file = None if error.filename is None else os.fsdecode(error.filename)
-        remedy = "Solve this, then run the same command again. The output was not changed."
+        remedy = "Solve this, then run the same command again. No output is half written."
         what = str(error.strerror or error)
         return "os", ZckptError(what[:1].lower() + what[1:], file=file, remedy=remedy)
     detail = " ".join(str(error).split())

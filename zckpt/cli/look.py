@@ -185,7 +185,10 @@ def diff(
         write_page(html, differences_page(found, a, b, tolerance=tolerance.words))
         sink.line(f"wrote {html}")
     sink.notes(found.notes)
-    sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors, width=sink.width))
+    sink.result(
+        lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors, width=sink.width),
+        done="" if html is None else f"The page {html} is complete.",
+    )  # fmt: skip
     if open_page and html is not None:
         picture.open_page(html, sink)
     if not found.same:

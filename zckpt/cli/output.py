@@ -14,6 +14,7 @@ import typer
 
 from zckpt.base.progress import JobWatch, bar, lines
 from zckpt.base.words import wrapped
+from zckpt.cli.streams import UnprintedError
 from zckpt.team.together import speaks
 
 if TYPE_CHECKING:
@@ -40,13 +41,27 @@ class Console:
         """Columns for tables and sentences of a result: the terminal's, or 80 if there is no terminal."""
         return shutil.get_terminal_size().columns
 
-    def result(self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]]) -> None:
-        """Prints the result as JSON or as lines; only the one that is printed is computed."""
-        if self.as_json:
-            sys.stdout.write(json.dumps(facts()) + "\n")
-        elif not self.quiet:
-            sys.stdout.writelines(f"{line}\n" for line in lines())
-        sys.stdout.flush()
+    def result(
+        self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]], *, done: str = ""
+    ) -> None:
+        """Prints the result as JSON or as lines; only the one that is printed is computed.
+
+        Args:
+            facts: the JSON object.
+            lines: the lines.
+            done: of a command that has changed something: what is true now even if nobody can read the result, as a sentence.
+
+        Raises:
+            UnprintedError: stdout is full or closed.
+        """
+        try:
+            if self.as_json:
+                sys.stdout.write(json.dumps(facts()) + "\n")
+            elif not self.quiet:
+                sys.stdout.writelines(f"{line}\n" for line in lines())
+            sys.stdout.flush()
+        except UnprintedError as error:
+            raise error.after(done) from None
 
     def picture(self, lines: Callable[[int], Sequence[Line]]) -> None:
         """Prints lines in colours where stdout is a terminal that shows them, otherwise nothing; called with its columns."""

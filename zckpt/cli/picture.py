@@ -76,10 +76,11 @@ def draw_map(ckpt: o.Checkpoint, drawn: Drawn, source: o.SourceOptions, shown: o
         as_part=source.as_part,
     )
     page = _written(found, drawn) if drawn.html is not None or drawn.open_page else None
+    done = "" if page is None else f"The page {page} is complete."
     if sink.as_json:
-        sink.result(lambda: {**found.as_json(), "html": page}, tuple)
+        sink.result(lambda: {**found.as_json(), "html": page}, tuple, done=done)
     elif page is not None:
-        sink.result(dict, lambda: [f"wrote {page}"])
+        sink.result(dict, lambda: [f"wrote {page}"], done=done)
     else:
         _in_terminal(found, sink)
     if drawn.open_page and page is not None:

@@ -155,7 +155,9 @@ def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *,
             sink.notes(["Run the same command again to resume: what the hub has is not sent again."])
             raise
     sink.notes((*report.notes, *notes))
-    sink.result(lambda: _report_facts(ready, report), lambda: _report_lines(ready, report))
+    sink.result(
+        lambda: _report_facts(ready, report), lambda: _report_lines(ready, report), done="The push is complete."
+    )
 
 
 def to_page(source: str, out: str, options: Options, sink: Console, *, dry_run: bool) -> None:

@@ -109,7 +109,7 @@ def train(
         outcome = run.train(job, lambda step: _report(step, show, lines), lambda sentence: sink.line(sentence))
     if first:
         sink.notes(outcome.notes)
-        sink.result(lambda: asdict(outcome), lambda: _lines(outcome, asked.out))
+        sink.result(lambda: asdict(outcome), lambda: _lines(outcome, asked.out), done="The run has ended well.")
 
 
 def _report(step: Step, show: Callable[[int, dict[str, str]], None], lines: ProgressLines) -> None:

@@ -115,7 +115,9 @@ def prune(
     with sink.progress(None, "prune") as progress:
         found = prune(run, rules, delete=yes, deep=deep, pace=speed.pace, progress=progress or False)
     sink.notes(found.notes)
-    sink.result(found.as_json, lambda: found.lines(sink.width))
+    sink.result(
+        found.as_json, lambda: found.lines(sink.width), done="The saves that no rule keeps are deleted." if yes else ""
+    )
 
 
 def slim(

@@ -152,6 +152,7 @@ def delta(
             "notes": list(report.notes),
         },
         lambda: _lines(job.out.path, report, seconds),
+        done=f"The output {job.out.path} is complete.",
     )
 
 

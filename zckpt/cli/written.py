@@ -106,6 +106,7 @@ def show(
             **more(report),
         },
         lambda: _lines(out, words, report, seconds),
+        done=f"The output {out} is complete.",
     )
 
 
