@@ -27,8 +27,8 @@ COUNTED = (
 
 
 @contextmanager
-def at_each(happens: Callable[[int, str], None]) -> Iterator[list[str]]:
-    """Inside, `happens` is told of each call before it is made: its number, from 1, and its name. Gives the names so far.
+def at_each(happens: Callable[..., None]) -> Iterator[list[str]]:
+    """Inside, `happens` is told of each call before it is made: its number, from 1, its name and arguments. Gives the names so far.
 
     Counted are the renaming, linking, removing, making, truncating and syncing functions of `os`, files that `os.open` and
     `open` make, and the exchange of two names.
@@ -40,7 +40,7 @@ def at_each(happens: Callable[[int, str], None]) -> Iterator[list[str]]:
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
             seen.append(name)
-            happens(len(seen), name)
+            happens(len(seen), name, *arguments)
             return function(*arguments, **named)
 
         return called
@@ -48,13 +48,13 @@ def at_each(happens: Callable[[int, str], None]) -> Iterator[list[str]]:
     def opened(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
         if flags & (os.O_CREAT | os.O_TRUNC):
             seen.append("open")
-            happens(len(seen), "open")
+            happens(len(seen), "open", path)
         return opens(path, flags, *arguments, **named)
 
     def opened_file(path: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
         if set(mode) & set("wxa+"):
             seen.append("open")
-            happens(len(seen), "open")
+            happens(len(seen), "open", path)
         return open_file(path, mode, *arguments, **named)
 
     for name, function in own.items():

@@ -114,7 +114,7 @@ class Trials:
         """One save that ends at the n-th call; whether there was one."""
         self.prepare()
 
-        def happens(number: int, name: str) -> None:
+        def happens(number: int, *_: object) -> None:
             if number == nth and kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             if number == nth:
@@ -150,7 +150,7 @@ def of_two(run: Path, nth: int = 0) -> list[str]:
         save(engine, run, "again", OLD)
         commit.exchange = lambda a, b: False
 
-        def happens(at: int, name: str) -> None:
+        def happens(at: int, *_: object) -> None:
             if at == nth and not number:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from zckpt._core import inject
 from zckpt.engine import batches
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

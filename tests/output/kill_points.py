@@ -37,7 +37,6 @@ from zckpt.jobs.options import Options
 from zckpt.output import commit, delivery, journal
 from zckpt.storage import output_places
 
-batches.LEAST_BYTES = 0
 Contents = dict[str, bytes]
 SMALL: dict[str, Any] = {"max_shard_size": 60_000, "threads": 1}
 CALLS = (
@@ -167,10 +166,12 @@ class Scenario:
     Attributes:
         out: the output.
         staying: files that are nobody's but the user's, which no run may touch.
+        late: the same, but they come while the run is at work.
     """
 
     single = False
     staying: Contents = {}
+    late: Contents = {}
     needed: tuple[str, ...] = ()
 
     def __init__(self, checkpoint: str, work: str) -> None:
@@ -424,6 +425,46 @@ SCENARIOS: dict[str, type[Scenario]] = {
 SCENARIOS |= {name: type(name, (Computed,), {"job": job}) for name, job in COMPUTED.items()}
 
 
+def judged(it: Scenario, old: Contents, new: Contents, nth: object) -> str:
+    """OUT is the "old" or the "new"; or "neither": there is nothing that a reader would begin with, and all of one is there."""
+    found, old, new = ({n: d for n, d in one.items() if n not in it.late} for one in (contents(it.out), old, new))
+    if found == new:
+        return "new"
+    if found == old:
+        return "old"
+    name = it.out.name
+    if it.single:
+        beside = {n: data for n, data in found.items() if n != name}
+        whole = [{n: data for n, data in one.items() if n != name} for one in (old, new)]
+        assert found.get(name) in (old.get(name), new[name]), (nth, "neither", sorted(found))
+        assert f"{name}.zckpt.json" not in beside, (nth, "a manifest of another file", sorted(found))
+        assert any(beside.items() <= one.items() for one in whole), (nth, "a mix", sorted(found))
+        return "neither"
+    own = {name: data for name, data in found.items() if name not in it.staying}
+    of_old = all(old.get(name) == data for name, data in own.items())
+    of_new = all(new.get(name) == data for name, data in own.items())
+    assert of_old or of_new, (nth, "a mix of old and new", sorted(own))
+    begins = [name for name in own if commit.is_index(name)]
+    missing = [name for name in (old if of_old and not of_new else new) if name not in found]
+    without = [name for name in missing if name != "zckpt.json"]
+    assert not (begins and without), (nth, "an index without its files", begins, without)
+    everywhere = [p.read_bytes() for p in it.place.rglob("*") if p.is_file()]
+    assert all(data in everywhere for data in old.values()), (nth, "something old is lost before the new stands")
+    for name, data in it.staying.items():
+        assert data in everywhere, (nth, name, "is gone")
+    return "neither"
+
+
+def is_clean(it: Scenario, new: Contents) -> bool:
+    """Whether nothing but the output is there."""
+    home = it.out.parent
+    names = {p.name for p in home.iterdir()}
+    own = {it.out.name}
+    if it.single:
+        own = {name for name in new if name.startswith(it.out.name)}
+    return names == own and not [p for p in it.place.rglob("*") if p.name.startswith(".zckpt")]
+
+
 class Trials:
     def __init__(self, scenario: Scenario, *, exchange: bool, kill: bool) -> None:
         self.it = scenario
@@ -489,7 +530,7 @@ class Trials:
             code = self.forked(self.it.run, nth, fails=True)
             assert code in (0, -signal.SIGKILL if self.kill else 5), (nth, code)
             if self.kill:
-                self.judge(nth)
+                self.told[judged(self.it, self.old, self.new, nth)] += 1
             else:
                 name, found = self.it.out.name, contents(self.it.out)
                 without = [
@@ -499,7 +540,7 @@ class Trials:
                 whole = [self.old, self.new, *(without if self.it.single else [])]
                 assert found in whole, (nth, sorted(found))
             if code == 0 and self.kill:
-                assert contents(self.it.out) == self.new and self.is_clean(), nth
+                assert contents(self.it.out) == self.new and is_clean(self.it, self.new), nth
                 return False
             if failing:
                 code = self.forked(self.it.fail, fails=True)
@@ -510,56 +551,14 @@ class Trials:
             code = self.forked(self.it.run)
             assert code == 0, (nth, code)
             assert contents(self.it.out) == self.new, (nth, "not the new output", sorted(contents(self.it.out)))
-            assert self.is_clean(), (nth, sorted(str(p) for p in self.it.place.rglob("*")))
+            assert is_clean(self.it, self.new), (nth, sorted(str(p) for p in self.it.place.rglob("*")))
         self.told["points"] += 1
         return nth < self.last
-
-    def judge(self, nth: int) -> None:
-        """OUT is the old or the new, or there is nothing that a reader would begin with, and all of one of them is there."""
-        found = contents(self.it.out)
-        if found == self.new:
-            self.told["new"] += 1
-            return
-        if found == self.old:
-            self.told["old"] += 1
-            return
-        self.told["neither"] += 1
-        name = self.it.out.name
-        if self.it.single:
-            beside = {n: data for n, data in found.items() if n != name}
-            whole = [{n: data for n, data in one.items() if n != name} for one in (self.old, self.new)]
-            assert found[name] in (self.old.get(name), self.new[name]), (nth, "neither", sorted(found))
-            assert f"{name}.zckpt.json" not in beside, (nth, "a manifest of another file", sorted(found))
-            assert any(beside.items() <= one.items() for one in whole), (nth, "a mix", sorted(found))
-            return
-        own = {name: data for name, data in found.items() if name not in self.it.staying}
-        of_old = all(self.old.get(name) == data for name, data in own.items())
-        of_new = all(self.new.get(name) == data for name, data in own.items())
-        assert of_old or of_new, (nth, "a mix of old and new", sorted(own))
-        begins = [name for name in own if commit.is_index(name)]
-        missing = [name for name in (self.old if of_old and not of_new else self.new) if name not in found]
-        assert not (begins and [name for name in missing if name != "zckpt.json"]), (
-            nth,
-            "an index without its files",
-            begins,
-        )
-        everywhere = [p.read_bytes() for p in self.it.place.rglob("*") if p.is_file()]
-        assert any(all(data in everywhere for data in whole.values()) for whole in (self.old, self.new)), (nth, "lost")
-        for name, data in self.it.staying.items():
-            assert data in everywhere, (nth, name, "is gone")
-
-    def is_clean(self) -> bool:
-        """Whether nothing but the output is there."""
-        home = self.it.out.parent
-        names = {p.name for p in home.iterdir()}
-        own = {self.it.out.name}
-        if self.it.single:
-            own = {name for name in self.new if name.startswith(self.it.out.name)}
-        return names == own and not [p for p in self.it.place.rglob("*") if p.name.startswith(".zckpt")]
 
 
 def main() -> None:
     checkpoint, work, name, exchange, end, *only = sys.argv[1:]
+    batches.LEAST_BYTES = 0
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the test
     trials = Trials(SCENARIOS[name](checkpoint, work), exchange=exchange == "exchange", kill=end == "kill")
     trials.fresh()

@@ -353,7 +353,7 @@ def killed_at(run: Path, rules: KeepRules, nth: int) -> bool:
     if not child:
         try:
 
-            def die(number: int, name: str) -> None:
+            def die(number: int, *_: object) -> None:
                 if number == nth:
                     os.kill(os.getpid(), signal.SIGKILL)
 

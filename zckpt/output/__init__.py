@@ -11,6 +11,7 @@ For every job that writes files, and for the trainer's saves.
     that stay are hard links in the new one. Where that cannot be done (no exchange, a mount point, directories that are not
     zckpt's to move), the order makes every moment safe: what is replaced is moved into the work directory, indexes first;
     then the new files are moved in, indexes and manifest last. A reader sees the old output, the new one, or no index.
+    Each of these four steps is durable before the next begins, so this holds after a power failure too.
  4. Clean. Only what was replaced is deleted: files that the old `zckpt.json` lists, or that have new versions.
  5. Recover. The next run that takes the work directory first finishes a sealed commit. It finds the remaining steps by
     looking at which files have not been moved yet, never by sizes or checksums. A work directory with a seal is never removed.

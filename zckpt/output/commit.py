@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from zckpt.base.errors import OutputError
 from zckpt.output import journal, manifest
-from zckpt.output.durable import exchange, make_directories, sync, sync_all, tree
+from zckpt.output.durable import exchange, make_directories, sync, sync_all
 from zckpt.output.journal import JournalRecord, Seal
 from zckpt.output.work_directory import WorkDirectory
 
@@ -136,7 +136,6 @@ class Commit:
         self._out = out
         self._seal = seal
         self._root = os.path.dirname(out) if seal.single else out
-        self._kept: set[str] = set()
 
     def is_whole(self) -> bool:
         """Whether the files that wait for their names have the sizes that were sealed."""
@@ -186,6 +185,7 @@ class Commit:
                 raise
             if not exchange(staged, out):
                 os.rename(out, aside)
+                sync(self._work.path)
                 os.rename(staged, out)
 
     def _without_swapping(self) -> Seal:
@@ -202,31 +202,33 @@ class Commit:
         return plain
 
     def _move(self) -> None:
-        staged, aside = self._work.files, self._work.aside
-        waiting = [path for path in self._seal.enter if inode(os.path.join(staged, path))]
-        if not waiting:
-            return
-        for path, number in self._seal.leave:
-            here, there = os.path.join(self._root, path), os.path.join(aside, path)
-            if inode(here) == number and not inode(there):
-                os.makedirs(os.path.dirname(there), exist_ok=True)
-                os.rename(here, there)
-        if self._seal.leave:
-            sync_all((*tree(aside), self._work.path))
-            self._sync_above(path for path, _ in self._seal.leave)
+        staged, aside, seal = self._work.files, self._work.aside, self._seal
+        for first in (
+            True,
+            False,
+        ):  # each half is durable before the other begins, so that no index is there without its files
+            leaving = [(path, number) for path, number in seal.leave if _comes_last(path) == first]
+            for path, number in leaving:
+                here, there = os.path.join(self._root, path), os.path.join(aside, path)
+                if inode(here) == number and inode(there) in (0, number):
+                    make_directories(os.path.dirname(there))
+                    _rename(here, there)
+            self._sync_moves(aside, self._root, [path for path, _ in leaving])
         for last in (False, True):
-            moved = [path for path in waiting if (is_index(path) or is_manifest(path)) == last]
-            for path in moved:
-                here = os.path.join(self._root, path)
-                if inode(here) not in (0, self._seal.old if self._seal.single else 0):
-                    raise self._changed(here)
-                os.rename(os.path.join(staged, path), here)
-            self._sync_above(moved)
+            entering = [path for path in seal.enter if _comes_last(path) == last]
+            for path in entering:
+                here, there = os.path.join(staged, path), os.path.join(self._root, path)
+                if not inode(here):
+                    continue
+                if inode(there) not in (0, inode(here), seal.old if seal.single else 0):
+                    raise self._changed(there)
+                _rename(here, there)
+            self._sync_moves(self._root, staged, entering)
 
-    def _sync_above(self, paths: Iterable[str]) -> None:
-        for directory in sorted({os.path.dirname(os.path.join(self._root, path)) for path in paths}):
-            if os.path.isdir(directory):
-                sync(directory)
+    def _sync_moves(self, to: str, source: str, paths: Sequence[str]) -> None:
+        """Makes moves durable: first the names that files have now, then that those are gone which they had."""
+        sync_all(_directories(to, paths))
+        sync_all(_directories(source, paths))
 
     def _changed(self, path: str) -> OutputError:
         return OutputError(
@@ -244,20 +246,32 @@ class Commit:
                     return False
                 if inode(aside):
                     os.rename(aside, self._out)
+                    sync(os.path.dirname(self._out))
             else:
                 if seal.single and not inode(os.path.join(staged, seal.enter[0])):
                     return False
-                for path in reversed(seal.enter):
-                    if not inode(os.path.join(staged, path)):
-                        os.rename(os.path.join(self._root, path), os.path.join(staged, path))
-                for path, number in reversed(seal.leave):
-                    if inode(os.path.join(aside, path)) == number:
-                        os.rename(os.path.join(aside, path), os.path.join(self._root, path))
-                _remove_empty(aside)
+                self._move_back()
             journal.end_seal(self._work.journal, "withdrawn")
         except OSError:
             return False
         return True
+
+    def _move_back(self) -> None:
+        """Undoes what `_move` did, its last steps first."""
+        staged, aside, seal = self._work.files, self._work.aside, self._seal
+        for last in (True, False):
+            entered = [path for path in reversed(seal.enter) if _comes_last(path) == last]
+            for path in entered:
+                if not inode(os.path.join(staged, path)):
+                    os.rename(os.path.join(self._root, path), os.path.join(staged, path))
+            self._sync_moves(staged, self._root, entered)
+        for first in (False, True):
+            left = [(path, number) for path, number in reversed(seal.leave) if _comes_last(path) == first]
+            for path, number in left:
+                if inode(os.path.join(aside, path)) == number:
+                    os.rename(os.path.join(aside, path), os.path.join(self._root, path))
+            self._sync_moves(self._root, aside, [path for path, _ in left])
+        _remove_empty(aside)
 
     def clean(self, *, durable: bool = False) -> None:
         """Deletes the replaced files; call it when the new output has its name.
@@ -271,8 +285,6 @@ class Commit:
         for directory in sorted(_above(self._seal.deleted), reverse=True):
             with contextlib.suppress(OSError):  # it holds something else
                 os.rmdir(os.path.join(self._root, directory))
-        for directory in sorted(self._kept):  # their files are no longer in the work directory, which may be removed
-            sync(directory)
         journal.end_seal(self._work.journal, "done", durable=durable)
 
     def _discard(self, displaced: str, below: str) -> None:
@@ -299,7 +311,27 @@ class Commit:
         home = os.path.dirname(new)
         make_directories(home)
         os.rename(old, new)
-        self._kept.add(home)
+        sync(home)  # before the directory goes that it was in
+
+
+def _comes_last(path: str) -> bool:
+    """Whether a reader begins at this file: it gets its name after all others, and loses it before them."""
+    return is_index(path) or is_manifest(path)
+
+
+def _rename(old: str, new: str) -> None:
+    """Renames a file. One that has both names, as a power failure may leave it, loses the old one: `rename` would do nothing."""
+    if inode(old) == inode(new):
+        os.unlink(old)
+    else:
+        os.rename(old, new)
+
+
+def _directories(root: str, paths: Iterable[str]) -> list[str]:
+    """The directories below a root that these paths are in, as far as they exist."""
+    return [
+        place for place in sorted({os.path.dirname(os.path.join(root, path)) for path in paths}) if os.path.isdir(place)
+    ]
 
 
 def _remove_empty(directory: str) -> None:
@@ -322,6 +354,10 @@ def recover(work: WorkDirectory, out: str) -> JournalRecord:
         OutputError: the commit cannot be finished; no file is lost.
     """
     record = journal.read(work.journal)
+    if record.done:
+        sync(
+            work.journal
+        )  # the work directory is used on: a seal that a power failure brings back would take its files
     if record.seal is not None:
         commit = Commit(work, out, record.seal)
         name = os.path.basename(manifest.path_for(out, single=True))

@@ -88,9 +88,10 @@ class SaveStaging:
             raise
 
     def _empty(self) -> None:
-        """Makes `files` in the work directory an empty directory."""
-        if inode(self._work.files):
-            shutil.rmtree(self._work.files)
+        """Makes `files` an empty directory, and removes `aside`, which a power failure may leave of a commit that is done."""
+        for directory in (self._work.files, self._work.aside):
+            if inode(directory):
+                shutil.rmtree(directory)
         os.mkdir(self._work.files)
 
     def seal(self) -> None:
@@ -198,6 +199,7 @@ def _recover(work: WorkDirectory, directory: str, is_ours: Callable[[str], bool]
     """Finishes a sealed commit after checking that it is one of a save: a checkpoint may come from an attacker."""
     record = journal.read(work.journal)
     if record.seal is None:
+        recover(work, directory)
         return
     seal, tag = record.seal, record.job or ""
     paths = (*seal.deleted, *seal.enter, *(path for path, _ in seal.leave))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -195,6 +196,7 @@ class Staging:
                             os.unlink(path)
                     elif not os.listdir(path):
                         os.rmdir(path)
+            shutil.rmtree(self._work.aside, ignore_errors=True)  # left by a power failure, of a commit that is done
             os.makedirs(self.directory, exist_ok=True)
             self._journal.begin({path: self.left[path] for path in kept})
         except OSError as error:

@@ -110,7 +110,8 @@ class WorkDirectory:
                 return
         except OutputError:  # zckpt did not write the journal, so it does not know these files
             return
-        shutil.rmtree(self.files, ignore_errors=True)
+        for directory in (self.files, self.aside):  # after a power failure, `aside` may still have what was deleted
+            shutil.rmtree(directory, ignore_errors=True)
         for name in ("journal.new", "journal", "lock"):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.path, name))

@@ -17,6 +17,8 @@ from importlib.resources import files
 
 from zckpt.base.errors import OutputError
 from zckpt.base.version import __version__
+from zckpt.output.durable import sync
+from zckpt.storage.fsync_queue import make_durable
 
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 _BEGINNING = "<!doctype html>\n"
@@ -97,11 +99,14 @@ def write_page(path: str, content: str) -> None:
         OSError: the file cannot be written.
     """
     check_place(path)
-    staged = f"{path}.{os.getpid()}.tmp"
+    staged = f"{path}.{os.urandom(4).hex()}.tmp"
     try:
         with open(staged, "x", encoding="utf-8") as file:
             file.write(content)
+            file.flush()
+            make_durable(file.fileno())
         os.replace(staged, path)
+        sync(os.path.dirname(os.path.abspath(path)))
     except BaseException:
         if os.path.exists(staged):
             os.unlink(staged)

@@ -1,9 +1,9 @@
 """Deletes saves so that a process may be killed at any moment and every directory with a save's name is still a whole save.
 
 For `prune`. [Note: how a save goes] The save's directory is renamed into a work directory in the run's directory, which no loader
-takes for a save; when that name is durable, what is in it is deleted. A process that is killed leaves whole saves and the work
-directory, which the next `prune --yes` of the run empties. Accelerate sorts all directories beside its saves by the first number
-in their names, so the work directory's name has a 0: it sorts before every save and is never the one that is loaded.
+takes for a save; when its own name is gone for good, what is in it is deleted. A kill, or a power failure, leaves
+whole saves and the work directory, which the next `prune --yes` of the run empties. Accelerate sorts all directories beside its
+saves by the first number in their names, so the work directory's name has a 0: it sorts before every save and is never loaded.
 Source: accelerate 1.15, accelerator.py `load_state`.
 """
 
@@ -82,7 +82,6 @@ def remove(
             aside = os.path.join(work.files, save.name)
             if _renamed(os.path.join(run, save.name), aside):
                 sync(run)
-                sync(work.files)
                 _delete(aside)
             done(save.name)
         os.rmdir(work.files)
@@ -90,7 +89,6 @@ def remove(
         work.release(remove=True)
         for path in work.dead:
             shutil.rmtree(path, ignore_errors=True)
-    sync(run)
     return stayed
 
 
