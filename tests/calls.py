@@ -28,7 +28,7 @@ COUNTED = (
 
 @contextmanager
 def at_each(happens: Callable[..., None]) -> Iterator[list[str]]:
-    """Inside, `happens` is told of each call before it is made: its number, from 1, its name and arguments. Gives the names so far.
+    """Inside, `happens` is told of each call before it is made: its number, from 1, name and arguments. Gives the names so far.
 
     Counted are the renaming, linking, removing, making, truncating and syncing functions of `os`, files that `os.open` and
     `open` make, and the exchange of two names.
