@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zckpt import layouts
-from zckpt.base.errors import UnsupportedError
+from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.pace import Pace
 from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, joined
@@ -21,7 +21,7 @@ from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.side_by_side import add_output, read_both
 from zckpt.checks.soundness import examined
-from zckpt.checks.verdict import summarized
+from zckpt.checks.verdict import Check, summarize
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.engine.batches import progress_after
@@ -44,8 +44,20 @@ def compare(
     pace: Pace,
     watch: JobWatch | None,
     done: int,
+    *,
+    trust_reader: bool = False,
 ) -> tuple[bool, str]:
-    """Adds checks on the output; returns whether the shards may be deleted, and why. `done`: bytes read before."""
+    """Adds checks on the output; returns whether the shards may be deleted, and why.
+
+    Args:
+        state: of the checkpoint; gets the checks.
+        converted: the output.
+        lora: what was merged, where it is not in the checkpoint.
+        pace: how hard to work.
+        watch: is told of the bytes read.
+        done: bytes read before.
+        trust_reader: do without a second reader.
+    """
     progress = progress_after(watch, done)
     output = examined(
         converted, OpenOptions(), whole=True, later=state.catalog is not None, pace=pace, progress=progress
@@ -56,6 +68,7 @@ def compare(
         return False, "the checkpoint or the output cannot be read"
     place = manifests.find(converted)
     facts = manifests.read(place) if place is not None and output.ok else None
+    other = _other_source(facts, state.catalog)
     chosen = {"form", "states", "include", "exclude", "exclude_frozen", "strip_prefix", "rename", "base"}
     if facts is not None and not facts.dtype and not chosen & facts.options.keys():  # nothing cast, renamed or left out
         facts = None
@@ -85,19 +98,67 @@ def compare(
         for d in bad
     ]
     weights = sum(d.number < len(pairs) for d in bad)
-    problems += summarized(others[:weights], "tensors differ from the checkpoint")
+    if other and (problems or weights):
+        problems.insert(0, other)
+    elif other:
+        state.notes.append(f"{other}; the tensors are equal all the same.")
+    wrong = len(problems) + weights
+    problems += summarize(others[:weights], "tensors differ from the checkpoint")
     rounded = sorted(
         {str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded | _quantised(facts)
     )
-    state.add(
-        "equal", f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}", problems
-    )
+    answer = f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}"
+    state.checks.append(Check("equal", answer, tuple(problems), wrong))
     if run.held or run.problems:
-        problems = summarized([*run.problems, *others[weights:]], "parts of the run differ from the checkpoint")
-        state.add("run", f"{joined(run.held)} equal the checkpoint, bit for bit", problems)
+        problems = [*run.problems, *others[weights:]]
+        answer = f"{joined(run.held)} equal the checkpoint, bit for bit"
+        state.add("run", answer, problems, "parts of the run differ from the checkpoint")
     if untied:
         state.notes.append(f"{examples(untied)}: not in the output, but tied to a tensor that is.")
-    return _deletable(state, output, left_out, rounded, run)
+    return _deletable(state, output, left_out, rounded, run, trust_reader=trust_reader)
+
+
+def _other_source(facts: Manifest | None, catalog: Catalog) -> str:
+    """What an output was made from, in words, where that is another save than this one; empty where it may be this one."""
+    if facts is None:
+        return ""
+    mine = catalog.source.as_json(catalog.topology)
+    known = [key for key in ("layout", "tag", "step", "topology") if key in facts.source]
+    if all(facts.source[key] == mine[key] for key in known):
+        return ""
+    made, this = (_called(source) for source in (facts.source, mine))
+    return f"the output was made from another save ({made}), this one is {this}"
+
+
+def _called(source: Mapping[str, object]) -> str:
+    """A save as its facts describe it: layout, tag or step, ranks."""
+    topology = source.get("topology")
+    ranks = (
+        [f"{axis} {number}" for axis, number in topology.items() if number != 1]
+        if isinstance(topology, Mapping)
+        else []
+    )
+    step = "" if source.get("step") is None else f"step {source['step']}"
+    return " ".join(map(str, filter(None, (source.get("layout"), source.get("tag") or step, *ranks))))
+
+
+def check_order(checkpoint: Location, converted: Location, state: Examined) -> None:
+    """Raises UsageError where CKPT is an output that was made from CONVERTED: the two were given the wrong way round."""
+    place = manifests.find(checkpoint)
+    if place is None or manifests.find(converted) is not None or state.catalog is None:
+        return
+    source = manifests.read(place).source
+    other = examined(converted, OpenOptions(), later=True).catalog
+    if other is None or other.source.layout in ("plain", state.catalog.source.layout):
+        return
+    mine = other.source.as_json(other.topology)
+    if all(source.get(key) == mine[key] for key in ("layout", "tag", "step")):
+        raise UsageError(
+            "the arguments are the wrong way round", file=checkpoint,
+            found=f"an output of zckpt that was made from {_called(mine)}, as {converted.path!r} is",
+            expected="the checkpoint first, then what was made from it",
+            remedy=f"Run zckpt verify {converted.path} {checkpoint.path}.",
+        )  # fmt: skip
 
 
 def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[Pair]:
@@ -211,7 +272,7 @@ def _quantised(facts: Manifest | None) -> set[str]:
 
 
 def _deletable(
-    state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison
+    state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison, *, trust_reader: bool
 ) -> tuple[bool, str]:
     """Whether the output holds all weights, and why; which other parts of the run it holds, and which only the shards."""
     shards = state.place.listing.directory
@@ -221,7 +282,7 @@ def _deletable(
     places = {name: place if is_file else place.parent for name, place in places.items()}
     deleted = {place for place in {*places.values()} if any(place.is_within(home) for home in homes)}
     inside = [name for name, place in places.items() if place in deleted]
-    wrong = sum(len(check.problems) for check in state.checks)
+    wrong = sum(check.number for check in state.checks)
     if wrong:
         return False, count(wrong, "problem was found", "problems were found")
     if part := state.place.listing.part:
@@ -233,11 +294,15 @@ def _deletable(
             False,
             f"{count(len(left_out), 'tensor was', 'tensors were')} left out of the output: {examples(left_out)}",
         )
+    if unproved := state.unproved(trust_reader=trust_reader):
+        return False, unproved[0]
     only = ["the numbers in full precision"] * bool(rounded) + run.only
     all_else = "" if only else "everything else that a run needs to resume: "
     held = f"; it also holds {all_else}{joined(run.held)}" if run.held else ""
     lost = f"; only in the shards: {joined(only)}" if only else ""
-    return True, f"every weight is in the output{_exactly(rounded)}{held}{lost}"
+    unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
+    condition = f"if you will not {joined(unless, 'or')}: " if unless else ""
+    return True, f"{condition}every weight is in the output{_exactly(rounded)}{held}{lost}"
 
 
 def _exactly(rounded: list[str]) -> str:

@@ -15,7 +15,7 @@ from zckpt.base.pace import Pace
 from zckpt.base.words import count, examples, joined, size
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, Done, Findings, examine, holding, non_finite, numel_of
-from zckpt.checks.verdict import summarized
+from zckpt.checks.verdict import Check, summarize
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.engine.early import EarlyReads
 from zckpt.engine.tensor_statistics import Statistics
@@ -34,7 +34,7 @@ def add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, s
         if held:
             problems = [answer for replica, answer in bad if bool(replica.rank) == of_ranks]
             answer = f"{held:,} {what} agree with {copies}, {where}"
-            state.add(name, answer, summarized(problems, f"{what} disagree with {copies}"))
+            state.add(name, answer, problems, f"{what} disagree with {copies}")
 
 
 def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
@@ -127,7 +127,8 @@ def add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) 
     state.add(
         "padding",
         f"{count(numel_of(catalog.zeros), 'element')}, all zero",
-        summarized(problems, "vectors whose padding is not zero"),
+        problems,
+        "vectors whose padding is not zero",
     )
 
 
@@ -141,11 +142,12 @@ def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[
         further: what else has checksums, in words.
     """
     problems = [f"record {r!r} of {f!r} does not match its checksum" for f, r in findings.wrong_records]
-    problems = summarized(problems, "records do not match their checksums")
+    wrong = len(problems) + len(findings.wrong_files)
+    problems = summarize(problems, "records do not match their checksums")
     problems += [f"{name!r} does not match its checksum in the manifest" for name in findings.wrong_files]
     sums = [*[count(findings.records, "record")] * bool(findings.records), *further]
     answer = f"the checksums of {joined(sums)} match" if sums else "there are no checksums"
-    state.add("bytes", f"{size(findings.bytes_read)} {what}; {answer}", problems)
+    state.checks.append(Check("bytes", f"{size(findings.bytes_read)} {what}; {answer}", tuple(problems), wrong))
     if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
         holds = "holds" if len(without) == 1 else "hold"
         state.notes.append(f"{examples(without)} {holds} no checksums, so changed bytes cannot be found there.")

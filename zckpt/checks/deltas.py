@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from zckpt.base.errors import CastError, ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.words import count, examples, size
-from zckpt.checks.verdict import Check, Verification, summarized
+from zckpt.checks.verdict import Check, Verification, summarize
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, CAST_TARGETS, SHORT_NAMES, DType
 from zckpt.deltas.form import hasher_of
@@ -103,7 +103,7 @@ def _files(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
     except ZckptError as error:
         return Check("files", "", (*problems, str(error)))
     answer = f"{size(total)} read; the checksums of {count(len(listed), 'file')} of the manifest match"
-    return Check("files", answer, tuple(summarized(problems, "files are damaged")))
+    return Check("files", answer, tuple(summarize(problems, "files are damaged")), len(problems))
 
 
 def _differences(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
@@ -117,7 +117,7 @@ def _differences(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
         read(delta.changed[name].nbytes)
     known = count(len(delta.changed) + len(delta.unchanged), "tensor")
     what = f"{count(len(delta.changed), 'difference')} decompressed, of {known}"
-    return Check("changes", what, tuple(summarized(problems, "differences are damaged")))
+    return Check("changes", what, tuple(summarize(problems, "differences are damaged")), len(problems))
 
 
 def _wrong(delta: DeltaDirectory, name: str) -> Iterator[str]:
@@ -162,8 +162,10 @@ def _weights(delta: DeltaDirectory, new: Catalog, pace: Pace, read: Callable[[in
             wrong += [name] if name else []
             read(nbytes)
         reader.check_sources()
-    problems += summarized([f"{name!r} has another checksum than the delta says" for name in wrong], "tensors differ")
-    return Check("weights", f"{count(len(pairs), 'tensor')} have the checksums that the delta says", tuple(problems))
+    number = len(problems) + len(wrong)
+    problems += summarize([f"{name!r} has another checksum than the delta says" for name in wrong], "tensors differ")
+    answer = f"{count(len(pairs), 'tensor')} have the checksums that the delta says"
+    return Check("weights", answer, tuple(problems), number)
 
 
 def _dtypes(entry: TensorEntry, wanted: str) -> list[DType]:

@@ -11,7 +11,7 @@ from dataclasses import field
 from zckpt.base.dataclass import dataclass
 from zckpt.checks.integrity import CheckedFile
 from zckpt.checks.second import Places
-from zckpt.checks.verdict import Check
+from zckpt.checks.verdict import Check, summarize
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.origins import FileOrigin
@@ -56,6 +56,27 @@ class Examined:
         """Whether nothing is wrong so far."""
         return all(check.ok for check in self.checks)
 
-    def add(self, name: str, answer: str, problems: Sequence[str] = ()) -> None:
-        """One more check."""
-        self.checks.append(Check(name, answer, tuple(problems)))
+    def unproved(self, *, trust_reader: bool = False) -> list[str]:
+        """What nothing proves, as clauses: that the checkpoint is whole, and that its tensors lie where they were read.
+
+        Args:
+            trust_reader: the user does without the second.
+        """
+        found = [] if self.catalog is None or self.catalog.evidence.complete else [str(self.catalog.evidence)]
+        if self.catalog is not None and self.places.by == "none" and not trust_reader:
+            found.append(
+                f"its tensors were not found a second time ({self.places.why}), so a mistake of zckpt's own reader would not be "
+                "noticed; --trust-reader takes that risk"
+            )
+        return found
+
+    def proofs(self) -> dict[str, str]:
+        """What proves that no part is missing (`whole`), and that tensors lie where they were read (`places`)."""
+        known = self.catalog is not None and self.catalog.evidence.complete
+        whole = {"whole": self.catalog.evidence.by} if self.catalog is not None and known else {}
+        return whole if self.places.by == "none" else {**whole, "places": self.places.by}
+
+    def add(self, name: str, answer: str, problems: Sequence[str] = (), what: str = "") -> None:
+        """Adds a check. Of many problems, the first are kept, after their number and `what` they are, such as "files differ"."""
+        kept = summarize(problems, what) if what else problems
+        self.checks.append(Check(name, answer, tuple(kept), len(problems)))

@@ -18,7 +18,6 @@ from zckpt.checks.digests import compared
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, checked_file, checked_parts, examine, small_records
 from zckpt.checks.second import compare_places, unproved
-from zckpt.checks.verdict import summarized
 from zckpt.containers import open_container
 from zckpt.engine import replicas
 from zckpt.engine.early import EarlyReads
@@ -134,9 +133,11 @@ def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError |
     state.notes.extend((*opened.catalog.source.notes, *stripped))
     tensors, elements = count(len(state.catalog), "tensor"), count(state.catalog.numel, "element")
     state.add("tensors", f"{tensors}, {elements}, each stored exactly once")
+    state.add("whole", str(state.catalog.evidence))
     state.places = compare_places(opened.place.listing, opened.catalog)
-    elsewhere = summarized([*state.places.problems], "tensors are not read where the files have them")
-    state.add("places", state.places.as_answer(), elsewhere)
+    state.add(
+        "places", state.places.as_answer(), state.places.problems, "tensors are not read where the files have them"
+    )
     return None
 
 
@@ -218,7 +219,7 @@ def _check_optimizers(state: Examined) -> None:
         )
     if files > 1:
         answer = f"{files:,} optimizer files agree on step counts, settings and loss scale"
-        state.add("optimizer", answer, summarized(bad, "places at which optimizer files disagree"))
+        state.add("optimizer", answer, bad, "places at which optimizer files disagree")
 
 
 def _check_states(state: Examined) -> None:

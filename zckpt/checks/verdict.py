@@ -1,11 +1,14 @@
-"""What `zckpt verify` reports.
+"""What `zckpt verify` reports: the answers to its questions, and a verdict that is as strong as its evidence.
 
-For `soundness` and `verify`, which fill it in, and the command line, which prints it.
+For `soundness` and `verify`, which fill it in, and the command line, which prints it. The verdict on deleting the shards says
+first what is lost with them. Where nothing proves that the checkpoint is whole, or that its tensors were found where they are,
+it is "do not delete".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count, row, size, wrapped
@@ -18,12 +21,19 @@ class Check:
     Attributes:
         name: of the question, one word.
         answer: what was found, if nothing is wrong.
-        problems: what is wrong, as sentences.
+        problems: what is wrong, as sentences; of many, their number and the first few.
+        wrong: how many things are wrong, where that is more than there are sentences.
     """
 
     name: str
     answer: str
     problems: tuple[str, ...] = ()
+    wrong: int = 0
+
+    @property
+    def number(self) -> int:
+        """How many things are wrong."""
+        return max(self.wrong, len(self.problems))
 
     @property
     def ok(self) -> bool:
@@ -42,6 +52,9 @@ class Verification:
         checks: the questions and answers.
         numbers: tensor -> (NaNs, infinities), of tensors with any; None if they were not counted.
         deletable: whether the shards may be deleted, and why; None if nothing was compared with them.
+        complete: whether the checkpoint is the whole model; None where nothing tells.
+        proved_by: what proves each thing: `whole` (that no part is missing), `places` (that tensors are where they were read).
+        not_proved: what nothing proves, as sentences.
         notes: sentences for a person; none of them is a problem.
         unread_bytes: bytes of elements that no check has read; 0 with `deep`.
     """
@@ -54,6 +67,9 @@ class Verification:
     deletable: tuple[bool, str] | None = None
     notes: tuple[str, ...] = ()
     unread_bytes: int = 0
+    complete: bool | None = None
+    proved_by: Mapping[str, str] = field(default_factory=dict[str, str])
+    not_proved: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -72,6 +88,9 @@ class Verification:
                 {"name": c.name, "ok": c.ok, "told": c.answer, "problems": list(c.problems)} for c in self.checks
             ],
             "numbers": counted,
+            "complete": self.complete,
+            "proved_by": dict(self.proved_by),
+            "not_proved": list(self.not_proved),
             "deletable": None if self.deletable is None else {"ok": self.deletable[0], "reason": self.deletable[1]},
             "unread_bytes": self.unread_bytes,
             "notes": list(self.notes),
@@ -95,15 +114,17 @@ class Verification:
             yield from row("note", note, width)
         if self.unread_bytes:
             yield from row("not read", f"{size(self.unread_bytes)} of elements; --deep reads every byte", width)
-        wrong = sum(len(check.problems) for check in self.checks)
+        wrong = sum(check.number for check in self.checks)
         yes = "yes, as far as it was read" if self.unread_bytes else "yes"
+        if self.complete is None:
+            yes += "; whether parts are missing cannot be told"
         yield from row("intact", yes if self.ok else f"no: {count(wrong, 'problem')}", width)
         if self.deletable is not None:
             may, reason = self.deletable
-            sentence = f"{'The shards may be deleted' if may else 'Do not delete the shards'}: {reason}."
-            yield from wrapped(sentence, width)
+            safe = "Safe to delete" + (" " if reason.startswith("if ") else ": ")
+            yield from wrapped(f"{safe if may else 'Do not delete the shards: '}{reason}.", width)
 
 
-def summarized(problems: list[str], what: str) -> list[str]:
+def summarize(problems: Sequence[str], what: str) -> list[str]:
     """At most three problems, after their number."""
-    return [f"{len(problems):,} {what}", *problems[:3]] if len(problems) > 3 else problems
+    return [f"{len(problems):,} {what}", *problems[:3]] if len(problems) > 3 else list(problems)

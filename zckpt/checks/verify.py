@@ -34,6 +34,7 @@ def verify(
     read_options: ReadOptions | None = None,
     lora: LoraMerge | None = None,
     as_part: bool = False,
+    trust_reader: bool = False,
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
 ) -> Verification:
@@ -51,6 +52,7 @@ def verify(
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         lora: the base and the adapters that were merged into `converted`, where they are not in the checkpoint.
         as_part: the checkpoint is one part of a save (a shard, one rank's file or directory), and looked at alone.
+        trust_reader: call shards safe to delete although no second reader has found their tensors in the same places.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far, and with the total if it takes a second argument (it
             grows when it is found that there is more to read); None shows a bar in a terminal or notebook, False shows none.
@@ -61,6 +63,7 @@ def verify(
 
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
+        UsageError: `checkpoint` is an output that was made from `converted`.
 
     Example:
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
@@ -91,9 +94,10 @@ def verify(
         if converted is not None:
             read = sum(file.store.size for file in state.files) if state.whole else 0
             expect(read)
-            from zckpt.checks.compared import compare
+            from zckpt.checks.compared import check_order, compare
 
-            deletable = compare(state, locate(converted), lora, pace, watch, read)
+            check_order(path, locate(converted), state)
+            deletable = compare(state, locate(converted), lora, pace, watch, read, trust_reader=trust_reader)
     return Verification(
         path=redact(state.place.listing.directory.path),
         about=_about(state.catalog),
@@ -103,6 +107,9 @@ def verify(
         deletable=deletable,
         notes=tuple(state.notes),
         unread_bytes=state.unread_bytes,
+        complete=False if state.catalog is None else state.catalog.evidence.complete,
+        proved_by=state.proofs(),
+        not_proved=tuple(state.unproved(trust_reader=trust_reader)),
     )
 
 

@@ -37,6 +37,12 @@ DiffPage = Annotated[
 OpenPage = Annotated[
     bool, o.output("--open", help="Show the page in the browser; without --html, from a temporary file.")
 ]
+Trusting = Annotated[
+    bool,
+    _checks(
+        "--trust-reader", help="Call the shards safe to delete although no second reader has found their tensors again."
+    ),
+]
 Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copies of weights, NaN and infinity.")]
 
 
@@ -73,7 +79,7 @@ def register(app: typer.Typer) -> None:
         about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards may be deleted. "
         "A directory with a zckpt.json is checked against it.",
         example="zckpt verify out/checkpoint-500 weights/",
-        status="0 nothing is wrong, 1 something is, 2 error",
+        status="0 nothing is wrong, 1 something is or cannot be told, 2 error",
     )(verify)
     command(
         app,
@@ -121,13 +127,14 @@ def verify(
     ckpt: Looked,
     converted: Converted = None,
     deep: Deep = False,
+    trust_reader: Trusting = False,
     *,
     merged: o.MergedWith,
     source: o.SourceOptions,
     speed: o.Speed,
     shown: o.ShownProgress,
 ) -> None:
-    """Prints a verification; exit status 1 if anything is wrong."""
+    """Prints a verification; exit status 1 if anything is wrong, or the comparison was asked for and cannot be trusted."""
     from zckpt.checks.verify import verify
 
     sink = shown.console
@@ -141,11 +148,12 @@ def verify(
             read_options=source.read_options,
             as_part=source.as_part,
             **merged.options(),
+            trust_reader=trust_reader,
             pace=speed.pace,
             progress=progress or False,
         )
     sink.result(found.as_json, lambda: found.lines(sink.width))
-    if not found.ok:
+    if not found.ok or (converted is not None and found.not_proved):
         raise typer.Exit(1)
 
 

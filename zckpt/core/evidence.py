@@ -49,7 +49,7 @@ class Evidence(NamedTuple):
             names = ", ".join(repr(name) for name in self.lacks[:3]) + (", ..." if len(self.lacks) > 3 else "")
             return f"not the whole model, which has also {names}: {self.by}"
         if self.level != "unknown":
-            return f"whole by {self.by}"
+            return f"nothing is missing, by {self.by}"
         remedy = f"; {self.missing} would tell" if self.missing else ""
         return f"it cannot be told whether this is the whole model: {self.by}{remedy}"
 
