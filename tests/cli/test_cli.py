@@ -255,7 +255,7 @@ def test_verify_says_yes_on_0_and_no_on_1(weights: Path, tmp_path: Path) -> None
     zckpt("to-fp32", weights, out)
     result = zckpt("verify", weights, out)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines()[-1] == "The shards may be deleted: every weight is in the output, bit for bit."
+    assert result.stdout.splitlines()[-1] == "Safe to delete: every weight is in the output, bit for bit."
     assert json.loads(zckpt("verify", out, "--deep", "--json").stdout)["ok"] is True
     with open(out, "r+b") as file:
         file.seek(-1, os.SEEK_END)
