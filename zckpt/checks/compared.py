@@ -24,6 +24,7 @@ from zckpt.checks.soundness import examined
 from zckpt.checks.verdict import Check, summarize
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
+from zckpt.core.ledger import names_unread
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.open import Opened, states_of
 from zckpt.jobs.opening import OpenOptions, output_dtype, to_dtype
@@ -75,6 +76,7 @@ def compare(
     catalog = in_numbers(state.catalog, state.place, output.catalog, facts)
     wanted, left_out = _wanted(catalog, state.place, facts, lora)
     expected = quantised(wanted, output.place, facts)
+    lost = _lost(state.catalog, wanted, facts, left_out)
     form = facts.options.get("form") if facts is not None else None
     renamed = has_renamed_states(form)
     if has_renamed_states(form):
@@ -98,6 +100,9 @@ def compare(
         for d in bad
     ]
     weights = sum(d.number < len(pairs) for d in bad)
+    if lost:
+        tensors = count(len(lost), "tensor of the checkpoint is", "tensors of the checkpoint are")
+        problems.append(f"{tensors} not in the output, and nothing left them out: {examples(lost)}")
     if other and (problems or weights):
         problems.insert(0, other)
     elif other:
@@ -116,6 +121,18 @@ def compare(
     if untied:
         state.notes.append(f"{examples(untied)}: not in the output, but tied to a tensor that is.")
     return _deletable(state, output, left_out, rounded, run, trust_reader=trust_reader)
+
+
+def _lost(source: Catalog, wanted: Catalog, facts: Manifest | None, left_out: Sequence[str]) -> list[str]:
+    """Tensors of the checkpoint of which the output is to hold nothing, although its ledger does not name them.
+
+    A manifest without evidence is of a version that kept no ledger: then the options say what was left out.
+    """
+    if facts is not None and facts.options.get("states") is True:
+        return []
+    has_ledger = facts is not None and "evidence" in facts.source
+    named = {str(fate.get("name")) for fate in facts.left_out} if facts is not None and has_ledger else {*left_out}
+    return [name for name in names_unread(source, wanted.tensors) if name not in named]
 
 
 def _other_source(facts: Manifest | None, catalog: Catalog) -> str:

@@ -76,8 +76,8 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "verify",
-        about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards are safe to delete. "
-        "A directory with a zckpt.json is checked against it.",
+        about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards are safe to "
+        "delete. A directory with a zckpt.json is checked against it.",
         example="zckpt verify out/checkpoint-500 weights/",
         status="0 nothing is wrong, 1 something is or cannot be told, 2 error",
     )(verify)

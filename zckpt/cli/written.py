@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
-from zckpt.base.words import count, size
+from zckpt.base.words import count, examples, size
 from zckpt.cli.options import Shown, Writing
 from zckpt.cli.output import Console, peak_rss_bytes
 
@@ -127,6 +127,7 @@ def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
         "moves": sum(1 for _ in planned.plan.moves()),
         "bytes_read": planned.plan.bytes_read,
         "bytes_written": planned.order.bytes_written,
+        "left_out": [fate.as_json() for fate in planned.order.left_out],
         "notes": list(planned.notes),
     }
 
@@ -134,6 +135,11 @@ def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
 def _plan_lines(planned: Planned, words: Words) -> Iterator[str]:
     yield f"{planned.out}: would hold {words.what}"
     yield from file_lines(_files(planned))
+    left: dict[str, list[str]] = {}
+    for fate in planned.order.left_out:
+        left.setdefault(fate.reason, []).append(fate.name)
+    for reason, names in left.items():
+        yield f"would leave out {count(len(names), 'tensor')}, {reason}: {examples(names)}"
     yield f"would read {size(planned.plan.bytes_read)} and write {size(planned.order.bytes_written)}"
 
 

@@ -18,6 +18,7 @@ from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.base_model import complete
+from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.merged import kept_dtype, merged_with, with_merge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options, output_dtype, to_dtype
@@ -25,7 +26,7 @@ from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
-from zckpt.naming.adapter_names import unmerged
+from zckpt.naming.adapter_names import found_in, unmerged
 from zckpt.naming.transform import formed, matches
 from zckpt.output.delivery import check_output
 from zckpt.output.order import Order
@@ -131,6 +132,7 @@ def prepare(
         opened = open_catalog(source, options)
     target, single = _target(place, options)
     catalog, stripped = strip_wrappers(opened.catalog)
+    bare = catalog
     is_copy = options.dtype is None and opened.quantization is not None  # which is as good as what it is copied from
     if options.lora is None and not is_copy:
         check_wanted(opened, catalog, options)
@@ -177,7 +179,11 @@ def prepare(
         stripped = (*stripped, *left_out)
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
     recorded = recorded if completion is None else {**recorded, **completion.recorded}
-    order = order_for(options, plan, place, catalog, copies, recorded, single=single)
+    others = {name: "adapter" for name in bare if found_in(name)} if merge is not None else {}
+    fates = find_left_out(
+        bare, catalog.tensors, options, selectable=form.catalog.tensors, rules={**others, **form.dropped}
+    )
+    order = replace(order_for(options, plan, place, catalog, copies, recorded, single=single), left_out=fates)
     notes = opened.catalog.source.notes + stripped + form.notes + said
     if completion is not None:
         return PlannedConversion(opened, order, notes, options, beside=(completion.base,))

@@ -21,6 +21,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select, usual_dtype
+from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import DcpOptions, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
@@ -143,6 +144,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     copies = [*small, *copies]
     notes += said + left_out
     order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, form.recorded)
+    fates = find_left_out(stripped, form.catalog.tensors, options, selectable=stripped.tensors, rules=form.dropped)
+    order = replace(order, left_out=fates)
     notes += form.notes
     carried = {name for _, name in copies}
     if options.accelerate and "trainer_state.json" in carried and "scheduler.pt" not in carried:
@@ -177,7 +180,8 @@ def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> tuple[For
         return replace(found, catalog=select(found.catalog, options), notes=(*found.notes, *said)), options
     options, said = settled(catalog, options)
     model = named(select(catalog, options), opened.place, Naming(names, options.config, vocab_size=options.vocab_size))
-    return Formed(model.catalog, model.config, (*model.notes, *said), model.recorded), options
+    said = (*model.notes, *said)
+    return Formed(model.catalog, model.config, said, model.recorded, dropped=model.dropped), options
 
 
 def _path(key: str) -> Path:

@@ -21,6 +21,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
+from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
@@ -148,9 +149,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     opened = open_catalog(source, options)
     inputs = protected(opened, source, beside=options.beside, named=(options.form.config, options.form.layer_names))
     check_output(place, single=False, overwrite=options.overwrite, protected=inputs, merge=options.merge)
-    catalog, stripped = strip_wrappers(opened.catalog)
-    check_wanted(opened, catalog, options)
-    form = formed(catalog, opened.place, options.form, to_directory=True, exclude=options.exclude)
+    bare, stripped = strip_wrappers(opened.catalog)
+    check_wanted(opened, bare, options)
+    form = formed(bare, opened.place, options.form, to_directory=True, exclude=options.exclude)
     catalog = select(form.catalog, options)
     opened.check_read(catalog.tensors.values())
     config = opened.config(form.config)
@@ -174,6 +175,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         options, Plan(destination.files, pairs), place, weights.catalog, copies,
         {**form.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
     )  # fmt: skip
+    fates = find_left_out(bare, weights.catalog.tensors, options, selectable=form.catalog.tensors, rules=form.dropped)
+    order = replace(order, left_out=fates)
     notes = (*opened.catalog.source.notes, *stripped, *form.notes, *weights.notes, *left_out)
     of_quantised = replace(catalog, tensors={name: catalog.tensors[name] for name in weights.quantisers}, aliases={})
     return PlannedFp8(

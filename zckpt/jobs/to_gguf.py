@@ -19,6 +19,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import DerivedStore
 from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
+from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import GgufOptions, Options, extended
 from zckpt.jobs.planned import Report, carried_out, protected
@@ -136,7 +137,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     catalog = replace(model.catalog, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
     form = {**model.recorded["form"], "type": options.type, **({} if rows is None else {"rows": rows})}
     plan = Plan(layout.files, layout.pairs)
-    order = order_for(options, plan, place, catalog, (), {"form": form}, single=single)
+    fates = find_left_out(stripped, catalog.tensors, options, selectable=stripped.tensors, rules=model.dropped)
+    order = replace(order_for(options, plan, place, catalog, (), {"form": form}, single=single), left_out=fates)
     said = (*opened.catalog.source.notes, *notes, *model.notes, *more, *left_out)
     held = {id(entry) for entry in tensors}
     sources = (entry for entry in _sources(model.catalog.tensors.values()) if id(entry) not in held)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zckpt.base.errors import UsageError
@@ -16,6 +17,7 @@ from zckpt.base.progress import Progress
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select, usual_dtype
+from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.megatron_states import megatron_states
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, to_dtype
@@ -150,6 +152,8 @@ def prepare(
         files.append(config)
     copies, left_out = opened.companions()
     order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, recorded)
+    fates = find_left_out(stripped, catalog.tensors, options, selectable=stripped.tensors, rules=model.dropped)
+    order = replace(order, left_out=fates)
     notes = (
         *opened.catalog.source.notes,
         *notes,

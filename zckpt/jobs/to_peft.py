@@ -23,6 +23,7 @@ from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
 from zckpt.jobs.adapters import CONFIG, WEIGHTS, chosen, config_path, made_config, read_adapter_config
 from zckpt.jobs.convert import PlannedConversion, order_for
+from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, execute, protected
@@ -145,6 +146,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         copies,
         {"form": {"adapter": adapter, "bias": bias}},
     )
+    rules = dict.fromkeys(others, "not adapter")
+    order = replace(order, left_out=find_left_out(catalog, selected, options, selectable=own.tensors, rules=rules))
     return PlannedAdapter(opened, order, tuple(notes), options, adapter)
 
 

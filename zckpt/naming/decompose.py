@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
@@ -35,6 +35,7 @@ class Decomposed:
         origins: name of a part -> the tensor that it is from.
         notes: sentences about what was left out.
         left_out: tensors that are not among the parts though they may be of use: those whose rule has a note.
+        dropped: all tensors that are not among the parts -> the note of the rule; empty for what a model computes itself.
     """
 
     parts: Catalog
@@ -42,6 +43,12 @@ class Decomposed:
     origins: Mapping[str, str]
     notes: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Tensors that are not among the parts -> the rule of `core.ledger` that left them out."""
+        return {name: "form" if note else "buffer" for name, note in self.dropped.items()}
 
 
 def decompose(catalog: Catalog, scheme: Scheme, facts: Facts) -> Catalog:
@@ -85,7 +92,8 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
         cut = f"{count(padding, 'row')} of padding behind the {words:,} rows of the vocabulary were left out"
         notes += (f"{cut}, since {said} says {words:,}." if said else f"{cut}.",)
     names = tuple(name for note, left in left_out.items() if note for name in left)
-    return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, notes, names)
+    dropped = {name: note for note, left in left_out.items() for name in left}
+    return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, notes, names, dropped)
 
 
 def _with_vocabulary(

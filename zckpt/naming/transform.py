@@ -68,6 +68,7 @@ class Formed:
         notes: sentences for the user.
         recorded: facts for the manifest, from which `formed_again` finds the same.
         left_out: tensors of the checkpoint that are not in it.
+        dropped: those that no option left out -> the rule of `core.ledger` that did.
     """
 
     catalog: Catalog
@@ -75,6 +76,7 @@ class Formed:
     notes: tuple[str, ...] = ()
     recorded: Mapping[str, object] = field(default_factory=dict[str, object])
     left_out: tuple[str, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def matches(name: str, globs: Sequence[str]) -> bool:
@@ -169,9 +171,9 @@ def _converted(catalog: Catalog, place: Place, form: Form, exclude: Sequence[str
         given = make_config(family, found.parts, facts)
     else:
         check_config(given, family, found.parts, facts)
-    return Formed(
-        tensors, given, (*notes, *found.notes), {"form": {"to": f"hf:{name}", **said}}, (*left_out, *found.left_out)
-    )
+    recorded = {"form": {"to": f"hf:{name}", **said}}
+    left_out += found.left_out
+    return Formed(tensors, given, (*notes, *found.notes), recorded, left_out, found.rules)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -87,6 +87,7 @@ class RenamedModel:
         stacked: name of a tensor -> how many of its leading axes are layers or experts.
         notes: sentences for the user.
         recorded: facts for the manifest, from which `naming_of` makes the options.
+        dropped: tensors that have no place in it -> the rule of `core.ledger` that left them out.
     """
 
     catalog: Catalog
@@ -96,6 +97,7 @@ class RenamedModel:
     stacked: Mapping[str, int] = field(default_factory=dict[str, int])
     notes: tuple[str, ...] = ()
     recorded: Mapping[str, Mapping[str, object]] = field(default_factory=dict[str, "Mapping[str, object]"])
+    dropped: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def writers() -> tuple[str, ...]:
@@ -142,7 +144,8 @@ def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
     if naming.config is not None:
         recorded["config"] = dict(config)
     catalog = replace(tensors, aliases=aliases)
-    return RenamedModel(catalog, found.parts, facts, config, stacked, (*notes, *found.notes), {"form": recorded})
+    said = (*notes, *found.notes)
+    return RenamedModel(catalog, found.parts, facts, config, stacked, said, {"form": recorded}, found.rules)
 
 
 def naming_of(recorded: Mapping[str, Any]) -> Naming:

@@ -44,6 +44,7 @@ class Manifest:
         numel: elements in them.
         files: all files of the output, without the manifest itself and the signature, which signs the manifest too.
         signature: name of the file with the signature; empty if there is none.
+        left_out: name, kind and reason of each tensor of the source that is not in the output.
     """
 
     version: str
@@ -54,6 +55,7 @@ class Manifest:
     numel: int
     files: tuple[Finished, ...]
     signature: str = ""
+    left_out: tuple[Mapping[str, str], ...] = ()
 
     def as_bytes(self) -> bytes:
         """The file's contents."""
@@ -68,6 +70,7 @@ class Manifest:
                 {"path": file.path, "bytes": file.nbytes, "crc32": f"{file.crc32:08x}"}
                 for file in sorted(self.files, key=lambda file: file.path)
             ],
+            **({"left_out": list(map(dict, self.left_out))} if self.left_out else {}),
             **({"signature": self.signature} if self.signature else {}),
         }
         return (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
@@ -135,7 +138,9 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         )
     own = signature_for(os.path.basename(os.fspath(path)))
     signature = own if facts.get("signature") == own else ""
-    return Manifest(version, source, dtype, options, tensors, numel, listed, signature)
+    left_out = facts.get("left_out")
+    named = tuple(one for one in left_out if isinstance(one, dict)) if isinstance(left_out, list) else ()
+    return Manifest(version, source, dtype, options, tensors, numel, listed, signature, named)
 
 
 def _file(entry: object, manifest: str) -> Finished:

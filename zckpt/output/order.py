@@ -20,6 +20,7 @@ from zckpt.base.words import count, joined
 from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.fragments import ComputedStore, DerivedStore, FileStore, MemoryStore, Store
+from zckpt.core.ledger import Fate
 from zckpt.core.plan import Plan
 from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import MoveOptions, Written
@@ -52,6 +53,7 @@ class Order:
         buffer: bytes that each thread gathers and writes at once; None for the default.
         pace: threads and I/O settings.
         signing: with which key the output is signed; None for none.
+        left_out: tensors of the input that are not in the output, and why.
     """
 
     plan: Plan
@@ -67,6 +69,7 @@ class Order:
     buffer: int | None = None
     pace: Pace = field(default_factory=lambda: DEFAULT_PACE)
     signing: Signing | None = None
+    left_out: tuple[Fate, ...] = ()
 
     @property
     def how(self) -> MoveOptions:
@@ -140,6 +143,7 @@ def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
         tensors=len(order.catalog),
         numel=order.catalog.numel,
         files=tuple(made),
+        left_out=tuple(fate.as_json() for fate in order.left_out),
     )
 
 

@@ -1,0 +1,109 @@
+"""What became of every tensor of a source: a trained tensor is written, or it is named; none is dropped without a word.
+
+For `jobs`, which close the ledger of each output, and `checks`, which look at the source again. Names change on the way and rows
+are cut, fused and computed, so what became of a tensor is found by its bytes: one of which the output reads none was left out,
+and has a fate that says why. A source without one is an error of the step that lost it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.claims import ByteSpan, Claim, Claims
+from zckpt.core.fragments import ComputedStore, DerivedStore, Fragment
+
+Kind = Literal["option", "rule"]
+
+RULES: Mapping[str, str] = {
+    "adapter": "it belongs to an adapter that is not merged",
+    "buffer": "the model computes it itself",
+    "form": "the form that is written has no place for it",
+    "not adapter": "it is no tensor of the adapter",
+}
+"""Why a tensor is left out that no option names: rule -> the reason, for a person."""
+
+
+class Fate(NamedTuple):
+    """Why a tensor of the source is not in the output.
+
+    Attributes:
+        name: in the source.
+        kind: an option of the user's left it out, or a rule of `RULES`.
+        why: the option, or the rule.
+    """
+
+    name: str
+    kind: Kind
+    why: str
+
+    @property
+    def reason(self) -> str:
+        """Why, as a clause for a person."""
+        return f"by {self.why}" if self.kind == "option" else f"since {RULES[self.why]}"
+
+    def as_json(self) -> dict[str, str]:
+        """The fact under the names that `zckpt.json` has."""
+        return {"name": self.name, "kind": self.kind, "why": self.why}
+
+
+def names_unread(source: Catalog, made: Mapping[str, TensorEntry]) -> list[str]:
+    """The tensors of a source of which an output reads no element; those without elements count if their name is missing.
+
+    Args:
+        source: a catalog.
+        made: the tensors of the output, whose elements lie in the source's files, or are computed from them.
+    """
+    same = {id(entry.fragments) for entry in made.values()}
+    rest = [name for name, entry in source.tensors.items() if id(entry.fragments) not in same]
+    if not rest:
+        return []
+    read = [claim for name, entry in made.items() for claim in _claims(name, entry.dtype.itemsize, entry.fragments)]
+    stores = dict.fromkeys(fragment.store for claim in read for fragment in claim.fragments)
+    shared = [ByteSpan(store, 0, store.size) for store in stores]  # an output may hold a tensor under several names
+    claims = Claims(read, shared)
+    return [name for name in rest if not _is_read(source.tensors[name], name, made, claims)]
+
+
+def _claims(name: str, itemsize: int, fragments: Sequence[Fragment]) -> Iterator[Claim]:
+    """The elements that a tensor reads, in files and memory: of computed ones, those that they are computed from."""
+    computed = {f.store for f in fragments if isinstance(f.store, ComputedStore | DerivedStore)}
+    yield Claim(name, 0, itemsize, [f for f in fragments if f.store not in computed])
+    for store in computed:
+        if isinstance(store, DerivedStore):
+            for entry in store.recipe.inputs:
+                yield from _claims(name, entry.dtype.itemsize, entry.fragments)
+        else:
+            for own, size in store.sources:
+                yield from _claims(name, size, own)
+
+
+def _is_read(entry: TensorEntry, name: str, made: Mapping[str, TensorEntry], claims: Claims) -> bool:
+    if not entry.numel:
+        return name in made
+    firsts = [
+        ByteSpan(fragment.store, fragment.byte_offset, fragment.byte_offset + entry.dtype.itemsize)
+        for fragment in entry.fragments
+        if fragment.numel
+    ]
+    return sum(1 for _ in claims.unused(firsts)) < len(firsts)
+
+
+def check_closed(source: Catalog, unread: Iterable[str], fates: Sequence[Fate]) -> None:
+    """Makes sure that each tensor of which an output reads nothing has a fate.
+
+    Raises:
+        InconsistentError: some have none; nothing was written.
+    """
+    lost = sorted({*unread} - {fate.name for fate in fates})
+    if lost:
+        raise InconsistentError(
+            f"{count(len(lost), 'tensor')} would be lost: no step of the conversion writes it, and none says why"
+            if len(lost) == 1
+            else f"{count(len(lost), 'tensor')} would be lost: no step of the conversion writes them, and none says why",
+            file=source.source.path, found=examples(lost), expected="every tensor in the output, or left out by an option",
+            remedy="Leave it out on purpose with --exclude, and report this: it is a mistake of zckpt's.",
+        )  # fmt: skip
