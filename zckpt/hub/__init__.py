@@ -19,7 +19,7 @@ from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as plan_conversion
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.opened import dequantised
-from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.options import Options, refuse_unused, to_dtype
 from zckpt.layouts.save.companions import read_config
 
 __all__ = [
@@ -96,6 +96,7 @@ def push_to_hub(
         None if scratch is None else os.fspath(scratch), max_scratch, card, license, base_model,
     )  # fmt: skip
     options = options or Options()
+    refuse_unused("push_to_hub", options)
     chosen = replace(options, tag=tag or options.tag, also=also or options.also)
     prepared = load(os.fspath(source), dtype, chosen)
     ready = prepare(cargo_of(prepared), target, tell)

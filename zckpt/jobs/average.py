@@ -27,7 +27,7 @@ from zckpt.engine.scan_requests import comparisons
 from zckpt.jobs.convert import PlannedConversion, check_wanted, usual_dtype
 from zckpt.jobs.convert import prepare as prepare_conversion
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import AverageOptions, Options, extended, to_dtype
+from zckpt.jobs.options import AverageOptions, Options, extended, refuse_unused, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.run_saves import saves_of
 from zckpt.output.checks import keep_apart
@@ -101,6 +101,7 @@ def average(
     """
     began = time.perf_counter()
     options = options or Options()
+    refuse_unused("average", options)
     chosen = extended(
         options, AverageOptions, dtype=None if dtype is None else to_dtype(dtype), ema=ema, last=last, slerp=slerp,
         weights=None if weights is None else tuple(weights), task_vector=task_vector,

@@ -329,3 +329,35 @@ def extended(options: OpenOptions, kind: type[T], **more: object) -> T:
     """The same options as a kind that has more of them; `more` gives these, and replaces others."""
     known = {field.name: getattr(options, field.name) for field in fields(options)}
     return kind(**{**known, **more})
+
+
+_SHARDS = ("format", "max_shard_size")
+_NAMES = ("form", "strip_prefix", "rename")
+_UNUSED: Mapping[str, tuple[str, ...]] = {
+    "to_dcp": (*_SHARDS, "merge", "form", "lora", "base"),
+    "to_mcore": (*_SHARDS, "merge", "form", "lora", "base"),
+    "to_fp8": ("format", "lora", "base"),
+    "to_gguf": ("dtype", *_SHARDS, "merge", "form", "lora", "base"),
+    "to_states": ("dtype", "format", *_NAMES, "exclude_frozen", "overflow", "merge", "beside", "lora", "base"),
+    "average": ("tag", "lora", "base"),
+    "push_to_hub": ("dtype", "format", "overwrite", "merge", "beside"),
+}
+"""Job -> fields of `Options` that it has no use for."""
+
+
+def refuse_unused(job: str, options: Options) -> None:
+    """Raises UsageError for an option that was given and has no meaning for a job: none is ignored in silence.
+
+    Args:
+        job: the name of the public function.
+        options: what its caller gave.
+    """
+    known = {field.name for field in fields(options)}
+    usual = Options()
+    for name in _UNUSED[job]:
+        given = getattr(options, name) if name in known else None
+        if name in known and given != getattr(usual, name) and (name, given) != ("format", "safetensors"):
+            raise UsageError(
+                f"{name} has no meaning for {job}", found=f"Options({name}={given!r:.60})",
+                expected="the options that this job has a use for", remedy=f"Leave {name} out.",
+            )  # fmt: skip

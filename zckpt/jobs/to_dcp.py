@@ -23,7 +23,7 @@ from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select, usual_dtype
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import DcpOptions, Options, extended, output_dtype, to_dtype
+from zckpt.jobs.options import DcpOptions, Options, extended, output_dtype, refuse_unused, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.dcp.metadata import Path
@@ -101,6 +101,7 @@ def to_dcp(
     """
     began = time.perf_counter()
     options = options or Options()
+    refuse_unused("to_dcp", options)
     chosen = extended(
         options, DcpOptions, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
         accelerate=accelerate, names=names, config=config if config is None or isinstance(config, Mapping) else os.fspath(config),

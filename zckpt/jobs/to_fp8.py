@@ -23,7 +23,7 @@ from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, to_dtype
+from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, refuse_unused, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
@@ -131,6 +131,7 @@ def to_fp8(
     """
     began = time.perf_counter()
     options = options or Options()
+    refuse_unused("to_fp8", options)
     chosen = extended(
         options, Fp8Options, dtype=to_dtype(dtype), scheme=scheme, quantize=tuple(quantize), keep=tuple(keep),
         tag=tag or options.tag, also=also or options.also,

@@ -21,7 +21,7 @@ from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import GgufOptions, Options, extended
+from zckpt.jobs.options import GgufOptions, Options, extended, refuse_unused
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
@@ -83,6 +83,7 @@ def to_gguf(
     """
     began = time.perf_counter()
     options = options or Options()
+    refuse_unused("to_gguf", options)
     chosen = extended(
         options, GgufOptions, dtype=None, type=type, split_max_size=split_max_size, tag=tag or options.tag,
         tokenizer=None if tokenizer is None else os.fspath(tokenizer), pre_tokenizer=pre_tokenizer, model_name=model_name,

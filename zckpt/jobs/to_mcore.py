@@ -20,7 +20,7 @@ from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, selec
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.megatron_states import megatron_states
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, to_dtype
+from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, refuse_unused, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
@@ -83,6 +83,7 @@ def to_mcore(
     """
     began = time.perf_counter()
     options = options or Options()
+    refuse_unused("to_mcore", options)
     chosen = extended(
         options, MegatronOptions, dtype=None if dtype is None else to_dtype(dtype), tag=tag or options.tag,
         config=config if config is None or isinstance(config, Mapping) else os.fspath(config),

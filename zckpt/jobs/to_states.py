@@ -16,7 +16,7 @@ from zckpt.base.progress import Progress
 from zckpt.core.plan import Plan, literal_file
 from zckpt.jobs.convert import PlannedConversion, order_for, select
 from zckpt.jobs.open import open_catalog, states_of
-from zckpt.jobs.options import Options
+from zckpt.jobs.options import Options, refuse_unused
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.plain.read import OPTIMIZER, WeightsTarget, lay_out
@@ -58,6 +58,7 @@ def to_states(
     """
     began = time.perf_counter()
     options = options or Options()
+    refuse_unused("to_states", options)
     chosen = replace(options, tag=tag or options.tag, also=also or options.also)
     return carried_out(prepare(checkpoint, out, chosen), progress, "to states", began)
 
