@@ -39,7 +39,6 @@ def test_without_a_second_reader_nothing_is_called_safe(
     weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(soundness, "compare_places", lambda listing, catalog: unproved("nobody wrote one", 1))
-    monkeypatch.setattr(soundness, "misplaced", lambda listing, catalog: (0, []), raising=False)
     found = zckpt.verify(ZERO2, weights, progress=False)
     assert found.ok and found.deletable is not None and not found.deletable[0]
     assert "nobody wrote one" in found.deletable[1] and "--trust-reader" in found.deletable[1]
