@@ -212,7 +212,7 @@ def to_mcore(
     began = time.perf_counter()
     planned = prepare(ckpt, out, o.chosen(MegatronOptions, model, selection, names, source, speed, writing))
     words = words_of(planned, model.dtype.value if model.dtype else "saved")
-    words = replace(words, use=lambda files: f"load it with --load {out} --use-checkpoint-args")
+    words = replace(words, use=lambda files: f"load it with --load {out.rstrip('/') or '/'} --use-checkpoint-args")
     finish(planned, words, began, writing, shown)
 
 
@@ -236,7 +236,9 @@ def to_peft(
     planned = prepare(ckpt, out, o.chosen(PeftOptions, adapter, source, speed, writing))
     what = f"adapter {planned.adapter!r}, {count(len(planned.catalog), 'tensor')} as {adapter.dtype.value}"
     facts: dict[str, object] = {"adapter": planned.adapter, "dtype": adapter.dtype.value}
-    words = Words(what, lambda files: f"load it with PeftModel.from_pretrained(base, {out!r})", facts)
+    words = Words(
+        what, lambda files: f"load it with PeftModel.from_pretrained(base, {out.rstrip('/') or '/'!r})", facts
+    )
     finish(planned, words, began, writing, shown, carry_out, more)
 
 
@@ -253,9 +255,10 @@ def words_of(planned: PlannedConversion, dtype: str) -> Words:
 
 def _loader(planned: PlannedConversion, files: set[str]) -> str:
     """How a person loads the output."""
+    from zckpt.cli.loading import loading_line
     from zckpt.layouts.save.accelerate import FIRST_OPTIMIZER
 
-    out = planned.out
+    out = planned.out.rstrip("/") or "/"
     if planned.order.single:
         weights = (
             "safetensors.torch.load_file({!r})"
@@ -271,6 +274,4 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
         return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={out!r})"
     if any(".lora_" in name for name in planned.catalog):
         return "PEFT after you put its adapter_config.json there; merged weights need --merge-lora, and the adapter alone to-peft"
-    _, found, head = planned.opened.other_class.rpartition("For")
-    loader = f"transformers.AutoModel{found}{head or 'ForCausalLM'}.from_pretrained({out!r})"
-    return loader if "config.json" in files else f"{loader} after you copy the model's config.json there"
+    return loading_line(planned.out, planned.catalog)

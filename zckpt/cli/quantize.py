@@ -84,8 +84,16 @@ def to_fp8(
         f"{count(planned.others, 'other tensor')} as {model.dtype.value}"
     )
     facts: dict[str, object] = {"dtype": model.dtype.value, "scheme": model.scheme.value, "quantized": number}
-    use = f"load it with transformers.AutoModelForCausalLM.from_pretrained({out!r}), or vllm serve {out}"
-    finish(planned, Words(what, lambda files: use, facts), began, writing, shown, more=lambda report: _more(planned))
+    words = Words(what, lambda files: f"load it with {_loader(planned)}", facts)
+    finish(planned, words, began, writing, shown, more=lambda report: _more(planned))
+
+
+def _loader(planned: PlannedFp8) -> str:
+    """How a person loads the output."""
+    from zckpt.cli.loading import loading_line
+
+    line, place = loading_line(planned.out, planned.catalog), planned.out.rstrip("/") or "/"
+    return f"{line}, or vllm serve {place}" if ".from_pretrained(" in line else line
 
 
 def _more(planned: PlannedFp8) -> dict[str, object]:

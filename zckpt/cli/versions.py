@@ -195,6 +195,7 @@ def apply(
     shown: o.ShownProgress,
 ) -> None:
     """Writes the weights that deltas make of an older version."""
+    from zckpt.cli.loading import loading_line
     from zckpt.jobs.apply_delta import ApplyOptions, execute, prepare
 
     if len(paths) < 3:
@@ -212,8 +213,8 @@ def apply(
     with sink.progress(job.nbytes, "write") as progress:
         report = execute(job, progress, lambda note: sink.notes([note]))
     what = f"version {job.version}, {count(report.tensors, 'tensor')}, each with its checksum"
-    loader = f"load it with transformers.AutoModelForCausalLM.from_pretrained({job.out.path!r})"
-    words = Words(what, lambda files: loader, {"version": job.version})
+    tensors = [entry.name for _, entry in job.pairs]
+    words = Words(what, lambda files: f"load it with {loading_line(job.out.path, tensors)}", {"version": job.version})
     show(sink, job.out.path, words, report, time.perf_counter() - began)
 
 

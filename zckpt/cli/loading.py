@@ -1,0 +1,125 @@
+"""How a person loads an output with transformers: derived from the config.json that lies in it and from the tensors' names.
+
+For the commands that write weights. What is not known is not promised.
+Source: transformers 5.23, models/auto/modeling_auto.py; tests/interop/test_loading.py compares every class of its mappings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from zckpt.base.errors import ZckptError
+from zckpt.base.words import examples
+from zckpt.layouts.save.companions import find_config
+from zckpt.naming.recognise import by_config
+from zckpt.naming.schemes import scheme
+from zckpt.storage.location import locate
+
+_AUTO = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForMultipleChoice": "AutoModelForMultipleChoice",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+"""How the name of a class ends -> the Auto class that has it. Others are called by their own names: a class that ends in
+`ForConditionalGeneration` may read text, images or speech."""
+
+_OWN = (
+    *("BlipForQuestionAnswering", "FlaubertWithLMHeadModel", "LayoutLMForQuestionAnswering", "Mistral4ForCausalLM"),
+    *("TapasForQuestionAnswering", "ViltForQuestionAnswering"),
+    *(
+        f"{name}ForSequenceClassification"
+        for name in ("Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat")
+    ),
+    *(f"{name}ForSequenceClassification" for name in ("Wav2Vec2", "Wav2Vec2Bert", "Wav2Vec2Conformer", "WavLM")),
+)
+"""Classes that another Auto class has than their names say: of audio and of pictures, for one."""
+
+_BODIES = ("model", "transformer", "gpt_neox")
+_HEADS = ("lm_head", "score", "embed_out")
+_MOST_NAMES = 64
+_CLASS = re.compile(r"[A-Za-z]\w{2,99}")
+
+
+def loading_line(out: str, names: Iterable[str]) -> str:
+    """How transformers loads a directory that was written, to be read on after "load it with"; or what is missing.
+
+    Args:
+        out: the directory.
+        names: of the tensors in it.
+    """
+    place = out.rstrip("/") or "/"
+    try:
+        found = find_config(locate(out))
+    except (ZckptError, OSError):
+        found = None
+    if found is None:
+        return f"transformers after you put the model's config.json into {place}"
+    config, names = found[0], list(names)
+    prefix, others = wrong_prefix(names, config)
+    if prefix:
+        more = f" and --include '{prefix}*'" if others else ""
+        return (
+            f"transformers after you write it again with --strip-prefix {prefix}{more}: the tensors' names begin with the name "
+            "of an attribute of the module that was trained"
+        )
+    family, _ = by_config(config, "")
+    few = names[:: max(len(names) // _MOST_NAMES, 1)]
+    fits = scheme(f"hf-{family}").fits(few) if family else {}
+    if family and 2 * sum(fits.get(name) is not None for name in few) < len(few):
+        return f"transformers after you write it again with --to hf: it has no names such as {examples(few)}"
+    return loader_of(config, place)
+
+
+def loader_of(config: Mapping[str, object], place: str) -> str:
+    """The call that loads a model with such a config; what is known of the class, where the call is not known."""
+    if "model_type" not in config:
+        return f"the class {config.get('_class_name')} that its config.json names"
+    said = config.get("architectures")
+    name = said[0] if isinstance(said, list) and said else None
+    if not isinstance(name, str) or not _CLASS.fullmatch(name):
+        return (
+            f"the class of transformers for what you want of a model_type {config['model_type']!r}: its config.json names none "
+            "in architectures"
+        )
+    remote = config.get("auto_map")
+    own = (
+        [key for key, value in remote.items() if str(value).endswith(f".{name}")] if isinstance(remote, Mapping) else []
+    )
+    if own and _CLASS.fullmatch(str(own[0])):
+        call = f'transformers.{own[0]}.from_pretrained({place!r}, dtype="auto", trust_remote_code=True)'
+        return f"{call}, which runs code of the model's authors"
+    return f'transformers.{auto_class(name)}.from_pretrained({place!r}, dtype="auto")'
+
+
+def auto_class(name: str) -> str:
+    """The Auto class of transformers that has a class; the class itself where its name does not say which one has it."""
+    return name if name in _OWN else next((auto for end, auto in _AUTO.items() if name.endswith(end)), name)
+
+
+def wrong_prefix(names: Iterable[str], config: Mapping[str, object]) -> tuple[str, bool]:
+    """What the names of a model of transformers begin with beyond its own; and whether there are names of something else.
+
+    Lightning's names begin with the attribute of the module that holds the model. A model made of several has such names itself.
+    """
+    parts: dict[str, set[str]] = {}
+    for name in names:
+        first, _, rest = name.partition(".")
+        parts.setdefault(first, set()).add(rest.partition(".")[0])
+    if any(first in _HEADS for first in parts):
+        return "", False
+    of_several = any(
+        isinstance(value, Mapping) and (key.endswith("_config") or key in ("encoder", "decoder"))
+        for key, value in config.items()
+        if key != "quantization_config"
+    )
+    if of_several:
+        wrapped = [first for first, inner in parts.items() if inner <= {*_BODIES, *_HEADS}] if len(parts) == 1 else []
+    else:
+        wrapped = [first for first, inner in parts.items() if inner & {*_HEADS} or inner <= {*_BODIES}]
+    return (f"{wrapped[0]}.", len(parts) > 1) if len(wrapped) == 1 else ("", False)
