@@ -42,7 +42,10 @@ HEADER_BYTES = _LIFTED * (48 << 20)
 """Size of a safetensors header. The format allows 100 MB; 100,000 tensors need 13 MB."""
 
 JSON_MEMORY_BYTES = _LIFTED * (192 << 20)
-"""Memory of the objects in a JSON document. A header of 100,000 tensors needs 100 MB."""
+"""Memory of the objects in a JSON document. A header of 100,000 tensors needs 110 MB."""
+
+GGUF_MEMORY_BYTES = _LIFTED * (192 << 20)
+"""Memory of the objects that a GGUF header makes: 280,000 tensors. Models have a few thousand, and a few dozen entries."""
 
 TAR_MEMBERS = 64
 """Files in a tar archive. Those that torch wrote had four."""

@@ -42,6 +42,11 @@ _CHUNK = 1 << 20
 _LISTED = 1024
 """Arrays with more items are vocabularies; they are not kept."""
 
+_TENSOR_COST, _ENTRY_COST, _TEXT_COST, _NUMBER_COST, _SKIPPED_COST = 700, 320, 64, 40, 32
+"""Bytes of memory for each tensor, entry, and text or number of an array that is kept; what is not kept costs time."""
+_LETTER_COST = 4
+"""Bytes of memory for each byte of a text: one letter beyond Unicode's first plane makes all letters as wide."""
+
 Kind = Literal["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64"]
 
 _KINDS: tuple[Kind, ...] = (
@@ -109,11 +114,16 @@ class GgufValue:
 
 
 class _Reader:
-    """Reads numbers and text one after the other, a chunk of the file at a time; never more than `limits.HEADER_BYTES`."""
+    """Reads numbers and text one after the other, a chunk of the file at a time.
+
+    Never more than `limits.HEADER_BYTES`, and nothing that makes more objects than `limits.GGUF_MEMORY_BYTES` have room for.
+    """
 
     def __init__(self, file: Input) -> None:
         self.file = file
         self.at = 0
+        self.holds = ""
+        self._cost = 0
         self._chunk = b""
         self._start = 0
 
@@ -135,6 +145,19 @@ class _Reader:
         self.at += nbytes
         return self._chunk[begin : begin + nbytes]
 
+    def charge(self, cost: int) -> None:
+        """Adds to the cost: bytes of objects about to be made.
+
+        Raises:
+            UnsupportedError: all together would take too much memory.
+        """
+        self._cost += cost
+        if self._cost > limits.GGUF_MEMORY_BYTES:
+            raise UnsupportedError(
+                "the header would take too much memory", file=self.file.path, found=self.holds,
+                expected=f"a header for which {limits.GGUF_MEMORY_BYTES:,} bytes of memory are enough", remedy=limits.REMEDY,
+            )  # fmt: skip
+
     def number(self, form: str, what: str) -> int:
         """The next number, of one of `struct`'s formats."""
         value: int = struct.unpack(f"<{form}", self.take(struct.calcsize(form), what))[0]
@@ -142,7 +165,9 @@ class _Reader:
 
     def text(self, what: str) -> str:
         """The next string."""
-        data = self.take(self.number("Q", what), what)
+        nbytes = self.number("Q", what)
+        self.charge(_LETTER_COST * min(nbytes, self.file.size))
+        data = self.take(nbytes, what)
         try:
             return data.decode()
         except UnicodeDecodeError as error:
@@ -175,6 +200,8 @@ def read_input(file: Input) -> Container:
     tensors, entries = reader.number("Q", "the number of tensors"), reader.number("Q", "the number of entries")
     if tensors * 24 + entries * 13 > file.size:  # the least that they take
         raise damaged(file, f"{tensors:,} tensors and {entries:,} entries", f"so many as fit into {file.size:,} bytes")
+    reader.holds = f"{tensors:,} tensors and {entries:,} entries, with their texts and arrays"
+    reader.charge(_TENSOR_COST * tensors + _ENTRY_COST * entries)
     values: dict[str, GgufValue] = {}
     for _ in range(entries):
         key = reader.text("a key of the metadata")
@@ -227,12 +254,14 @@ def _value(reader: _Reader, kind: Kind, key: str) -> GgufValue:
     if items == "string":
         if length * 8 > reader.file.size:
             raise reader.file.cut_short(what, reader.at + length * 8)
+        reader.charge((_TEXT_COST if length <= _LISTED else _SKIPPED_COST) * length)
         if length <= _LISTED:
             return GgufValue(kind, [reader.text(what) for _ in range(length)], items, length)
         for _ in range(length):
             reader.take(reader.number("Q", what), what)
         return GgufValue(kind, None, items, length)
     form = _FORMATS[items]
+    reader.charge(_NUMBER_COST * length if length <= _LISTED else 0)
     data = reader.take(length * struct.calcsize(form), what)
     listed = None if length > _LISTED else list(struct.unpack(f"<{length}{form}", data))
     return GgufValue(kind, listed, items, length)
@@ -244,8 +273,9 @@ def _info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     dims = reader.number("I", f"the dimensions of tensor {name!r:.80}")
     if dims > _MAX_DIMS:
         raise damaged(reader.file, f"tensor {name!r:.80} in {dims:,} dimensions", f"at most {_MAX_DIMS}")
-    extents = [reader.number("Q", f"the shape of tensor {name!r:.80}") for _ in range(dims)]
-    return name, tuple(reversed(extents)), reader.number("I", "a type"), reader.number("Q", "an offset")
+    data = reader.take(8 * dims + 12, f"the shape, type and offset of tensor {name!r:.80}")
+    *extents, number, offset = struct.unpack(f"<{dims}QIQ", data)
+    return name, tuple(reversed(extents)), number, offset
 
 
 def _tensor(

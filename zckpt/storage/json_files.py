@@ -53,7 +53,7 @@ def check_size(data: bytes, path: str, what: str) -> None:
         UnsupportedError: it would.
     """
     needed = (2 if data.isascii() else 6) * len(data)
-    needed += 48 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{")
+    needed += 48 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{") + 40 * data.count(b":")
     if needed > limits.JSON_MEMORY_BYTES:
         raise UnsupportedError(
             f"{what} would take too much memory",
