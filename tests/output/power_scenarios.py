@@ -343,7 +343,7 @@ class Prune(Trial):
         goes: Any = [
             type("Save", (), {"name": name}) for name in self.names[:2] if (self.place / "run" / name).exists()
         ]
-        removal.remove(str(self.place / "run"), goes, needed=lambda: (), done=lambda name: None)
+        removal.remove(str(self.place / "run"), goes, needed=lambda going: (), done=lambda name: None)
 
     def judge(self, *, done: bool) -> None:
         there = [path for path in (self.place / "run").iterdir() if not path.name.startswith(".")]
