@@ -16,6 +16,7 @@ from calls import at_each
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError, UsageError
 from zckpt.jobs.open import open_catalog
+from zckpt.storage.identity import mounts
 from zckpt.upkeep import removal
 from zckpt.upkeep.keep_rules import KeepRules
 from zckpt.upkeep.metrics import metric_of
@@ -217,14 +218,12 @@ def test_mounts(tmp_path: Path) -> None:
     (elsewhere / "data").write_text("mine")
     (run / "global_step2" / "data").mkdir()
     (run / "global_step4" / "inner").mkdir()
-    mounts = {run / "global_step2" / "data": elsewhere, run / "global_step4" / "inner": run / "global_step1"}
-    done: list[Path] = []
+    wanted = {run / "global_step2" / "data": elsewhere, run / "global_step4" / "inner": run / "global_step1"}
     try:
-        for point, source in mounts.items():
+        for point, source in wanted.items():
             how = ["mount", "--bind", str(source), str(point)]
             if os.geteuid() or subprocess.run(how, capture_output=True, check=False).returncode:
                 pytest.skip("mounting needs root, and a kernel that lets it")
-            done.append(point)
         found = prune(run, KeepRules(last=1), delete=True)
         assert stay(found) == ["global_step1", "global_step2", "global_step4"]
         why = {fate.save.name: fate.why for fate in found.fates}
@@ -232,8 +231,9 @@ def test_mounts(tmp_path: Path) -> None:
         assert why["global_step1"] == ("the mount 'global_step4/inner' leads into it",)
         assert (elsewhere / "data").read_text() == "mine" and len(list((run / "global_step4" / "inner").iterdir())) > 1
     finally:
-        for point in done:
-            subprocess.run(["umount", str(point)], check=True)
+        for mount in mounts():  # wherever they are now
+            if mount.point.startswith(f"{tmp_path}/"):
+                subprocess.run(["umount", mount.point], check=True)
 
 
 def test_a_directory_that_cannot_be_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
