@@ -172,7 +172,7 @@ def test_states_without_names_are_found_beside_their_masters(monkeypatch: pytest
 
     master = entry_of(Fragment(FILES["a"], 16, 0, 16))
     pair = BesideMaster(ref("a", 0, (32,), (1,)), "exp_avg", ref("b", 256, (32,), (1,)))
-    monkeypatch.setattr(second, "look_again", lambda listing: SecondLook({"t": None}, (), [pair]))
+    monkeypatch.setattr(second, "look_again", lambda listing: SecondLook({"t": None}, (), beside=[pair]))
     for offset, problems in ((272, ()), (256, ("exp_avg of 't' is not read beside its master",))):
         states = {"t": {"exp_avg": entry_of(Fragment(FILES["b"], offset, 0, 16))}}
         training = Training((), states, {}, {}, F32)

@@ -7,6 +7,7 @@ that this element is. Names are compared both ways.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -109,7 +110,7 @@ def _compare(
 ) -> Places:
     held: dict[Key, list[StoredRows]] = {}
     try:
-        for name, state, run in look.runs:
+        for name, state, run in look.runs if masters is None else itertools.chain(look.runs, look.states):
             key = (name, state)
             own = held.get(aliases.get(key, key))
             if own is None:
@@ -171,6 +172,8 @@ def _sources(fragments: Sequence[Fragment], size: int) -> Iterator[tuple[Sequenc
 
 def _are_at(fragments: Sequence[Fragment], held: Sequence[StoredRows], size: int) -> bool:
     """Whether all elements of the fragments are where `held` has the same elements."""
+    if len(fragments) == len(held) and all(map(_is_same, fragments, held)):
+        return True
     said = set(held)
     rest = [rows for rows in map(_rows_of, fragments) if rows.count and rows not in said]
     if not rest:
@@ -187,6 +190,15 @@ def _are_at(fragments: Sequence[Fragment], held: Sequence[StoredRows], size: int
             if at < 0 or own[at][1] < offset + number * size:
                 return False
     return True
+
+
+def _is_same(fragment: Fragment, rows: StoredRows) -> bool:
+    """Whether a single row of elements is the same one: the most common case, and the cheapest."""
+    path, offset, start, number, several, *_ = rows
+    return (
+        fragment.byte_offset == offset and fragment.start == start and fragment.count == number
+        and fragment.rows == several == 1 and str(fragment.store) == path
+    )  # fmt: skip
 
 
 def _rows_of(fragment: Fragment) -> StoredRows:

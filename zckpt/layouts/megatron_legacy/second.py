@@ -98,7 +98,7 @@ def find_again(listing: Listing) -> SecondLook:
                 unknown += [name] * (not parts and ref.numel > 0)
     why = f"no rule of Megatron's says how {unknown[0]!r} is cut" if unknown else ""
     beside = [pair for rank in ranks for pair in _beside(listing, rank)]
-    return SecondLook(dict.fromkeys(names), held, beside, by_copy=True, unproved=why)
+    return SecondLook(dict.fromkeys(names), held, beside=beside, by_copy=True, unproved=why)
 
 
 def _look(listing: Listing) -> tuple[list[_Rank], _Run]:

@@ -31,6 +31,7 @@ from zckpt.layouts.zero.second import (
     cut_line,
     files_of,
     hold_all,
+    hold_states,
     mapping,
     optimizer_of,
     pairs_of,
@@ -78,7 +79,7 @@ def find_again(listing: Listing) -> SecondLook:
                 experts += (hold_cut(name, "", ref, 0, ref.numel, 0, cut) for ref, cut in zip(refs, cuts, strict=True))
     beside = [pair for mp in everywhere for pair in _beside(listing, mp)]
     runs = itertools.chain(look.runs, itertools.chain.from_iterable(experts))
-    return SecondLook(names, runs, [*look.beside, *beside], by_copy=True)
+    return SecondLook(names, runs, beside=[*look.beside, *beside], by_copy=True)
 
 
 def _weights_of(listing: Listing, mp: int) -> RankTensors:
@@ -161,7 +162,7 @@ def _stage_3(listing: Listing) -> SecondLook:
                 at[team] += piece
             found.held[name] = held
     add_module(found, roots, is_partitioned=True)
-    return SecondLook(found.shapes, hold_all(found))
+    return SecondLook(found.shapes, hold_all(found), hold_states(found))
 
 
 def _first_expert(model: Mapping[str, object], name: str) -> int:

@@ -82,7 +82,7 @@ def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> Secon
             runs += [_hold(name, rank, cut) for rank, cut in zip(own, cuts, strict=True)]
     beside = [pair for rank in ranks for pair in rank.beside]
     by_copy = not any(rank.is_zero for rank in ranks)
-    return SecondLook(names, itertools.chain.from_iterable(runs), beside, by_copy=by_copy)
+    return SecondLook(names, itertools.chain.from_iterable(runs), beside=beside, by_copy=by_copy)
 
 
 def _hold(name: str, rank: RankTensors, cut: Slice | Blocks) -> Iterator[HeldRun]:

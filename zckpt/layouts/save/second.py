@@ -75,6 +75,7 @@ class SecondLook:
     Attributes:
         names: every tensor of the model that the save says it has, read or not, and its shape where the save says it.
         runs: where elements are. They are asked for once, and may be made while they are.
+        states: further runs, of states alone: they are asked for where an optimizer's states are compared.
         beside: pairs of vectors, for states of parameters that the files do not name.
         by_copy: whether masters have no names in the files, so that the comparison with the module's own weights, which have,
             proves their places.
@@ -83,6 +84,7 @@ class SecondLook:
 
     names: Mapping[str, Shape | None]
     runs: Iterable[HeldRun]
+    states: Iterable[HeldRun] = ()
     beside: Iterable[BesideMaster] = ()
     by_copy: bool = False
     unproved: str = ""

@@ -24,6 +24,7 @@ from zckpt.layouts.save.second import (
     HeldRun,
     SecondLook,
     Shape,
+    StoredRows,
     dotted,
     hold_elements,
     hold_whole,
@@ -73,19 +74,34 @@ def find_again(listing: Listing) -> SecondLook:
     """The model's tensors and the optimizer's states, of a run in which every rank has the whole model."""
     found = tensors_of(listing, 0)
     names: dict[str, Shape | None] = {**found.shapes}
-    return SecondLook(names, hold_all(found), found.beside, by_copy=not found.is_zero)
+    return SecondLook(names, hold_all(found), hold_states(found), found.beside, by_copy=not found.is_zero)
 
 
 def hold_all(found: RankTensors) -> Iterator[HeldRun]:
     """The runs of a rank's tensors, which are whole tensors."""
+    begins: dict[int, tuple[str, int, int]] = {}
     for name, parts in found.held.items():
-        for vector, state, first, count, start in parts:
-            yield hold_elements(name, "", vector, first, count, start)
-            for key, ref in state.items():
-                yield hold_elements(name, key, ref, first, count, start)
+        for vector, _, first, count, start in parts:
+            path, offset, size = begins.get(id(vector)) or begins.setdefault(id(vector), _begin(vector))
+            yield HeldRun(name, "", StoredRows(path, offset + first * size, start, count))
     for name, refs in found.whole.items():
         for ref in refs:
             yield from hold_whole(name, "", ref)
+
+
+def hold_states(found: RankTensors) -> Iterator[HeldRun]:
+    """The runs of the states that lie beside them."""
+    for name, parts in found.held.items():
+        for _, states, first, count, start in parts:
+            for key, ref in states.items():
+                yield hold_elements(name, key, ref, first, count, start)
+
+
+def _begin(vector: TensorRef) -> tuple[str, int, int]:
+    """File, first byte, and bytes of an element of a vector without gaps."""
+    if not vector.is_contiguous:
+        raise ValueError("a vector with gaps")
+    return vector.store.path, vector.byte_offset, vector.dtype.itemsize
 
 
 def files_of(listing: Listing, mp: int) -> tuple[list[str], list[str]]:
@@ -112,7 +128,9 @@ def tensors_of(listing: Listing, mp: int) -> RankTensors:
         config = mapping(mapping(root.get("ds_config")).get("zero_optimization"))
         numels = [{name: math.prod(shape) for name, shape in group.items()} for group in shapes]
         found.held = _stage_3(numels, states, config) if is_stage_3 else _stage_12(numels, states)
-    add_module(found, roots, is_partitioned=is_stage_3)
+    add_module(
+        found, roots[:1] if is_stage_3 else roots, is_partitioned=is_stage_3
+    )  # the ranks' copies are compared with it
     add_frozen(found, roots, is_stage_3=is_stage_3)
     if not optimizers:
         optimizer = mapping(root.get("optimizer"))
