@@ -25,6 +25,7 @@ from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import find
 from zckpt.layouts.run import agreement
+from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.origins import contradictions, of_other_ages, origin
 from zckpt.output import manifest as manifests
 from zckpt.output.address import RECORD
@@ -208,8 +209,9 @@ def _check_optimizers(state: Examined) -> None:
     """Whether a run could resume from what all ranks' files say of their optimizers."""
     listing = state.place.listing
     try:
-        files = len(agreement.files_of_optimizers(listing))
-        bad = [str(bad) for bad in agreement.contradictions(listing)]
+        with refuse_odd_values(listing):
+            files = len(agreement.files_of_optimizers(listing))
+            bad = [str(bad) for bad in agreement.contradictions(listing)]
     except ZckptError as error:
         files, bad = 2, [str(error)]
     source = state.catalog.source if state.catalog is not None else None

@@ -24,6 +24,7 @@ from zckpt.jobs.opening import OpenOptions, output_dtype
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, lost_files, slices_as_json
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
+from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.naming.adapter_names import unmerged
@@ -278,7 +279,8 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
     if bad := bad_ranks(grid):
         return Verdict(False, f"files of {words.ranks(bad)} are missing, damaged or of another save")
     try:
-        contradictions = agreement.contradictions(place.listing)
+        with refuse_odd_values(place.listing):
+            contradictions = agreement.contradictions(place.listing)
     except ZckptError as error:
         return Verdict(False, str(error))
     if contradictions:
@@ -299,7 +301,12 @@ def _resumable_elsewhere(family: Family, place: Place, catalog: Catalog) -> Verd
     """Of a save that is not DeepSpeed's."""
     if catalog.source.optimizer_states:
         return Verdict(bool(family.resumes), family.resumes or f"no program is known that resumes from {family.name}")
-    if unread := family.unread_states(place.listing):
+    try:
+        with refuse_odd_values(place.listing):
+            unread = family.unread_states(place.listing)
+    except ZckptError as error:
+        return Verdict(False, str(error))
+    if unread:
         return Verdict(False, f"there are optimizer states that zckpt does not read: {unread}")
     return Verdict(False, "weights alone, without optimizer states")
 

@@ -26,6 +26,7 @@ from zckpt.layouts import (
 )
 from zckpt.layouts.run import agreement, usage
 from zckpt.layouts.run.training import Training
+from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.whole import prove_by_config
@@ -147,8 +148,9 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: b
             expected=", ".join(each.name for each in FAMILIES if each.read_training),
             remedy="Convert its weights alone: zckpt to-fp32, to-bf16.",
         )
-    agreement.check(listing)
-    training = family.read_training(listing, allow_unknown=allow_unknown)
+    with refuse_odd_values(listing):
+        agreement.check(listing)
+        training = family.read_training(listing, allow_unknown=allow_unknown)
     if training.other_shapes and not any_shape:
         name, (state, entry) = next((n, next(iter(own.items()))) for n, own in training.other_shapes.items())
         raise UnsupportedError(

@@ -22,7 +22,7 @@ from zckpt.layouts.fairscale.read import Held, Rank, holders, metadata_in, read_
 from zckpt.layouts.run.agreement import parameter_groups
 from zckpt.layouts.run.numbering import positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
-from zckpt.layouts.run.values import as_list, keep_alike
+from zckpt.layouts.run.values import as_list, keep_alike, refuse_odd_values
 from zckpt.layouts.run.vectors import unflatten
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
@@ -65,7 +65,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         notes += ("The averaged weights (extra_state.ema) are not read: the weights are the model's own.",)
     states: tuple[str, ...] = ()
     try:
-        optimizer = _optimizer(ranks, held)
+        with refuse_odd_values(listing):
+            optimizer = _optimizer(ranks, held)
     except ZckptError as error:
         notes += (f"The optimizer's states are not read: {error.what}.",)
     else:
@@ -241,7 +242,8 @@ def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
     ranks = read_ranks(listing)
     try:
-        _optimizer(ranks, holders(ranks, allow_unknown=True))
+        with refuse_odd_values(listing):
+            _optimizer(ranks, holders(ranks, allow_unknown=True))
     except ZckptError as error:
         return f"The optimizer's states are not read: {error.what}"
     return ""

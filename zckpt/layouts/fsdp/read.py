@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import field, replace
 from typing import NamedTuple
 
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
+from zckpt.base.errors import OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
@@ -36,7 +37,7 @@ from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.fsdp.files import ANY, NONE, VERL, pattern_of
 from zckpt.layouts.fsdp.lost import lost_ranks, take_lost
 from zckpt.layouts.run.training import Training
-from zckpt.layouts.run.values import missing_ranks
+from zckpt.layouts.run.values import missing_ranks, refuse_odd_values
 from zckpt.layouts.save.cut_tensors import CutTensor, KnownFacts, Shape, class_of, cut_tensor
 from zckpt.layouts.save.listing import Listing, natural
 from zckpt.layouts.save.model_shapes import own_name, read_shapes
@@ -175,7 +176,8 @@ class RankFiles:
         self._check_kinds()
         self._tensors |= {path: _joined(runs, None, self.world_size) for path, runs in self._flat.items()}
         self._check_cut()
-        self._name_states()
+        with suppress(CorruptError), refuse_odd_values(listing):  # then they stay as they are, without names
+            self._name_states()
 
     def _gather(self, held_by: RankFile) -> None:
         """Adds what one rank's file holds."""
@@ -254,8 +256,11 @@ class RankFiles:
     def _name_states(self) -> None:
         """Puts the names of parameters in place of numbers; see [Note: numbered states]."""
         state, groups_at = (self._optimizer, "state"), (self._optimizer, "param_groups")
-        groups = {path[2] for path in self._values if path[:2] == groups_at}
-        numbers = {path[2] for path in (*self._tensors, *self._values, *self._runs) if path[:2] == state}
+        groups = {path[2] for path in self._values if path[:2] == groups_at and len(path) > 2}
+        everything = (*self._tensors, *self._values, *self._runs)
+        if any(path[:2] == state and len(path) < 4 for path in everything):
+            return  # no state of a parameter
+        numbers = {path[2] for path in everything if path[:2] == state}
         trained = next((some for some in self._trained() if numbers == set(range(len(some)))), None)
         if groups != {0} or trained is None:
             return

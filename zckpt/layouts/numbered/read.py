@@ -29,7 +29,7 @@ from zckpt.layouts.plain import read as plain
 from zckpt.layouts.run.agreement import steps_of
 from zckpt.layouts.run.numbering import Extent, positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
-from zckpt.layouts.run.values import as_list, keep_alike, missing_ranks
+from zckpt.layouts.run.values import as_list, keep_alike, missing_ranks, refuse_odd_values
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.model_shapes import MAKE, is_sorted, own_name, read_shapes
 from zckpt.layouts.save.module_states import Shape, as_mapping, whole
@@ -63,7 +63,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     catalog = plain.read(files.weights, allow_unknown=allow_unknown)
     source = catalog.source
     try:
-        optimizer = _named(files, catalog, listing)
+        with refuse_odd_values(listing):
+            optimizer = _named(files, catalog, listing)
+            steps = _steps(files)
     except ZckptError as error:
         return replace(
             catalog,
@@ -75,7 +77,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         else replace(entry, role="buffer" if _BUFFERS.search(name) else "frozen")
         for name, entry in catalog.tensors.items()
     }  # fmt: skip
-    found = replace(source, optimizer_states=optimizer.kinds, global_steps=_steps(files))
+    found = replace(source, optimizer_states=optimizer.kinds, global_steps=steps)
     return replace(catalog, tensors=tensors, source=found, topology=Topology(dp=max(len(files.ranks), 1)))
 
 
@@ -83,7 +85,8 @@ def unread_states(listing: Listing) -> str:
     """Why the states are not read, in words; empty if they are read."""
     files = _files(listing)
     try:
-        _named(files, plain.read(files.weights, allow_unknown=True), listing)
+        with refuse_odd_values(listing):
+            _named(files, plain.read(files.weights, allow_unknown=True), listing)
     except ZckptError as error:
         return error.what
     return ""

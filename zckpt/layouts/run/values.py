@@ -6,9 +6,10 @@ For every family.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples, ranks
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
@@ -28,6 +29,27 @@ def step_of(value: object) -> int | None:
     if isinstance(value, TensorRef):
         value = number_in(value) if value.numel == 1 else None
     return int(value) if isinstance(value, int | float) and abs(value) < 2**53 else None
+
+
+@contextmanager
+def refuse_odd_values(listing: Listing) -> Iterator[None]:
+    """Makes an error of Python's, in reading what an optimizer's files hold, one that names the save.
+
+    Such files are nested dicts and lists of any trainer, and of any damage: not every number, list and None is looked at before
+    it is used.
+
+    Raises:
+        CorruptError: in place of an error of Python's.
+    """
+    try:
+        yield
+    except ZckptError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptError(
+            "the optimizer's part of its files is not as a trainer writes it", file=listing.directory,
+            found=f"{type(error).__name__}: {error}"[:200], remedy=f"{COPY_AGAIN} The weights alone: to-fp32.",
+        ) from error  # fmt: skip
 
 
 _DEEPEST = 16
