@@ -126,6 +126,12 @@ def test_what_is_asked_wrongly(tmp_path: Path) -> None:
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_an_activation_function_that_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="hidden_act 'gelu'"):
+        zckpt.to_gguf(model(tmp_path / "gelu", hidden_act="gelu"), tmp_path / "x.gguf", progress=False)
+    assert not (tmp_path / "x.gguf").exists()
+
+
 def large(tmp_path: Path) -> Path:
     """A tokenizer with a token behind those of the model."""
     home = tmp_path / "large"

@@ -133,6 +133,7 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
             writer.add_tensor_info(name, shape, _stand_in(kind), 0, raw_dtype=number)
         config = filled_in(model.config, str(model.home or ""))
         _check_words(config, model)
+        _check_activation(model.config, str(model.home or ""))
         title = _add_title(writer, directory, model, package)
         writer.add_type(package.GGUFType.MODEL)
         title.set_gguf_meta_model(writer)
@@ -161,6 +162,19 @@ def _check_words(config: Mapping[str, Any], model: GgufModel) -> None:
         )  # fmt: skip
 
 
+def _check_activation(config: Mapping[str, Any], path: str) -> None:
+    """Makes sure that the MLP's function is the one that llama.cpp's architecture has; raises UnsupportedError."""
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
+    is_gemma = str(config.get("model_type")).startswith("gemma")
+    key, usual = ("hidden_activation", ("gelu_pytorch_tanh",)) if is_gemma else ("hidden_act", ("silu", "swish"))
+    if config.get(key) not in (None, *usual):
+        raise UnsupportedError(
+            "the model's config says something that GGUF cannot", file=path, found=f"{key} {config[key]!r}",
+            expected=" or ".join(usual), remedy="llama.cpp has no such model: run it with transformers.",
+        )  # fmt: skip
+
+
 def _not_recorded(config: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on what a config says, a file cannot, and llama.cpp takes to be otherwise."""
     kind, heads = config["model_type"], config["num_attention_heads"]
@@ -172,7 +186,7 @@ def _not_recorded(config: Mapping[str, Any]) -> Iterator[str]:
     if (usual := SUMS_OF_EXPERTS.get(kind)) is not None and config.get("norm_topk_prob", usual) is not usual:
         yield _OTHERWISE.format("norm_topk_prob", config["norm_topk_prob"], usual)
     window = config.get("sliding_window")
-    if kind in ("mistral", "mixtral") and window and window < config["max_position_embeddings"]:
+    if kind.startswith(("mistral", "mixtral", "qwen")) and window and window < config["max_position_embeddings"]:
         yield (
             f"The model's attention has a window of {window:,} tokens, which llama.cpp does not have: longer texts give "
             "other results."
