@@ -183,7 +183,8 @@ def test_missing_rank_files_are_named(zero2: Path, out: Path) -> None:
 def test_all_optimizer_files_missing(zero2: Path, out: Path) -> None:
     for rank in range(3):
         (zero2 / "global_step5" / OPTIM.format(rank)).unlink()
-    assert "(ranks 0-2)" in refused(IncompleteError, zero2, out).what
+    report = zckpt.convert(zero2, out, progress=False)  # the model file has the weights as the module uses them
+    assert any("no optimizer file" in note for note in report.notes)
 
 
 def test_missing_model_files(zero2: Path, out: Path, tmp_path: Path) -> None:
