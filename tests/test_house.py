@@ -77,6 +77,9 @@ def test_a_second_reader_shares_nothing_with_the_first() -> None:
     del seconds[ROOT / "layouts/save/second.py"]
     floors = ("zckpt.base", "zckpt.core", "zckpt.containers")
     may = {"zckpt.layouts.save.listing", "zckpt.layouts.save.second", *seconds.values()}
+    may.add(
+        "zckpt.layouts.joining.patterns"
+    )  # a stranger's regular expression is matched in bounded time, or not at all
     for path in ROOT.rglob("*.py"):
         found = imports_of(path)
         if path in seconds:

@@ -160,6 +160,19 @@ def test_what_is_not_found_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> Non
     assert places(entry, SecondLook({"t": None}, broken()), monkeypatch).by == "none"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("error", [StopIteration, RecursionError, ZeroDivisionError, OSError, TypeError])
+def test_a_second_reader_that_does_not_understand_proves_nothing(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(listing: Listing) -> SecondLook:
+        raise error("strange")
+
+    family = replace(second.layouts.FAMILIES[-1], second=look)
+    monkeypatch.setattr(second.layouts, "family_of", lambda listing: family)
+    found = second.compare_places(Listing(locate(tmp_path), "", {}), Catalog({}, Source("test", "."), OWN_INDEX))
+    assert found.by == "none" and error.__name__ in found.why
+
+
 def test_a_family_without_a_second_reader_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = replace(second.layouts.FAMILIES[-1], second=UnprovedFamily("nobody wrote it"))
     monkeypatch.setattr(second.layouts, "family_of", lambda listing: family)

@@ -64,7 +64,10 @@ def look_again(listing: Listing) -> SecondLook | Places:
         return unproved(f"the second reader does not understand the files ({type(error).__name__}: {error})")
 
 
-_STRANGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_STRANGE = (
+    ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, StopIteration, TypeError, ValueError,
+)  # fmt: skip
+"""What a second reader may raise of files whose form it does not know."""
 
 
 def compare_places(listing: Listing, catalog: Catalog) -> Places:

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers import TensorRef
+from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.parallel.second import add_layers, cuts_of, hold_cut, join_ranks, layers_in, ranks_of, tensor_ranks
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import BesideMaster, HeldRun, SecondLook, Shape, dotted, fields_of, hold_box, leaves_of
@@ -65,6 +66,7 @@ def find_again(listing: Listing) -> SecondLook:
     look = join_ranks(listing, [found[mp] for mp in everywhere], tp)
     names: dict[str, Shape | None] = dict(look.names)
     experts: list[Iterator[HeldRun]] = []
+    patterns = Patterns(listing.directory.path)
     rules = fields_of(first.root.get("universal_checkpoint_info"))
     for slices in _experts(listing, tp).values():
         for name in dict.fromkeys(name for own in slices for name in own):
@@ -75,7 +77,7 @@ def find_again(listing: Listing) -> SecondLook:
                 experts += (_row(stacked[1], int(stacked[2]), ref) for ref in refs)
             else:
                 names[name] = None
-                cuts = cuts_of(name, [ref.shape for ref in refs], rules, is_buffer=refs[0].shape == (1,))
+                cuts = cuts_of(name, [ref.shape for ref in refs], rules, patterns, is_buffer=refs[0].shape == (1,))
                 experts += (hold_cut(name, "", ref, 0, ref.numel, 0, cut) for ref, cut in zip(refs, cuts, strict=True))
     beside = [pair for mp in everywhere for pair in _beside(listing, mp)]
     runs = itertools.chain(look.runs, itertools.chain.from_iterable(experts))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers import TensorRef
+from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
     HeldRun,
@@ -68,6 +69,7 @@ def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> Secon
     """The whole tensors of ranks' slices."""
     if listing.options.tp_rules:
         raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory)
+    patterns = Patterns(listing.directory.path)
     names: dict[str, Shape | None] = {}
     runs: list[Iterator[HeldRun]] = []
     for stage in range(0, len(ranks), tp):
@@ -78,7 +80,7 @@ def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> Secon
             names[name] = None
             shapes = [rank.shapes.get(name) for rank in own]
             is_buffer = isinstance(buffers, list | tuple | set) and name in buffers
-            cuts = cuts_of(name, [shape or () for shape in shapes], rules, is_buffer=is_buffer)
+            cuts = cuts_of(name, [shape or () for shape in shapes], rules, patterns, is_buffer=is_buffer)
             runs += [_hold(name, rank, cut) for rank, cut in zip(own, cuts, strict=True)]
     beside = [pair for rank in ranks for pair in rank.beside]
     by_copy = not any(rank.is_zero for rank in ranks)
@@ -109,30 +111,32 @@ def hold_cut(
 
 
 def cuts_of(
-    name: str, shapes: Sequence[Shape], rules: Mapping[str, object], *, is_buffer: bool
+    name: str, shapes: Sequence[Shape], rules: Mapping[str, object], patterns: Patterns, *, is_buffer: bool
 ) -> Sequence[Slice | Blocks]:
     """How each tensor-parallel rank's slice lies in the whole."""
     whole = [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
     if len(shapes) == 1 or (is_buffer and len(set(shapes)) == 1):
         return whole
-    if (entry := _affine(name, rules)) is not None:
+    if (entry := _affine(name, rules, patterns)) is not None:
         ranks = {int(rank): fields_of(own) for rank, own in fields_of(entry["ranks"]).items()}
         return [_blocks(ranks[rank]) for rank in range(len(shapes))]
-    if _says(rules, "tp_replicated_parameter_patterns", name) or _says(rules, "parameter_to_average_patterns", name):
+    if _says(rules, "tp_replicated_parameter_patterns", name, patterns) or _says(
+        rules, "parameter_to_average_patterns", name, patterns
+    ):
         return whole
-    if _says(rules, "parameter_with_2_sub_params_cat_dim_0", name):
+    if _says(rules, "parameter_with_2_sub_params_cat_dim_0", name, patterns):
         halves = [-(-shape[0] // 2) for shape in shapes]
         return _stacked(shapes, 0, [halves, [shape[0] - half for shape, half in zip(shapes, halves, strict=True)]])
     for own in map(fields_of, _listed(rules.get("parameter_with_sub_params"))):
         for pattern in map(str, _listed(own["patterns"])):
-            if re.match(pattern, name):
+            if patterns.match(pattern, name):
                 return _sub_params(pattern, own, shapes, rules)
-    dim = 1 if _says(rules, "parameter_with_row_parallelism_patterns", name) else 0
+    dim = 1 if _says(rules, "parameter_with_row_parallelism_patterns", name, patterns) else 0
     return _stacked(shapes, dim, [[shape[dim] for shape in shapes]])
 
 
-def _says(rules: Mapping[str, object], key: str, name: str) -> bool:
-    return any(re.match(str(pattern), name) for pattern in _listed(rules.get(key)))
+def _says(rules: Mapping[str, object], key: str, name: str, patterns: Patterns) -> bool:
+    return any(patterns.match(pattern, name) for pattern in _listed(rules.get(key)))
 
 
 def _stacked(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> list[Slice]:
@@ -173,9 +177,9 @@ def _sub_params(
     return _stacked(viewed, dim, widths)
 
 
-def _affine(name: str, rules: Mapping[str, object]) -> Mapping[str, object] | None:
+def _affine(name: str, rules: Mapping[str, object], patterns: Patterns) -> Mapping[str, object] | None:
     params = fields_of(fields_of(rules.get("affine_map")).get("params"))
-    return next((fields_of(entry) for pattern, entry in params.items() if re.match(str(pattern), name)), None)
+    return next((fields_of(entry) for pattern, entry in params.items() if patterns.match(pattern, name)), None)
 
 
 def _blocks(rank: Mapping[str, object]) -> Blocks:
