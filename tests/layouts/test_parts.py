@@ -246,6 +246,29 @@ def test_a_part_is_exported_knowingly(tmp_path: Path) -> None:
     assert not whole.part and any("changes nothing" in note for note in whole.notes)
 
 
+def test_links_to_parts_under_other_names(tmp_path: Path) -> None:
+    for name, own in zip(PAIRS["transformers"], halves(tensors()), strict=True):
+        write(own, tmp_path / "run" / name)
+    (tmp_path / "weights.safetensors").symlink_to(tmp_path / "run" / PAIRS["transformers"][1])
+    assert_whole(tmp_path / "weights.safetensors", tensors())
+
+
+def test_a_slice_of_llamas_files_alone(tmp_path: Path) -> None:
+    """`params.json` says how wide the model is; the second slice says itself that it is not the first."""
+    for number, columns in ((0, 8), (1, 8)):
+        home = tmp_path / str(number)
+        write({"layers.0.attention.wo.weight": torch.ones(16, columns)}, home / f"consolidated.0{number}.pth")
+        (home / "params.json").write_text(json.dumps({"dim": 16, "n_heads": 4}))
+        for path in (home, home / f"consolidated.0{number}.pth"):
+            with pytest.raises(IncompleteError, match="not all are there") as raised:
+                open_catalog(str(path))
+            assert f"consolidated.0{1 - number}.pth" in raised.value.expected
+    (tmp_path / "1" / "params.json").unlink()
+    for path in (tmp_path / "1", tmp_path / "1" / "consolidated.01.pth"):
+        with pytest.raises(IncompleteError, match="one part of a save"):
+            open_catalog(str(path))
+
+
 def test_what_numbers_count() -> None:
     moments = [
         "step_100",

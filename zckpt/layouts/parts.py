@@ -9,6 +9,7 @@ a word of a place with a number (`rank_0`, `node_1`, `consolidated.00`) and the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,12 @@ from zckpt.layouts.save.module_states import flatten
 from zckpt.layouts.save.series import is_not_first, numbers_in, series_of
 from zckpt.layouts.save.weight_files import WeightFiles, files_counted_with, files_of_index, is_weights
 from zckpt.output.manifest import NAME as MANIFEST
+from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
+
+_SLICE = re.compile(r"(consolidated\.)(\d+)(\.pth)")
+_PARAMS = "params.json"
+_MOST_BYTES = 1 << 20
 
 _HIGHEST = 3
 """Names of a path that are looked at, from its end: the rank's own, and those of directories in its directory."""
@@ -64,7 +70,28 @@ class PlacedPart(NamedTuple):
 def model_of_file(name: str, folder: Folder) -> WeightFiles | None:
     """The files of the model of which a file is one; None for a file that is a model, as far as names and tensors say."""
     model = files_of_index(name, folder) or files_counted_with(name, folder.names)
-    return model or (_find_numbered(name, folder) if is_weights(name) else None)
+    return model or (_find_numbered(name, folder) if is_weights(name) else None) or _find_slices(name, folder)
+
+
+def _find_slices(name: str, folder: Folder) -> WeightFiles | None:
+    """The slices of Llama's original files, of which one says by its shapes and `params.json` how many there are.
+
+    Source: llama-models, models/llama3/model.py (`wo` is row-parallel: n_heads x head_dim columns in all).
+    """
+    match = _SLICE.fullmatch(name)
+    if match is None or not folder.has_file(_PARAMS):
+        return None
+    try:
+        params = read_json(folder.path / _PARAMS, _MOST_BYTES, "a model's parameters")
+        root = open_container((folder.path / name).path).root
+        columns = root["layers.0.attention.wo.weight"].shape[1] if isinstance(root, Mapping) else 0
+        width = params["n_heads"] * params.get("head_dim", params["dim"] // params["n_heads"])
+        total = width // columns
+    except (ZckptError, OSError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError):
+        return None
+    others = [f"{match[1]}{number:02d}{match[3]}" for number in range(total)]
+    missing = tuple(other for other in others if other not in folder.names)
+    return WeightFiles(tuple(other for other in others if other in folder.names), missing) if missing else None
 
 
 def _find_numbered(name: str, folder: Folder) -> WeightFiles | None:

@@ -98,6 +98,14 @@ def _find_by_file(folder: Folder, name: str, also: Sequence[Folder], *, as_part:
         raise _foreign_error(file, foreign)
     if model := model_of_file(name, folder):
         return _place_of_model(folder, model, also, given=name)
+    if (target := file.resolved()).name != name and not file.is_remote:
+        home = list_folder(target.parent)
+        if (model := model_of_file(target.name, home)) or layouts.is_of_save(target.name):
+            return (
+                _place_of_model(home, model, also, given=target.name)
+                if model
+                else _find(target, None, [], as_part=False)
+            )
     if part := rank_part_of(file, [root.path for root in also], holds_save):
         if part.below or len(part.parts) == 1:
             raise part_error(part)
@@ -294,6 +302,12 @@ def as_weights(look: Look) -> Place | None:
             found=examples([*named, *(save.path.relative_to(look.path) for save in below)], 6),
             remedy=f"Give one of them, such as {(look.path / named[0]).path!r}.",
         )  # fmt: skip
+    if len(models) == 1 and not models[0].named_by:
+        if model := model_of_file(names[0], look.folder):
+            return _place_of_model(look.folder, model, look.also, given="" if model == models[0] else names[0])
+        part = rank_part_of(look.path / names[0], [root.path for root in look.also], holds_save)
+        if part is not None and not part.below:
+            raise part_error(part)
     return _place_of_model(look.folder, models[0], look.also) if models else whole
 
 

@@ -19,7 +19,7 @@ _PLACES = re.compile(
     r".*(?:rank|node|shard)|part|partition|piece|slice|split|stage|expert|worker|host|machine|process|proc|gpu|npu|device|cuda|pod"
     r"|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
 )
-_SURE = ("rank", "shard")
+_SURE = ("rank", "shard", "consolidated")
 """Words of places that are used for nothing else: where 1 is, there was a 0."""
 
 _NUMBER = re.compile(r"(?P<word>[A-Za-z]*)(?P<gap>[_\-.=: ]*)(?P<number>\d+)")
