@@ -221,8 +221,6 @@ def _clash_of(folders: Sequence[Folder]) -> str:
 
 def _find_in_directory(look: Look) -> Place:
     """The save in a directory, or the only one below it."""
-    if foreign := foreign_save(look.names):
-        raise _foreign_error(look.path, foreign)
     for question in _QUESTIONS:
         if (place := question(look)) is not None:
             return place
@@ -264,6 +262,12 @@ def _foreign_error(path: Location | Folder, foreign: ForeignFormat) -> NotACheck
         f"is of {foreign.name}, which zckpt does not read", file=path.path,
         expected="a layout that docs/formats.md lists", remedy=foreign.remedy,
     )  # fmt: skip
+
+
+def _refuse_foreign(look: Look) -> None:
+    """Raises NotACheckpointError for a save of a format that zckpt does not read."""
+    if foreign := foreign_save(look.names):
+        raise _foreign_error(look.path, foreign)
 
 
 def as_parts(look: Look) -> Place | None:
@@ -313,6 +317,7 @@ def as_weights(look: Look) -> Place | None:
 
 _QUESTIONS = (
     directories.as_save,
+    _refuse_foreign,
     directories.as_accelerate,
     directories.as_role,
     directories.as_run,

@@ -81,12 +81,12 @@ FORMATS = (
 )
 """In the order in which they are asked."""
 
-_MARKS = re.compile("|".join(known.mark for known in FORMATS if known.mark))
+_MARKS = "|".join(known.mark for known in FORMATS if known.mark)
 
 
 def foreign_save(names: Iterable[str]) -> ForeignFormat | None:
     """The format of files or entries of these names, by marks that nothing has which zckpt reads."""
-    marks = [name for name in names if _MARKS.fullmatch(name)]
+    marks = [name for name in names if re.fullmatch(_MARKS, name)]
     return next((f for f in FORMATS if any(re.fullmatch(f.mark, name) for name in marks)), None)
 
 

@@ -12,19 +12,17 @@ from typing import Literal, NamedTuple
 
 Meaning = Literal["moment", "place", "unknown"]
 
-_MOMENTS = re.compile(
-    r"steps?|iters?|iterations?|checkpoints?|ckpt|chkpt|epochs?|updates?|batch|ba|save|snapshot|.*(?:step|iter|epoch|checkpoint)"
-)
-_PLACES = re.compile(
-    r".*(?:rank|node|shard)|part|partition|piece|slice|split|stage|expert|worker|host|machine|process|proc|gpu|npu|device|cuda|pod"
-    r"|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
+_MOMENTS = r".*(?:step|iter|epoch|checkpoint)|steps|iters|iterations?|checkpoints|ckpt|chkpt|epochs|updates?|batch|ba|save|snapshot"
+_PLACES = (
+    r".*(?:rank|node|shard)|part|partition|piece|slice|split|stage|expert|worker|host|machine|process|proc|gpu|npu|device|cuda"
+    r"|pod|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
 )
 _SURE = ("rank", "shard", "consolidated")
 """Words of places that are used for nothing else: where 1 is, there was a 0."""
 
 _NUMBER = re.compile(r"(?P<word>[A-Za-z]*)(?P<gap>[_\-.=: ]*)(?P<number>\d+)")
-_COMPOSER = re.compile(r"ep\d+-ba\d+")
-_ADAPTER = re.compile(r"lora|loha|lokr|hada|adapter", re.IGNORECASE)
+_COMPOSER = r"ep\d+-ba\d+"
+_ADAPTER = r"(?i:lora|loha|lokr|hada|adapter)"
 """In names of adapters, a rank is the rank of its matrices."""
 
 
@@ -50,8 +48,10 @@ def numbers_in(name: str) -> list[NumberedWord]:
     """The numbers in a name, with what they count. A number without a word counts what the one before it does, or is a step."""
     found: list[NumberedWord] = []
     meaning: Meaning = "moment"
-    of_composer, of_adapter = _COMPOSER.search(name), _ADAPTER.search(name)
-    for match in _NUMBER.finditer(name):
+    if not (matches := list(_NUMBER.finditer(name))):
+        return found
+    of_composer, of_adapter = re.search(_COMPOSER, name), re.search(_ADAPTER, name)
+    for match in matches:
         word = match["word"].lower()
         if word:
             meaning = _meaning_of(word)
@@ -65,7 +65,7 @@ def numbers_in(name: str) -> list[NumberedWord]:
 
 
 def _meaning_of(word: str) -> Meaning:
-    return "moment" if _MOMENTS.fullmatch(word) else "place" if _PLACES.fullmatch(word) else "unknown"
+    return "moment" if re.fullmatch(_MOMENTS, word) else "place" if re.fullmatch(_PLACES, word) else "unknown"
 
 
 def meaning_of(names: Iterable[str]) -> Meaning:

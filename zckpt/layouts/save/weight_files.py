@@ -17,18 +17,15 @@ from zckpt.base.errors import ZckptError
 from zckpt.layouts.save.folder import Folder
 from zckpt.storage.location import Location
 
-WEIGHTS = re.compile(r".+\.(?:safetensors|pt|pth|bin|ckpt)")
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 INDEX = re.compile(r".+\.(?:safetensors|bin|pt|pth)\.index\.json")
-NO_WEIGHTS = re.compile(
-    r"optim|sched|rng|random|scaler|sampler|loader|args|trainer|recipe|tokenizer|vocab|dataset|metrics|history|imatrix",
-    re.IGNORECASE,
+NO_WEIGHTS = (
+    r"(?i:optim|sched|rng|random|scaler|sampler|loader|args|trainer|recipe|tokenizer|vocab|dataset|metrics|imatrix)"
 )
 """In names of files that trainers write beside weights."""
 
-_COUNTED = re.compile(
-    r"(?P<head>.*?)(?P<number>\d+)(?P<of>[-_.]of[-_.])(?P<count>\d+)(?P<tail>\D*|[-_.].*)", re.IGNORECASE
-)
-_MOMENT = re.compile(r"(?:epoch|step|iter(?:ation)?)s?[-_. ]?$", re.IGNORECASE)
+_COUNTED = r"(?i)(?P<head>.*?)(?P<number>\d+)(?P<of>[-_.]of[-_.])(?P<count>\d+)(?P<tail>\D*|[-_.].*)"
+_MOMENT = r"(?i)(?:epoch|step|iter(?:ation)?)s?[-_. ]?$"
 """Before numbers of moments: "epoch 3 of 10" is whole."""
 
 _MOST_BYTES = 64 << 20
@@ -56,15 +53,15 @@ class WeightFiles(NamedTuple):
 
 def files_counted_with(name: str, names: Iterable[str]) -> WeightFiles | None:
     """The files of which a name says that it is one, by its number and theirs; None where it says nothing, or is "1 of 1"."""
-    match = _COUNTED.fullmatch(name)
-    if match is None or _MOMENT.search(match["head"]):
+    match = re.fullmatch(_COUNTED, name)
+    if match is None or re.search(_MOMENT, match["head"]):
         return None
     total, number, width = int(match["count"]), int(match["number"]), len(match["number"])
     if not 1 < total <= limits.RANKS or number > total:
         return None
     there: dict[int, str] = {}
     for other in (name, *names):
-        found = _COUNTED.fullmatch(other)
+        found = re.fullmatch(_COUNTED, other)
         if found and (found["head"], int(found["count"]), found["tail"]) == (match["head"], total, match["tail"]):
             there[int(found["number"])] = other
     first = 0 if 0 in there else 1
@@ -111,10 +108,10 @@ def models_in(folder: Folder) -> list[WeightFiles]:
 
 def _by_index(folder: Folder) -> Iterator[WeightFiles]:
     for name in folder.names:
-        if INDEX.fullmatch(name) and not NO_WEIGHTS.search(name) and (model := files_of_index(name, folder)):
+        if INDEX.fullmatch(name) and not re.search(NO_WEIGHTS, name) and (model := files_of_index(name, folder)):
             yield model
 
 
 def is_weights(name: str) -> bool:
     """Whether a file of this name may hold a model's weights."""
-    return WEIGHTS.fullmatch(name) is not None and not NO_WEIGHTS.search(name) and not name.startswith(".")
+    return name.endswith(_WEIGHTS) and not name.startswith(".") and re.search(NO_WEIGHTS, name) is None
