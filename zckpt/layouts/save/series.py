@@ -12,7 +12,9 @@ from typing import Literal, NamedTuple
 
 Meaning = Literal["moment", "place", "unknown"]
 
-_MOMENTS = r".*(?:step|iter|epoch|checkpoint)|steps|iters|iterations?|checkpoints|ckpt|chkpt|epochs|updates?|batch|ba|save|snapshot"
+_MOMENTS = (
+    r".*(?:step|iter|epoch|checkpoint)|steps|iters|iterations?|checkpoints|ckpt|chkpt|epochs|updates?|batch|ba|snapshot"
+)
 _PLACES = (
     r".*(?:rank|node|shard)|part|partition|piece|slice|split|stage|expert|worker|host|machine|process|proc|gpu|npu|device|cuda"
     r"|pod|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
