@@ -180,6 +180,8 @@ def prepare(
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
     recorded = recorded if completion is None else {**recorded, **completion.recorded}
     others = {name: "adapter" for name in bare if found_in(name)} if merge is not None else {}
+    if merge is not None and opened.packed is not None:
+        others |= dict.fromkeys(bare.tensors.keys() - opened.without_packed(bare).tensors.keys(), "packed")
     fates = find_left_out(
         bare, catalog.tensors, options, selectable=form.catalog.tensors, rules={**others, **form.dropped}
     )
