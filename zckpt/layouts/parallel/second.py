@@ -9,11 +9,12 @@ Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py `merge_tp_slices`, check
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from zckpt.base.errors import UnsupportedError
 from zckpt.containers import TensorRef
 from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.save.listing import Listing
@@ -67,8 +68,7 @@ def tensor_ranks(listing: Listing, total: int) -> int:
 
 def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> SecondLook:
     """The whole tensors of ranks' slices."""
-    if listing.options.tp_rules:
-        raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory)
+    given = _given_rules(listing.options.tp_rules) if listing.options.tp_rules else None
     patterns = Patterns(listing.directory.path)
     names: dict[str, Shape | None] = {}
     runs: list[Iterator[HeldRun]] = []
@@ -80,7 +80,11 @@ def join_ranks(listing: Listing, ranks: Sequence[RankTensors], tp: int) -> Secon
             names[name] = None
             shapes = [rank.shapes.get(name) for rank in own]
             is_buffer = isinstance(buffers, list | tuple | set) and name in buffers
-            cuts = cuts_of(name, [shape or () for shape in shapes], rules, patterns, is_buffer=is_buffer)
+            known = [shape or () for shape in shapes]
+            if given is not None and not (is_buffer and len(set(known)) == 1):
+                cuts = _cuts_by(given, name, known)
+            else:
+                cuts = cuts_of(name, known, rules, patterns, is_buffer=is_buffer)
             runs += [_hold(name, rank, cut) for rank, cut in zip(own, cuts, strict=True)]
     beside = [pair for rank in ranks for pair in rank.beside]
     by_copy = not any(rank.is_zero for rank in ranks)
@@ -133,6 +137,31 @@ def cuts_of(
                 return _sub_params(pattern, own, shapes, rules)
     dim = 1 if _says(rules, "parameter_with_row_parallelism_patterns", name, patterns) else 0
     return _stacked(shapes, dim, [[shape[dim] for shape in shapes]])
+
+
+_RULE_FILES = Path(__file__).parents[1] / "joining" / "rule_files"
+
+
+def _given_rules(given: str) -> list[Mapping[str, object]]:
+    """The rules of a file, or of one that comes with zckpt: the person who converts says so, and no file repeats it."""
+    built_in = _RULE_FILES / f"{given}.json"
+    path = built_in if built_in.is_file() else Path(given)
+    return [fields_of(rule) for rule in _listed(fields_of(json.loads(path.read_bytes()))["rules"])]
+
+
+def _cuts_by(given: Sequence[Mapping[str, object]], name: str, shapes: Sequence[Shape]) -> Sequence[Slice | Blocks]:
+    """How slices are joined by the first of the rules that a name matches."""
+    rule = next((rule for rule in given if re.match(str(rule["match"]), name)), {"join": "replicated"})
+    if len(shapes) == 1 or rule["join"] in ("replicated", "mean", "sum"):
+        return [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
+    dim, said, number = _number(rule["join"]), _listed(rule.get("widths")), rule.get("parts", 1)
+    extent = sum(shape[dim] for shape in shapes)
+    sizes = [_number(own) for own in _listed(number)] or [extent // _number(number)] * _number(number)
+    if said:
+        return _stacked(shapes, dim, [[_number(own) for own in _listed(row)] for row in said])
+    if sizes == [extent]:
+        return _stacked(shapes, dim, [[shape[dim] for shape in shapes]])
+    return _stacked(shapes, dim, [[size // len(shapes)] * len(shapes) for size in sizes])
 
 
 def _says(rules: Mapping[str, object], key: str, name: str, patterns: Patterns) -> bool:
