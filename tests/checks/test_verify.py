@@ -614,7 +614,7 @@ def test_json_is_what_it_says(checkpoint: Path, tmp_path: Path) -> None:
     facts = json.loads(json.dumps(zckpt.verify(checkpoint, tmp_path / "out", deep=True).as_json()))
     assert facts["ok"] and facts["deep"] and facts["deletable"]["ok"] and facts["numbers"] == {}
     assert [check["name"] for check in facts["checks"]] == [
-        "tensors", "places", "files", "save", "optimizer", "bytes", "masters", "numbers", "output", "equal",
+        "tensors", "whole", "places", "files", "save", "optimizer", "bytes", "masters", "numbers", "output", "equal",
     ]  # fmt: skip
 
 

@@ -129,3 +129,14 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
                 with pytest.raises(ZckptError):
                     zckpt.convert(save, tmp_path / "out")
             file.write_bytes(whole)
+
+
+def test_files_of_two_ranks_that_hold_the_same_bytes_are_named(tmp_path: Path) -> None:
+    """FairScale's files do not say their rank, so a copy under another's name contradicts nothing."""
+    home = tmp_path / "save"
+    shutil.copytree(FIXTURES / "metaseq_w4" / "checkpoint", home)
+    names = [f"checkpoint_last-model_part-{part}-shard0.pt" for part in (0, 1)]
+    assert zckpt.verify(home, progress=False).notes == ()
+    shutil.copy(home / names[0], home / names[1])
+    [note] = zckpt.verify(home, progress=False).notes
+    assert all(name in note for name in names) and "same bytes" in note

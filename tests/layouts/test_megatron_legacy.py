@@ -438,3 +438,22 @@ def test_moments_of_fp32_runs_are_not_named() -> None:
     with pytest.raises(UnsupportedError, match="cannot be named"):
         layouts.read_training(opened.place.listing)
     assert not inspect_checkpoint(str(FIXTURES / "fp32" / "checkpoint")).resumable.ok
+
+
+@pytest.mark.parametrize("change", ["one under another's name", "exchanged"])
+@pytest.mark.parametrize("save", ["hf_gpt2_tp2", "moe_ep2", "llama_tp2_pp2"])
+def test_a_file_under_another_ranks_name_is_refused(save: str, change: str, tmp_path: Path) -> None:
+    """Megatron's args in each file say which rank wrote it."""
+    home = tmp_path / "run"
+    shutil.copytree(FIXTURES / save / "checkpoint", home)
+    step = next(path for path in home.iterdir() if path.is_dir())
+    first, *_, last = sorted(path for path in step.iterdir() if path.is_dir())
+    if change == "exchanged":
+        first.rename(step / "aside")
+        last.rename(first)
+        (step / "aside").rename(last)
+    else:
+        shutil.copy(last / "model_optim_rng.pt", first / "model_optim_rng.pt")
+    with pytest.raises(zckpt.InconsistentError, match="was written by another rank"):
+        zckpt.convert(home, tmp_path / "out", progress=False)
+    assert not zckpt.verify(home, progress=False).ok

@@ -346,3 +346,17 @@ def test_a_directory_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     open_catalog(str(tmp_path / "run"))
     assert len(seen) == len(set(seen)) == 4
     assert list_folder(locate(tmp_path)).names == ("run",)
+
+
+@pytest.mark.parametrize("word", ["stage{}", "sweep_rank{}", "lora_rank{}", "exp-node-{}", "fold_{}"])
+def test_runs_below_directories_with_numbers_are_runs(word: str, tmp_path: Path) -> None:
+    """Of a directory that holds runs, a number in its name says nothing of the files of one of them."""
+
+    for number in (1, 2):
+        home = tmp_path / word.format(number) / "run" / "checkpoint-10"
+        home.mkdir(parents=True)
+        save_file({"w": torch.full((3,), float(number))}, home / "model.safetensors")
+        (home / "config.json").write_text("{}")
+    for given in ("run/checkpoint-10", "run"):
+        with zckpt.open_checkpoint(tmp_path / word.format(2) / given) as found:
+            assert found["w"].tolist() == [2.0, 2.0, 2.0]

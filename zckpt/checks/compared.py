@@ -76,7 +76,7 @@ def compare(
     catalog = in_numbers(state.catalog, state.place, output.catalog, facts)
     wanted, left_out = _wanted(catalog, state.place, facts, lora)
     expected = quantised(wanted, output.place, facts)
-    lost = _lost(state.catalog, wanted, facts, left_out)
+    lost = _lost(catalog, wanted, facts, left_out)
     form = facts.options.get("form") if facts is not None else None
     renamed = has_renamed_states(form)
     if has_renamed_states(form):

@@ -200,9 +200,36 @@ def _check_save(state: Examined) -> None:
         versions = [f"DeepSpeed {o.version}" for o in state.origins if o.version is not None]
         answer = ", ".join([f"{count(len(state.origins), 'file')} of one save", *steps[:1], *versions[:1]])
         state.add("save", answer, list(contradictions(state.origins)))
+    _note_twins(state)
     if state.catalog is not None:  # else "tensors" says why
         _check_optimizers(state)
         _check_states(state)
+
+
+def _note_twins(state: Examined) -> None:
+    """Notes files of two ranks that hold the same bytes, by their checksums: one may be a copy under a wrong name.
+
+    Only of families whose files do not say their rank; in others, a wrong name is a contradiction.
+    """
+    listing = state.place.listing
+    family = layouts.family_by_names(listing)
+    if family.name not in _NAMELESS:
+        return
+    of_rank = {listing.files[file.name].path: file.name for file in family.named_files(listing.files) if file.of_rank}
+    first: dict[object, str] = {}
+    for file in state.files:
+        name = of_rank.get(file.store.path)
+        held = tuple((nbytes, crc) for _, _, nbytes, crc in file.records if nbytes >= _TWIN_BYTES and crc)
+        if name is None or not held:
+            continue
+        other = first.setdefault(held, name)
+        if other != name:
+            state.notes.append(f"{other!r} and {name!r} hold the same bytes: one may be a copy under the other's name.")
+
+
+_NAMELESS = ("FairScale", "Megatron-LM")
+_TWIN_BYTES = 64
+"""Records that are compared: smaller ones, such as step counts, are alike on all ranks."""
 
 
 def _check_optimizers(state: Examined) -> None:

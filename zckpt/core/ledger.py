@@ -20,6 +20,7 @@ Kind = Literal["option", "rule"]
 
 RULES: Mapping[str, str] = {
     "adapter": "it belongs to an adapter that is not merged",
+    "original": "it is the base's copy of a module that the adapter replaces",
     "buffer": "the model computes it itself",
     "form": "the form that is written has no place for it",
     "packed": "it is packed, and the base model has these weights as plain numbers",
@@ -86,8 +87,9 @@ def _is_read(entry: TensorEntry, name: str, made: Mapping[str, TensorEntry], cla
     if not entry.numel:
         return name in made
     firsts = [
-        ByteSpan(fragment.store, fragment.byte_offset, fragment.byte_offset + entry.dtype.itemsize)
-        for fragment in entry.fragments
+        ByteSpan(fragment.store, fragment.byte_offset, fragment.byte_offset + claim.itemsize)
+        for claim in _claims(name, entry.dtype.itemsize, entry.fragments)
+        for fragment in claim.fragments
         if fragment.numel
     ]
     return sum(1 for _ in claims.unused(firsts)) < len(firsts)

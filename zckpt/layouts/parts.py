@@ -19,7 +19,7 @@ from zckpt.containers import open_container
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.listing import natural
 from zckpt.layouts.save.module_states import flatten
-from zckpt.layouts.save.series import is_not_first, numbers_in, series_of
+from zckpt.layouts.save.series import is_not_first, is_one_word, is_rank, numbers_in, series_of
 from zckpt.layouts.save.weight_files import WeightFiles, files_counted_with, files_of_index, is_weights
 from zckpt.output.manifest import NAME as MANIFEST
 from zckpt.storage.json_files import read_json
@@ -133,13 +133,16 @@ def _are_disjoint(files: Iterable[Location]) -> bool:
     return True
 
 
-def rank_part_of(path: Location, also: Sequence[Location], holds_save: Callable[[Folder], bool]) -> PlacedPart | None:
+def rank_part_of(
+    path: Location, also: Sequence[Location], holds_save: Callable[[Folder], bool], home: Location | None = None
+) -> PlacedPart | None:
     """What one rank wrote, if a path is or leads to such; None for anything else, and where all other parts are in `also`.
 
     Args:
         path: a file or directory.
         also: directories that are laid over it.
         holds_save: whether there is a save in a directory, or a part of one.
+        home: the save that the path leads to, where that is known.
     """
     spellings = [path.absolute()]
     if (target := path.resolved()).path != spellings[0].path:
@@ -149,7 +152,11 @@ def rank_part_of(path: Location, also: Sequence[Location], holds_save: Callable[
         at, below = place, tuple[str, ...]()
         for _ in range(_HIGHEST):
             name, above = at.name, at.parent
-            if series := series_of(name):
+            if (
+                (series := series_of(name))
+                and (not below or is_one_word(name))
+                and not _is_model_alone(home or place, name)
+            ):
                 part = _parts_beside(place, above, name, series, below, holds_save)
                 if part is not None and any(other.resolved().path not in given for other in part.others()):
                     return part
@@ -159,6 +166,14 @@ def rank_part_of(path: Location, also: Sequence[Location], holds_save: Callable[
                 break
             at, below = above, (name, *below)
     return None
+
+
+def _is_model_alone(path: Location, name: str) -> bool:
+    """Whether a path is a model of its own, with its config, though a name in it may be that of a part: `stage2`, `part1`."""
+    if is_rank(name):
+        return False
+    home = path.parent if path.is_file() else path
+    return (home / "config.json").is_file()
 
 
 def _parts_beside(

@@ -163,7 +163,7 @@ def _find_whole(look: Look) -> Place:
         return place
     over = [root.path for root in look.also]
     found = place.listing.directory
-    parts = (rank_part_of(at, over, holds_save) for at in dict.fromkeys((look.path, found)))
+    parts = (rank_part_of(at, over, holds_save, found) for at in dict.fromkeys((look.path, found)))
     part = next(filter(None, parts), None)
     if look.as_part:
         return place if part is None else replace(place, listing=replace(place.listing, part=part.words))

@@ -162,6 +162,35 @@ def ranks_of(listing: Listing, split: RunSplit) -> dict[ModelRank, str]:
     return dict(sorted(found.items(), key=lambda item: (item[0].pp, item[0].ep, item[0].tp)))
 
 
+def check_own_ranks(listing: Listing, split: RunSplit, ranks: Mapping[ModelRank, str]) -> None:
+    """Makes sure that each rank's file was written by that rank, as far as Megatron's args in it say.
+
+    Tensor ranks count innermost and pipeline stages outermost, unless a run maps stages inside of the data ranks; expert ranks
+    count up between them. Files without `rank` and `world_size` say nothing.
+
+    Raises:
+        InconsistentError: a file says that another rank wrote it, or two say the same.
+    """
+    writers: dict[int, str] = {}
+    last: dict[tuple[int, int], int] = {}
+    for rank, directory in ranks.items():
+        name = f"{directory}/model_optim_rng.pt"
+        args = arguments(listing, name)
+        number, world = args.get("rank"), args.get("world_size")
+        if type(number) is not int or type(world) is not int or not 0 <= number < world or world % split.pp:
+            continue
+        stage = rank.pp if args.get("use_tp_pp_dp_mapping") else number // (world // split.pp)
+        other = writers.setdefault(number, name)
+        fits = number % split.tp == rank.tp and stage == rank.pp and number > last.get((rank.tp, rank.pp), -1)
+        last[rank.tp, rank.pp] = number
+        if other != name or not fits:
+            raise InconsistentError(
+                "was written by another rank", file=listing.files[name].path, found=f"rank {number} of {world} in its args"
+                + (f", as in {other!r}" if other != name else ""), expected=f"a rank that writes to {directory!r}",
+                remedy="Copy the directories of all ranks again, each under its own name.",
+            )  # fmt: skip
+
+
 def axes_of(listing: Listing, name: str) -> Mapping[str, int]:
     """The place of a file in the table of ranks: `mp` counts tensor ranks within stages, `dp` is the expert rank."""
     numbers = _numbers(name)

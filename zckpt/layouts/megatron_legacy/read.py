@@ -69,6 +69,7 @@ class LegacySave:
         self.problems: list[str] = []
         self.split = files.split_of(listing)
         self.ranks = files.ranks_of(listing, self.split)
+        files.check_own_ranks(listing, self.split, self.ranks)
         names = {rank: f"{directory}/model_optim_rng.pt" for rank, directory in self.ranks.items()}
         roots = {rank: (listing.files[name].path, files.root_of(listing, name)) for rank, name in names.items()}
         first = next(iter(names.values()))

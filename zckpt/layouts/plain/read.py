@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from zckpt.base.dataclass import dataclass
@@ -92,7 +93,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 def _evidence(listing: Listing, names: Sequence[str]) -> Evidence:
     """What proves weights whole: their index; but where they were made by zckpt, what proved their source."""
     place = manifests.find(listing.directory)
-    said = manifests.read(place).source.get("evidence") if place is not None else None
+    said: object = None
+    with suppress(ZckptError):  # which `verify` reports; the weights can be read all the same
+        said = manifests.read(place).source.get("evidence") if place is not None else None
     if isinstance(said, Mapping) and said.get("level") == "unknown":
         lacks = said.get("lacks")
         if said.get("by") == LEFT_OUT:

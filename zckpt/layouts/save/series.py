@@ -90,6 +90,21 @@ def series_of(name: str, meaning: Meaning = "place") -> str:
     return name if words else ""
 
 
+_AXES = r"(?:tp|pp|dp|mp|ep|cp|sp|etp|sdp|zero|fsdp|gpu|global|local|model|data|tensor|pipeline|expert)"
+_RANKS = rf"(?:(?:{_AXES}[_-])*(?:rank|node|shard|host|worker)[_\-.=]?\d+[_\-.]?)+"
+_ONE_WORD = r"[a-z]+[_\-.=]?\d+"
+
+
+def is_rank(name: str) -> bool:
+    """Whether a name says nothing but a rank or node: `rank_0`, `tp_rank_00_pp_rank_001`, but not `stage2`."""
+    return re.fullmatch(_RANKS, name, re.IGNORECASE) is not None
+
+
+def is_one_word(name: str) -> bool:
+    """Whether a name is a rank, or one word with a number: `stage_0`, but not `sweep_of_rank8`, which is a name of a run."""
+    return is_rank(name) or re.fullmatch(_ONE_WORD, name, re.IGNORECASE) is not None
+
+
 def is_not_first(name: str) -> bool:
     """Whether the name says that there are others before it: `rank_1`, but not `rank_0` and not `node17`."""
     return any(word.is_sure and word.number > 0 for word in numbers_in(name))
