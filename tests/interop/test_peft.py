@@ -53,6 +53,22 @@ def test_there_are_fixtures_of_all_stages() -> None:
     assert {json.loads((home / "how_peft.json").read_text())["stage"] for home in HOMES} == {1, 2, 3}
 
 
+@pytest.mark.parametrize(("home", "adapter"), CASES[:3], ids=id_of)
+def test_what_peft_itself_wrote_is_an_adapter(home: Path, adapter: str, tmp_path: Path) -> None:
+    """`to-peft` takes it, `verify` compares it, and `to-*` says that it is no model, instead of sending people back."""
+    own = saved_by_peft(home, adapter)
+    zckpt.to_peft(own, tmp_path / "out", dtype="bf16")
+    wanted = load_file(own / "adapter_model.safetensors")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert_same(found, {name: tensor.bfloat16() for name, tensor in wanted.items()})
+    mine, theirs = ((path / "adapter_config.json").read_bytes() for path in (tmp_path / "out", own))
+    assert mine == theirs
+    assert zckpt.verify(own, tmp_path / "out").ok
+    with pytest.raises(zckpt.UsageError, match="adapter of PEFT") as raised:
+        zckpt.convert(own, tmp_path / "model")
+    assert "to-peft" in raised.value.remedy and not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize(("home", "adapter"), CASES, ids=id_of)
 def test_the_same_bytes_as_peft_itself(home: Path, adapter: str, tmp_path: Path) -> None:
     report = zckpt.to_peft(

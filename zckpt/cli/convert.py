@@ -273,5 +273,5 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
     if ".metadata" in files:
         return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={out!r})"
     if any(".lora_" in name for name in planned.catalog):
-        return "PEFT after you put its adapter_config.json there; merged weights need --merge-lora, and the adapter alone to-peft"
+        return "the program that trained it; merged weights need --merge-lora, and PEFT loads what to-peft writes"
     return loading_line(planned.out, planned.catalog)

@@ -26,8 +26,8 @@ from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
-from zckpt.naming.adapter_names import found_in, unmerged
-from zckpt.naming.transform import formed, matches
+from zckpt.naming.adapter_names import found_in, is_adapter_file, unmerged
+from zckpt.naming.transform import Form, formed, matches
 from zckpt.output.delivery import check_output
 from zckpt.output.order import Order
 from zckpt.output.signature import signing_of
@@ -143,6 +143,13 @@ def prepare(
         for other in () if merge is None else merge.made_from:
             inputs |= {other.place.home, *protected(other, other.place.home)}
         check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
+    if merge is None and not single and is_adapter_file(catalog) and options.form == Form():
+        raise UsageError(
+            "is an adapter of PEFT, and no model", file=source, found=f"tensors such as {examples(catalog)}",
+            expected="a model, or an adapter and its base",
+            remedy="Use to-peft, which writes the adapter with its config; or --merge-lora --base MODEL for merged weights; or "
+            "give OUT the name of one file.",
+        )  # fmt: skip
     if merge is not None:
         catalog, stripped = merge.catalog, (*stripped, *merge.notes)
     elif note := unmerged(catalog):

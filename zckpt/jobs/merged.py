@@ -24,14 +24,13 @@ from zckpt.jobs.options import LoraMerge
 from zckpt.jobs.trained import trained_in, trained_with, without_copies
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, read_config
-from zckpt.naming.adapter_names import Found, adapters_in, found_in, only_adapter
+from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare
 from zckpt.naming.merge import base_of, merged
 from zckpt.storage.location import Location, locate
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-_IN_FILES = (".lora_A.weight", ".lora_embedding_A", ".trainable_tokens_delta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,9 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     else:
         catalog = opened.without_packed(catalog)
     adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
-    own = replace(catalog, tensors={}, aliases={}) if _is_adapter_file(catalog) else base_of(catalog)
+    own = replace(catalog, tensors={}, aliases={}) if is_adapter_file(catalog) else base_of(catalog)
     weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
-    trained = {} if base is None or _is_adapter_file(catalog) else trained_in(catalog, weights)
+    trained = {} if base is None or is_adapter_file(catalog) else trained_in(catalog, weights)
     config = read_config((base or opened).place.home)
     notes: list[str] = []
     with_files: list[AdapterWeights] = []  # and without copies of the base's tensors
@@ -170,7 +169,7 @@ def merged_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | 
     given = lora or LoraMerge()
     needs = [name for name, lacks in (
         ("--base", facts.get("base") is not None and given.base is None),
-        ("--adapter", len(inside) < len(adapters) and not given.adapters and not _is_adapter_file(opened.catalog)),
+        ("--adapter", len(inside) < len(adapters) and not given.adapters and not is_adapter_file(opened.catalog)),
     ) if lacks]  # fmt: skip
     if needs:
         raise UsageError(
@@ -178,7 +177,7 @@ def merged_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | 
             found=f"no {joined(needs)}", expected="the same base and adapters as when it was made",
             remedy=f"Pass {joined(needs)} as to the command that made it.",
         )  # fmt: skip
-    if not given.adapters and not _is_adapter_file(opened.catalog):
+    if not given.adapters and not is_adapter_file(opened.catalog):
         given = replace(given, adapters=tuple(inside))
     return merged_with(opened, opened.catalog, replace(given, allow_untrained=True))
 
@@ -282,12 +281,12 @@ def _adapters(
     found = adapters_in(catalog)
     names = sorted({it.adapter for it in found.values()})
     if not lora.adapters:
-        if not names and _is_adapter_file(catalog):
+        if not names and is_adapter_file(catalog):
             return [_of_directory(opened, catalog, 1.0)], [opened]
         return [_of_checkpoint(opened, catalog, found, chosen(None, names, catalog), 1.0, with_base=with_base)], []
     adapters: list[AdapterWeights] = []
     others: list[Opened] = []
-    if _is_adapter_file(catalog):
+    if is_adapter_file(catalog):
         raise UsageError(
             "the checkpoint is an adapter itself", file=opened.place.listing.directory, found="--adapter beside it",
             remedy="Pass the base model as CKPT, and each adapter with --adapter.",
@@ -333,11 +332,6 @@ def _opened_adapter(path: str, names: Sequence[str]) -> Opened:
             remedy="Correct --adapter.",
         )  # fmt: skip
     return open_catalog(place)
-
-
-def _is_adapter_file(catalog: Catalog) -> bool:
-    """Whether these are the tensors of `adapter_model.safetensors`, which say no adapter's name."""
-    return not adapters_in(catalog) and any(name.endswith(_IN_FILES) for name in catalog)
 
 
 def _of_checkpoint(

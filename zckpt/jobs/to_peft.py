@@ -29,7 +29,7 @@ from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import is_own, note_of_links
-from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
+from zckpt.naming.adapter_names import Found, adapters_in, is_adapter_file, only_adapter
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
@@ -117,7 +117,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     check_path(place, single=False, overwrite=options.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
     found = adapters_in(catalog)
-    names = sorted({it.adapter for it in found.values()})
+    names = ["default"] if is_adapter_file(catalog) else sorted({it.adapter for it in found.values()})
     adapter = chosen(options.adapter, names, catalog)
     said = config_path(opened, adapter, alone=len(names) == 1)
     copies, left_out = opened.companions()

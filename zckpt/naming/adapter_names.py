@@ -66,6 +66,14 @@ def adapters_in(catalog: Catalog) -> dict[str, Found]:
     return {name: it for name in (*catalog, *catalog.aliases) if (it := found_in(name))}
 
 
+_IN_FILES = (".lora_A.weight", ".lora_embedding_A", ".trainable_tokens_delta")
+
+
+def is_adapter_file(catalog: Catalog) -> bool:
+    """Whether these are the tensors of an `adapter_model.safetensors`, whose names say no adapter's name."""
+    return not adapters_in(catalog) and any(name.endswith(_IN_FILES) for name in catalog)
+
+
 def unmerged(catalog: Catalog) -> str:
     """A sentence where a checkpoint's weights have LoRA adapters beside them, or are adapters alone; "" where they have none."""
     modules = {name.partition(".lora_")[0]: name for name in (*catalog, *catalog.aliases) if _LORA.search(name)}
@@ -87,9 +95,11 @@ def only_adapter(catalog: Catalog, adapter: str, bias: str = "none") -> tuple[Ca
 
     Args:
         catalog: a checkpoint of the whole model.
-        adapter: its name.
+        adapter: its name; of a file of PEFT, which holds one, it does not count.
         bias: the biases of the base model that belong to it, as its config says: "none", "all" or "lora_only".
     """
+    if is_adapter_file(catalog):  # which is one adapter, under PEFT's own names
+        return catalog, ()
     found = adapters_in(catalog)
     chosen = {
         name: it.saved
