@@ -10,7 +10,7 @@ import pytest
 
 from zckpt.checks import second
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import Catalog, Source, TensorEntry
+from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.evidence import OWN_INDEX
 from zckpt.core.fragments import FileStore, Fragment
@@ -23,6 +23,7 @@ from zckpt.layouts.save.second import (
     UnprovedFamily,
     hold_box,
     hold_elements,
+    names_in_lists,
 )
 from zckpt.storage.location import locate
 
@@ -143,6 +144,40 @@ def test_names_are_compared_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shape.problems == ("'t' is read as [4, 4], in the files it is [2, 8]",)
     fewer = places(entry, SecondLook({}, HALVES), monkeypatch)
     assert fewer.problems == ("'t' is read, and is no name of the files",)
+
+
+def test_a_loose_name_is_of_a_copy_that_is_read_or_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Replica(F32, (Fragment(FILES["b"], 64, 0, 16),))
+    entry = replace(entry_of(Fragment(FILES["a"], 0, 0, 8), Fragment(FILES["b"], 0, 8, 8)), replicas=(copy,))
+    names = {"t": (4, 4), "u": (4, 4)}
+    said = ("'u' is in the files, and is not read from them",)
+    for offset, shape, problems in ((64, (4, 4), ()), (128, (4, 4), said), (64, (2, 8), said), (64, (2, 4), said)):
+        loose = {"u": ref("b", offset, shape, (shape[1], 1))}
+        assert places(entry, SecondLook(names, HALVES, loose=loose), monkeypatch).problems == problems
+    assert places(entry, SecondLook({"t": (4, 4)}, HALVES), monkeypatch).problems == ()
+
+
+NAMED = [
+    ({"a.weight": (2,), "b.bias": (2,)}, {"model.a.weight": (2,), "model.b.bias": (2,)},
+     {"a.weight": "model.a.weight", "b.bias": "model.b.bias"}),
+    ({"m.a.weight": (2,), "m.fixed": (3,)}, {"a.weight": (2,)}, {"m.a.weight": "a.weight", "m.fixed": "fixed"}),
+    ({"body.0.w": (2,), "back.w": (2,)}, {"body.0._checkpoint_wrapped_module.w": (2,)},
+     {"body.0.w": "body.0._checkpoint_wrapped_module.w"}),
+    ({"wte.weight": (9, 2), "lm.weight": (2, 2)}, {"embed.weight": (9, 2), "head.weight": (2, 2)},
+     {"wte.weight": "embed.weight", "lm.weight": "head.weight"}),
+    ({"wte.weight": (2, 2), "lm.weight": (2, 2)}, {"embed.weight": (2, 2), "head.weight": (2, 2)}, {}),
+    ({"x.0.w": None, "x.1.w": None}, {"y.0.w": (2,), "y.1.w": (3,)}, {"x.0.w": "y.0.w", "x.1.w": "y.1.w"}),
+    ({"scale": (1,)}, {"model.scale": None}, {"scale": "model.scale"}),
+    ({"scale": (1,)}, {"model.scale": (2,)}, {}),
+    ({"scale": (1,)}, {}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loose", "lacking", "found"), NAMED)
+def test_names_of_a_state_dict_are_found_in_lists(
+    loose: dict[str, tuple[int, ...] | None], lacking: dict[str, tuple[int, ...] | None], found: dict[str, str]
+) -> None:
+    assert names_in_lists(loose, lacking) == found
 
 
 def test_what_is_not_found_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:

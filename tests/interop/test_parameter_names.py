@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import zckpt
+from zckpt.checks.second import compare_places
 from zckpt.cli import app
+from zckpt.jobs.open import open_catalog
 from zckpt.layouts.save.state_names import WRAPPERS
 
 pytest.importorskip("deepspeed")
@@ -84,6 +87,19 @@ def test_verify_and_inspect(saved: Path, tmp_path: Path) -> None:
         zckpt_says("inspect", checkpoint)
         zckpt_says("to-fp32", checkpoint, tmp_path / f"{number}", "--quiet")
         zckpt_says("verify", checkpoint, tmp_path / f"{number}")
+        assert zckpt.verify(checkpoint).proved_by["places"] == "second reader"
+
+
+def test_a_second_reader_misses_what_the_first_one_leaves_out(saved: Path) -> None:
+    for job, checkpoint, _ in each(saved):
+        opened = open_catalog(str(checkpoint))
+        assert compare_places(opened.place.listing, opened.catalog) == ("second reader", len(opened.catalog), "", ())
+        for name in opened.catalog.tensors:
+            tensors = {other: entry for other, entry in opened.catalog.tensors.items() if other != name}
+            aliases = {old: new for old, new in opened.catalog.aliases.items() if new != name}
+            less = replace(opened.catalog, tensors=tensors, aliases=aliases)
+            found = compare_places(opened.place.listing, less)
+            assert f"{name!r} is in the files, and is not read from them" in found.problems, (job, name)
 
 
 def test_a_save_without_frozen_parameters_is_completed(saved: Path, tmp_path: Path) -> None:
@@ -95,7 +111,9 @@ def test_a_save_without_frozen_parameters_is_completed(saved: Path, tmp_path: Pa
         assert zckpt.inspect_checkpoint(at / "checkpoint").complete is False
         written = zckpt_says("to-fp32", at / "checkpoint", out / "part")
         assert "lacks the model's frozen parameters" in " ".join(written.split()) and "load it with" not in written
-        assert "frozen parameters" in " ".join(zckpt_says("verify", at / "checkpoint", out / "part").split())
+        told = " ".join(zckpt_says("verify", at / "checkpoint", out / "part").split())
+        assert "Do not delete the shards: not the whole model, which has also 'embed.weight'" in told
+        assert "every weight is in the output" not in told
         assert zckpt.inspect_checkpoint(out / "part").complete is False
         save_file({name: tensor.contiguous() for name, tensor in live.items()}, tmp_path / "base.safetensors")
         base = ("--base", tmp_path / "base.safetensors")
@@ -111,6 +129,7 @@ def test_universal_has_each_parameter_once(saved: Path, tmp_path: Path) -> None:
     for number, (job, checkpoint, live) in enumerate(each(saved)):
         out = tmp_path / f"{number}"
         zckpt.to_universal(checkpoint, out)
+        assert zckpt.verify(out).ok, job
         names = {str(path.parent.relative_to(out)).split("/", 2)[2] for path in out.rglob("fp32.pt")}
         wanted = {name for name in live if job["stage"] != 3 or "frozen" not in name}
         others = {name for name in names - wanted if name.split(".")[-1] != "scale" and "head.weight" not in name}

@@ -15,11 +15,12 @@ from typing import Literal, NamedTuple
 from zckpt import layouts
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, examples
+from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import ComputedStore, DerivedStore, Fragment
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import BesideMaster, SecondLook, StoredRows, UnprovedFamily
+from zckpt.layouts.save.second import BesideMaster, SecondLook, StoredRows, UnprovedFamily, hold_whole
 
 
 class Places(NamedTuple):
@@ -75,7 +76,7 @@ def compare_places(listing: Listing, catalog: Catalog) -> Places:
     look = look_again(listing)
     if isinstance(look, Places):
         return look
-    problems = list(_compare_names(look.names, catalog))
+    problems = list(_compare_names(look, catalog))
     wanted = {(name, ""): entry for name, entry in catalog.tensors.items()}
     return _compare(look, wanted, {(old, ""): (new, "") for old, new in catalog.aliases.items()}, problems)
 
@@ -93,15 +94,39 @@ Key = tuple[str, str]
 """Tensor and state."""
 
 
-def _compare_names(names: Mapping[str, tuple[int, ...] | None], catalog: Catalog) -> Iterator[str]:
-    for name, shape in names.items():
+def _compare_names(look: SecondLook, catalog: Catalog) -> Iterator[str]:
+    copies = _copies_in(catalog) if look.loose else {}
+    for name, shape in look.names.items():
         if (entry := catalog.get(name)) is None:
-            yield f"{name!r} is in the files, and is not read from them"
+            if name not in look.loose or not _is_copy(look.loose[name], copies):
+                yield f"{name!r} is in the files, and is not read from them"
         elif shape is not None and shape != entry.shape:
             yield f"{name!r} is read as {list(entry.shape)}, in the files it is {list(shape)}"
     for name in catalog.tensors:
-        if name not in names:
+        if name not in look.names:
             yield f"{name!r} is read, and is no name of the files"
+
+
+Copies = Mapping[tuple[str, int], Sequence[tuple[TensorEntry, Sequence[Fragment]]]]
+"""File and first byte of what a catalog reads as a tensor or as a copy of it."""
+
+
+def _copies_in(catalog: Catalog) -> Copies:
+    found: dict[tuple[str, int], list[tuple[TensorEntry, Sequence[Fragment]]]] = {}
+    for entry in catalog.tensors.values():
+        for fragments in (entry.fragments, *(copy.fragments for copy in entry.replicas)):
+            if fragments:
+                found.setdefault((str(fragments[0].store), fragments[0].byte_offset), []).append((entry, fragments))
+    return found
+
+
+def _is_copy(ref: TensorRef, copies: Copies) -> bool:
+    """Whether the catalog reads just these elements, as a tensor of this shape or as a copy of it."""
+    held = [run.run for run in hold_whole("", "", ref)]
+    return any(
+        entry.shape == ref.shape and _are_at(fragments, held, ref.dtype.itemsize)
+        for entry, fragments in copies.get((ref.store.path, ref.byte_offset), ())
+    )
 
 
 def _compare(

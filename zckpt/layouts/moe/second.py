@@ -22,7 +22,18 @@ from zckpt.containers import TensorRef
 from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.parallel.second import add_layers, cuts_of, hold_cut, join_ranks, layers_in, ranks_of, tensor_ranks
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import BesideMaster, HeldRun, SecondLook, Shape, dotted, fields_of, hold_box, leaves_of
+from zckpt.layouts.save.second import (
+    BesideMaster,
+    HeldRun,
+    SecondLook,
+    Shape,
+    dotted,
+    fields_of,
+    hold_box,
+    leaves_of,
+    mapping,
+    shapes_of,
+)
 from zckpt.layouts.zero.second import (
     FILE,
     RankTensors,
@@ -33,10 +44,8 @@ from zckpt.layouts.zero.second import (
     files_of,
     hold_all,
     hold_states,
-    mapping,
     optimizer_of,
     pairs_of,
-    shapes_of,
     vectors_of,
 )
 

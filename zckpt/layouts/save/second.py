@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
@@ -80,6 +80,8 @@ class SecondLook:
         by_copy: whether masters have no names in the files, so that the comparison with the module's own weights, which have,
             proves their places.
         unproved: why some tensors have no runs; empty where all have.
+        loose: those of `names` that are in a state dict and in no list of parameters, while the state dict lacks names of these
+            lists: a loose one may be a copy of a listed one.
     """
 
     names: Mapping[str, Shape | None]
@@ -88,6 +90,7 @@ class SecondLook:
     beside: Iterable[BesideMaster] = ()
     by_copy: bool = False
     unproved: str = ""
+    loose: Mapping[str, TensorRef] = field(default_factory=dict[str, TensorRef])
 
 
 SecondReader = Callable[[Listing], SecondLook]
@@ -174,6 +177,88 @@ def hold_elements(name: str, state: str, ref: TensorRef, first: int, count: int,
     if not (ref.is_contiguous and 0 <= first <= first + count <= ref.numel):
         raise ValueError(f"elements {first:,}-{first + count:,} of a vector of {ref.numel:,}")
     return HeldRun(name, state, StoredRows(ref.store.path, ref.byte_offset + first * ref.dtype.itemsize, start, count))
+
+
+def shapes_of(root: Mapping[str, object]) -> list[dict[str, Shape]]:
+    """The shapes of trained parameters that a model file of DeepSpeed lists, group by group."""
+    shapes = root.get("param_shapes")
+    groups = shapes if isinstance(shapes, list | tuple) else [shapes] if shapes else []
+    return [{str(name): shape_of(shape) for name, shape in mapping(group).items()} for group in groups]
+
+
+def listed_in(root: Mapping[str, object]) -> dict[str, Shape | None]:
+    """Parameters, buffers and dropped names of tied parameters in DeepSpeed's lists; empty where no parameters are listed."""
+    found: dict[str, Shape | None] = {}
+    for group in (*shapes_of(root), mapping(root.get("frozen_param_shapes"))):
+        found.update((str(name), shape_of(shape)) for name, shape in group.items())
+    buffers = root.get("buffer_names")
+    if found:
+        for dropped, kept in shared_in(root).items():
+            found.setdefault(dropped, found.get(kept))
+        for name in buffers if isinstance(buffers, list | tuple | set | frozenset) else ():
+            found.setdefault(str(name), None)
+    return found
+
+
+def shared_in(root: Mapping[str, object]) -> dict[str, str]:
+    """Dropped name -> kept name of tied parameters: a mapping, in older files a list of pairs."""
+    shared = root.get("shared_params")
+    pairs = shared.items() if isinstance(shared, Mapping) else shared if isinstance(shared, list | tuple) else ()
+    return {str(dropped): str(kept) for dropped, kept in pairs}
+
+
+def mapping(value: object) -> Mapping[str, object]:
+    """The value, if it is a mapping; otherwise an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def shape_of(value: object) -> Shape:
+    """A shape that a file records; its whole numbers."""
+    return tuple(dim for dim in value if isinstance(dim, int)) if isinstance(value, Iterable) else ()
+
+
+def names_in_lists(loose: Mapping[str, Shape | None], lacking: Mapping[str, Shape | None]) -> dict[str, str]:
+    """Names that only a state dict has -> names that only a model's lists have, of what is the same tensor by name and shape.
+
+    A pair is alone in that it ends with the same words; the longest such ends come first. A shape that is not known fits any.
+    If all pairs begin differently in one and the same way, this holds for what is in no list too.
+    """
+    found: dict[str, str] = {}
+    olds, news = dict(loose), dict(lacking)
+    words = {name: [word for word in name.split(".") if word not in _WRAPPERS][-_WORDS:] for name in (*olds, *news)}
+    for depth in range(max(map(len, words.values()), default=0), 0, -1):
+        for by_shape in (True, False):
+            ends: dict[tuple[object, ...], tuple[list[str], list[str]]] = {}
+            for side, names in enumerate((olds, news)):
+                for name, shape in names.items():
+                    if len(words[name]) >= depth and not (by_shape and shape is None):
+                        end = (*words[name][-depth:], shape if by_shape else None)
+                        ends.setdefault(end, ([], []))[side].append(name)
+            for old, new in ((a[0], b[0]) for a, b in ends.values() if len(a) == len(b) == 1):
+                if by_shape or olds[old] is None or news[new] is None:
+                    found[old] = new
+                    del olds[old], news[new]
+    begins = {_begins_of(old, new) for old, new in found.items()}
+    for before, after in begins if len(begins) == 1 else ():
+        for old in olds:
+            name = after + old.removeprefix(before)
+            if old.startswith(before) and name not in words:
+                found[old] = name
+    return found
+
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Words that torch puts into names."""
+_WORDS = 64
+"""Words of a name that are looked at, from its end."""
+
+
+def _begins_of(old: str, new: str) -> tuple[str, str]:
+    """What is left of two names without the words with which both end."""
+    one, other = old.split("."), new.split(".")
+    while one and other and one[-1] == other[-1]:
+        del one[-1], other[-1]
+    return "".join(f"{word}." for word in one), "".join(f"{word}." for word in other)
 
 
 class Slice(NamedTuple):

@@ -3,7 +3,7 @@
 In stages 1 and 2, the vectors of all ranks end to end are the group, in which parameters follow each other. In stage 3, each
 rank's vectors end to end hold its piece of every parameter; frozen parameters are in pieces of their own. A vector whose
 sub-group was on NVMe is in the swap file that its attribute `ds_id` names. Runs without ZeRO name no masters: `verify` compares
-these with the weights, and states lie beside them.
+these with the weights, and states lie beside them. Names are those of DeepSpeed's lists; a class may give its state dict others.
 Source: DeepSpeed 0.19.8, utils/zero_to_fp32.py, runtime/swap_tensor/optimizer_utils.py, runtime/{bf16,fp16}_optimizer.py.
 """
 
@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
@@ -29,6 +29,12 @@ from zckpt.layouts.save.second import (
     hold_elements,
     hold_whole,
     leaves_of,
+    listed_in,
+    mapping,
+    names_in_lists,
+    shape_of,
+    shapes_of,
+    shared_in,
 )
 
 FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
@@ -60,6 +66,7 @@ class RankTensors:
         whole: tensors that a file names: weights as the model uses them, buffers, frozen parameters.
         beside: masters without names, and states beside them.
         is_zero: whether it has vectors of ZeRO.
+        loose: weights in no list of DeepSpeed's, where the state dict lacks some that are.
     """
 
     root: Mapping[str, object]
@@ -68,13 +75,22 @@ class RankTensors:
     whole: dict[str, list[TensorRef]]
     beside: list[BesideMaster]
     is_zero: bool
+    loose: dict[str, TensorRef] = field(default_factory=dict[str, TensorRef])
 
 
 def find_again(listing: Listing) -> SecondLook:
     """The model's tensors and the optimizer's states, of a run in which every rank has the whole model."""
     found = tensors_of(listing, 0)
     names: dict[str, Shape | None] = {**found.shapes}
-    return SecondLook(names, hold_all(found), hold_states(found), found.beside, by_copy=not found.is_zero)
+    is_zero = found.is_zero
+    return SecondLook(
+        names,
+        hold_all(found),
+        hold_states(found),
+        found.beside,
+        by_copy=not is_zero,
+        loose=found.loose if is_zero else {},
+    )
 
 
 def hold_all(found: RankTensors) -> Iterator[HeldRun]:
@@ -143,22 +159,33 @@ def tensors_of(listing: Listing, mp: int) -> RankTensors:
 
 
 def add_module(found: RankTensors, roots: Iterable[Mapping[str, object]], *, is_partitioned: bool) -> None:
-    """Adds what model files hold whole, under the module's names."""
+    """Adds what model files hold whole, under the names in DeepSpeed's lists, or else those of the state dict."""
     for root in roots:
         module = root.get("module")
-        for path, ref in leaves_of(module) if isinstance(module, Mapping) else ():
-            name = dotted(path)
-            if isinstance(ref, TensorRef) and is_partitioned and ref.shape == (0,):  # it was partitioned
+        leaves = leaves_of(module) if isinstance(module, Mapping) else ()
+        tensors = {dotted(path): ref for path, ref in leaves if isinstance(ref, TensorRef)}
+        listed, kept = listed_in(root), {*shared_in(root).values()}
+        loose = {name: ref for name, ref in tensors.items() if listed and name not in listed and name not in kept}
+        lacking = {name: shape for name, shape in listed.items() if name not in tensors}
+        names = names_in_lists({name: ref.shape if ref.numel else None for name, ref in loose.items()}, lacking)
+        unknown = {name: ref for name, ref in loose.items() if lacking and name not in names}
+        empty = {name for name, ref in unknown.items() if is_partitioned and ref.shape == (0,)}
+        found.loose.update((name, ref) for name, ref in unknown.items() if name not in empty)
+        for own, ref in tensors.items():
+            name = names.get(own, own)
+            if own in empty and len(empty) <= len(lacking.keys() - {*names.values()}):
+                continue  # of a parameter in the lists, whichever it is
+            if is_partitioned and ref.shape == (0,):
                 found.shapes.setdefault(name, None)
-            elif isinstance(ref, TensorRef) and found.shapes.get(name, ref.shape) == ref.shape:
+            elif found.shapes.get(name, ref.shape) == ref.shape:
                 found.shapes[name] = ref.shape
                 found.whole.setdefault(name, []).append(ref)
 
 
 def add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], *, is_stage_3: bool) -> None:
-    """Frozen parameters: whole in the first file, or in pieces of all ranks' files."""
+    """Frozen parameters: whole in the first file, or in pieces of all ranks' files. What is tied to nothing here is left out."""
     for name, shape in mapping(roots[0].get("frozen_param_shapes")).items():
-        own = _shape(shape)
+        own = shape_of(shape)
         found.shapes[name] = own
         numel, at = math.prod(own), 0
         if not is_stage_3:
@@ -175,18 +202,16 @@ def add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], *, is_
             if count:
                 found.held.setdefault(name, []).append(VectorPart(ref, {}, 0, count, at))
             at += ref.numel
+    listed = {name for group in (*shapes_of(roots[0]), mapping(roots[0].get("frozen_param_shapes"))) for name in group}
+    for dropped, kept in shared_in(roots[0]).items():
+        if dropped not in listed and kept not in found.shapes:  # zero_to_fp32 drops it too
+            found.shapes.pop(dropped, None)
+            found.whole.pop(dropped, None)
 
 
 def pairs_of(line: Line) -> Iterator[BesideMaster]:
     """Each vector with each of its states."""
     return (BesideMaster(vector, name, ref) for vector, states in line for name, ref in states.items())
-
-
-def shapes_of(root: Mapping[str, object]) -> list[dict[str, Shape]]:
-    """The shapes of trained parameters, group by group."""
-    shapes = root.get("param_shapes")
-    groups = shapes if isinstance(shapes, list | tuple) else [shapes] if shapes else []
-    return [{str(name): _shape(shape) for name, shape in mapping(group).items()} for group in groups]
 
 
 def _stage_12(
@@ -309,11 +334,6 @@ def _of_shapes(
     return found
 
 
-def mapping(value: object) -> Mapping[str, object]:
-    """The value, if it is a mapping; otherwise an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
 def optimizer_of(listing: Listing, name: str) -> Mapping[str, object]:
     """What a file has of an optimizer; tensors without elements are those of the swap files that they name, up to their ends."""
     root = mapping(listing.open(name).root)
@@ -369,7 +389,3 @@ def _without_ends(line: Line, groups: Sequence[Mapping[str, int]], world: int) -
         (replace(ref, shape=(min(own, ref.numel),)) if _SWAPPED.search(ref.store.path) else ref, state)
         for (ref, state), own in zip(line, pieces, strict=True)
     ]
-
-
-def _shape(value: object) -> Shape:
-    return tuple(dim for dim in value if isinstance(dim, int)) if isinstance(value, Iterable) else ()
