@@ -18,7 +18,9 @@ SAVES = sorted(path.parent for path in FIXTURES.glob("*/*/checkpoint"))
 
 def test_metadata_of_many_chunks_cost_the_second_reader_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_catalog(str(FIXTURES / "dcp/hsdp_w4/checkpoint"))
-    monkeypatch.setattr(limits, "PICKLE_COST", 1)  # as metadata of a million chunks are to what any pickle may cost
+    monkeypatch.setattr(
+        limits, "PICKLE_COST", 1 << 12
+    )  # as metadata of a million chunks are to what any pickle may cost
     monkeypatch.setattr(limits, "PICKLE_COST_FREE", 1)
     monkeypatch.setattr(limits, "METADATA_COST_PER_BYTE", 1 << 10)
     assert compare_places(opened.place.listing, opened.catalog).found == len(opened.catalog)

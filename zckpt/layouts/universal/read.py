@@ -36,6 +36,7 @@ from zckpt.layouts.universal.files import HOME, MASTER
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.optimizer_states import precision_of
 from zckpt.layouts.zero.partition import in_original_order
+from zckpt.layouts.zero.renamed_weights import has_unknown_weights, match_by_values
 
 STATE = f"{HOME}optimizer_state.pt"
 _STEP = "step"
@@ -113,7 +114,12 @@ def _load(listing: Listing) -> _Save:
     left: Mapping[str, object] = {}
     if STATE in listing.files:
         left = as_mapping(listing.open(STATE).root, "its content", listing.files[STATE].path)
-    return _Save(listing, parameters, models, left)
+    save = _Save(listing, parameters, models, left)
+    if len(models) > 1 or not has_unknown_weights(models[0]):
+        return save
+    written = {name: shape for name, shape in save.shapes.items() if MASTER in parameters.get(name, {})}
+    masters = {name: save.entry(name, MASTER, shape) for name, shape in written.items()}
+    return replace(save, models=[match_by_values(models[0], masters)])
 
 
 def _tensor(listing: Listing, file: str) -> TensorRef:
@@ -231,6 +237,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         precision=precision_of(model),
         form="zero" if "zero_stage" in save.left else "bf16",
         raw=save.left,
+        state_names=model.state_names,
     )
     return without_experts(training) if model.root.get("num_experts") else training
 

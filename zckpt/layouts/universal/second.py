@@ -38,4 +38,5 @@ def find_again(listing: Listing) -> SecondLook:
     rest = tensors_of(listing, min(ranks))
     sliced = {name for name, shape in names.items() if len(ranks) > 1 and rest.shapes.get(name) != shape}
     names = {**rest.shapes, **{name: shape for name, shape in names.items() if shape or name not in rest.shapes}}
-    return SecondLook(names, [*runs, *(run for run in hold_all(rest) if run.tensor not in sliced)])
+    loose = rest.loose if len(ranks) == 1 else {}
+    return SecondLook(names, [*runs, *(run for run in hold_all(rest) if run.tensor not in sliced)], loose=loose)

@@ -1,7 +1,7 @@
 """Weights of a state dict under names that say nothing: which parameters they are follows from their numbers.
 
-For `zero.read`, after `save.state_names` has compared the names. A weight in no list of DeepSpeed's, of the shape of a listed
-parameter that the state dict lacks and with that parameter's numbers, is the module's own copy of it.
+For `zero.read` and `universal.read`, after `save.state_names` has compared the names. A weight in no list of DeepSpeed's, of the
+shape of a listed parameter that the state dict lacks and with that parameter's numbers, is the module's own copy of it.
 """
 
 from __future__ import annotations
