@@ -75,6 +75,7 @@ def compare(
         facts = None
     catalog = in_numbers(state.catalog, state.place, output.catalog, facts)
     wanted, left_out = _wanted(catalog, state.place, facts, lora)
+    state.is_completed = state.catalog.evidence.left_out and wanted.evidence.complete is True
     expected = quantised(wanted, output.place, facts)
     lost = _lost(catalog, wanted, facts, left_out)
     form = facts.options.get("form") if facts is not None else None

@@ -36,6 +36,7 @@ class Examined:
         whole: whether every byte was read.
         unread_bytes: of elements that no check has read.
         facts: the manifest; None where there is none, or none that can be read.
+        is_completed: whether what the run left out on purpose is in the output, from the model that it began with.
     """
 
     place: Place
@@ -50,6 +51,7 @@ class Examined:
     whole: bool = False
     unread_bytes: int = 0
     facts: Manifest | None = None
+    is_completed: bool = False
 
     @property
     def ok(self) -> bool:
@@ -62,7 +64,8 @@ class Examined:
         Args:
             trust_reader: the user does without the second.
         """
-        found = [] if self.catalog is None or self.catalog.evidence.complete else [str(self.catalog.evidence)]
+        is_whole = self.catalog is None or self.catalog.evidence.complete or self.is_completed
+        found = [] if self.catalog is None or is_whole else [str(self.catalog.evidence)]
         if self.catalog is not None and self.places.by == "none" and not trust_reader:
             found.append(
                 f"its tensors were not found a second time ({self.places.why}), so a mistake of zckpt's own reader would not be "
