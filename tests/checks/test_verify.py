@@ -38,7 +38,7 @@ OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 
 
-NOT_PROVED = {"dcp/alone_w2"}
+NOT_PROVED = {"dcp/alone_w2", "autoep/folded_zero3_w4"}
 """Saves of which nothing says how many ranks wrote them, or of families without a second reader."""
 
 

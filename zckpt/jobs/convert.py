@@ -186,7 +186,7 @@ def prepare(
         stripped = (*stripped, *left_out)
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
     recorded = recorded if completion is None else {**recorded, **completion.recorded}
-    others = {name: "adapter" for name in bare if found_in(name)} if merge is not None else {}
+    others = {} if merge is None else {**merge.given_up, **{name: "adapter" for name in bare if found_in(name)}}
     others |= {name: "original" for name in bare if merge is not None and ".original_module." in name}
     if merge is not None and opened.packed is not None:
         others |= dict.fromkeys(bare.tensors.keys() - opened.without_packed(bare).tensors.keys(), "packed")

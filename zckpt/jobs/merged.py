@@ -46,6 +46,7 @@ class Merged:
         copies: (location, name in the output) of tokenizer files and the like.
         sources: catalogs whose tensors must not contradict themselves.
         made_from: what beside the checkpoint it is made of: the base, and directories of adapters.
+        given_up: tensor of the checkpoint -> the rule of the ledger by which the model has another one in its place.
     """
 
     catalog: Catalog
@@ -56,6 +57,7 @@ class Merged:
     copies: tuple[tuple[Location, str], ...]
     sources: tuple[Catalog, ...]
     made_from: tuple[Opened, ...]
+    given_up: Mapping[str, str]
 
 
 def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
@@ -88,6 +90,12 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         beside, sentences = ({}, []) if other is None else trained_with(adapter, other, weights)
         with_files.append(replace(without_copies(adapter, weights, config), beside=beside))
         notes += sentences
+    replaced = {name for adapter in with_files for name in (*adapter.whole, *adapter.beside)}
+    beneath = {} if is_adapter_file(catalog) else {name: bare(name) for name in catalog.tensors if not found_in(name)}
+    given_up = {
+        name: "base" for name, its in beneath.items() if base is not None and its in weights and its not in trained
+    }
+    given_up |= {name: "whole" for name, its in beneath.items() if its in replaced}
     if base is None:
         _check_base(weights, adapters, opened)
     model = merged(weights, with_files, config, trained, opened.place.listing.directory.path)
@@ -147,6 +155,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         copies=tuple((file, name) for name, file in sorted(copies.items())),
         sources=tuple(sources),
         made_from=(*([base] if base else []), *(one for one in others if one is not opened)),
+        given_up=given_up,
     )
 
 
