@@ -53,8 +53,13 @@ def match_names(
     return found | dict(_by_one_rule(found, extra, {*module, *listed}))
 
 
+_PARTS = 64
+"""Parts of a name that are looked at, from its end: a name of many dots must not cost more."""
+
+
 def _parts(name: str) -> list[str]:
-    return WRAPPERS.sub("", name).split(".")
+    tail = ".".join(name.rsplit(".", 2 * _PARTS)[-2 * _PARTS :])
+    return WRAPPERS.sub("", tail).split(".")[-_PARTS:]
 
 
 def _pairs(
