@@ -287,10 +287,25 @@ def not_in_base(model: ModelTensors, adapter: AdapterWeights, name: str, of: str
         if model.tensors
         else "no base weights"
     )
+    end = ".".join(name.split(".")[-_SAME_END:])
+    alike = [own for own in model.tensors if own.endswith(f".{end}")] if name.count(".") >= _SAME_END else []
+    if alike:
+        there = f"{alike[0]!r} in the base"
+        remedy = (
+            "The base may be the right one under other names: models of pictures are called otherwise on the hub and in memory. "
+            "Load it with the class that was trained, save it with save_pretrained, and pass that with --base."
+        )
+    else:
+        remedy = OTHER_BASE
     return IncompleteError(
         f"the base model has no tensor {name!r}, which adapter {adapter.name!r} changes", file=adapter.file,
-        found=f"{of!r} in the adapter, and {there}", expected="the base model that the adapter was trained on", remedy=OTHER_BASE,
+        found=f"{of!r} in the adapter, and {there}", expected="the base model that the adapter was trained on, under its names",
+        remedy=remedy,
     )  # fmt: skip
+
+
+_SAME_END = 4
+"""Parts at the end of two names that make them one weight under two names: `0.self_attn.q_proj.weight`."""
 
 
 def other_shape(
