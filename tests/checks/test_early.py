@@ -127,6 +127,7 @@ def test_it_keeps_to_what_was_asked_for(pace: Any, tmp_path: Path, monkeypatch: 
 def test_no_thread_is_left_after(ends: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "large.pt").open("wb") as file:
         file.truncate(16 << 30)
+    (tmp_path / "another.pt").write_bytes(b"of two files with weights, none is meant")
     monkeypatch.setattr("zckpt.base.pace.memory_bytes", lambda: 1 << 50)
 
     def interrupted(*_: Any, **__: Any) -> NoReturn:

@@ -36,7 +36,7 @@ def test_the_verdict_begins_with_what_is_lost(weights: Path, tmp_path: Path) -> 
 
 
 def test_without_a_second_reader_nothing_is_called_safe(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(soundness, "compare_places", lambda listing, catalog: unproved("nobody wrote one", 1))
     found = zckpt.verify(ZERO2, weights, progress=False)
@@ -49,7 +49,7 @@ def test_without_a_second_reader_nothing_is_called_safe(
         monkeypatch.setattr("sys.argv", ["zckpt", "verify", str(ZERO2), str(weights), "--json", *more])
         with pytest.raises(SystemExit) as ended:
             main()
-        facts = json.loads(capsys.readouterr().out)
+        facts = json.loads(capfd.readouterr().out)
         assert (ended.value.code or 0, facts["deletable"]["ok"]) == (status, not status)
 
 
