@@ -171,7 +171,7 @@ def _check_activation(config: Mapping[str, Any], path: str) -> None:
     if config.get(key) not in (None, *usual):
         raise UnsupportedError(
             "the model's config says something that GGUF cannot", file=path, found=f"{key} {config[key]!r}",
-            expected=" or ".join(usual), remedy="llama.cpp has no such model: run it with transformers.",
+            expected=" or ".join(usual), remedy="Run it with transformers: llama.cpp has no such model.",
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from zckpt.containers import TensorRef, load_pickle
 from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import open_input
 from zckpt.layouts.save.listing import Listing, list_files
-from zckpt.layouts.save.second import Path, SecondLook, Shape, dotted, fields_of, hold_box
+from zckpt.layouts.save.second import NO_PROOF, Path, SecondLook, Shape, dotted, fields_of, hold_box
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.|(?<=\.)module\.")
@@ -56,7 +56,7 @@ def look_at(listing: Listing, tensors: Sequence[SavedTensor], others: Iterable[P
     """Which tensors of a state dict are the model's, and which are states of its parameters; `others`: paths of other values."""
     of_model = _of_model(tensors, others, listing.options.key)
     if any(_FLAT.search(name) for name in of_model):
-        raise UnsupportedError(_NOWHERE, file=listing.directory)
+        raise UnsupportedError(_NOWHERE, file=listing.directory, remedy=NO_PROOF)
     plain = {_WRAPPERS.sub("", name): name for name in of_model}
     taken = {id(tensor) for tensor in of_model.values()}
     held = [(name, "", tensor) for name, tensor in of_model.items()]

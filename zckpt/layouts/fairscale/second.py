@@ -20,6 +20,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
+    NO_PROOF,
     HeldRun,
     SecondLook,
     Shape,
@@ -80,7 +81,7 @@ Tensors = dict[str, tuple[Shape, list[_Held]]]
 def find_again(listing: Listing) -> SecondLook:
     """The model's tensors and the optimizer's states."""
     if listing.options.tp_rules:
-        raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory)
+        raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory, remedy=NO_PROOF)
     files: list[_File] = []
     for match in map(_FILE.fullmatch, listing.files):
         if match and (match["part"] or match["rank"] or match["shared"] or match["shard"]):

@@ -20,7 +20,17 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.layouts.dcp.second import SavedTensor, look_at
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import HeldRun, Path, SecondLook, Shape, dotted, fields_of, hold_elements, leaves_of
+from zckpt.layouts.save.second import (
+    NO_PROOF,
+    HeldRun,
+    Path,
+    SecondLook,
+    Shape,
+    dotted,
+    fields_of,
+    hold_elements,
+    leaves_of,
+)
 
 _VERL = re.compile(r"(model|optim)_world_size_\d+_rank_(\d+)\.pt")
 _ANY = re.compile(r".*?[Rr]ank[-_]?(\d+)[\w.-]*\.(?:pt|pth|bin|ckpt)")
@@ -71,7 +81,9 @@ def look_at_ranks(listing: Listing, values: Iterable[tuple[int, Path, object]]) 
     others: dict[Path, None] = {}
     for rank, path, value in values:
         if _FLAT.search(dotted(path)):
-            raise UnsupportedError("holds flat parameters, whose names only the model knows", file=listing.directory)
+            raise UnsupportedError(
+                "holds flat parameters, whose names only the model knows", file=listing.directory, remedy=NO_PROOF
+            )
         if isinstance(value, RankPart) or class_of(value) in ("DTensor", "ShardedTensor"):
             shape, own = value if isinstance(value, RankPart) else _part_of(value, rank)
             cut[path] = None

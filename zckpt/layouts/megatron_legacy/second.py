@@ -20,6 +20,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
+    NO_PROOF,
     BesideMaster,
     HeldRun,
     SecondLook,
@@ -79,7 +80,7 @@ class _Run(NamedTuple):
 def find_again(listing: Listing) -> SecondLook:
     """The model's tensors, and the states beside its masters."""
     if listing.options.tp_rules:
-        raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory)
+        raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory, remedy=NO_PROOF)
     ranks, run = _look(listing)
     names: dict[str, None] = {}
     held: list[HeldRun] = []

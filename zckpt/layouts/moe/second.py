@@ -23,6 +23,7 @@ from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.parallel.second import add_layers, cuts_of, hold_cut, join_ranks, layers_in, ranks_of, tensor_ranks
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
+    NO_PROOF,
     BesideMaster,
     HeldRun,
     SecondLook,
@@ -60,7 +61,9 @@ def find_again(listing: Listing) -> SecondLook:
     ranks = ranks_of(listing)
     if not any(map(_EXPERT.fullmatch, listing.files)):
         if len(ranks) > 1:
-            raise UnsupportedError("shares experts over tensor ranks at stage 3", file=listing.directory)
+            raise UnsupportedError(
+                "shares experts over tensor ranks at stage 3", file=listing.directory, remedy=NO_PROOF
+            )
         return _stage_3(listing)
     everywhere = sorted({int(match["mp"]) for match in map(FILE.fullmatch, listing.files) if match})
     tp = tensor_ranks(listing, len(everywhere))

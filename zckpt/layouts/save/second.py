@@ -22,6 +22,10 @@ Path = tuple[str | int, ...]
 """Keys from the top of a nested state dict to a value."""
 
 
+NO_PROOF = "Compare the output with the model that was trained, or pass --trust-reader."
+"""The remedy where a second reader cannot find the tensors: `verify` says why, and goes on without the proof."""
+
+
 class StoredRows(NamedTuple):
     """Rows of elements in a file, and where they belong in the whole tensor.
 
