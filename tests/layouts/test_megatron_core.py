@@ -196,7 +196,8 @@ def test_saves_in_directories_of_others(inner: str, tmp_path: Path) -> None:
     (hub / "config.json").write_text('{"model_type": "tiny"}')
     opened = open_catalog(str(home))
     assert opened.place.listing.directory.path == str(home / inner) and opened.catalog.source.layout == "megatron-core"
-    assert opened.place.home.path == str(hub)
+    zckpt.convert(home, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "tiny"
 
 
 def test_a_config_as_yaml_stands_for_arguments(tmp_path: Path) -> None:

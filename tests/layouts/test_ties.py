@@ -64,7 +64,7 @@ def test_what_is_taken_for_one_weight(tmp_path: Path) -> None:
     }
     for says, expected in {True: tied, None: tied, False: {}}.items():
         path = saved(tmp_path / f"config {says}", embed.clone(), embed, step=None)
-        config = {"vocab_size": ROWS} | ({} if says is None else {"tie_word_embeddings": says})
+        config = {"model_type": "gemma", "vocab_size": ROWS} | ({} if says is None else {"tie_word_embeddings": says})
         (path / "config.json").write_text(json.dumps(config))
         cases[f"a config that says {says}"] = path, expected
     for what, (path, expected) in cases.items():

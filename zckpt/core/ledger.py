@@ -57,6 +57,8 @@ class Fate(NamedTuple):
 def names_unread(source: Catalog, made: Mapping[str, TensorEntry]) -> list[str]:
     """The tensors of a source of which an output reads no element; those without elements count if their name is missing.
 
+    A copy that is compared with a written tensor in every element is read too: a tied embedding that two stages hold.
+
     Args:
         source: a catalog.
         made: the tensors of the output, whose elements lie in the source's files, or are computed from them.
@@ -66,6 +68,8 @@ def names_unread(source: Catalog, made: Mapping[str, TensorEntry]) -> list[str]:
     if not rest:
         return []
     read = [claim for name, entry in made.items() for claim in _claims(name, entry.dtype.itemsize, entry.fragments)]
+    copies = [(name, one) for name, entry in made.items() for one in entry.replicas if one.whole]
+    read += [claim for name, one in copies for claim in _claims(name, one.dtype.itemsize, one.fragments)]
     stores = dict.fromkeys(fragment.store for claim in read for fragment in claim.fragments)
     shared = [ByteSpan(store, 0, store.size) for store in stores]  # an output may hold a tensor under several names
     claims = Claims(read, shared)

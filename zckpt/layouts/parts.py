@@ -160,12 +160,26 @@ def rank_part_of(
                 part = _parts_beside(place, above, name, series, below, holds_save)
                 if part is not None and any(other.resolved().path not in given for other in part.others()):
                     return part
-                if part is not None and len(part.parts) == 1 and not below and not given:
+                if part is not None and len(part.parts) == 1 and not below and not given and not _holds_adapter(place):
                     return part
             if above.path == at.path or not name:
                 break
             at, below = above, (name, *below)
     return None
+
+
+def _holds_adapter(path: Location) -> bool:
+    """Whether a file holds an adapter, in whose name a rank is the rank of its matrices: `style_rank64.safetensors`."""
+    if not path.is_file():
+        return False
+    try:
+        root = open_container(path.path).root
+        return isinstance(root, Mapping) and any(map(_OF_ADAPTERS.search, flatten(root, [])))
+    except (ZckptError, OSError):  # which the reader tells
+        return False
+
+
+_OF_ADAPTERS = re.compile(r"lora|loha|lokr|hada", re.IGNORECASE)
 
 
 def _is_model_alone(path: Location, name: str) -> bool:

@@ -16,8 +16,8 @@ _MOMENTS = (
     r".*(?:step|iter|epoch|checkpoint)|steps|iters|iterations?|checkpoints|ckpt|chkpt|epochs|updates?|batch|ba|snapshot"
 )
 _PLACES = (
-    r".*(?:rank|node|shard)|part|partition|piece|slice|split|stage|expert|worker|host|machine|process|proc|gpu|npu|device|cuda"
-    r"|pod|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
+    r"(?:local|global|world|dp|tp|pp|ep|mp|cp|sub)?(?:rank|node|shard)s?|part|partition|piece|slice|split|stage|expert|worker"
+    r"|host|machine|process|proc|gpu|npu|device|cuda|pod|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
 )
 _SURE = ("rank", "shard", "consolidated")
 """Words of places that are used for nothing else: where 1 is, there was a 0."""
