@@ -50,16 +50,16 @@ def checkpoint() -> Iterator[str]:
     shutil.rmtree(place, ignore_errors=True)
 
 
-_KNOWN: dict[str, Power] = {}
+_KNOWN: dict[tuple[str, str], Power] = {}
 
 
 def power(name: str, checkpoint: str) -> Power:
-    """The power failures of a trial; recorded once."""
-    if name not in _KNOWN:
+    """The power failures of a trial; recorded once for each checkpoint, which goes where other modules' tests run between."""
+    if (checkpoint, name) not in _KNOWN:
         work, numbers = Path(checkpoint).with_name(name), Numbers()
         work.mkdir(exist_ok=True)
-        _KNOWN[name] = Power({**TRIALS, **MORE}[name](checkpoint, work, numbers), numbers, sites_of)
-    return _KNOWN[name]
+        _KNOWN[checkpoint, name] = Power({**TRIALS, **MORE}[name](checkpoint, work, numbers), numbers, sites_of)
+    return _KNOWN[checkpoint, name]
 
 
 @pytest.mark.parametrize("name", [*TRIALS, *proofs.cases((name,) for name in MORE)])
