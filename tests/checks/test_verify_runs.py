@@ -54,7 +54,13 @@ def made_as(form: str, out: Path) -> tuple[Path, Path]:
 
 def told(found: Verification) -> str:
     assert found.deletable is not None
-    return f"{found.deletable[0]}: {found.deletable[1]}"
+    condition, _, reason = found.deletable[1].rpartition(": every weight is in the output")
+    assert condition.startswith("if you ") == ("only in the shards" in reason)
+    return (
+        f"{found.deletable[0]}: every weight is in the output{reason}"
+        if condition
+        else f"{found.deletable[0]}: {reason}"
+    )
 
 
 def test_a_run_of_fsdp_is_whole_in_a_universal_checkpoint(tmp_path: Path) -> None:

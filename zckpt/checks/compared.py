@@ -319,7 +319,10 @@ def _deletable(
     held = f"; it also holds {all_else}{joined(run.held)}" if run.held else ""
     lost = f"; only in the shards: {joined(only)}" if only else ""
     unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
-    condition = f"if you will not {joined(unless, 'or')}: " if unless else ""
+    if run.held and only:  # a run can resume from the output, without these
+        condition = f"if you do not need {joined(only, 'or')}: "
+    else:
+        condition = f"if you will not {joined(unless, 'or')}: " if unless else ""
     return True, f"{condition}every weight is in the output{_exactly(rounded)}{held}{lost}"
 
 
