@@ -261,7 +261,7 @@ def test_a_killed_save_leaves_a_checkpoint(tmp_path: Path) -> None:
 def test_a_save_may_end_at_every_call(tmp_path: Path) -> None:
     """Killed, or because the call fails; with directories that change places in one step, and without; one rank and two."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "kill_points.py"), str(tmp_path)]
+    command = [sys.executable, str(HERE / "save_kill_points.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)

@@ -1,6 +1,6 @@
 """Saves that end at every call that changes a name, syncs, makes or truncates: by SIGKILL, or because the call fails.
 
-    python kill_points.py HOME
+    python save_kill_points.py HOME
 
 One rank saves a tag again that `latest` names, and prunes an older one; with directories that change places in one step, and
 on a file system that cannot do that. After every end `latest` must name a whole save, the old one or the new one, which
