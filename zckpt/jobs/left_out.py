@@ -36,8 +36,8 @@ def find_left_out(
     unread = names_unread(source, written)
     if not unread:
         return ()
-    before = set(unread) if selectable is None else set(names_unread(source, selectable))
-    fates = tuple(_fates(source, unread, options, before if selectable is not None else set(), rules or {}))
+    lost = set[str]() if selectable is None else set(names_unread(source, selectable))
+    fates = tuple(_fates(source, unread, options, lost, rules or {}))
     check_closed(source, unread, fates)
     return fates
 
