@@ -1,4 +1,4 @@
-"""Makes the helper modules beside the tests importable; a place for tests that sync a thousand files."""
+"""Makes the helper modules beside the tests importable; a place for tests that sync a thousand files; what each file costs."""
 
 import os
 import shutil
@@ -13,6 +13,12 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 sys.path.insert(0, str(Path(__file__).parent))
+
+from costs import Costs  # noqa: E402, I001
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs())
 
 
 @pytest.fixture
