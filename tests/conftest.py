@@ -14,7 +14,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from costs import Costs  # noqa: E402, I001
+from costs import Costs  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""What tests cost: seconds of a processor, of this process and of all that it has started, so that a busy machine does not count."""
+"""What tests cost: seconds of processors, with those of all programs that they start, so that a busy machine does not count."""
 
 from __future__ import annotations
 

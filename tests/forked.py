@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from hangs import HANG_S
 
 
 def main() -> None:
@@ -52,7 +53,9 @@ def launch(asked: dict[str, Any]) -> None:
             listener.close()
             return become(rank, port, log, asked)
         ranks[child] = rank
-    store = dist.TCPStore("127.0.0.1", port, world, True, timedelta(60), False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(
+        "127.0.0.1", port, world, True, timedelta(seconds=HANG_S), False, master_listen_fd=listener.detach()
+    )
     codes = wait(ranks, asked["seconds"])
     del store
     os.write(answers, json.dumps(codes).encode() + b"\n")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from hangs import HANG_S
 
 from zckpt.cli import app
 
@@ -126,7 +127,7 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         if self._python is not None:
-            self._python.communicate(timeout=60)
+            self._python.communicate(timeout=HANG_S)
 
     def follow(self, block: Block) -> None:
         """Does what a block says; an AssertionError tells what went wrong there."""
@@ -150,7 +151,7 @@ class Reader:
         errors = subprocess.STDOUT if together else subprocess.PIPE
         return subprocess.run(
             ["bash", "-c", script], cwd=self._directory, env=self._environment, text=True, stdout=subprocess.PIPE,
-            stderr=errors, timeout=600,
+            stderr=errors, timeout=HANG_S,
         )  # fmt: skip
 
     def _console(self, block: Block) -> None:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hangs import HANG_S
+
 OWN = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 OURS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime")
 """What ranks of zckpt's trainer import."""
@@ -36,7 +38,7 @@ def fork_ranks(
     process = server(modules, preload)
     asked = {
         "world": world, "command": command, "environment": {**os.environ, **OWN, **environment}, "log": str(log),
-        "seconds": 280,
+        "seconds": HANG_S,
     }  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     print(json.dumps(asked), file=process.stdin, flush=True)

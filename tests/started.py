@@ -19,6 +19,8 @@ import tempfile
 import time
 from typing import Any
 
+from hangs import HANG_S
+
 import zckpt.cli
 import zckpt.jobs.convert
 import zckpt.jobs.reshard
@@ -74,7 +76,7 @@ def run(trial: dict[str, Any]) -> dict[str, Any]:
         if rank not in trial.get("absent", ())
     }
     codes: list[int | None] = [None] * trial["size"]
-    while children and time.monotonic() < began + 120:
+    while children and time.monotonic() < began + HANG_S:
         for child in list(children):
             done, status = os.waitpid(child, os.WNOHANG)
             if done:

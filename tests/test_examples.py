@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import proofs
+from hangs import HANG_S
 from hub_server import HubServer
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,7 @@ def ran(home: Path, *words: object, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RANK", "WORLD"))}
     clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", **environment}
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=home, env=clean, capture_output=True, text=True, timeout=300
+        [sys.executable, *map(str, words)], cwd=home, env=clean, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

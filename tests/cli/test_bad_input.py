@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import synth
 import torch
+from hangs import HANG_S
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -515,7 +516,7 @@ def test_interrupted(tmp_path: Path, out: Path, number: int) -> None:
     while process.poll() is None and not list(out.parent.iterdir()):
         time.sleep(0.001)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=HANG_S)
     if process.returncode:  # else it was done before the signal came
         assert process.returncode == 2 and "interrupted" in err.lower()
         assert {path.name for path in out.parent.iterdir()} <= {f".{out.name}.zckpt"}

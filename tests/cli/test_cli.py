@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from hangs import HANG_S
 from typer.testing import CliRunner
 
 from zckpt.base.errors import UsageError, add_note
@@ -37,7 +38,7 @@ def zckpt(*args: object, **environment: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, **ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -379,7 +380,7 @@ def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None
     assert process.stderr.readline() == "ready\n"
     time.sleep(0.1)
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=HANG_S)
     assert (process.returncode, stdout, stderr) == (2, "", "error: interrupted; no output is half written\n")
 
 

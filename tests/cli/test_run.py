@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hangs import HANG_S
 
 SCRIPT = """
 import gc, importlib.metadata, importlib.util, json, os, signal, sys, time, warnings
@@ -66,7 +67,7 @@ def start(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
         environment.pop(name, None)
     return subprocess.run(
         [sys.executable, "-m", "zckpt", "run", *words], cwd=home, env=environment, text=True, capture_output=True,
-        timeout=240, check=False,
+        timeout=HANG_S, check=False,
     )  # fmt: skip
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hangs import HANG_S
 from schemas import check
 
 from zckpt.runtime.command.launch import first_host
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-PATIENCE_S = 240
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def begin(home: Path, words: list[str], **environment: str) -> subprocess.Popen[
 
 def end(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
-        out, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     return out, err
@@ -61,7 +61,7 @@ def steps(home: Path, run: str = "run") -> list[dict[str, Any]]:
 
 
 def wait_for(home: Path, count: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + HANG_S
     while len(steps(home)) < count:
         assert process.poll() is None and time.monotonic() < until, end(process)
         time.sleep(0.1)
@@ -112,7 +112,7 @@ def test_a_rank_that_hangs_or_dies_is_named(home: Path) -> None:
     stopped, killed = rank_of(process.pid, 1), rank_of(process.pid, 0)
     os.kill(stopped, signal.SIGSTOP)
     assert process.stderr is not None
-    patience = threading.Timer(PATIENCE_S, lambda: (os.kill(stopped, signal.SIGCONT), process.kill()))
+    patience = threading.Timer(HANG_S, lambda: (os.kill(stopped, signal.SIGCONT), process.kill()))
     patience.start()
     said = [process.stderr.readline() for _ in range(3)][2]  # two lines tell of the beginning
     patience.cancel()
@@ -147,7 +147,7 @@ def test_a_terminal_sees_a_bar(home: Path) -> None:
             shown += part
     except OSError:  # the other end is closed
         pass
-    assert process.wait(PATIENCE_S) == 0
+    assert process.wait(HANG_S) == 0
     os.close(master)
     last = shown.decode().replace("\r", "\n").strip().splitlines()[-1]
     assert ("3/3" in last and "step/s" in last) or "s/step" in last, shown

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hangs import HANG_S
 from ranks import DEEPSPEED, OURS, OWN, fork_ranks
 
 HERE = Path(__file__).parent
@@ -26,7 +27,7 @@ def torchrun(script: str, world: int, out: Path) -> None:
     """Runs a script of this folder on `world` processes; what it says is in `out`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     done = subprocess.run(
-        [*launcher, str(HERE / script), str(out)], env={**os.environ, **OWN}, capture_output=True, text=True, timeout=280,
+        [*launcher, str(HERE / script), str(out)], env={**os.environ, **OWN}, capture_output=True, text=True, timeout=HANG_S,
         check=False,
     )  # fmt: skip
     (out / "log.txt").write_text(done.stdout + done.stderr)

@@ -50,7 +50,7 @@ def main() -> None:
     """Each check by itself; after a failure the others are left out, since ranks may be out of step."""
     warnings.simplefilter("ignore")
     out = Path(sys.argv[1])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     results: dict[str, Any] = {}
     wanted = set(sys.argv[2:])
     for name, function in CHECKS.items():

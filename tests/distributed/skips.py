@@ -2,7 +2,7 @@
 
     python skips.py HOME
 
-Ends when something is said, or after a minute. Prints what was said, and after how many seconds.
+Ends when something is said, or after ten minutes. Prints what was said, and after how many seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     home, port = Path(sys.argv[1]), free_port()
     pids = [forked(lambda rank=rank: run(home, rank, port)) for rank in range(2)]  # type: ignore[misc]
     began, said = time.monotonic(), ""
-    while not said and time.monotonic() < began + 60:
+    while not said and time.monotonic() < began + 600:
         time.sleep(0.2)
         said = (home / "said 0").read_text() if (home / "said 0").exists() else ""
     for pid in pids:

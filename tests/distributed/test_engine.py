@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hangs import HANG_S
 
 from zckpt.runtime.sharded import watch
 
@@ -219,7 +220,7 @@ def test_a_unit_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
     """In seconds here, since the watch is impatient; slow ranks are not taken for lost ones."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(Path(__file__).parent / "skips.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=HANG_S)
     said, _ = json.loads(done.stdout)
     assert "In forward 3, after 'blocks.1': rank 0 calls 'blocks.2'; rank 1 calls 'blocks.3'" in said
     assert watch.STILL_S + 2 * watch.LOOK_S < 60

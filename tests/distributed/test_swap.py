@@ -13,6 +13,7 @@ from typing import Any
 import proofs
 import pytest
 import torch
+from hangs import HANG_S
 from ranks import OURS, run_ranks
 
 from zckpt.base.errors import OutputError
@@ -143,7 +144,7 @@ def limited(path: Path, kind: str) -> subprocess.CompletedProcess[str]:
         str(path),
         kind,
     ]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 def free_of_limits() -> str:
@@ -178,7 +179,7 @@ def test_a_run_goes_on_after_its_ranks_were_killed(tmp_path: Path) -> None:
     """In the update of a step and in a save; `swap_kills` compares losses, verifies the checkpoint and looks for swap files."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(HERE / "swap_kills.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)
     *before, last = told["began"]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import plans
 import pytest
+from hangs import HANG_S
 from plans import plan_of
 
 from zckpt import Options
@@ -61,7 +62,7 @@ def child(root: Path, work: str, limits: Callable[[], object]) -> str:
     """What a process says that does this under these limits. It must end by itself."""
     code = CHILD.format(tests=[str(Path(__file__).parent), str(Path(plans.__file__).parent)], work=work)
     done = subprocess.run(
-        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=120, preexec_fn=limits,
+        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=HANG_S, preexec_fn=limits,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -259,7 +260,7 @@ def test_a_file_system_that_refuses_direct_writes(after: int, tmp_path: Path) ->
     code = CHILD.format(tests=[str(Path(__file__).parent), str(Path(plans.__file__).parent)], work=work)
     code += "import ctypes; print(ctypes.CDLL(None).refusals())"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S,
         env={**os.environ, "LD_PRELOAD": str(shim)},
     )  # fmt: skip
     assert done.stdout.split() == ["done", "1"], (done.stdout, done.stderr)

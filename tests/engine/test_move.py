@@ -18,6 +18,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from hangs import HANG_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -784,7 +785,7 @@ def test_ctrl_c_stops_it(tmp_path: Path) -> None:
         print("stopped")
     """
     )
-    out, err = child(code, tmp_path, 256).communicate(timeout=60)
+    out, err = child(code, tmp_path, 256).communicate(timeout=HANG_S)
     assert out.strip() == "stopped", err
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hangs import HANG_S
 from plans import NUMEL, plan_of
 
 from zckpt.base.errors import OutputError
@@ -132,7 +133,7 @@ def test_a_run_that_is_stopped_leaves_nobody_waiting(tmp_path: Path) -> None:
 
     def sink(view: memoryview) -> None:
         entered.set()
-        held.wait(30)
+        held.wait(HANG_S)
 
     def progress(written: int) -> None:
         if entered.is_set():

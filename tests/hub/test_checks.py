@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hangs import HANG_S
 from hub_server import TOKEN, HubServer
 from huggingface_hub import HfApi
 
@@ -95,7 +96,7 @@ def test_a_token_that_nobody_knows(checkpoint: Path, server: HubServer, push: Pu
 
 def test_no_token(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Path) -> None:
     process = shell("push", checkpoint, "alice/m", HF_TOKEN=None)
-    err = process.communicate(timeout=240)[1]
+    err = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == 2 and "there is no token for the hub" in err and "hf auth login" in err
     assert server.log == []
 
@@ -104,7 +105,7 @@ def test_the_token_that_is_logged_in(checkpoint: Path, server: HubServer, shell:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(TOKEN)
     process = shell("push", checkpoint, "m", HF_TOKEN=None)
-    assert process.wait(240) == 0, process.communicate()[1]
+    assert process.wait(HANG_S) == 0, process.communicate()[1]
     assert "config.json" in server.files("alice/m")
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hangs import HANG_S
 from hub_server import TOKEN, Blob, HubServer
 
 import zckpt
@@ -191,7 +192,7 @@ def test_a_page_that_is_not_what_was_sent(checkpoint: Path, server: HubServer, s
 
     server.fault("GET", "/tree/", skip=1, call=swap)
     process = shell("push", checkpoint, "alice/m")
-    err = process.communicate(timeout=240)[1]
+    err = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == 2
     assert "'config.json' has 2 bytes" in err and "'tokenizer_config.json' is missing" in err
 
@@ -224,7 +225,7 @@ def test_nobody_there(checkpoint: Path, server: HubServer, shell: Shell, monkeyp
 
 def test_an_address_at_a_hub_that_nobody_reaches(shell: Shell) -> None:
     process = shell("inspect", "hf://alice/m", HF_ENDPOINT="http://127.0.0.1:9")
-    told = process.communicate(timeout=240)[1]
+    told = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == 2 and "no connection" in told and "HTTPS_PROXY" in told, told
 
 
@@ -268,7 +269,7 @@ def test_no_secret_is_ever_told(
     server.fault(method, path, times=50, status=status, body=body)
     given = ["--token", TOKEN] if debug == "1" else [f"--token={TOKEN}"]
     process = shell("push", checkpoint, "alice/m", "--json", *given, HF_TOKEN=None, ZCKPT_DEBUG=debug)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 2 and "error: " in err and "Traceback" * int(debug) in err
     for secret in (TOKEN, "X-Amz-Signature="):
         assert secret not in out and secret not in err

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hangs import HANG_S
 from hub_server import SHARD_BYTES, TOKEN, HubServer
 
 import zckpt
@@ -43,7 +44,7 @@ def large(server: HubServer) -> dict[str, int]:
 def test_a_whole_push_has_so_many_ticks(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Path) -> None:
     small_parts(server)
     process = shell(*arguments(checkpoint, tmp_path))
-    assert process.wait(240) == 0, process.communicate()[1]
+    assert process.wait(HANG_S) == 0, process.communicate()[1]
     assert TICKS <= server.ticks <= TICKS + 15
 
 
@@ -54,12 +55,12 @@ def test_killed_anywhere_it_goes_on(
     small_parts(server)
     first = shell(*arguments(checkpoint, tmp_path))
     server.victim, server.kill_at = first.pid, tick
-    assert first.wait(240) in (-signal.SIGKILL, 0)
+    assert first.wait(HANG_S) in (-signal.SIGKILL, 0)
     assert "alice/m" not in server.repos or set(server.files("alice/m")) in ({".gitattributes"}, set(page(server)))
     published = "alice/m" in server.repos and len(server.repos["alice/m"].branches["main"]) == 2
     again = [*arguments(checkpoint, tmp_path), *(["--yes"] if published else [])]
     second = shell(*again)
-    assert second.wait(240) == 0, second.communicate()[1]
+    assert second.wait(HANG_S) == 0, second.communicate()[1]
     zckpt.convert(checkpoint, tmp_path / "want", dtype="bf16", options=Options(max_shard_size=SHARD_BYTES))
     found = page(server)
     assert found.pop("README.md") and found.pop(".gitattributes") == server.attributes
@@ -136,13 +137,13 @@ def test_ctrl_c(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Pat
 
     server.fault("PUT", "/upload/", skip=1, call=interrupt)
     process = shell(*arguments(checkpoint, tmp_path))
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (2, "")
     assert "Run the same command again to resume" in err and "interrupted" in err
     (left,) = (tmp_path / "scratch").iterdir()
     assert {file.name for file in left.iterdir()} == {"journal.jsonl", "lock"}
     again = shell(*arguments(checkpoint, tmp_path))
-    assert again.wait(240) == 0, again.communicate()[1]
+    assert again.wait(HANG_S) == 0, again.communicate()[1]
     assert all(nbytes <= 2 * large(server)[sha256] for sha256, nbytes in server.sent.items())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hangs import HANG_S
 from hub_server import HubServer
 from safetensors.torch import load_file
 
@@ -55,11 +56,11 @@ def test_from_pretrained(
     tokenizer_beside(home)
     half = json.loads((home / "config.json").read_text())["dtype"] == "bfloat16"
     pushed = shell("push", home, "alice/model", "--revision", revision, "--max-shard-size", shard)
-    assert pushed.wait(240) == 0, pushed.communicate()[1]
+    assert pushed.wait(HANG_S) == 0, pushed.communicate()[1]
     assert server.repos["alice/model"].private
     out = tmp_path / "logits.safetensors"
     command = [sys.executable, "-W", "ignore", "-c", LOAD, "alice/model", revision, str(FIXTURES / name), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = load_file(out)
     assert torch.equal(found["ours"], found["theirs"])

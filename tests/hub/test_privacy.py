@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hangs import HANG_S
 from hub_server import SHARD_BYTES, HubServer
 
 from zckpt.base.errors import UnsafeError
@@ -279,5 +280,5 @@ def test_large_small_files(checkpoint: Path, server: HubServer, push: Pusher, sh
     assert blob.size > 10_000_000 and blob.sha256
     assert server.files("alice/m")["tokenizer.json"] == (checkpoint / "tokenizer.json").read_bytes()
     assert b"tokenizer.json filter=lfs" in server.files("alice/m")[".gitattributes"]
-    assert shell("push", checkpoint, "alice/again", "--max-shard-size", SHARD_BYTES).wait(240) == 0
+    assert shell("push", checkpoint, "alice/again", "--max-shard-size", SHARD_BYTES).wait(HANG_S) == 0
     assert server.files("alice/again")["tokenizer.json"] == server.files("alice/m")["tokenizer.json"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hangs import HANG_S
 from hub_server import SHARD_BYTES, TOKEN, HubServer
 from safetensors.torch import load, load_file, save_file
 from schemas import check
@@ -467,7 +468,7 @@ def test_on_a_disk_with_room_for_two_shards(checkpoint: Path, server: HubServer,
         pytest.skip("only root may mount a file system")
     try:
         done = shell("push", checkpoint, "alice/m", "--scratch", disk, "--max-shard-size", SHARD_BYTES)
-        err = done.communicate(timeout=240)[1]
+        err = done.communicate(timeout=HANG_S)[1]
         assert done.returncode == 0, err
         assert len([n for n in server.files("alice/m") if n.endswith(".safetensors")]) == 3
     finally:
@@ -478,7 +479,7 @@ def test_the_next_shard_is_made_while_the_last_is_sent(
     checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path
 ) -> None:
     def wait_for_the_next() -> None:
-        assert made.wait(30)
+        assert made.wait(HANG_S)
 
     made, first = threading.Event(), server.fault("PUT", "/upload/", call=wait_for_the_next)
 
@@ -506,11 +507,11 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_a_dry_run_prints_exactly_what_goes_up(checkpoint: Path, server: HubServer, shell: Shell) -> None:
     server.create("alice/m", files={"pytorch_model.bin": b"old"})
     options = ["push", checkpoint, "alice/m", "--max-shard-size", SHARD_BYTES, "--yes", "--license", "mit", "--json"]
-    out, err = shell(*options, "--dry-run").communicate(timeout=240)
+    out, err = shell(*options, "--dry-run").communicate(timeout=HANG_S)
     facts = check("page-plan", out)
     assert all(method == "GET" for method, _, _, _ in server.log), err
     done = shell(*options)
-    report = check("page", done.communicate(timeout=240)[0])
+    report = check("page", done.communicate(timeout=HANG_S)[0])
     assert done.returncode == 0
     page = server.files("alice/m")
     del page[".gitattributes"]
@@ -519,7 +520,7 @@ def test_a_dry_run_prints_exactly_what_goes_up(checkpoint: Path, server: HubServ
     assert facts["card"].encode() == page["README.md"]
     assert {file["path"]: file["bytes"] for file in report["files"]} == {name: len(data) for name, data in page.items()}
     lines = shell("push", checkpoint, "alice/m", "--dry-run", "--yes", "--max-shard-size", SHARD_BYTES).communicate(
-        timeout=60
+        timeout=HANG_S
     )[0]
     assert all(f"  {path} (" in lines for path in page)
 
@@ -529,38 +530,38 @@ def test_a_dry_run_tells_what_is_there(checkpoint: Path, server: HubServer, shel
     push(checkpoint)
     page = server.files("alice/m")
     server.create("alice/m", files={**page, SHARD_NAMES[0]: b"x", SHARD_NAMES[1]: page[SHARD_NAMES[1]][:-1] + b"x"})
-    out, err = shell(*options, "--json").communicate(timeout=240)
+    out, err = shell(*options, "--json").communicate(timeout=HANG_S)
     seen = {file["path"]: file["there"] for file in json.loads(out)["files"]}
     assert seen.pop(SHARD_NAMES[0]) == "another" and seen.pop(SHARD_NAMES[1]) == "perhaps the same"
     assert seen.pop(SHARD_NAMES[2]) == "perhaps the same", "of this machine no push has made it"
     assert set(seen.values()) == {"the same"}
     assert "would be refused" in err and "not empty" in err
     process = shell(*options)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0 and "; there already)" in out and "; replaces the one there)" in out
     assert server.files("alice/m")[SHARD_NAMES[0]] == b"x"
 
 
 def test_a_dry_run_needs_no_token(checkpoint: Path, shell: Shell, server: HubServer) -> None:
     process = shell("push", checkpoint, "alice/m", "--dry-run", HF_TOKEN=None)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, server.log) == (0, [])
     assert "alice/m@main (new, private): would get" in out and "the hub was not asked" in err
 
 
 def test_what_it_says(checkpoint: Path, server: HubServer, shell: Shell) -> None:
     out, err = shell("push", checkpoint, "m", "--public", "--no-card", "--token", TOKEN, HF_TOKEN=None).communicate(
-        timeout=60
+        timeout=HANG_S
     )
     assert out.splitlines()[-1] == f"{server.url}/alice/m" and err == ""
     assert "README.md" not in server.files("alice/m")
     process = shell("push", checkpoint, "m")
-    assert "not empty" in process.communicate(timeout=240)[1] and process.returncode == 2
+    assert "not empty" in process.communicate(timeout=HANG_S)[1] and process.returncode == 2
 
 
 def test_an_endpoint_of_ones_own(checkpoint: Path, server: HubServer, shell: Shell) -> None:
     process = shell("push", checkpoint, "alice/m", "--endpoint", server.url, HF_ENDPOINT="http://127.0.0.1:9")
-    assert process.communicate(timeout=240)[0].splitlines()[-1] == f"{server.url}/alice/m"
+    assert process.communicate(timeout=HANG_S)[0].splitlines()[-1] == f"{server.url}/alice/m"
 
 
 def test_to_commands_take_a_page(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Path) -> None:
@@ -570,19 +571,19 @@ def test_to_commands_take_a_page(checkpoint: Path, server: HubServer, shell: She
         ("hf://alice/a@v2/half/", "alice/a", "v2", "half/"),
     ]:
         process = shell("to-fp16", checkpoint, out)
-        assert process.wait(240) == 0, process.communicate()[1]
+        assert process.wait(HANG_S) == 0, process.communicate()[1]
         page = server.files(repo, revision)
         assert all(page[f"{top}{name}"] == data for name, data in local_files(tmp_path / "want").items())
     refused = [
         shell("to-bf16", checkpoint, out) for out in ("hf://alice/a/x.bin", "hf://datasets/alice/a", "hf://alice/a")
     ]
-    errors = [process.communicate(timeout=240)[1] for process in refused]
+    errors = [process.communicate(timeout=HANG_S)[1] for process in refused]
     assert [process.returncode for process in refused] == [2, 2, 2]
     assert (
         "shards in safetensors" in errors[0] and "not the address of a model" in errors[1] and "not empty" in errors[2]
     )
     process = shell("to-fp16", checkpoint, "hf://alice/a")
-    assert "already done" in process.communicate(timeout=240)[0] and process.returncode == 0
+    assert "already done" in process.communicate(timeout=HANG_S)[0] and process.returncode == 0
     with pytest.raises(UsageError, match="push_to_hub"):
         zckpt.convert(checkpoint, "hf://alice/a")
 
@@ -593,15 +594,15 @@ def test_a_checkpoint_at_the_hub(server: HubServer, shell: Shell, tmp_path: Path
     server.create("alice/run", private=True, files={f"ckpt/{name}": data for name, data in local_files(source).items()})
     zckpt.convert(source, tmp_path / "want.safetensors", dtype="bf16")
     process = shell("to-bf16", "hf://alice/run/ckpt", tmp_path / "out.safetensors")
-    assert process.wait(240) == 0, process.communicate()[1]
+    assert process.wait(HANG_S) == 0, process.communicate()[1]
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "want.safetensors").read_bytes()
     gets = [
         (method, path, status) for method, path, _, status in server.log if path.endswith(".pt") and method == "GET"
     ]
     assert gets and all(status == 206 for _, _, status in gets)
-    assert shell("verify", "hf://alice/run/ckpt", tmp_path / "out.safetensors").wait(240) == 0
-    assert shell("push", "hf://alice/run/ckpt", "alice/page", "--dtype", "bf16").wait(240) == 0
-    assert shell("diff", "hf://alice/page", tmp_path / "out.safetensors").wait(240) == 0
+    assert shell("verify", "hf://alice/run/ckpt", tmp_path / "out.safetensors").wait(HANG_S) == 0
+    assert shell("push", "hf://alice/run/ckpt", "alice/page", "--dtype", "bf16").wait(HANG_S) == 0
+    assert shell("diff", "hf://alice/page", tmp_path / "out.safetensors").wait(HANG_S) == 0
     assert server.files("alice/page")["model.safetensors"] == (tmp_path / "want.safetensors").read_bytes()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hangs import HANG_S
 from hub_server import HubServer
 
 import zckpt
@@ -36,7 +37,7 @@ def test_a_page_of_a_hub_with_xet(
     (tmp_path / "store").mkdir()
     server.xet = f"local://{tmp_path / 'store'}"
     process = shell("push", checkpoint, "alice/m", "--max-shard-size", "250000", HF_HUB_DISABLE_XET=None)
-    assert process.wait(120) == 0, process.communicate()[1]
+    assert process.wait(HANG_S) == 0, process.communicate()[1]
     assert any("xet-write-token" in path for _, path, _, _ in server.log)
     assert not any(method == "PUT" for method, _, _, _ in server.log)
     repo = server.repos["alice/m"]
@@ -44,7 +45,7 @@ def test_a_page_of_a_hub_with_xet(
     for shard in shards:
         assert page[shard.name].sha256 == hashlib.sha256(shard.read_bytes()).hexdigest()
         command = [sys.executable, "-c", FETCH, server.xet, str(shard), str(tmp_path / shard.name)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr[-2000:]
         assert (tmp_path / shard.name).read_bytes() == shard.read_bytes()
 
@@ -52,7 +53,7 @@ def test_a_page_of_a_hub_with_xet(
 def test_a_hub_without_xet_is_sent_to_plainly(checkpoint: Path, server: HubServer, shell: Shell) -> None:
     """The library, with hf_xet there, would otherwise try nothing else."""
     process = shell("push", checkpoint, "alice/m", HF_HUB_DISABLE_XET=None)
-    assert process.wait(240) == 0, process.communicate()[1]
+    assert process.wait(HANG_S) == 0, process.communicate()[1]
     assert not any("xet" in path for _, path, _, _ in server.log)
 
 
@@ -62,7 +63,7 @@ def test_a_xet_store_that_fails_is_gone_around(checkpoint: Path, server: HubServ
         "push", checkpoint, "alice/m", HF_HUB_DISABLE_XET=None, HF_XET_CLIENT_RETRY_MAX_ATTEMPTS="1",
         HF_XET_CLIENT_RETRY_BASE_DELAY="10ms",
     )  # fmt: skip
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     assert "trying again" in err and server.url in out
     assert any(method == "PUT" for method, _, _, _ in server.log)

@@ -11,6 +11,7 @@ from typing import Any
 
 import proofs
 import pytest
+from hangs import HANG_S
 from ranks import TRAINER, run_ranks
 
 import zckpt
@@ -48,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             started[engine] = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     for engine, process in started.items():
         try:
-            status = process.wait(timeout=280)
+            status = process.wait(timeout=HANG_S)
         finally:
             process.kill()
         told = [line for line in (home / f"{engine}.log").read_text().splitlines() if "rank" in line]

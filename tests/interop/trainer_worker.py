@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import deepspeed_on_cpu
 import gloo
+from hangs import HANG_S
 
 HOME, ENGINE = Path(sys.argv[1]), (*sys.argv, "deepspeed")[2]
 STEPS, SAVED = 4, 2
@@ -169,7 +170,7 @@ def main() -> None:
         )
     for stage in (2, 3):
         results[f"accelerate {stage}"] = accelerated(mine / f"accelerate {stage}", stage)
-    until = time.monotonic() + 200
+    until = time.monotonic() + HANG_S
     while len(list(theirs.glob("saved_*"))) < dist.get_world_size():
         if time.monotonic() > until:
             raise TimeoutError("the other engine has not saved")

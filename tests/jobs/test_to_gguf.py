@@ -17,6 +17,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
+from hangs import HANG_S
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -201,5 +202,5 @@ def test_several_processes_share_the_work(tmp_path: Path) -> None:
         subprocess.Popen([*command, "--tokenizer", "none"], env={**os.environ, **group, "RANK": str(rank)})
         for rank in range(2)
     ]
-    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    assert [run.wait(timeout=HANG_S) for run in runs] == [0, 0]
     assert zckpt.verify(home, tmp_path / "x.gguf").ok

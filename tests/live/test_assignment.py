@@ -9,6 +9,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from hangs import HANG_S
 
 from zckpt.base.errors import IncompleteError, InconsistentError, UsageError
 from zckpt.core.catalog import TensorPart
@@ -34,7 +35,7 @@ class Threads(Ranks):
         self.boxes[self.rank, rank].put(value)
 
     def receive_value(self, rank: int) -> Any:
-        return self.boxes[rank, self.rank].get(timeout=60)
+        return self.boxes[rank, self.rank].get(timeout=HANG_S)
 
 
 def on_all(size: int, job: Callable[[Threads], Any], *, alike: bool = True) -> list[Any]:

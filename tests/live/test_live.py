@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bits import same_bits
+from hangs import HANG_S
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from truths import how_of, kept_of
@@ -335,7 +336,7 @@ for dtype in ("bf16", None):
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment, timeout=200
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment, timeout=HANG_S
     )
     growth = [int(line) for line in done.stdout.split()]
     assert max(growth) < 32, growth  # 24 of buffers, and what the allocator and the first import of a module keep

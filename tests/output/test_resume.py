@@ -20,6 +20,7 @@ import pytest
 import synth
 import torch
 from computed import COMPUTED
+from hangs import HANG_S
 from outputs import contents, earlier_output
 from typer.testing import CliRunner
 
@@ -298,7 +299,7 @@ def test_two_runs_on_one_output(checkpoint: Path, out: Path, wanted: dict[str, b
         convert(checkpoint, out)
     assert f"process {first.pid} on " in caught.value.found
     first.send_signal(signal.SIGTERM)
-    _, told = first.communicate(timeout=30)
+    _, told = first.communicate(timeout=HANG_S)
     assert first.returncode == 2 and "interrupted" in told
     convert(checkpoint, out)
     assert contents(out) == wanted
@@ -311,7 +312,7 @@ def test_many_runs_at_once(checkpoint: Path, out: Path, wanted: dict[str, bytes]
         subprocess.Popen([*command, "--overwrite"], env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    told = [process.communicate(timeout=60)[1] for process in runs]
+    told = [process.communicate(timeout=HANG_S)[1] for process in runs]
     codes = [process.returncode for process in runs]
     assert 0 in codes
     for code, text in zip(codes, told, strict=True):

@@ -20,6 +20,7 @@ from address_requests import Requests
 from addresses import RECORD, tree
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from hangs import HANG_S
 from s3_server import S3Server
 
 import zckpt
@@ -183,7 +184,7 @@ for first, second in ((4000, 4000), ("5GB", 4000), (4000, "5GB"), ("5GB", "5GB")
 
 def test_transformers_loads_the_old_model_then_none_then_the_new_one(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", LOADS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("[1, 1") == 4
 

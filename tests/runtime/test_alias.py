@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from hangs import HANG_S
 
 NAMES = """
 import zckpt.runtime
@@ -64,7 +65,7 @@ refused("DeepSpeed itself has been imported already")
 def python(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        text=True, capture_output=True, timeout=240, check=False,
+        text=True, capture_output=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     return "" if done.returncode == 0 else done.stderr
 

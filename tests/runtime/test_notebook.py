@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from hangs import HANG_S
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
@@ -32,7 +33,7 @@ def test_every_cell_of_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     notebook = nbformat.read(shutil.copy(EXAMPLE, tmp_path), as_version=4)
     notebook = NotebookClient(
-        notebook, timeout=120, kernel_manager_class=ThisPython, resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=HANG_S, kernel_manager_class=ThisPython, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     said = [str(cell.outputs) for cell in cells]

@@ -14,6 +14,7 @@ import proofs
 import pytest
 import synth
 import torch
+from hangs import HANG_S
 from networks import SERVER, Network, refusal
 from s3_server import KEYS
 
@@ -66,7 +67,7 @@ def test_two_machines_convert_together(launcher: str, source: str, quick_path: P
                 )
                 for rank in range(2)
             ]  # fmt: skip
-            told_of = [process.communicate(timeout=200)[1] for process in running]
+            told_of = [process.communicate(timeout=HANG_S)[1] for process in running]
             assert [process.returncode for process in running] == [0, 0], told_of
             carried = [network.carried(rank) for rank in range(2)]
         finally:

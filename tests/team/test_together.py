@@ -18,6 +18,7 @@ import proofs
 import pytest
 import synth
 import torch
+from hangs import HANG_S
 
 import zckpt
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
@@ -50,7 +51,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def started(*trials: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, str(TESTS / "started.py"), json.dumps(trials)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
 
@@ -217,7 +218,7 @@ def test_torchrun(world: int, zero2: Path, quick_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["out"] == str(out)
@@ -280,7 +281,7 @@ def test_torchrun_loses_a_process(zero2: Path, quick_path: Path) -> None:
     running = subprocess.Popen(
         [*launcher, *arguments, "--limit-rate", "200KB"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
-    journal, until = quick_path / ".out.zckpt" / "journal", time.monotonic() + 200
+    journal, until = quick_path / ".out.zckpt" / "journal", time.monotonic() + HANG_S
     while not journal.exists() and running.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     lock = quick_path / ".out.zckpt" / "lock"
@@ -289,7 +290,7 @@ def test_torchrun_loses_a_process(zero2: Path, quick_path: Path) -> None:
     for child in family:
         if int(child) != lead and b"zckpt" in Path(f"/proc/{child}/cmdline").read_bytes():
             os.kill(int(child), signal.SIGKILL)
-    _, told = running.communicate(timeout=200)
+    _, told = running.communicate(timeout=HANG_S)
     assert running.returncode != 0 and not out.exists()
     assert "process 1 of 2" in told or "process 0 of 2" in told
     zckpt.convert(zero2, out, dtype="bf16", options=Options(max_shard_size="300KB"))
