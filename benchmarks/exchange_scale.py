@@ -23,8 +23,8 @@ from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank
-from zckpt.runtime.checkpoints.exchange import EVERY, Exchange, RankStore, WantedMoves, rounds_of
-from zckpt.runtime.checkpoints.rounds import LIMIT_BYTES
+from zckpt.runtime.saves.exchange import EVERY, Exchange, RankStore, WantedMoves, rounds_of
+from zckpt.runtime.saves.rounds import LIMIT_BYTES
 from zckpt.runtime.world import elements_of
 
 WORLDS = (8, 32, 128, 512, 1024, 4096)

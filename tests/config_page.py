@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from torch.optim import SGD, Adagrad, AdamW
 
-from zckpt.runtime.ds_config.fields import Section, keys_of, kind_of, section_of
-from zckpt.runtime.ds_config.sections import Config
+from zckpt.runtime.config.fields import Section, keys_of, kind_of, section_of
+from zckpt.runtime.config.sections import Config
 from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion
 from zckpt.runtime.optimizers.schedules import SCHEDULES
 

@@ -46,7 +46,7 @@ def test_the_page_draws_the_house() -> None:
     loose = {path.stem for path in ROOT.glob("*.py")}
     assert loose == {"__init__", "__main__", "drop_in"}
     rows = rows_of(page, "What is in each room")
-    trainer = {**rows_of(page, "The trainer"), "`checkpoints`": page.split("\n## The trainer\n")[1]}
+    trainer = {**rows_of(page, "The trainer"), "`saves`": page.split("\n## The trainer\n")[1]}
     homes = {**rows, "`runtime`": page.split("\n## The trainer\n")[1], "`live`": page.split("\n## Live models\n")[1]}
     missing = []
     for room in (

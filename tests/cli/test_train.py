@@ -19,7 +19,7 @@ import pytest
 from hangs import HANG_S
 from schemas import check
 
-from zckpt.runtime.command.launch import first_host
+from zckpt.runtime.train.launch import first_host
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
@@ -196,7 +196,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 
 def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zckpt.base.errors import ZckptError
-    from zckpt.runtime.command.train import TrainingJob, check
+    from zckpt.runtime.train.train import TrainingJob, check
 
     monkeypatch.chdir(home)
     (home / "plain.json").write_text(json.dumps({"train_batch_size": 4}))

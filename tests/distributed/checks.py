@@ -17,9 +17,9 @@ from torch import nn
 from zckpt import live, runtime
 from zckpt.base.errors import CastError, UsageError
 from zckpt.runtime import zero
-from zckpt.runtime.checkpoints import state as run_state
-from zckpt.runtime.sharded.deferred import rows_held_by
-from zckpt.runtime.sharded.shard import DTYPES
+from zckpt.runtime.saves import run_state
+from zckpt.runtime.sharding.deferred import rows_held_by
+from zckpt.runtime.sharding.shard import DTYPES
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
 BF16 = {"bf16": {"enabled": True}}

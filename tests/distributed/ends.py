@@ -23,7 +23,7 @@ from torch import nn
 
 from zckpt import runtime
 from zckpt.base.errors import OutputError
-from zckpt.runtime.checkpoints import saving
+from zckpt.runtime.saves import saving
 
 WAYS = ("well", "exception", "destroyed", "failed", "failed and exception")
 WORLD = 2

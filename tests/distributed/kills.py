@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zckpt import runtime
-from zckpt.runtime.checkpoints import state as run_state
+from zckpt.runtime.saves import run_state
 
 WORLD = 2
 

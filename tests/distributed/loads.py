@@ -13,7 +13,7 @@ from harness import check, main, world
 from saves import SCHEDULE, grouped
 
 from zckpt import runtime
-from zckpt.runtime.checkpoints import state as run_state
+from zckpt.runtime.saves import run_state
 
 
 def begin(stage: int, precision: dict[str, Any]) -> runtime.Engine:

@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import Dataset
 
 from zckpt import runtime
-from zckpt.runtime.checkpoints import state as run_state
+from zckpt.runtime.saves import run_state
 
 WORDS, WIDTH = 11, 6
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from zckpt.runtime import zero
-from zckpt.runtime.sharded.deferred import rows_held_by
+from zckpt.runtime.sharding.deferred import rows_held_by
 
 t.utils.logging.set_verbosity_error()
 t.utils.logging.disable_progress_bar()

@@ -14,7 +14,7 @@ from harness import check, main, rank
 
 from zckpt import hub
 from zckpt.base.errors import ZckptError
-from zckpt.runtime.checkpoints import saving
+from zckpt.runtime.saves import saving
 
 
 @check(2)

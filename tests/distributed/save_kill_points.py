@@ -31,7 +31,7 @@ from zckpt.base.errors import ZckptError
 from zckpt.checks.verify import verify
 from zckpt.output import commit
 from zckpt.runtime import Engine
-from zckpt.runtime.checkpoints import state as run_state
+from zckpt.runtime.saves import run_state
 
 OLD, NEW, NEXT = 2, 3, 4
 

@@ -27,9 +27,8 @@ from zckpt import runtime
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
 from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
 from zckpt.jobs.open import open_catalog
-from zckpt.runtime.checkpoints import exchange, rounds, saving, snapshot
-from zckpt.runtime.checkpoints import state as run_state
-from zckpt.runtime.sharded import gradients
+from zckpt.runtime.saves import exchange, rounds, run_state, saving, snapshot
+from zckpt.runtime.sharding import gradients
 from zckpt.team import meeting
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from kills import forked, free_port
 from torch import nn
 
 from zckpt import runtime
-from zckpt.runtime.sharded import watch
+from zckpt.runtime.sharding import watch
 
 watch.STILL_S, watch.LOOK_S = 2.0, 0.5
 

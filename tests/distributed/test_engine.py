@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hangs import HANG_S
 
-from zckpt.runtime.sharded import watch
+from zckpt.runtime.sharding import watch
 
 Outcome = Callable[..., list[Any]]
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}

@@ -19,7 +19,7 @@ from ranks import OURS, run_ranks
 from zckpt.base.errors import OutputError
 from zckpt.checks.verify import verify
 from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
-from zckpt.runtime.swap.files import SwapFile
+from zckpt.runtime.swapping.files import SwapFile
 
 HERE = Path(__file__).parent
 
@@ -160,7 +160,7 @@ def test_a_model_whose_states_exceed_the_memory_of_the_process(tmp_path: Path) -
 
 
 def test_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
-    code = "import sys, os, signal; from zckpt.runtime.swap.files import SwapFile; f = SwapFile(sys.argv[1]); print(f.path)"
+    code = "import sys, os, signal; from zckpt.runtime.swapping.files import SwapFile; f = SwapFile(sys.argv[1]); print(f.path)"
     killed = subprocess.run(
         [sys.executable, "-c", f"{code}; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)", str(tmp_path)],
         capture_output=True, text=True, check=False,
@@ -189,7 +189,7 @@ def test_a_run_goes_on_after_its_ranks_were_killed(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_that_says_how_much_is_missing(tmp_path: Path) -> None:
     code = (
-        "import resource, signal, sys; from zckpt.runtime.swap.files import SwapFile;"
+        "import resource, signal, sys; from zckpt.runtime.swapping.files import SwapFile;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
         "SwapFile(sys.argv[1]).reserve(1 << 22)"
     )

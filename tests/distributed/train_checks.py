@@ -1,4 +1,4 @@
-"""`zckpt.runtime.command.train` on several ranks; the tests of this folder say what must come out."""
+"""`zckpt.runtime.train.train` on several ranks; the tests of this folder say what must come out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from live_checks import Shared, equal, load, same_files
 
 import zckpt
 from zckpt import live
-from zckpt.runtime.command.train import TrainingJob, train
+from zckpt.runtime.train.train import TrainingJob, train
 
 CHECKS.clear()  # those of `live_checks`
 
@@ -112,7 +112,7 @@ def tiny_is_gpt2() -> dict[str, Any]:
     """tiny-gpt exports what transformers computes the same with."""
     from transformers import AutoModelForCausalLM
 
-    from zckpt.runtime.command.tiny_gpt import TinyGPT
+    from zckpt.runtime.train.tiny_gpt import TinyGPT
 
     torch.manual_seed(2)
     model = TinyGPT()

@@ -11,7 +11,7 @@ import torch
 from zckpt import runtime
 from zckpt.base.errors import UsageError
 from zckpt.runtime import checkpointing
-from zckpt.runtime.ds_config.read import read_config
+from zckpt.runtime.config.read import read_config
 
 
 @pytest.fixture(autouse=True)

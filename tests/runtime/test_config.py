@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.runtime.ds_config.read import BatchSizes, batch_of, read_config
+from zckpt.runtime.config.read import BatchSizes, batch_of, read_config
 
 NVME = {"device": "nvme", "nvme_path": "/x"}
 SMALLEST: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}

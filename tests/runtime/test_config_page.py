@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from config_page import page
 
-from zckpt.runtime.ds_config.fields import Section, keys_of, kind_of, named, section_of
-from zckpt.runtime.ds_config.reports import FlopsProfilerSection, ThroughputSection
-from zckpt.runtime.ds_config.sections import BF16, FP16, Config
-from zckpt.runtime.ds_config.zero import OffloadOptimizer, OffloadParam, Zero
+from zckpt.runtime.config.fields import Section, keys_of, kind_of, named, section_of
+from zckpt.runtime.config.reports import FlopsProfilerSection, ThroughputSection
+from zckpt.runtime.config.sections import BF16, FP16, Config
+from zckpt.runtime.config.zero import OffloadOptimizer, OffloadParam, Zero
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

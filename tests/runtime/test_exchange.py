@@ -13,7 +13,7 @@ from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import BF16, F32, U8, DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.layouts.zero.torch_files import Pair
-from zckpt.runtime.checkpoints.exchange import EVERY, LARGEST_ITEM, Exchange, RankStore, WantedMoves, rounds_of
+from zckpt.runtime.saves.exchange import EVERY, LARGEST_ITEM, Exchange, RankStore, WantedMoves, rounds_of
 from zckpt.runtime.world import elements_of
 
 Tensors = dict[Hashable, torch.Tensor]

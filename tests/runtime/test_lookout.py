@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zckpt.cli.progress_lines import ProgressLines, duration
-from zckpt.runtime.command.lookout import EQUAL_S, LATE_S, SILENT_S, Doing, Lookout
-from zckpt.runtime.command.metrics import Step
+from zckpt.runtime.train.lookout import EQUAL_S, LATE_S, SILENT_S, Doing, Lookout
+from zckpt.runtime.train.metrics import Step
 from zckpt.runtime.world import World
 
 WAITS = Doing(40, 12, "in forward", LATE_S + 5, 30, "process 1 on a", "engine.py, line 9, in forward")

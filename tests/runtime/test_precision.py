@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zckpt.base.errors import CastError
-from zckpt.runtime.ds_config.sections import FP16
+from zckpt.runtime.config.sections import FP16
 from zckpt.runtime.optimizers.loss_scale import LossScaler, loss_scaler
 
 

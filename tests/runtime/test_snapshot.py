@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zckpt.runtime.checkpoints import snapshot
-from zckpt.runtime.sharded import parameter
+from zckpt.runtime.saves import snapshot
+from zckpt.runtime.sharding import parameter
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -11,8 +11,8 @@ import torch
 
 from zckpt import _core
 from zckpt.runtime.optimizers.lion_lamb import Lion
-from zckpt.runtime.swap import kernels
-from zckpt.runtime.swap.kernels import kernel_of, rates, step
+from zckpt.runtime.swapping import kernels
+from zckpt.runtime.swapping.kernels import kernel_of, rates, step
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "Adagrad": torch.optim.Adagrad, "Lion": Lion}

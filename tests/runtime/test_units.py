@@ -7,7 +7,7 @@ from torch import nn
 
 from zckpt.base.errors import UsageError
 from zckpt.runtime import utils
-from zckpt.runtime.sharded.units import find_units, merged
+from zckpt.runtime.sharding.units import find_units, merged
 
 
 class Block(nn.Module):

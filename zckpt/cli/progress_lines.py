@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from zckpt.base.words import size
 
 if TYPE_CHECKING:
-    from zckpt.runtime.command.metrics import Step
+    from zckpt.runtime.train.metrics import Step
 
 
 class ProgressLines:

@@ -57,7 +57,7 @@ def run(
             "there is no such script", file=script, remedy="Pass the path of a Python file, or -m and a module's name."
         )
     if nproc > 1 or "SLURM_PROCID" in os.environ:
-        from zckpt.runtime.command.launch import is_worker, launch
+        from zckpt.runtime.train.launch import is_worker, launch
 
         if not is_worker(os.environ) and nproc > 1:
             raise typer.Exit(launch(["run", *(["-m"] if module else []), script, *words], nproc))

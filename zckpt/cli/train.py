@@ -22,8 +22,8 @@ from zckpt.cli.output import Console
 from zckpt.cli.progress_lines import ProgressLines
 
 if TYPE_CHECKING:
-    from zckpt.runtime.command.metrics import Step
-    from zckpt.runtime.command.train import Outcome
+    from zckpt.runtime.train.metrics import Step
+    from zckpt.runtime.train.train import Outcome
 
 
 _run = partial(typer.Option, rich_help_panel="Run")
@@ -89,8 +89,8 @@ def train(
 ) -> None:
     """Starts the processes of a run, or is one of them."""
     try:
-        from zckpt.runtime.command import train as run
-        from zckpt.runtime.command.launch import is_worker, launch
+        from zckpt.runtime.train import train as run
+        from zckpt.runtime.train.launch import is_worker, launch
     except ImportError as error:
         raise UnsupportedError(
             "training needs libraries that are not installed", found=str(error),

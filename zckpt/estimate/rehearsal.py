@@ -5,8 +5,8 @@ For `choices`. Nothing is allocated here.
 ones the weights in the dtype of the computation. A group of units is gathered into one buffer and copied out of it. Stages 0 to
 2 keep it gathered, also between steps; stage 3 drops a unit after its forward and gathers it
 again. Gradients of a group are whole until its backward has ended, are copied into one buffer, and reduced; this rank's part of
-the result becomes fp32. Without an accelerator the groups of stages 0 to 2 are large (`runtime.sharded.shard`), and a reduction
-needs one more buffer (`runtime.sharded.collectives`).
+the result becomes fp32. Without an accelerator the groups of stages 0 to 2 are large (`runtime.sharding.shard`), and a reduction
+needs one more buffer (`runtime.sharding.collectives`).
 Source: torch 2.13, distributed/fsdp/_fully_shard; checked by tests/estimate/test_measured.py.
 """
 

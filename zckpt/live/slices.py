@@ -22,7 +22,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import embed
 
-_SHARDED_PARAMETER = "_zckpt_sharded_parameter"  # set by `runtime.sharded` on the parameters that it trains
+_SHARDED_PARAMETER = "_zckpt_sharded_parameter"  # set by `runtime.sharding` on the parameters that it trains
 
 
 def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment, ...]]:

@@ -1,6 +1,6 @@
 """The bundled trainer: DeepSpeed's config and calls on PyTorch's own sharding.
 
-    engine, optimizer, loader, lr_scheduler = zckpt.runtime.initialize(model=model, config="ds_config.json")
+    engine, optimizer, loader, lr_scheduler = zckpt.runtime.initialize(model=model, config="config.json")
     for batch in data:
         loss = engine(batch)
         engine.backward(loss)
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from zckpt.runtime.alias import as_deepspeed
     from zckpt.runtime.arguments import add_config_arguments
     from zckpt.runtime.comm import init_distributed
-    from zckpt.runtime.ds_config.attributes import DeepSpeedConfig
-    from zckpt.runtime.ds_config.read import read_config
+    from zckpt.runtime.config.attributes import DeepSpeedConfig
+    from zckpt.runtime.config.read import read_config
     from zckpt.runtime.engine import Engine
     from zckpt.runtime.estimation.live import estimate
     from zckpt.runtime.runtime.base_optimizer import DeepSpeedOptimizer
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DeepSpeedConfig": "ds_config.attributes",
+    "DeepSpeedConfig": "config.attributes",
     "DeepSpeedConfigError": "runtime.config",
     "DeepSpeedDataLoader": "runtime.dataloader",
     "DeepSpeedEngine": "runtime.engine",
@@ -75,7 +75,7 @@ _HOMES = {
     "initialize": "start",
     "log_dist": "utils",
     "logger": "utils",
-    "read_config": "ds_config.read",
+    "read_config": "config.read",
 }
 """Public name -> its module, which is imported when the name is first used."""
 

@@ -24,8 +24,8 @@ from torch.utils import checkpoint as torchs
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.live.device import pins, synchronize
-from zckpt.runtime.ds_config.read import read_activations
-from zckpt.runtime.ds_config.reports import ActivationSection
+from zckpt.runtime.config.read import read_activations
+from zckpt.runtime.config.reports import ActivationSection
 
 __all__ = [
     "checkpoint",

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import joined
-from zckpt.runtime.sharded.deferred import gather_rows
-from zckpt.runtime.sharded.parameter import ShardedParameter, sharded_parameter_of
+from zckpt.runtime.sharding.deferred import gather_rows
+from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
 
 _OPTIMIZER = "_zckpt_optimizer"
 

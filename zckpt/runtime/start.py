@@ -21,19 +21,19 @@ from zckpt.base.errors import UsageError
 from zckpt.runtime.arguments import config_of, refuse_parallel
 from zckpt.runtime.checkpointing import configure_once
 from zckpt.runtime.comm.comm import DEFAULT_PORT, init_distributed
-from zckpt.runtime.data import Loader
-from zckpt.runtime.ds_config.read import Settings, batch_of, read_config
+from zckpt.runtime.config.read import Settings, batch_of, read_config
 from zckpt.runtime.engine import Engine
+from zckpt.runtime.loader import Loader
 from zckpt.runtime.monitor.monitor import check_libraries
 from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
-from zckpt.runtime.sharded.buffers import cast_buffers
-from zckpt.runtime.sharded.inference import allow_inference
-from zckpt.runtime.sharded.shard import DTYPES, Precision, shard
-from zckpt.runtime.sharded.units import Wrap
-from zckpt.runtime.sharded.watch import Watch
-from zckpt.runtime.swap.install import Swap
+from zckpt.runtime.sharding.buffers import cast_buffers
+from zckpt.runtime.sharding.inference import allow_inference
+from zckpt.runtime.sharding.shard import DTYPES, Precision, shard
+from zckpt.runtime.sharding.units import Wrap
+from zckpt.runtime.sharding.watch import Watch
+from zckpt.runtime.swapping.install import Swap
 from zckpt.runtime.world import join_world, mesh_of
 
 _log = logging.getLogger("zckpt.runtime")

@@ -1,6 +1,6 @@
 """Who takes part: ranks, device, process groups.
 
-For `start`, `zero` and `sharded`. A process group that exists is used, or one is made from torchrun's variables; without either,
+For `start`, `zero` and `sharding`. A process group that exists is used, or one is made from torchrun's variables; without either,
 one process trains alone.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.live.device import default_backend, use_device
-from zckpt.runtime.ds_config.zero import Zero
+from zckpt.runtime.config.zero import Zero
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from zckpt.base.errors import UsageError
 from zckpt.live.device import device_of_messages
 from zckpt.runtime.arguments import refuse_parallel, refuse_partial
-from zckpt.runtime.ds_config.read import read_config
-from zckpt.runtime.ds_config.zero import Zero
-from zckpt.runtime.sharded.deferred import Recorder, cut, defer, gather_rows, rows_held_by
-from zckpt.runtime.sharded.external import register_external_parameter, unregister_external_parameter
-from zckpt.runtime.sharded.labels import ZeroParamStatus, ZeroParamType, label
-from zckpt.runtime.sharded.parameter import ShardedParameter, sharded_parameter_of
-from zckpt.runtime.sharded.pretrained import take_over
+from zckpt.runtime.config.read import read_config
+from zckpt.runtime.config.zero import Zero
+from zckpt.runtime.sharding.deferred import Recorder, cut, defer, gather_rows, rows_held_by
+from zckpt.runtime.sharding.external import register_external_parameter, unregister_external_parameter
+from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType, label
+from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
+from zckpt.runtime.sharding.pretrained import take_over
 from zckpt.runtime.world import join_world, mesh_of
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 from zckpt.base.errors import UnsupportedError
 from zckpt.estimate.choices import RunShape
 from zckpt.estimate.rehearsal import BYTES
-from zckpt.runtime.ds_config.read import Settings, batch_of, read_config
+from zckpt.runtime.config.read import Settings, batch_of, read_config
 
 Asked = tuple[int, bool, str]
 """Stage, offload and precision."""

@@ -19,7 +19,7 @@ from zckpt.estimate.deepspeed_formula import parameters_of
 from zckpt.estimate.sizes import ModelSize, ParameterSize, Unit
 from zckpt.estimate.sources import Unknown
 from zckpt.runtime.estimation.asked import asked_of
-from zckpt.runtime.sharded.units import Wrap, find_units
+from zckpt.runtime.sharding.units import Wrap, find_units
 
 
 def estimate(

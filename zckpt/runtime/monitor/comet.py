@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zckpt.runtime.ds_config.reports import CometSection
+from zckpt.runtime.config.reports import CometSection
 from zckpt.runtime.monitor.events import Event
 
 

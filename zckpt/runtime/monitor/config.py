@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zckpt.base.dataclass import dataclass
-from zckpt.runtime.ds_config.reports import CometSection, CSVSection, TensorBoardSection, WandbSection
+from zckpt.runtime.config.reports import CometSection, CSVSection, TensorBoardSection, WandbSection
 
 
 @dataclass(frozen=True, slots=True)

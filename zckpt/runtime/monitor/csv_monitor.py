@@ -10,7 +10,7 @@ import csv
 import os
 from collections.abc import Sequence
 
-from zckpt.runtime.ds_config.reports import CSVSection
+from zckpt.runtime.config.reports import CSVSection
 from zckpt.runtime.monitor.events import Event
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from zckpt.runtime.ds_config.reports import TensorBoardSection
+from zckpt.runtime.config.reports import TensorBoardSection
 from zckpt.runtime.monitor.events import Event
 
 

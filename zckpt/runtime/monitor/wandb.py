@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zckpt.runtime.ds_config.reports import WandbSection
+from zckpt.runtime.config.reports import WandbSection
 from zckpt.runtime.monitor.events import Event
 
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
-from zckpt.runtime.ds_config.read import Settings
+from zckpt.runtime.config.read import Settings
 from zckpt.runtime.optimizers.build import Groups, build_optimizer, check_elementwise
-from zckpt.runtime.sharded.parameter import ShardedParameter
+from zckpt.runtime.sharding.parameter import ShardedParameter
 
 
 def groups_of(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:

@@ -34,7 +34,7 @@ from zckpt.runtime.profiling.timer import (
 )
 
 if TYPE_CHECKING:
-    from zckpt.runtime.run import TrainingRun
+    from zckpt.runtime.training_run import TrainingRun
 
 _log = logging.getLogger("zckpt.runtime")
 _GB = 1 << 30

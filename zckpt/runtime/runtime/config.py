@@ -1,7 +1,7 @@
 """`deepspeed.runtime.config`."""
 
 from zckpt.base.errors import UsageError as DeepSpeedConfigError
-from zckpt.runtime.ds_config.attributes import DeepSpeedConfig
+from zckpt.runtime.config.attributes import DeepSpeedConfig
 
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAM_OPTIMIZER = "adam"

@@ -15,7 +15,7 @@ from zckpt.runtime.parameters import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from zckpt.runtime.sharded.external import (
+from zckpt.runtime.sharding.external import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from zckpt.runtime.ds_config.zero import Zero as DeepSpeedZeroConfig
+from zckpt.runtime.config.zero import Zero as DeepSpeedZeroConfig
 
 __all__ = ["DeepSpeedZeroConfig", "ZeroStageEnum"]
 

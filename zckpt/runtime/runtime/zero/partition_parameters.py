@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from zckpt.runtime.accelerator import get_accelerator
-from zckpt.runtime.sharded.external import register_external_parameter, unregister_external_parameter
-from zckpt.runtime.sharded.labels import ZeroParamStatus, ZeroParamType
+from zckpt.runtime.sharding.external import register_external_parameter, unregister_external_parameter
+from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType
 from zckpt.runtime.zero import GatheredParameters, Init
 
 __all__ = [

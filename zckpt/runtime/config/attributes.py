@@ -1,0 +1,111 @@
+"""A config as DeepSpeed's scripts and libraries read it: `DeepSpeedConfig(config).train_batch_size`.
+
+For scripts, and for the engine's `_config`. Source: DeepSpeed 0.19.8, runtime/config.py, for the names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, read_config
+
+_log = logging.getLogger("zckpt.runtime")
+
+
+class DeepSpeedConfig:
+    """The values of a config, by DeepSpeed's names.
+
+    Args:
+        config: a path, a dict or JSON text.
+        mpu: not read: batch sizes are those of data parallelism.
+        mesh_device: likewise.
+
+    Raises:
+        UsageError: the config is wrong; see `read_config`.
+    """
+
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        settings = read_config(config)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._set(settings, batch_of(settings, world_size), world_size)
+
+    @classmethod
+    def of(cls, settings: Settings, batch: BatchSizes, world_size: int) -> DeepSpeedConfig:
+        """The same of a config that was read already."""
+        made = cls.__new__(cls)
+        made._set(settings, batch, world_size)
+        return made
+
+    def _set(self, settings: Settings, batch: BatchSizes, world_size: int) -> None:
+        config, zero = settings.config, settings.zero
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = world_size
+        self.train_batch_size = batch.total
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self._param_dict = settings.raw
+        self.managed_gradient_accumulation = config.managed_gradient_accumulation
+        self.steps_per_print = config.steps_per_print
+        self.dump_state = config.dump_state
+        self.wall_clock_breakdown = config.wall_clock_breakdown
+        self.memory_breakdown = config.memory_breakdown
+        self.gradient_clipping = config.gradient_clipping
+        self.prescale_gradients = config.prescale_gradients
+        self.gradient_predivide_factor = config.gradient_predivide_factor
+        self.gradient_allreduce_op = config.gradient_allreduce_op
+        self.communication_data_type = torch_dtype(config.communication_data_type)
+        self.zero_config = zero
+        self.zero_optimization_stage = zero.stage
+        self.zero_enabled = zero.stage > 0
+        self.float16_config = config.fp16
+        self.bfloat16_config = settings.bf16
+        self.fp16_enabled = config.fp16.enabled
+        self.bfloat16_enabled = settings.bf16.enabled
+        self.torch_autocast_enabled = False
+        self.optimizer_name = _lower_own(config.optimizer.type)
+        self.optimizer_params = dict(config.optimizer.params) if config.optimizer.type else None
+        self.zero_allow_untested_optimizer = config.zero_allow_untested_optimizer
+        self.zero_force_ds_cpu_optimizer = config.zero_force_ds_cpu_optimizer
+        self.scheduler_name = config.scheduler.type
+        self.scheduler_params = dict(config.scheduler.params) if config.scheduler.type else None
+        self.checkpoint_tag_validation_enabled = config.checkpoint.tag_validation != "IGNORE"
+        self.checkpoint_tag_validation_fail = config.checkpoint.tag_validation == "FAIL"
+        self.use_node_local_storage = config.checkpoint.use_node_local_storage
+        self.load_universal_checkpoint = config.checkpoint.load_universal
+        self.grad_accum_dtype = config.data_types.grad_accum_dtype
+        self.dataloader_drop_last = config.dataloader_drop_last
+        self.log_level = config.log_level
+
+    def print_user_config(self) -> None:
+        """Logs the config as it was given, with every "auto" filled in."""
+        _log.info("json = %s", json.dumps(self._param_dict, sort_keys=True, indent=4))
+
+    def print(self, name: str) -> None:
+        """Logs every value, under a name."""
+        _log.info("%s:", name)
+        for key, value in sorted(vars(self).items()):
+            if not key.startswith("_"):
+                _log.info("  %s %s %s", key, "." * (29 - len(key)), value)
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """Torch's dtype for a name in a config; None for None."""
+    return None if name is None else DTYPES[name]
+
+
+def _lower_own(kind: str | None) -> str | None:
+    """DeepSpeed's own optimizers have names in lower case."""
+    own = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd")
+    return kind.lower() if kind is not None and kind.lower() in own else kind

@@ -1,0 +1,86 @@
+"""Walks over a config by the names of its keys: which are unknown, unused, missed or refused.
+
+For `read` and `checks`. Sections that a model describes are walked into; in those whose keys are known by name only, the names
+are looked at.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from zckpt.runtime.config.fields import Section, is_off, keys_of, kind_of, named, section_of
+from zckpt.runtime.config.sections import Config
+
+
+def unknown_keys(
+    raw: Mapping[str, Any], section: type[Section] = Config, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Dotted names that no model knows, each with the most similar one that is known."""
+    fields = dict(named(section))
+    for key, value in raw.items():
+        path = f"{prefix}{key}"
+        if key not in fields:
+            yield path, _nearest(key, prefix, fields)
+            continue
+        inner, keys = section_of(fields[key]), keys_of(fields[key])
+        if isinstance(value, Mapping) and inner is not None:
+            yield from unknown_keys(value, inner, f"{path}.")
+        elif isinstance(value, Mapping) and keys is not None:
+            yield from ((f"{path}.{name}", _nearest(name, f"{path}.", keys)) for name in value if name not in keys)
+
+
+def unused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted names that were given and change nothing, each with the reason."""
+    for path, _, field in _given(raw, Config, ""):
+        if kind_of(field) == "unused":
+            yield path, field.description or ""
+
+
+def missed_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted names that ask for something to be shown that is not, each with the reason."""
+    for path, value, field in _given(raw, Config, ""):
+        if kind_of(field) == "missed" and not is_off(value) and value != field.default:
+            yield path, field.description or ""
+
+
+def refused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted names that switch on what is not built, each with the reason."""
+    for path, value, field in _given(raw, Config, ""):
+        if kind_of(field) == "refused" and not is_off(value) and value != field.default:
+            yield path, field.description or ""
+
+
+def _given(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Every known key that was given, with its value; of sections that a model describes, the keys inside."""
+    fields = dict(named(section))
+    for key, value in raw.items():
+        if key in fields:
+            inner = section_of(fields[key])
+            if isinstance(value, Mapping) and inner is not None:
+                yield from _given(value, inner, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value, fields[key]
+
+
+def _nearest(key: str, prefix: str, names: Collection[str]) -> str:
+    everywhere = {path.rpartition(".")[2]: path for path in _all_names(Config, "")}
+    if key in everywhere:
+        return everywhere[key]
+    for candidates in (list(names), list(everywhere)):
+        close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.6)
+        if close:
+            return f"{prefix}{close[0]}" if close[0] in names else everywhere[close[0]]
+    return f"{prefix}{difflib.get_close_matches(key, list(names), n=1, cutoff=0.0)[0]}"
+
+
+def _all_names(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in named(section):
+        yield f"{prefix}{name}"
+        inner = section_of(field)
+        if inner is not None:
+            yield from _all_names(inner, f"{prefix}{name}.")
+        yield from (f"{prefix}{name}.{key}" for key in keys_of(field) or ())

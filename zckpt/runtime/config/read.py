@@ -1,0 +1,292 @@
+"""Reads a DeepSpeed config: what is asked for, checked as a whole before anything is built.
+
+For `initialize` and `zero.Init`. The order: JSON; unknown keys, at every depth; `"auto"`; values (pydantic); features
+that are not built; contradictions; the batch sizes. All that is wrong in one of these ways is reported at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UsageError
+from zckpt.base.words import count, examples
+from zckpt.runtime.config.checks import refuse_contradictions, refuse_unbuilt
+from zckpt.runtime.config.names import missed_keys, unknown_keys, unused_keys
+from zckpt.runtime.config.reports import ActivationSection
+from zckpt.runtime.config.sections import BF16, Config
+from zckpt.runtime.config.zero import Zero
+
+Json = dict[str, Any]
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OWN_AUTO = frozenset(("data_types.keep_in_fp32_modules",))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Samples per optimizer step: `total` = `micro` x `accumulation` x world size."""
+
+    total: int
+    micro: int
+    accumulation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A config that was read.
+
+    Attributes:
+        config: the values.
+        raw: the JSON, with every "auto" filled in.
+        unused: keys that were given and change nothing, each with the reason.
+        missed: keys that ask for something to be shown that is not, each with the reason.
+        file: where it was read from, for messages.
+    """
+
+    config: Config
+    raw: Json
+    unused: tuple[tuple[str, str], ...]
+    missed: tuple[tuple[str, str], ...]
+    file: str
+
+    @property
+    def zero(self) -> Zero:
+        """The section `zero_optimization`."""
+        return self.config.zero_optimization
+
+    @property
+    def bf16(self) -> BF16:
+        """The section `bf16`, by whichever name it was given."""
+        return self.config.bfloat16 or self.config.bf16
+
+
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    auto: Mapping[str, Any] | None = None,
+    hidden_size: int | None = None,
+    allow_unknown: bool = False,
+    early: bool = False,
+) -> Settings:
+    """Reads and checks a config.
+
+    Args:
+        config: a path, JSON text, or what `json.load` returns.
+        auto: values for keys that say "auto": nested as the config is, or by dotted name (`optimizer.params.lr`).
+        hidden_size: the model's width, for the keys that transformers computes from it.
+        allow_unknown: leave out unknown keys and list them in `Settings.unused`, instead of raising an error.
+        early: the values of "auto" may come later: keys without one have their defaults.
+
+    Raises:
+        UsageError: not a config, unknown keys, "auto" without a value, wrong values, contradictions.
+        UnsupportedError: it switches on a feature that is not built.
+    """
+    raw, file = _load(config)
+    unknown = list(unknown_keys(raw))
+    if unknown and not allow_unknown:
+        raise _unknown(unknown, file)
+    for path, _ in unknown:
+        _pop(raw, path)
+    _fill_auto(raw, file, _flat(auto or {}) | _computed(hidden_size), early=early)
+    try:
+        values = Config.model_validate(raw)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
+        raise UsageError(
+            f"{count(len(wrong), 'value is', 'values are')} not valid",
+            file=file,
+            found="; ".join(wrong),
+            remedy=f"Correct {'it' if len(wrong) == 1 else 'them'}; docs/config.md lists the values of each key.",
+        ) from error
+    refuse_unbuilt(values, raw, file)
+    refuse_contradictions(values, raw, file)
+    left_out = ((path, "not known, left out as asked") for path, _ in unknown)
+    return Settings(
+        values,
+        raw,
+        (*left_out, *unused_keys(raw), *_unused_at(values.zero_optimization)),
+        tuple(missed_keys(raw)),
+        file,
+    )
+
+
+def _unused_at(zero: Zero) -> Iterator[tuple[str, str]]:
+    """Keys that change nothing at this stage, and the reason."""
+    if zero.stage < 3 and (zero.cpu_offload_param or (zero.offload_param and zero.offload_param.device != "none")):
+        yield "zero_optimization.offload_param", f"stage {zero.stage} cuts no parameters; DeepSpeed leaves it out too"
+
+
+def read_activations(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationSection:
+    """The section `activation_checkpointing` of a config, of which no other key is looked at.
+
+    Raises:
+        UsageError: not a config, or the section has unknown keys or wrong values.
+    """
+    raw, file = _load(config)
+    try:
+        return ActivationSection.model_validate(raw.get("activation_checkpointing", {}))
+    except ValidationError as error:
+        raise UsageError(
+            "the section activation_checkpointing is not valid", file=file,
+            found="; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()),
+            remedy="Correct it; docs/config.md lists its keys.",
+        ) from error  # fmt: skip
+
+
+def _unknown(unknown: Sequence[tuple[str, str]], file: str) -> UsageError:
+    remedy = "Correct or remove it, or pass allow_unknown=True to train without it."
+    if len(unknown) == 1:
+        [(path, nearest)] = unknown
+        return UsageError(f"unknown key {path!r}; did you mean {nearest!r}?", file=file, remedy=remedy)
+    return UsageError(
+        f"{len(unknown)} unknown keys",
+        file=file,
+        found=examples((path for path, _ in unknown), 10),
+        expected=f"perhaps {examples((nearest for _, nearest in unknown), 10)}",
+        remedy=remedy.replace(" it", " them"),
+    )
+
+
+def batch_of(settings: Settings, world_size: int) -> BatchSizes:
+    """The batch sizes: two of the three give the third, one gives the others with an accumulation of 1.
+
+    Raises:
+        UsageError: they contradict each other, do not divide, or none is given; the sum is in the message.
+    """
+    config = settings.config
+    total, micro, accumulation = (getattr(config, name) for name in _BATCH)
+    if total is None and micro is None:
+        raise UsageError(
+            "has no batch size",
+            file=settings.file,
+            expected="train_batch_size or train_micro_batch_size_per_gpu",
+            remedy="Add one of the two. train_batch_size is train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+            "the number of processes.",
+        )
+    if total is None:
+        accumulation = accumulation or 1
+        total = micro * accumulation * world_size
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = total // (accumulation * world_size)
+    elif accumulation is None:
+        accumulation = total // (micro * world_size)
+    if micro * accumulation * world_size != total or not micro or not accumulation:
+        raise UsageError(
+            "the batch sizes contradict each other",
+            file=settings.file,
+            found=f"train_batch_size {total:,}",
+            expected=f"train_micro_batch_size_per_gpu {micro:,} x gradient_accumulation_steps {accumulation:,} x "
+            f"world size {world_size:,} = {micro * accumulation * world_size:,}",
+            remedy="Give two of the three, or correct one.",
+        )
+    return BatchSizes(total, micro, accumulation)
+
+
+def _load(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Json, str]:
+    if isinstance(config, Mapping):
+        return json.loads(json.dumps(dict(config), default=_refuse_value)), "config"
+    text, file = os.fspath(config), "config"
+    if not text.lstrip().startswith("{"):
+        file = text
+        try:
+            with open(file, encoding="utf-8") as handle:
+                text = handle.read()
+        except OSError as error:
+            raise UsageError(
+                "the config cannot be read", file=file, found=error.strerror or str(error),
+                remedy="Pass the path of a JSON file, a dict, or JSON text.",
+            ) from error  # fmt: skip
+    try:
+        raw = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            "is not JSON", file=file, found=f"{error.msg} in line {error.lineno}, column {error.colno}",
+            remedy="Correct that place.",
+        ) from error  # fmt: skip
+    if not isinstance(raw, dict):
+        raise UsageError(
+            "is not a config", file=file, found=f"a {type(raw).__name__}", expected="a JSON object",
+            remedy="Pass DeepSpeed's config: {...}.",
+        )  # fmt: skip
+    return raw, file
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise UsageError("the config has keys twice", found=examples(twice), remedy="Remove one of each.")
+    return dict(pairs)
+
+
+def _refuse_value(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise UsageError(
+        "the config has a value that JSON does not have", found=repr(value),
+        remedy="Use numbers, text, true and false, lists and dicts.",
+    )  # fmt: skip
+
+
+def _pop(raw: Json, path: str) -> Any:
+    """Takes a key out by its dotted name; a key that has been taken out already is None."""
+    place, _, last = path.rpartition(".")
+    return _section(raw, place).pop(last, None)
+
+
+def _section(raw: Json, path: str) -> Json:
+    for key in filter(None, path.split(".")):
+        raw = raw[key]
+    return raw
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Json:
+    flat: Json = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _computed(hidden_size: int | None) -> Json:
+    """What transformers computes from a model's width (integrations/deepspeed.py)."""
+    if hidden_size is None:
+        return {}
+    square = hidden_size * hidden_size
+    return {
+        "zero_optimization.reduce_bucket_size": square,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * square),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+
+
+def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
+    """Puts values in place of "auto". A key that arithmetic or a width would give, or that nothing reads, may stay without."""
+    unused = tuple(path for path, _ in (*unused_keys(raw), *missed_keys(raw)))
+    missing = []
+    for path in [path for path, value in _flat(raw).items() if value == "auto" and path not in _OWN_AUTO]:
+        place, _, last = path.rpartition(".")
+        if path in values:
+            _section(raw, place)[last] = values[path]
+        elif early or path in _BATCH or path in _computed(0) or any(f"{path}.".startswith(f"{one}.") for one in unused):
+            _pop(raw, path)
+        else:
+            missing.append(path)
+    if missing:
+        raise UsageError(
+            f'{count(len(missing), "key says", "keys say")} "auto", and no value was given',
+            file=file,
+            found=examples(missing, 20),
+            remedy=f"Pass values: initialize(..., auto={{{missing[0]!r}: ...}}). Or write them into the config.",
+        )

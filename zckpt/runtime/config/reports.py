@@ -1,0 +1,92 @@
+"""The sections of what a run shows of itself (monitors, timers, profilers), and of activations that are computed again.
+
+For `sections`. Source: DeepSpeed 0.19.8, monitor/config.py, profiling/config.py, utils/config.py, comm/config.py and
+runtime/activation_checkpointing/config.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from zckpt.runtime.config.fields import Section, missed, unused, used
+
+_DIRECTORY = "files are written in `output_path`/`job_name`; by default in the directory that the script runs in"
+
+
+class TensorBoardSection(Section):
+    """Rank 0 writes losses, learning rates and loss scales for TensorBoard (`pip install tensorboard`)."""
+
+    enabled: bool = used(False, "write them")
+    output_path: str = used("", _DIRECTORY)
+    job_name: str = used("DeepSpeedJobName", "a directory in `output_path`")
+
+
+class WandbSection(Section):
+    """Rank 0 sends losses, learning rates and loss scales to Weights & Biases (`pip install wandb`)."""
+
+    enabled: bool = used(False, "send them; with WANDB_MODE=offline they are kept in files")
+    group: str | None = used(None, "of runs")
+    team: str | None = used(None, "wandb's entity")
+    project: str = used("deepspeed", "wandb's project")
+
+
+class CSVSection(Section):
+    """Rank 0 writes losses, learning rates and loss scales into CSV files, one for each name."""
+
+    enabled: bool = used(False, "write them")
+    output_path: str = used("", _DIRECTORY)
+    job_name: str = used("DeepSpeedJobName", "a directory in `output_path`")
+
+
+class CometSection(Section):
+    """Rank 0 sends losses, learning rates and loss scales to Comet (`pip install 'comet_ml>=3.41'`)."""
+
+    enabled: bool = used(False, "send them")
+    samples_log_interval: int = used(100, "samples that pass at least between two values of one name", ge=0)
+    project: str | None = used(None, "for `comet_ml.start`; Comet's variables or its config file hold without it")
+    workspace: str | None = used(None, "for `comet_ml.start`")
+    api_key: str | None = used(None, "for `comet_ml.start`")
+    experiment_name: str | None = used(None, "name of the experiment")
+    experiment_key: str | None = used(None, "for `comet_ml.start`: 32 to 50 letters and digits")
+    online: bool | None = used(None, "false keeps the experiment in a file")
+    mode: Literal["get", "create", "get_or_create"] | None = used(None, "for `comet_ml.start`")
+
+
+class FlopsProfilerSection(Section):
+    """Rank 0 counts the operations of the forward of one step, and prints a table."""
+
+    enabled: bool = used(False, "count them")
+    recompute_fwd_factor: float = used(
+        0.0, "share of the forward that is computed once more in backward, for the FLOPS of backward", ge=0.0
+    )
+    profile_step: int = used(1, "the step that is counted, from 0", ge=0)
+    module_depth: int = used(-1, "the table has modules down to this depth; -1: all", ge=-1)
+    top_modules: int = used(1, "modules named at each depth", ge=0)
+    detailed: bool = used(True, "print every module too")
+    output_file: str | None = used(None, "a file for the table; by default stdout")
+
+
+class ThroughputSection(Section):
+    """Samples per second, logged with `steps_per_print`."""
+
+    enabled: bool = used(True, "measure them")
+    synchronized: bool = used(True, "wait for the device before and after a step")
+
+
+class TimersSection(Section):
+    """What is timed."""
+
+    throughput: ThroughputSection = used(ThroughputSection(), "see below")
+
+
+class ActivationSection(Section):
+    """What `zckpt.runtime.checkpointing.checkpoint` does, which computes activations again in the backward."""
+
+    partition_activations: bool = missed(False, "there are no tensor-parallel ranks to share kept activations out over")
+    number_checkpoints: int | None = unused(None, "only for the size of the buffer of `contiguous_memory_optimization`")
+    contiguous_memory_optimization: bool = missed(False, "kept activations are not copied into one buffer")
+    synchronize_checkpoint_boundary: bool = used(
+        False, "wait for the device before and after each call, in the backward too"
+    )
+    profile: bool = used(False, "rank 0 prints the milliseconds of each call, and of each one again in the backward")
+    cpu_checkpointing: bool = used(False, "keep the arguments of a call in host memory until the backward")

@@ -1,0 +1,104 @@
+"""A loader for `training_data` that knows its position.
+
+For `initialize(..., training_data=...)`. Every rank gets its own samples, shuffled anew each epoch; epoch and batch are all
+the state, so a resumed run continues with the next batch. torch's loader draws a seed whenever it is iterated: it gets a
+generator of its own for that, so that the global one is at the same place in a run that was resumed inside an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zckpt.runtime.random_state import rng_state, set_rng_state
+from zckpt.runtime.world import World
+
+
+class Loader:
+    """Micro batches of this rank; one `for` loop over it is one epoch, or what is left of it.
+
+    Args:
+        dataset: with length and items, or iterable; an iterable one has to give each rank its own samples.
+        batch_size: samples per micro batch.
+        world: all ranks.
+        collate_fn: makes a batch of samples; by default torch's own.
+        drop_last: leave out the last samples if they do not fill a batch.
+        seed: of the order of samples.
+
+    Attributes:
+        epoch: the epoch that the next batch belongs to.
+        batch: its number in the epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        world: World,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.epoch = self.batch = 0
+        self._batch_size, self._seed = batch_size, seed
+        self._generator = torch.Generator()
+        sampler = None
+        if not isinstance(dataset, IterableDataset):
+            sampler = _RestOfEpoch(dataset, num_replicas=world.size, rank=world.rank, seed=seed, drop_last=drop_last)
+        self._sampler = sampler
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=world.device.type != "cpu",
+            generator=self._generator,
+        )
+
+    def __len__(self) -> int:
+        samples = len(self._sampler.whole()) if self._sampler is not None else len(self._loader.dataset)  # type: ignore[arg-type]
+        return samples // self._batch_size if self._loader.drop_last else -(-samples // self._batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip = self.batch
+        self._generator.manual_seed(self._seed + self.epoch)
+        if self._sampler is not None:
+            self._sampler.set_epoch(self.epoch)
+            self._sampler.skip = skip * self._batch_size
+            skip = 0
+        before = rng_state() if skip else None
+        batches = iter(self._loader)
+        if before is not None:  # samples that were used before: what they draw from the generators was drawn then
+            for _ in islice(batches, skip):
+                pass
+            set_rng_state(before)
+        for batch in batches:
+            self.batch += 1
+            yield batch
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: `epoch`, and `batch` in it."""
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Sets the position: the next batch is the one after it."""
+        self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
+
+
+class _RestOfEpoch(DistributedSampler[Any]):
+    """A rank's share of an epoch without its first samples."""
+
+    skip = 0
+
+    def whole(self) -> list[int]:
+        return list(super().__iter__())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.whole()[self.skip :])

@@ -1,0 +1,328 @@
+"""Elements on their way from the ranks that hold them to the ranks that want them: who has what, and in which rounds it travels.
+
+For saving, and for loading from several nodes' disks; `rounds` carries them. A rank computes the places of what it wants itself,
+and nobody else's: it asks the holders for the elements, round by round. So what it has to do and to remember does not grow with
+the number of ranks.
+[Note: rounds]
+What comes from the rank's own host memory goes straight from there; everything else is *staged*: it comes over the process group
+into a buffer. The elements that rank r has for rank r + d (modulo their number) are a *stream* of distance d, in the order of the
+receiver's files. First the ranks agree on the longest stream of each distance (one all-reduce of as many numbers as ranks), from
+which each computes the same rounds: a round gives *turns* of so many bytes to some distances, `rounds.LIMIT_BYTES` together. In a
+distance every rank sends one stream and receives one, so no rank sends or receives more than that in a round, however the
+elements are spread.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import CorruptError
+from zckpt.core.dtypes import ALL
+from zckpt.core.fragments import FileStore
+from zckpt.core.plan import Move, route
+from zckpt.layouts.zero.torch_files import Pair
+from zckpt.runtime.saves.own_group import OwnGroup
+
+MOST_PIECES = 1 << 16
+"""In one round, unless a single stream has more: each takes some bytes of its own, on its way and in memory."""
+
+LARGEST_ITEM = 16
+"""Bytes: a turn may end this much early, since no element is cut in two."""
+
+_FEW = 4
+"""Ranks that hold the elements of a move, up to which each gets a note of it."""
+
+EVERY = -1
+"""The rank of what every rank holds."""
+
+_BY_NUMBER = {dtype.number: dtype for dtype in ALL}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankStore(FileStore):
+    """A tensor that ranks hold in memory: stands for it where places are computed, as if all elements were in one place.
+
+    Attributes:
+        rank: of the group that exchanges; EVERY where all hold the same.
+        step: elements that each rank holds, the first rank the first ones; 0 where `rank` holds all.
+        key: by which a rank finds what it holds: a vector of elements, or with a `HeldFile` what is in that file.
+    """
+
+    rank: int = EVERY
+    step: int = 0
+    key: Hashable = None
+
+
+class HeldFile(NamedTuple):
+    """The key of a file that one rank has. `path` is what this rank calls it: others have other paths at the same place."""
+
+    path: str
+
+
+class MovePart(NamedTuple):
+    """Some of a move's elements, which one rank holds.
+
+    Attributes:
+        move: of the whole.
+        first: how many of the move's elements are before them.
+        count: how many they are.
+        offset: bytes before them in what the rank holds.
+    """
+
+    move: Move
+    first: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the way: of the source's dtype."""
+        return self.count * self.move.src_dtype.itemsize
+
+
+class Request(NamedTuple):
+    """What a rank asks another one for.
+
+    Attributes:
+        number: of the key, in `Exchange.keys`.
+        offset: bytes before the elements in what the rank holds.
+        count: elements.
+        dtype: number of the dtype in which they are wanted.
+    """
+
+    number: int
+    offset: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    dtype: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the answer."""
+        return self.count * _BY_NUMBER[self.dtype].itemsize
+
+
+class Turn(NamedTuple):
+    """So many bytes of a round for the streams of one distance."""
+
+    distance: int
+    nbytes: int
+
+
+def rounds_of(longest: Sequence[int], pieces: Sequence[int], limit: int) -> Iterator[list[Turn]]:
+    """The rounds that carry streams of all distances; see [Note: rounds].
+
+    Args:
+        longest: by distance, the bytes of the longest stream.
+        pieces: by distance, the most pieces of a stream.
+        limit: bytes per round and rank.
+    """
+    turns: list[Turn] = []
+    left, room = limit, MOST_PIECES
+    for distance, (nbytes, number) in enumerate(zip(longest, pieces, strict=True)):
+        if turns and nbytes and number > room:
+            yield turns
+            turns, left, room = [], limit, MOST_PIECES
+        while nbytes > 0:
+            given = min(nbytes + LARGEST_ITEM, left)
+            if given > LARGEST_ITEM:
+                turns.append(Turn(distance, given))
+                left -= given
+                nbytes -= given - LARGEST_ITEM
+            if nbytes > 0:
+                yield turns
+                turns, left, room = [], limit, MOST_PIECES
+        room -= number
+    if turns:
+        yield turns
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Who takes part, and how.
+
+    Attributes:
+        rank: of this process in the group.
+        size: of the group.
+        group: of processes; None for all; an `OwnGroup` for a thread beside the training.
+        device: of the group's communication.
+        direct: whether what a rank holds is host memory that the engine can read.
+        tensors: by the key of a `RankStore`, what this rank holds.
+        keys: of all that any rank holds, in the same order on every rank.
+    """
+
+    rank: int
+    size: int
+    group: Any
+    device: torch.device
+    direct: bool
+    tensors: Callable[[Hashable], torch.Tensor]
+    keys: Sequence[Hashable]
+
+    def is_here(self, holder: int) -> bool:
+        """Whether what `holder` has goes straight from this rank's memory."""
+        return self.direct and holder == self.rank
+
+    def holders(self, move: Move) -> range:
+        """The ranks that hold a move's elements, of those that all hold this one."""
+        store = move.src
+        assert isinstance(store, RankStore)
+        if not store.step:
+            rank = self.rank if store.rank == EVERY else store.rank
+            return range(rank, rank + 1)
+        first = move.src_offset // move.src_dtype.itemsize
+        return range(first // store.step, (first + move.count - 1) // store.step + 1)
+
+    def part_of(self, move: Move, holder: int) -> MovePart:
+        """The elements of a move that one of its holders has."""
+        store, itemsize = move.src, move.src_dtype.itemsize
+        assert isinstance(store, RankStore)
+        if not store.step:
+            return MovePart(move, 0, move.count, move.src_offset)
+        first = move.src_offset // itemsize
+        low, high = max(first, holder * store.step), min(first + move.count, (holder + 1) * store.step)
+        return MovePart(move, low - first, high - low, (low - holder * store.step) * itemsize)
+
+    def all_to_all(
+        self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Any:
+        """Sends each rank its part of a vector, and receives theirs; what to wait for, None if it is done."""
+        if self.size == 1:
+            incoming.copy_(outgoing)
+            return None
+        if isinstance(self.group, OwnGroup):
+            return self.group.all_to_all(incoming, outgoing, received, sent)
+        return dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
+
+    def maximum(self, numbers: torch.Tensor) -> None:
+        """Makes each number the largest that any rank has."""
+        if isinstance(self.group, OwnGroup):
+            self.group.maximum(numbers)
+        elif self.size > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+
+    def bytes_of(self, request: Request) -> torch.Tensor:
+        """The elements that are asked for, as they travel.
+
+        Raises:
+            CorruptError: the file that has them ends too early.
+        """
+        key, dtype = self.keys[request.number], _BY_NUMBER[request.dtype]
+        if isinstance(key, HeldFile):
+            data = bytearray(request.nbytes)
+            with open(key.path, "rb", buffering=0) as file:
+                file.seek(request.offset)
+                if file.readinto(data) != len(data):
+                    raise CorruptError(
+                        "ends too early", file=key.path, remedy="Copy this file again from where it is whole."
+                    )
+            return torch.frombuffer(data, dtype=torch.uint8)
+        first = request.offset // dtype.itemsize
+        elements = self.tensors(key)[first : first + request.count]
+        return elements.to(getattr(torch, dtype.torch_name)).view(torch.uint8)
+
+
+class WantedMoves:
+    """What this rank wants, as moves; of those from other ranks it knows which rank has what.
+
+    Args:
+        exchange: who takes part.
+        pairs: what this rank wants, in the order of its files.
+
+    Attributes:
+        volumes: by distance, the bytes of the stream that comes from there.
+        pieces: by distance, how many pieces that is.
+    """
+
+    def __init__(self, exchange: Exchange, pairs: Sequence[Pair]) -> None:
+        self._exchange, self._pairs = exchange, pairs
+        self._noted: dict[int, list[tuple[int, Move]]] = {}
+        self._spread: list[tuple[int, Move]] = []
+        nbytes, pieces = ([0] * (exchange.size + 1) for _ in range(2))
+        for number, move in enumerate(self._staged()):
+            holders = exchange.holders(move)
+            if len(holders) <= _FEW:
+                for holder in holders:
+                    self._noted.setdefault(holder, []).append((number, move))
+            else:
+                self._spread.append((number, move))
+            self._count(nbytes, move, holders)
+            pieces[holders.start] += 1
+            pieces[holders.stop] -= 1
+        self.volumes = self._by_distance(list(accumulate(nbytes)))
+        self.pieces = self._by_distance(list(accumulate(pieces)))
+
+    def _moves(self) -> Iterator[Move]:
+        for number, (source, destination) in enumerate(self._pairs):
+            yield from route(source, destination, number)
+
+    def _staged(self) -> Iterator[Move]:
+        """The moves of elements that other ranks have, or that go through a buffer."""
+        for move in self._moves():
+            if isinstance(move.src, RankStore) and any(
+                not self._exchange.is_here(h) for h in self._exchange.holders(move)
+            ):
+                yield move
+
+    def _count(self, nbytes: list[int], move: Move, holders: range) -> None:
+        """Adds the bytes that each of a move's holders has, as differences from one rank to the next."""
+
+        def add(first: int, stop: int, more: int) -> None:
+            nbytes[first] += more
+            nbytes[stop] -= more
+
+        ends = {holders[0], holders[-1]}
+        for holder in ends:
+            add(holder, holder + 1, self._exchange.part_of(move, holder).nbytes)
+        if len(holders) > len(ends):
+            add(holders[1], holders[-1], self._exchange.part_of(move, holders[1]).nbytes)
+
+    def _by_distance(self, by_holder: Sequence[int]) -> list[int]:
+        exchange = self._exchange
+        found = [by_holder[(exchange.rank - distance) % exchange.size] for distance in range(exchange.size)]
+        return [0, *found[1:]] if exchange.direct else found
+
+    def here(self) -> Iterator[Move | MovePart]:
+        """What comes straight from this rank's memory or from files, in the order of the rank's files."""
+        exchange = self._exchange
+        for move in self._moves():
+            if not isinstance(move.src, RankStore):
+                yield move
+            elif exchange.direct and exchange.rank in exchange.holders(move):
+                yield exchange.part_of(move, exchange.rank)
+
+    def stream(self, holder: int) -> Stream:
+        """What comes from another rank, in the order of this rank's files."""
+        noted = self._noted.get(holder, ())
+        spread = ((n, move) for n, move in self._spread if holder in self._exchange.holders(move))
+        moves = heapq.merge(noted, spread, key=lambda one: one[0])
+        return Stream(self._exchange.part_of(move, holder) for _, move in moves)
+
+
+class Stream:
+    """Pieces that come from one rank, a turn's worth at a time."""
+
+    def __init__(self, pieces: Iterator[MovePart]) -> None:
+        self._pieces = pieces
+        self._next: MovePart | None = next(pieces, None)
+
+    def take(self, nbytes: int) -> list[MovePart]:
+        """The next pieces, of at most so many bytes together; the last one may be a part of a piece."""
+        taken: list[MovePart] = []
+        while (piece := self._next) is not None:
+            count = min(piece.count, nbytes // piece.move.src_dtype.itemsize)
+            first = piece._replace(count=count)
+            nbytes -= first.nbytes
+            if count:
+                taken.append(first)
+            if count < piece.count:
+                self._next = MovePart(piece.move, piece.first + count, piece.count - count, piece.offset + first.nbytes)
+                break
+            self._next = next(self._pieces, None)
+        return taken

@@ -1,0 +1,235 @@
+"""Loading a run: any checkpoint that the catalog knows, of any stage and world size, into the parts that this rank holds.
+
+For `Engine.load_checkpoint`. A rank reads the indexes of all files, and of their elements only those it holds itself.
+[Note: the order of a load]
+1. Every rank reads and checks all but the elements, and makes room for them. If one fails, all fail, and nothing has changed.
+2. Elements go straight into the run's memory, or through a buffer into its swap files: there is no room for a second copy. If
+that fails on one rank, it fails on all, and the run's state is undefined.
+3. Counters and generators follow, when all ranks have got this far.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from zckpt import live
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import InconsistentError, ZckptError
+from zckpt.base.words import count
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.overlaps import clip
+from zckpt.jobs.open import open_catalog
+from zckpt.jobs.options import OpenOptions
+from zckpt.layouts.save.listing import Listing, list_files
+from zckpt.runtime.random_state import set_rng_state
+from zckpt.runtime.saves.agreed_attempt import Attempt
+from zckpt.runtime.saves.nodes import Want, gather_indexes
+from zckpt.runtime.saves.plain_values import from_inert
+from zckpt.runtime.saves.run_state import buffers_of, group_members
+from zckpt.runtime.saves.saved_run import LoadOptions, SavedRun, has, read
+from zckpt.runtime.sharding import gradients
+from zckpt.runtime.sharding.parameter import ShardedParameter
+from zckpt.runtime.swapping.filling import Filled, fill_through
+from zckpt.runtime.swapping.install import mend, state_room
+from zckpt.runtime.training_run import TrainingRun
+from zckpt.storage.location import locate
+from zckpt.team.meeting import Meetings
+
+_log = logging.getLogger("zckpt.runtime")
+
+_UNCHANGED = "Nothing was changed."
+_UNDEFINED = "A part of the run's state was replaced and a part was not: load a checkpoint again before you train on."
+
+Fill = Callable[[Sequence[Want]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where the elements of a checkpoint go.
+
+    Attributes:
+        wanted: weights, buffers and states of the optimizer, and the memory that each goes to.
+        states: by parameter, the tensors of its states, which become the optimizer's when they are filled, and its numbers.
+    """
+
+    wanted: Sequence[Want]
+    states: Sequence[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, float]]]
+
+
+def load(
+    run: TrainingRun, meetings: Meetings, directory: str, tag: str | None, options: LoadOptions
+) -> tuple[str, dict[str, Any]]:
+    """Loads a checkpoint; see [Note: the order of a load].
+
+    Returns:
+        Its directory, and the client state that was saved with it.
+
+    Raises:
+        InconsistentError: it is of another model, or of another optimizer. Nothing was changed.
+        ZckptError: another kind says what is wrong with it, here or on another rank, and what has become of the run.
+    """
+    saved: SavedRun | None = None
+    with ExitStack() as stack:
+        with Attempt() as tried:
+            saved, fill, place = _open(run, directory, tag, options, stack)
+            room = _room(run, saved)
+        found = saved is not None and (saved.gradients is not None, saved.buffers_lost)
+        said = meetings.agree("load_checkpoint", tried.error, found, state=_UNCHANGED)
+        assert saved is not None
+        takes_gradients, lost = all(one[0] for one in said), any(one[1] for one in said)
+        with Attempt() as tried:
+            _take_up(run, saved, room, fill)
+            if takes_gradients and saved.gradients is not None:
+                gradients.put(run.module, run.sharded.parameters, from_inert(saved.gradients))
+        error = None if tried.error is None else _undefined(tried.error)
+        meetings.agree("load_checkpoint", error, state=_UNDEFINED)
+    run.gather()
+    _set_counters(run, saved, begins_step_again=not takes_gradients)
+    if lost and run.global_rank == 0:
+        _log.warning(
+            "The buffers in %s differed from rank to rank, and those of some ranks are missing: these ranks take rank 0's.",
+            directory,
+        )
+    return place, saved.client_state
+
+
+def _open(
+    run: TrainingRun, directory: str, tag: str | None, options: LoadOptions, stack: ExitStack
+) -> tuple[SavedRun, Fill, str]:
+    """The checkpoint, what fills tensors from it, and its directory; `stack` closes it."""
+    local = run.settings.config.checkpoint.use_node_local_storage
+    nodes = gather_indexes(run, directory, tag) if local else None
+    if nodes is None:
+        opened = open_catalog(directory, OpenOptions(tag=tag))
+        saved = read(run, opened, options, opened.place.listing)
+        return saved, _fill, saved.directory
+    stack.callback(nodes.close)
+    place = locate(directory) / nodes.tag
+    opened = open_catalog(nodes.directory, OpenOptions(tag=nodes.tag))
+    here = list_files(place, nodes.tag) if place.is_dir() else Listing(place, nodes.tag, {})
+    return read(run, opened, options, here), nodes.fill, place.path
+
+
+def _fill(wanted: Sequence[Want]) -> None:
+    """Fills tensors from files that this rank sees."""
+
+    def read_pieces(pieces: Sequence[Filled]) -> None:
+        live.move([(_piece(*wanted[one.number], one.start, one.memory.numel()), one.memory) for one in pieces])
+
+    fill_through([tensor for *_, tensor in wanted], read_pieces)
+
+
+def _piece(
+    entry: TensorEntry, parameter: ShardedParameter | None, whole: torch.Tensor, start: int, count: int
+) -> TensorEntry:
+    """A run of the elements that this rank holds, as a vector; everything of what is no parameter."""
+    if parameter is None and count == whole.numel():
+        return entry
+    start += 0 if parameter is None else parameter.start
+    fragments = clip(entry.fragments, start, start + count, entry.dtype.itemsize)
+    return TensorEntry(entry.name, (count,), entry.dtype, entry.role, fragments)
+
+
+def _room(run: TrainingRun, saved: SavedRun) -> Room:
+    """Where all elements go; states that the optimizer does not have yet are made."""
+    wanted: list[Want] = []
+    catalog = saved.catalog
+    for parameter in run.sharded.parameters:
+        if has(catalog, parameter.name):
+            parameter.bind()
+            wanted.append((catalog[parameter.name], parameter, parameter.part().view(-1)))
+    wanted += [(catalog[name], None, buffer) for name, buffer in buffers_of(run).items() if has(catalog, name)]
+    states: list[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, float]]] = []
+    for parameter, entries, numbers in (one for group in saved.groups.values() for one in group.states):
+        master, optimizer = parameter.master, run.optimizer
+        assert master is not None and optimizer is not None
+        there = optimizer.state.get(master, {})
+        own: dict[str, torch.Tensor] = {}
+        for name, entry in entries.items():
+            old = there.get(name)
+            fits = isinstance(old, torch.Tensor) and old.shape == master.shape and old.is_contiguous()
+            own[name] = old if fits else state_room(optimizer, master, name)
+            wanted.append((entry, parameter, own[name].view(-1)))
+        states.append((parameter, own, numbers))
+    return Room(wanted, states)
+
+
+@torch.no_grad()
+def _take_up(run: TrainingRun, saved: SavedRun, room: Room, fill: Fill) -> None:
+    """Replaces everything but counters and generators."""
+    run.reshard()
+    run.zero_grad()
+    fill(room.wanted)
+    buffers = buffers_of(run)
+    _fill([(entry, None, buffers[name]) for name, entry in saved.buffers.items()])
+    for parameter in run.sharded.parameters:
+        if (
+            parameter.master is not None
+            and saved.precision is not None
+            and not run.settings.zero.load_from_fp32_weights
+        ):
+            parameter.master.copy_(parameter.master.to(saved.precision))  # as if it were read from the module weights
+        parameter.give_back()
+    if run.optimizer is not None:
+        for number, group in saved.groups.items():
+            run.optimizer.param_groups[number].update(group.options)
+        _put_states(run, room)
+        if saved.scaler is not None:
+            run.scaler.load_state(saved.scaler)
+    if saved.schedule is not None:
+        run.lr_scheduler.load_state_dict(saved.schedule)
+
+
+def _put_states(run: TrainingRun, room: Room) -> None:
+    """Gives the optimizer the states that were filled; a number becomes what the optimizer had, or a tensor of one."""
+    assert run.optimizer is not None
+    group_of = {
+        id(one): group for members, group in zip(group_members(run), run.groups, strict=True) for one in members
+    }
+    for parameter, own, numbers in room.states:
+        assert parameter.master is not None
+        group = group_of[id(parameter)]
+        on_device = group.get("fused") or group.get("capturable")
+        device = parameter.master.device if on_device else torch.device("cpu")
+        scalars = {name: torch.tensor(number, device=device) for name, number in numbers.items()}
+        state = run.optimizer.state[parameter.master]
+        state.clear()
+        state.update(own | scalars)
+    mend(run.optimizer)
+
+
+def _undefined(error: Exception) -> Exception:
+    """The error, which says that the run cannot continue from the state that it is in."""
+    if isinstance(error, ZckptError):
+        error.remedy = f"{error.remedy} {_UNDEFINED}".strip()
+        return error
+    made = InconsistentError("the load failed half-way", found=f"{type(error).__name__}: {error}", remedy=_UNDEFINED)
+    made.__cause__ = error
+    return made
+
+
+def _set_counters(run: TrainingRun, saved: SavedRun, *, begins_step_again: bool) -> None:
+    """Sets counters, the loader's position and random generators; a step that was begun continues or begins again."""
+    counters = saved.counters
+    if counters is not None:
+        again = counters.pending if begins_step_again else 0
+        run.global_steps, run.global_samples = counters.global_steps, counters.global_samples
+        run.skipped_steps = counters.skipped_steps
+        run.micro_steps = counters.micro_steps - again
+        run.pending_micro_steps = counters.pending - again
+        if run.loader is not None and counters.data is not None:
+            run.loader.load_state_dict({**counters.data, "batch": max(0, counters.data["batch"] - again)})
+        if again and run.global_rank == 0:
+            _log.warning(
+                "%s was saved after %s of a step. Their gradients cannot be used in this run, so the step begins again, "
+                "with a whole batch.",
+                saved.directory,
+                count(again, "micro batch", "micro batches"),
+            )
+    if saved.rng:
+        set_rng_state(saved.rng)

@@ -1,0 +1,180 @@
+"""What one rank does for a save: outlined, while nothing in the run changes; then planned and written, whenever that is.
+
+For `saving`. An outline holds everything of the run but the elements of its tensors, so a plan can be made of it while the run
+trains on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UsageError
+from zckpt.core.fragments import FileStore
+from zckpt.core.plan import OutputFile
+from zckpt.engine import move
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.zero import write_unsharded
+from zckpt.layouts.zero.torch_files import Laid, Pair
+from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank
+from zckpt.runtime.saves import rank_states
+from zckpt.runtime.saves.description import (
+    Described,
+    describe,
+    describe_training,
+    signature,
+    target_of,
+    tensors_of,
+)
+from zckpt.runtime.saves.exchange import Exchange
+from zckpt.runtime.saves.rounds import Rounds, Streamed
+from zckpt.runtime.saves.run_state import RunState
+from zckpt.runtime.sharding.offload import home_of
+from zckpt.runtime.training_run import TrainingRun
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What saves of a run have in common, as long as its tensors have the same names, shapes and dtypes.
+
+    Attributes:
+        signature: of these.
+        described: what all ranks hold.
+    """
+
+    signature: Hashable
+    described: Described
+
+
+_known: WeakKeyDictionary[TrainingRun, _Known] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlined:
+    """What a rank has to save, looked at and found good.
+
+    Attributes:
+        described: what all ranks hold.
+        training: all that is beside the weights.
+        target: the save.
+        own: the file of what only this rank has; None if it has nothing of the kind.
+        unsharded: whether the save is one of stage 0.
+        takes_part: whether this rank writes other files than `own`.
+        rank: of those that take part.
+        size: how many these are.
+        world_size: all ranks.
+    """
+
+    described: Described
+    training: Training
+    target: ZeroTarget
+    own: Laid | None
+    unsharded: bool
+    takes_part: bool
+    rank: int
+    size: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """A save that is planned but not begun.
+
+    Attributes:
+        files: of this rank.
+        pairs: what fills them.
+        rounds: how elements come to them, and to others from here; None on a rank that takes no part.
+    """
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    pairs: Sequence[Pair]
+    rounds: Rounds | None
+
+
+def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, copied: bool = False) -> Outlined:
+    """Everything but the elements, for files in a directory of the name `place`.
+
+    Args:
+        state: of the run.
+        client_state: of the caller.
+        place: the directory's name.
+        copied: small tensors, gradients and a rank's own buffers are copied, so that all but `state.parts` and
+            `state.buffers` may change after this.
+
+    Raises:
+        UsageError: there is no optimizer, or the client state uses a name of the checkpoint's own.
+        UnsupportedError: something in the client state cannot be written.
+    """
+    run = state.run
+    if not state.groups and run.settings.zero.stage:
+        raise UsageError(
+            "save_checkpoint needs an optimizer, and this engine has none",
+            remedy="Call engine.save_16bit_model(dir) to write the weights.",
+        )
+    known, now = _known.get(run), signature(state)
+    if known is None or known.signature != now:
+        known = _known[run] = _Known(now, describe(state))
+    return Outlined(
+        described=known.described,
+        training=describe_training(state, known.described, client_state, copied=copied),
+        target=target_of(state, place),
+        own=rank_states.lay_out(state, place, copied=copied),
+        unsharded=run.settings.zero.stage == 0,
+        takes_part=run.world_size == run.sharded.size or run.global_rank < run.sharded.size,  # the first group writes
+        rank=run.sharded.rank,
+        size=run.sharded.size,
+        world_size=run.world_size,
+    )
+
+
+def exchange_of(state: RunState) -> Exchange:
+    """The exchange of what ranks hold now, by the process group of the training."""
+    run, sharded, tensors = state.run, state.run.sharded, tensors_of(state)
+    direct = home_of(run.settings.zero, run.device).type == "cpu"
+    group = sharded.group if sharded.size > 1 else None
+    return Exchange(sharded.rank, sharded.size, group, run.device, direct, tensors.__getitem__, list(tensors))
+
+
+def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
+    """Everything but the work. Writes nothing, and looks at nothing of the run.
+
+    Raises:
+        ZckptError: the files cannot be laid out, or there is no memory for the exchange.
+    """
+    own, weights, training = outlined.own, outlined.described.weights, outlined.training
+    if not outlined.takes_part:
+        return PlannedSave((), (), None) if own is None else _planned([own], _alone())
+    if outlined.unsharded:
+        laid = write_unsharded.lay_out(weights, training, outlined.target.tag, outlined.world_size)
+    else:
+        laid = lay_out_rank(weights, training, outlined.target, outlined.rank)
+    return _planned([laid] if own is None else [laid, own], exchange)
+
+
+def _planned(several: Sequence[Laid], exchange: Exchange) -> PlannedSave:
+    """All files of a rank, one after the other."""
+    files = tuple(file for laid in several for file in laid.files)
+    pairs = tuple(pair for laid in several for pair in laid.pairs)
+    return PlannedSave(files, pairs, Rounds(exchange, pairs))
+
+
+def _alone() -> Exchange:
+    """An exchange of which this rank is the only one, and holds nothing that is not in its pairs."""
+    nothing: dict[Hashable, torch.Tensor] = {}
+    return Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
+
+
+def write(planned: PlannedSave, directory: str) -> None:
+    """Writes and syncs this rank's files, and sends the others what theirs need.
+
+    Raises:
+        OutputError: a file cannot be written. The exchange was carried to its end.
+    """
+    if planned.rounds is None:
+        return
+    with planned.rounds as rounds:
+        move.run(Streamed(planned.files, planned.pairs, rounds), directory, overflow="inf")

@@ -1,0 +1,170 @@
+"""How a save gets its name, and `latest` names it: in steps after each of which the process may be killed.
+
+For `saving`. See its [Note: the order of a save].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from zckpt.base.errors import OutputError, ZckptError
+from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, is_trainers_file, list_files, natural
+from zckpt.output.durable import make_directories
+from zckpt.output.saves import SaveStaging
+from zckpt.runtime.saves.tags import LATEST, SCRIPT, check_places
+from zckpt.storage.location import locate
+from zckpt.team.meeting import Meetings
+
+_log = logging.getLogger("zckpt.runtime")
+
+_STUB = """#!/usr/bin/env python
+\"\"\"Whole fp32 weights out of this checkpoint, with the arguments of DeepSpeed's script of this name.
+
+    python zero_to_fp32.py . pytorch_model.bin
+    python zero_to_fp32.py . output_dir/ --safe_serialization
+\"\"\"
+
+import sys
+
+try:
+    from zckpt.drop_in import main
+except ImportError as error:
+    sys.exit(f"{error}: pip install 'zckpt[torch]' where this runs.")
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+class Publication:
+    """The work directory of a save, as one rank sees it.
+
+    Args:
+        directory: that holds the tags.
+        tag: of this save.
+        leader: whether this rank makes and renames directories.
+        latest: whether `latest` is to name the save.
+        keep_last: tags that stay; None for all.
+
+    Attributes:
+        name: on a leader, of the work directory, in the directory that holds the tags.
+    """
+
+    def __init__(self, directory: str, tag: str, *, leader: bool, latest: bool, keep_last: int | None) -> None:
+        self.directory, self.tag = directory, tag
+        self.name: str | None = None
+        self._latest, self._keep_last = latest, keep_last
+        self._staging = SaveStaging(directory, tag, is_trainers_file) if leader else None
+
+    def begin(self) -> None:
+        """On a leader: makes the work directory, and finishes what killed runs have left.
+
+        Raises:
+            OutputError: the directory cannot be written, or another run saves this tag.
+        """
+        if self._staging is None:
+            return
+        try:
+            make_directories(self.directory)
+            check_places(self.directory, self.tag)
+            self._staging.begin()
+            self.name = self._staging.name
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                "checkpoints cannot be written here", file=self.directory, found=error.strerror or str(error),
+                remedy="Nothing was changed. Check the path and its permissions.",
+            ) from error  # fmt: skip
+
+    def root(self, names: Sequence[str | None], rank: int) -> str:
+        """The work directory that a rank writes into: that of the last leader before it.
+
+        Args:
+            names: of the leaders' work directories, by rank; None for other ranks.
+            rank: of this process.
+        """
+        nearest = next(name for name in reversed(names[: rank + 1]) if name is not None)
+        return os.path.join(self.directory, nearest)
+
+    def publish(self, meetings: Meetings) -> None:
+        """Gives a written save its name, on every file system, and then lets `latest` name it.
+
+        Raises:
+            OutputError: it cannot be done, here or elsewhere.
+        """
+        meetings.agree("save_checkpoint", self._tried(self._commit))
+        meetings.agree("save_checkpoint", self._tried(self._name_it))
+
+    def end(self) -> None:
+        """Removes what a save that failed has left; one that succeeded has left nothing."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.end()
+
+    def _tried(self, step: Callable[[SaveStaging], None]) -> Exception | None:
+        if self._staging is None:
+            return None
+        try:
+            step(self._staging)
+        except OutputError as error:
+            return error
+        except OSError as error:
+            found = OutputError(
+                "the save is written but could not be given its name",
+                file=os.path.join(self.directory, self.tag), found=error.strerror or str(error),
+                remedy="Check the directory and its permissions, and save again.",
+            )  # fmt: skip
+            found.__cause__ = error
+            return found
+        return None
+
+    def _commit(self, staging: SaveStaging) -> None:
+        staging.seal()
+        staging.commit()
+
+    def _name_it(self, staging: SaveStaging) -> None:
+        staging.replace_file(SCRIPT, _STUB.encode(), 0o755)
+        if self._latest:
+            staging.replace_file(LATEST, self.tag.encode())
+        if self._keep_last is not None:
+            try:
+                staging.remove(_superfluous(self.directory, self.tag, self._keep_last))
+            except OSError as error:  # the new one is good all the same
+                _log.warning("Older saves in %s could not be deleted: %s", self.directory, error)
+        self.end()  # before the ranks agree that all is done: none then finds traces of a save that has ended
+
+
+def _superfluous(directory: str, tag: str, keep: int) -> list[str]:
+    """The oldest saves, by their steps, beyond `keep`; never this one, nor the one that `latest` names."""
+    kept = {tag}
+    with contextlib.suppress(OSError), open(os.path.join(directory, LATEST), encoding="utf-8") as file:
+        kept.add(file.read().strip())
+    saves = [(_steps(os.path.join(directory, name)), natural(name), name) for name in _saves(directory)]
+    return [name for _, _, name in sorted(saves)[: max(0, len(saves) - keep)] if name not in kept]
+
+
+def _saves(directory: str) -> list[str]:
+    """Names of directories that hold nothing but files of a save."""
+    found: list[str] = []
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        if not name.startswith(".") and os.path.isdir(path) and not os.path.islink(path):
+            names = os.listdir(path)
+            if names and all(map(is_trainers_file, names)):
+                found.append(name)
+    return found
+
+
+def _steps(path: str) -> int:
+    """The steps that a save was made after; -1 where it does not say."""
+    listing = list_files(locate(path), os.path.basename(path))
+    for name in listing.files:
+        shard = SHARD_NAME.fullmatch(name)
+        if MODEL_NAME.fullmatch(name) or (shard is not None and shard["kind"] == "model"):
+            with contextlib.suppress(ZckptError):
+                return listing.numbers(name, "global_steps").get("global_steps", -1)
+    return -1

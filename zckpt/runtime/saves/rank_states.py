@@ -1,0 +1,129 @@
+"""What only one rank has, in a file of its own: gradients of the micro batches since the last step, and its buffers.
+
+For saving and loading. DeepSpeed's files have no place for either, and its loader does not look at this one. A rank writes it
+only if it has something: a save after a step, of a model whose buffers are equal on all ranks, has no such file.
+[Note: buffers of ranks] A buffer that the forward changes (BatchNorm's) differs from rank to rank. Files of stage 3 hold every
+rank's; of the other stages, and of groups of ranks that write nothing (MiCS), they hold rank 0's. A rank whose buffers differ
+from rank 0's, by a digest, then writes them here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import InconsistentError
+from zckpt.containers import TensorRef
+from zckpt.layouts.save.listing import Listing, rank_file
+from zckpt.layouts.zero.torch_files import Laid, TorchFile
+from zckpt.runtime.saves.plain_values import mapping, to_inert
+from zckpt.runtime.saves.run_state import RunState
+from zckpt.runtime.sharding import gradients
+from zckpt.runtime.training_run import TrainingRun
+
+MOMENT = ("global_steps", "micro_steps")
+"""Counters that tell the saves of a run apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """What a rank's file holds; its elements are still in the file.
+
+    Attributes:
+        buffers: by name, if they differ from rank 0's.
+        gradients: of the micro batches since the last step, as `gradients.taken` gave them; None if they are not of a run
+            in this shape.
+    """
+
+    buffers: Mapping[str, TensorRef]
+    gradients: Mapping[str, Mapping[str, TensorRef]] | None
+
+
+def digest_of(buffers: Mapping[str, torch.Tensor]) -> str:
+    """Equal on two ranks whose buffers are equal bit by bit."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, buffer in buffers.items():
+        data = buffer.detach().cpu().contiguous()
+        digest.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
+        size = data.numel() * data.element_size()
+        if size:
+            digest.update((ctypes.c_char * size).from_address(data.data_ptr()))
+    return digest.hexdigest()
+
+
+def lay_out(state: RunState, place: str, *, copied: bool) -> Laid | None:
+    """A rank's file, in a directory of the name `place`; None if it has nothing of its own. `copied` as for `to_inert`."""
+    run = state.run
+    has_model_file = run.settings.zero.stage == 3 and run.global_rank < run.sharded.size
+    has_buffers = run.global_rank in state.differing and not has_model_file
+    between = bool(state.gradients) or state.counters["pending_micro_steps"] > 0
+    if not has_buffers and not between:
+        return None
+    root: dict[str, Any] = {
+        "zckpt": {"version": 1, "moment": {key: state.counters[key] for key in MOMENT}, "shape": _shape(run)},
+        "global_steps": state.counters["global_steps"],
+        "dp_world_size": run.world_size,
+    }
+    if has_buffers:
+        root["buffers"] = to_inert(state.buffers, "buffers", copied=copied)
+    if between:
+        root["gradients"] = to_inert(state.gradients, "gradients", copied=copied)
+    file = TorchFile(f"{place}/{rank_file(run.global_rank)}")
+    made, pairs = file.finish(file.adopt(root))
+    return Laid((made,), tuple(pairs))
+
+
+def read(
+    run: TrainingRun, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]
+) -> RankStates | None:
+    """The file of this rank; None if there is none.
+
+    Args:
+        run: the run.
+        listing: the save as this rank sees it.
+        moment: `global_steps` and `micro_steps` when it was saved, as the other files say.
+        called: for each name of the checkpoint, what the model calls it.
+
+    Raises:
+        InconsistentError: it is of another save.
+    """
+    name = rank_file(run.global_rank)
+    if name not in listing.files:
+        return None
+    root = mapping(listing.open(name).root)
+    own = mapping(root.get("zckpt"))
+    if own.get("moment") != dict(moment):
+        raise InconsistentError(
+            "belongs to another save than the other files",
+            file=listing.files[name].path,
+            found=_counted(mapping(own.get("moment"))),
+            expected=f"{_counted(moment)}, as in the other files",
+            remedy="Copy all files of one save into this directory, or remove this file; an unfinished step then begins again.",
+        )
+    if root.get("dp_world_size") != run.world_size:
+        return None
+    found: dict[str, dict[str, Any]] | None = None
+    if "gradients" in root:
+        found = {
+            str(kind): {called.get(name, name): grad for name, grad in mapping(grads).items()}
+            for kind, grads in mapping(root["gradients"]).items()
+        }
+        if own.get("shape") != _shape(run) or not gradients.fits(run.module, run.sharded.parameters, found):
+            found = None
+    buffers = {called.get(str(name), str(name)): ref for name, ref in mapping(root.get("buffers")).items()}
+    return RankStates(buffers, found)
+
+
+def _counted(moment: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {moment.get(name)}" for name in MOMENT)
+
+
+def _shape(run: TrainingRun) -> list[Any]:
+    """What a run that takes up gradients must have in common with the run that made them."""
+    settings = run.settings
+    return [settings.zero.stage, run.world_size, run.sharded.size, settings.config.precision, run.batch.accumulation]

@@ -1,0 +1,370 @@
+"""What a checkpoint says of a run, read and checked against it before anything is changed.
+
+For `loading`. Only indexes are read, and what is small: elements of weights, states and buffers are still in their files.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zckpt import layouts
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples, joined
+from zckpt.containers import Placeholder, TensorRef
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.jobs.open import Opened, as_named_by
+from zckpt.layouts.run.training import ParameterGroup, Training
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import whole
+from zckpt.layouts.zero import unsharded_training
+from zckpt.runtime.saves import rank_states
+from zckpt.runtime.saves.description import OWN
+from zckpt.runtime.saves.plain_values import from_inert, mapping
+from zckpt.runtime.saves.rank_states import MOMENT, RankStates
+from zckpt.runtime.saves.run_state import buffers_of, group_members
+from zckpt.runtime.sharding.parameter import ShardedParameter
+from zckpt.runtime.training_run import TrainingRun
+
+_log = logging.getLogger("zckpt.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What of a checkpoint is wanted beside the weights.
+
+    Attributes:
+        optimizer: its states, settings and the loss scale.
+        schedule: that of the learning rate.
+        counters: steps, samples, random generators and the position of the data.
+        strict: every tensor of the model must be there.
+    """
+
+    optimizer: bool
+    schedule: bool
+    counters: bool
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """What a checkpoint has for a parameter group of the run's optimizer.
+
+    Attributes:
+        options: settings that it changes.
+        states: for each parameter that it knows, per-element states and states of one number.
+    """
+
+    options: Mapping[str, Any]
+    states: tuple[tuple[ShardedParameter, Mapping[str, TensorEntry], Mapping[str, float]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Where a run is.
+
+    Attributes:
+        global_steps: and the others as in `Engine`.
+        pending: micro batches since the last step, among `micro_steps`.
+        data: position of the loader.
+    """
+
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    micro_steps: int
+    pending: int
+    data: Mapping[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A checkpoint, for one rank of a run; what the options leave out and what the files do not have is None or empty.
+
+    Attributes:
+        directory: of the save.
+        catalog: the weights, under the model's names.
+        buffers: this rank's own, if they differ from those of `catalog`.
+        buffers_lost: buffers differed from rank to rank when the run was saved, and this rank's are missing.
+        precision: dtype of the module's own weights.
+        groups: by the number of the group in the optimizer.
+        scaler: state of the loss scale.
+        schedule: state of the schedule.
+        counters: where the run was.
+        rng: random generators of the rank of this number.
+        gradients: of the micro batches since the last step.
+        client_state: what the caller had saved.
+    """
+
+    directory: str
+    catalog: Catalog
+    buffers: Mapping[str, TensorEntry]
+    buffers_lost: bool
+    precision: torch.dtype | None
+    groups: Mapping[int, SavedGroup]
+    scaler: Mapping[str, Any] | None
+    schedule: Any
+    counters: Counters | None
+    rng: Mapping[str, Any]
+    gradients: Mapping[str, Mapping[str, TensorRef]] | None
+    client_state: dict[str, Any]
+
+
+def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
+    """Reads and checks; changes nothing.
+
+    Args:
+        run: the run.
+        opened: the checkpoint.
+        options: what of it is wanted.
+        seen: its files as this rank sees them.
+
+    Raises:
+        InconsistentError: it is of another model, or of another optimizer.
+        ZckptError: another kind says what is wrong with it.
+    """
+    catalog, called = as_named_by(_names(run), opened.catalog)
+    _check_model(run, catalog, options.strict)
+    training = _training(run, opened, options, called)
+    rest: Mapping[str, Any] = {} if training is None else training.model
+    own = mapping(rest.get(OWN))
+    mine: RankStates | None = None
+    groups: dict[int, SavedGroup] = {}
+    if training is not None:
+        _check_states(run, training)
+        mine = rank_states.read(run, seen, {key: {**own, **rest}.get(key) for key in MOMENT}, called)
+        if options.optimizer:
+            groups = dict(_saved_groups(run, training))
+    buffers = _own_buffers(run, catalog, mine, seen, called) if run.world_size > 1 else {}
+    schedule = rest.get("lr_scheduler") if options.schedule and run.lr_scheduler is not None else None
+    return SavedRun(
+        directory=opened.place.listing.directory.path,
+        catalog=catalog,
+        buffers=buffers,
+        buffers_lost=_lost(run, own, buffers),
+        precision=None if training is None else getattr(torch, training.precision.torch_name),
+        groups=groups,
+        scaler=_scaler(training) if training is not None and options.optimizer else None,
+        schedule=None if schedule is None else from_inert(schedule),
+        counters=_counters(run, rest, own) if options.counters else None,
+        rng=from_inert(dict(_rng(run, opened, own))) if options.counters else {},
+        gradients=None if mine is None or not (options.counters and options.optimizer) else mine.gradients,
+        client_state={key: from_inert(value) for key, value in catalog.extras.items()},
+    )
+
+
+def _names(run: TrainingRun) -> list[str]:
+    """The names of all tensors of the model, the tied ones too."""
+    return [*(one.name for one in run.sharded.parameters), *run.sharded.aliases, *buffers_of(run)]
+
+
+def _training(run: TrainingRun, opened: Opened, options: LoadOptions, called: Mapping[str, str]) -> Training | None:
+    """What the checkpoint holds beside the weights, under the model's names.
+
+    Args:
+        run: the run.
+        opened: the checkpoint.
+        options: what is wanted.
+        called: for each name of the checkpoint, what the model calls it.
+    """
+    if not (options.optimizer or options.schedule or options.counters):
+        return None
+    if opened.catalog.source.layout == "unsharded":
+        theirs = {ours: name for name, ours in called.items()}
+        groups = [[theirs.get(one.name, one.name) for one in members] for members in group_members(run)]
+        training = unsharded_training.read_training(opened.place.listing, names=groups)
+    else:
+        training = layouts.read_training(opened.place.listing)
+    own = mapping(training.model.get(OWN))
+    odd = {called.get(name, name): value for name, value in mapping(own.get("scalars")).items()}
+    return replace(
+        training,
+        model={**training.model, OWN: {**own, "scalars": odd}},
+        groups=tuple(
+            replace(group, names=tuple(called.get(name, name) for name in group.names)) for group in training.groups
+        ),
+        states={called.get(name, name): value for name, value in training.states.items()},
+    )
+
+
+def _check_model(run: TrainingRun, catalog: Catalog, strict: bool) -> None:
+    """Checks that every tensor of the model is there, in its shape; frozen ones may be missing together.
+
+    Raises:
+        InconsistentError: one is not.
+    """
+    shapes = {one.name: tuple(one.shape) for one in run.sharded.parameters}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers_of(run).items()}
+    frozen = {one.name for one in run.sharded.parameters if not one.trained}
+    missing = [name for name in shapes if not has(catalog, name)]
+    if len(missing) == len(shapes) or (missing and strict and frozen != set(missing)):
+        raise InconsistentError(
+            "is a checkpoint of another model", file=catalog.source.path, found=f"tensors such as {examples(catalog)}",
+            expected=f"all tensors of the model, also {examples(missing)}",
+            remedy="Nothing was changed. Load the checkpoint into the model that was trained. To leave tensors that it "
+            "does not have as they are, pass load_module_strict=False.",
+        )  # fmt: skip
+    if missing and run.global_rank == 0:
+        _log.warning("%s does not have %s of the model: left as they are.", catalog.source.path, examples(missing))
+    wrong = [
+        f"{name!r} of shape {list(catalog[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name not in missing and catalog[name].shape != shape
+    ]
+    if wrong:
+        raise InconsistentError(
+            "has tensors of other shapes than the model", file=catalog.source.path,
+            found=joined(wrong if len(wrong) < 5 else [*wrong[:3], f"{len(wrong) - 3:,} more"]),
+            expected="the shapes of the model",
+            remedy="Nothing was changed. Make the model with the sizes that the checkpoint was trained with.",
+        )  # fmt: skip
+
+
+def _check_states(run: TrainingRun, training: Training) -> None:
+    """Checks that the checkpoint's optimizer is of the run's kind, as far as either says.
+
+    Raises:
+        InconsistentError: it is another one.
+    """
+    if run.optimizer is None:
+        return
+    ours, theirs = type(run.basic_optimizer).__name__, mapping(training.model.get(OWN)).get("optimizer")
+    states = {state for states in training.states.values() for state in states}
+    expected = _STATES.get(ours)
+    if (isinstance(theirs, str) and _kind(theirs) != _kind(ours)) or (expected is not None and states - expected):
+        raise InconsistentError(
+            "the checkpoint's optimizer states are those of another optimizer",
+            found=f"{theirs or 'states'} ({', '.join(sorted(states))})",
+            expected=f"{ours}" + (f" ({', '.join(sorted(expected))})" if expected else ""),
+            remedy="Nothing was changed. Train on with the optimizer that the run had, or pass load_optimizer_states=False.",
+        )
+
+
+def _kind(name: str) -> str:
+    return "Adam" if name in ("Adam", "AdamW") else name
+
+
+_ADAM = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+_STATES: Mapping[str, frozenset[str]] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Lamb": _ADAM,
+    "Lion": frozenset(("exp_avg",)),
+    "Adagrad": frozenset(("sum",)),
+    "SGD": frozenset(("momentum_buffer",)),
+}
+"""Per-element states of optimizers that DeepSpeed and torch have alike."""
+
+
+def has(catalog: Catalog, name: str) -> bool:
+    """Whether a catalog knows a name."""
+    return name in catalog.tensors or name in catalog.aliases
+
+
+def _own_buffers(
+    run: TrainingRun, catalog: Catalog, mine: RankStates | None, seen: Listing, called: Mapping[str, str]
+) -> dict[str, TensorEntry]:
+    """This rank's buffers, where the save was made by as many ranks and holds each one's."""
+    refs: Mapping[str, Any] = {} if mine is None else mine.buffers
+    shards = seen.shards("model")
+    last = run.world_size - 1
+    if not refs and run.global_rank in shards and (last in shards) and max(shards) == last:
+        module = mapping(mapping(seen.open(shards[run.global_rank]).root).get("module"))
+        refs = {called.get(str(name), str(name)): ref for name, ref in module.items()}
+    found: dict[str, TensorEntry] = {}
+    for name in buffers_of(run):
+        ref = refs.get(name)
+        if isinstance(ref, TensorRef) and has(catalog, name) and tuple(ref.shape) == tuple(catalog[name].shape):
+            found[name] = whole(name, ref, "buffer")
+    return found
+
+
+def _lost(run: TrainingRun, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
+    """Whether ranks had buffers of their own, and this rank's are missing."""
+    ranks = own.get("differing_buffers") or []
+    same_world = own.get("world_size") == run.world_size
+    return run.global_rank in ranks and not buffers if same_world else bool(ranks)
+
+
+def _saved_groups(run: TrainingRun, training: Training) -> Iterable[tuple[int, SavedGroup]]:
+    """Settings and states, by the number of the group."""
+    owner = {name: group for group in training.groups for name in group.names}
+    odd = mapping(mapping(training.model.get(OWN)).get("scalars"))
+    for number, (members, group) in enumerate(zip(group_members(run), run.groups, strict=True)):
+        known = [one for one in members if one.name in owner]
+        if known:
+            settings = owner[known[0].name].settings
+            options = {key: from_inert(value) for key, value in settings.items() if key in _keys(group)}
+            states = (
+                (one, training.states.get(one.name, {}), mapping(odd.get(one.name)) or _scalars(owner[one.name]))
+                for one in known
+            )
+            yield number, SavedGroup(options, tuple(states))
+
+
+def _keys(group: Mapping[str, Any]) -> set[str]:
+    """Settings that a checkpoint may change: not those that choose a kernel."""
+    chosen = {"params", "fused", "foreach", "capturable", "differentiable"}
+    return (set(group) | {"initial_lr"}) - chosen
+
+
+def _scalars(group: ParameterGroup) -> dict[str, float]:
+    """States of one number; DeepSpeed's own optimizers keep the step among the settings."""
+    found = {name: _number(value) for name, value in group.scalars.items()}
+    if "step" not in found and "step" in group.settings:
+        found["step"] = _number(group.settings["step"])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, TensorRef):
+        value = from_inert(value).item() if math.prod(value.shape) == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _scaler(training: Training) -> dict[str, Any]:
+    own = mapping(mapping(training.model.get(OWN)).get("scaler"))
+    if own:
+        return dict(own)
+    scaler = training.scaler.get("loss_scaler")
+    state = scaler.state if isinstance(scaler, Placeholder) else training.scaler
+    return {key: value for key, value in mapping(state).items() if isinstance(value, int | float)}
+
+
+def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Counters | None:
+    steps, accumulation = rest.get("global_steps"), run.gradient_accumulation_steps()
+    if not isinstance(steps, int):
+        return None
+    samples, skipped, data = rest.get("global_samples"), rest.get("skipped_steps"), own.get("data")
+    micro, pending = own.get("micro_steps"), own.get("pending_micro_steps")
+    before = mapping(rest.get("ds_config")).get("gradient_accumulation_steps")
+    if not isinstance(micro, int) or not isinstance(pending, int):  # a save of DeepSpeed
+        micro, pending = steps * accumulation, 0
+    if before is not None and before != accumulation:
+        micro = steps * accumulation + pending
+    return Counters(
+        global_steps=steps,
+        global_samples=samples if isinstance(samples, int) else steps * run.train_batch_size(),
+        skipped_steps=skipped if isinstance(skipped, int) else 0,
+        micro_steps=micro,
+        pending=pending,
+        data=from_inert(dict(data)) if isinstance(data, Mapping) else None,
+    )
+
+
+def _rng(run: TrainingRun, opened: Opened, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The random generators of the rank of this number, where there was one in a world of the same size."""
+    listing = opened.place.listing
+    rngs, shards = own.get("rngs"), listing.shards("optim")
+    if isinstance(rngs, list) and len(rngs) == run.world_size:
+        return mapping(rngs[run.global_rank])
+    if rngs is None and len(shards) == run.world_size:
+        root = mapping(listing.open(shards[run.global_rank]).root)
+        return mapping(mapping(root.get(OWN)).get("rng"))
+    return {}

@@ -1,0 +1,262 @@
+"""Saving a run: every rank writes its own files under a temporary name, and a save appears whole or not at all.
+
+For `Engine.save_checkpoint`.
+[Note: the order of a save]
+1. All ranks meet, and say the tag and what their buffers are. One per file system (the *leader*) takes the save's work directory
+beside the tags, and finishes what killed runs have left. Everything that can be refused is refused now.
+2. Every rank writes and syncs its files there.
+Saves in the background copy what the rank holds between 1 and 2 (`snapshot`), and do the rest beside the training.
+3. When all have, leaders seal the save and give it the tag's name, by `zckpt.output`'s protocol.
+4. When all have, `latest` is replaced, by a rename; then older tags are pruned.
+Killed before 3, a save has left nothing but a directory whose name begins with a dot; before 4, `latest` names the save before,
+or, if that is the one that is replaced, either of the two.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import field, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import count, joined, ranks, size
+from zckpt.output.saves import STAGED
+from zckpt.runtime.saves.agreed_attempt import Attempt
+from zckpt.runtime.saves.background import Saving
+from zckpt.runtime.saves.description import tensors_of
+from zckpt.runtime.saves.exchange import Exchange
+from zckpt.runtime.saves.own_group import OwnGroup
+from zckpt.runtime.saves.planned_save import Outlined, PlannedSave, exchange_of, outline, plan, write
+from zckpt.runtime.saves.publication import Publication
+from zckpt.runtime.saves.rank_states import digest_of
+from zckpt.runtime.saves.run_state import RunState, capture
+from zckpt.runtime.saves.snapshot import Pool, Snapshot
+from zckpt.runtime.saves.tags import check_tag
+from zckpt.runtime.training_run import TrainingRun
+from zckpt.team.meeting import ENTRY_S, Meetings
+
+_log = logging.getLogger("zckpt.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What the caller of `save_checkpoint` asks for.
+
+    Attributes:
+        directory: that holds the tags.
+        tag: of this save.
+        latest: whether `latest` is to name it.
+        only_trained: leave out parameters that are not trained.
+    """
+
+    directory: str
+    tag: str
+    latest: bool = True
+    only_trained: bool = False
+
+
+def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
+    """Saves a run; see [Note: the order of a save].
+
+    Returns:
+        Under `async_save`, the thread that does all but the first step, from a copy in host memory.
+
+    Raises:
+        UsageError: the tag cannot name a directory, or the client state uses names of the checkpoint's own.
+        UnsupportedError: something in the client state cannot be written.
+        InconsistentError: some ranks did not come, or have another tag.
+        OutputError: a file cannot be written, here or elsewhere; what was there before is unchanged.
+    """
+    meetings.begin(f"{run.micro_steps}")
+    state, publication = _enter(run, meetings, options)
+    try:
+        begun, root = _begin_together(state, meetings, publication, options, client_state)
+        if isinstance(begun, Copied):
+            server = meetings.server()
+            what = f"save of {publication.tag!r} in {publication.directory}"
+            return Saving(what, partial(_finish_copied, meetings, publication, begun, root, server), server)
+    except BaseException:
+        publication.end()
+        raise
+    _finish(meetings, publication, begun, root)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A save in the background: what it saves, copied so far that training may go on.
+
+    Attributes:
+        outlined: what it saves.
+        snapshot: the elements.
+        means: what saves of this run use again.
+    """
+
+    outlined: Outlined
+    snapshot: Snapshot
+    means: _Means
+
+
+@dataclass(slots=True)
+class _Means:
+    """What saves in the background of one run use again.
+
+    Attributes:
+        pool: the memory of their copies.
+        group: in which they exchange elements; None before the first one, and after one that failed.
+        number: of saves so far, the same on every rank.
+    """
+
+    pool: Pool = field(default_factory=Pool)
+    group: OwnGroup | None = None
+    number: int = 0
+
+
+_means: WeakKeyDictionary[TrainingRun, _Means] = WeakKeyDictionary()
+
+
+def _begin_together(
+    state: RunState,
+    meetings: Meetings,
+    publication: Publication,
+    options: SaveOptions,
+    client_state: Mapping[str, Any],
+) -> tuple[PlannedSave | Copied, str]:
+    """The save, planned or copied on every rank, and the directory that this rank's files are written in."""
+    run = state.run
+    means = None
+    if run.settings.config.checkpoint.async_save:
+        means = _means.setdefault(run, _Means())
+        means.number += 1  # before anything that may fail on this rank alone
+    state = _with_all_generators(state)
+    begun: PlannedSave | Copied
+    with Attempt() as tried:
+        publication.begin()
+        _warn_of_gradients(state)
+        if options.only_trained:
+            state = _only_trained(state)
+        if means is not None:
+            begun = _copied(state, outline(state, client_state, STAGED, copied=True), means)
+        else:
+            begun = plan(outline(state, client_state, STAGED), exchange_of(state))
+    names = meetings.agree("save_checkpoint", tried.error, publication.name)
+    return begun, publication.root(names, run.global_rank)
+
+
+def _copied(state: RunState, outlined: Outlined, means: _Means) -> Copied:
+    """A copy of what this rank holds; the optimizer waits for the part of it that is made later."""
+    run = state.run
+    tensors = tensors_of(state) if outlined.takes_part else {}
+    states = {(part.name, name) for part in state.parts for name in part.states}
+    snapshot = Snapshot(tensors, lambda key: key not in states, means.pool)
+    if run.optimizer is not None:
+        run.optimizer.before_change = snapshot.finish
+    return Copied(outlined, snapshot, means)
+
+
+def _finish_copied(meetings: Meetings, publication: Publication, copied: Copied, root: str, store: object) -> None:
+    """Plans a save whose elements are copied, and finishes it."""
+    outlined, snapshot, means = copied.outlined, copied.snapshot, copied.means
+    group, means.group = means.group, None
+    try:
+        with Attempt() as tried:
+            if group is None and outlined.takes_part and outlined.size > 1:  # first of all: the others wait for it
+                group = OwnGroup(f"{meetings.name} {means.number}", outlined.rank, outlined.size, store)
+            snapshot.check()
+            tensors = snapshot.tensors
+            host = torch.device("cpu")
+            exchange = Exchange(outlined.rank, outlined.size, group, host, True, tensors.__getitem__, list(tensors))
+            planned = plan(outlined, exchange)
+        meetings.agree("save_checkpoint", tried.error)
+    except BaseException:
+        publication.end()
+        meetings.part()
+        raise
+    _finish(meetings, publication, planned, root)
+    means.group = group  # after a failure ranks may be at different places in it
+
+
+def _finish(meetings: Meetings, publication: Publication, planned: PlannedSave, root: str) -> None:
+    """Writes the files, and gives them their name when all ranks have."""
+    try:
+        with Attempt() as tried:
+            write(planned, root)
+        meetings.agree("save_checkpoint", tried.error)
+        publication.publish(meetings)
+    finally:
+        publication.end()
+        meetings.part()
+
+
+def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[RunState, Publication]:
+    """Meets the others, and agrees on the tag: what is saved, and under which name."""
+    checkpoint = run.settings.config.checkpoint
+    digest: str | None = None
+    with Attempt() as tried:
+        state = capture(run)
+        digest = digest_of(state.buffers)
+    words = meetings.agree("save_checkpoint", tried.error, [options.tag, digest], within_s=ENTRY_S)
+    differing = frozenset(rank for rank, (_, theirs) in enumerate(words) if theirs != words[0][1])
+    tag, *others = dict.fromkeys(said for said, _ in words)
+    if others:
+        by_tag = {one: [rank for rank, (said, _) in enumerate(words) if said == one] for one in (tag, *others)}
+        found = joined([f"{one!r} on {ranks(numbers)}" for one, numbers in by_tag.items()])
+        if checkpoint.tag_validation == "FAIL":
+            raise InconsistentError(
+                "the ranks disagree on the tag of save_checkpoint", found=found, expected="one tag",
+                remedy="Nothing was written. Use a tag without anything that differs from rank to rank.",
+            )  # fmt: skip
+        if checkpoint.tag_validation == "WARN" and (run.global_rank == 0 or options.tag != tag):
+            warnings.warn(f"The ranks disagree on the tag: {found}. Rank 0's is used.", stacklevel=4)
+    check_tag(tag)
+    local = checkpoint.use_node_local_storage
+    return replace(state, differing=differing), Publication(
+        os.path.abspath(options.directory),
+        tag,
+        leader=(run.local_rank if local else run.global_rank) == 0,
+        latest=options.latest,
+        keep_last=checkpoint.keep_last,
+    )
+
+
+def _only_trained(state: RunState) -> RunState:
+    parts = tuple(part for part in state.parts if part.parameter.trained)
+    names = {part.name for part in parts}
+    return replace(state, parts=parts, aliases={d: kept for d, kept in state.aliases.items() if kept in names})
+
+
+def _warn_of_gradients(state: RunState) -> None:
+    """Warns that a save between micro batches has gradients in it, and may be much larger."""
+    pending = state.counters["pending_micro_steps"]
+    if pending and state.run.global_rank == 0:
+        grads = [grad for kind in state.gradients.values() for grad in kind.values()]
+        _log.warning(
+            "This save is made after %d of the %s of a step, so it holds each rank's gradients so far: %s on rank 0. Only a "
+            "run with the same stage, precision, accumulation and number of ranks can use them; any other begins the step "
+            "again. Save after a whole step to avoid both.",
+            pending,
+            count(state.run.batch.accumulation, "micro batch", "micro batches"),
+            size(sum(grad.numel() * grad.element_size() for grad in grads)),
+        )
+
+
+def _with_all_generators(state: RunState) -> RunState:
+    """If not every rank writes an optimizer file, those that write the model's keep the random generators of all."""
+    run = state.run
+    if run.settings.zero.stage and run.world_size == run.sharded.size:
+        return state
+    rngs: list[dict[str, Any] | None] = []
+    for writer in range(run.sharded.size):  # the others get nothing, however many ranks there are
+        mine: list[Any] | None = [None] * run.world_size if run.global_rank == writer else None
+        dist.gather_object(state.rng, mine, dst=writer)
+        rngs = mine or rngs
+    return replace(state, rng={"all": rngs})

@@ -1,0 +1,156 @@
+"""What a script says about units before the model is sharded: parameters used elsewhere, and modules that stay whole.
+
+For `units`, and for scripts under DeepSpeed's names. A parameter that another module uses is left to the model as a whole, so
+that it is there during the whole forward. A leaf module is one unit, whatever it contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
+from zckpt.runtime.sharding.parameter import sharded_parameter_of
+
+_EXTERNAL = "_zckpt_external_parameters"
+_LEAF = "_z3_leaf"
+
+
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Says that a module's forward uses a parameter of another module. To be called before `initialize`.
+
+    Args:
+        module: the one that uses it.
+        parameter: as the other module holds it.
+
+    Raises:
+        UsageError: the model is sharded already, or `parameter` is not one.
+    """
+    if sharded_parameter_of(parameter) is not None:
+        raise UsageError(
+            "register_external_parameter comes after initialize",
+            remedy="Call it before initialize, for example where the model is made. Or let a module that holds both be "
+            "gathered as one: initialize(wrap=...).",
+        )
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(
+            "register_external_parameter got what is no parameter", found=f"a {type(parameter).__name__}",
+            remedy="Pass a parameter of a module, such as self.embed.weight.",
+        )  # fmt: skip
+    module.__dict__.setdefault(_EXTERNAL, {})[id(parameter)] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Takes back `register_external_parameter`."""
+    module.__dict__.get(_EXTERNAL, {}).pop(id(parameter), None)
+
+
+def uses_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Pairs of a module and the `id` of a parameter that it was said to use."""
+    return [(module, id(p)) for module in model.modules() for p in module.__dict__.get(_EXTERNAL, {}).values()]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Makes a module a leaf: its parameters are gathered together, whatever it contains. To be called before `initialize`."""
+    setattr(model, _LEAF, flag)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is a leaf."""
+    return bool(getattr(model, _LEAF, False))
+
+
+def z3_leaf_parameter(model: torch.Tensor) -> bool:
+    """Whether a parameter is known to be a leaf's: never, since leaves are known by their modules."""
+    return False
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The leaves of a model."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Makes all modules of some classes leaves, and returns them.
+
+    Args:
+        model: the model.
+        leaf_module_classes: classes, names of classes, or names with the module that they are defined in.
+        raise_if_not_found: raise an error if there is none.
+
+    Raises:
+        UsageError: there is none.
+    """
+    return _flag(model, _is_one_of(leaf_module_classes), leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Takes back `set_z3_leaf_modules`, with the same arguments and errors."""
+    return _flag(model, _is_one_of(leaf_module_classes), leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Makes modules leaves by their names. Returns them, and the names that the model does not have.
+
+    Raises:
+        UsageError: there are such names, and `raise_if_not_found` is set.
+    """
+    return _flag_named(model, module_names, flag, raise_if_not_found, lambda name, wanted: name == wanted)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The same by the ends of names."""
+    return _flag_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def _flag_named(
+    model: nn.Module, wanted: Sequence[str], flag: bool, must: bool, fits: Callable[[str, str], bool]
+) -> tuple[list[nn.Module], list[str]]:
+    names = dict(model.named_modules())
+    found = {id(m): m for name, m in names.items() if any(fits(name, one) for one in wanted)}
+    missing = [one for one in wanted if not any(fits(name, one) for name in names)]
+    if missing and must:
+        raise _absent(missing)
+    for module in found.values():
+        set_z3_leaf_module(module, flag)
+    return list(found.values()), missing
+
+
+def _is_one_of(classes: Sequence[type | str]) -> Callable[[nn.Module], bool]:
+    kinds = tuple(one for one in classes if isinstance(one, type))
+    names = {one for one in classes if isinstance(one, str)}
+
+    def is_one(module: nn.Module) -> bool:
+        cls = type(module)
+        return isinstance(module, kinds) or bool(names & {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"})
+
+    return is_one
+
+
+def _flag(
+    model: nn.Module, fits: Callable[[nn.Module], bool], wanted: Sequence[type | str], flag: bool, must: bool
+) -> list[nn.Module]:
+    found = [module for module in model.modules() if fits(module)]
+    if not found and must:
+        raise _absent([getattr(one, "__name__", str(one)) for one in wanted])
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _absent(names: Sequence[str]) -> UsageError:
+    return UsageError(
+        "the model has no such modules to be leaves", found=examples(names),
+        remedy="Correct the names or classes, or pass raise_if_not_found=False.",
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Gradients of micro batches, wherever they are until the step that uses them: to drop, reduce, save and restore them.
+
+For `training_run` and `saves`.
+[Note: gradients between micro batches]
+*rows*: this rank's rows, on the weight; stages 2 and 3 reduce after every micro batch, and every stage after the last one.
+*whole*: of this rank alone, on the parameter as the computation sees it or beside it in the dtype of reductions; stages 0 and 1
+before the last micro batch. *masters*: of replicated parameters, on the master. *units*: this rank's rows of all parameters of a
+unit, reduced among the ranks that share it but not yet over the groups of ranks (MiCS).
+Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `post_backward`, _fsdp_param.py; checked by
+tests/runtime/test_checkpoints.py and tests/distributed/test_matrix.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from zckpt.runtime.sharding.older_torch import groups_of
+from zckpt.runtime.sharding.parameter import ShardedParameter
+
+Gradients = dict[str, dict[str, torch.Tensor]]
+"""Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""
+
+_UNUSED = "reduce_scatter_unused_params"
+_SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", _UNUSED)
+"""Of a unit: what its next backward does with gradients."""
+
+
+@torch.no_grad()
+def forget(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
+    """Drops all gradients of a model."""
+    for one in parameters:
+        one.weight.grad = None
+        if one.master is not None:
+            one.master.grad = None
+    for unit in units_of(model):
+        unit._partial_reduce_output = None
+        for parameter in unit.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
+
+
+@torch.no_grad()
+def reduce_pending(model: nn.Module) -> None:
+    """Reduces the gradients that are still whole, of backwards that were not the last of a step. Every rank calls it.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py `_root_post_backward_final_callback`.
+    """
+    units = list(units_of(model))
+    for unit in units:
+        switches = [name for name in _SWITCHES if hasattr(unit, name)]
+        before = {name: getattr(unit, name) for name in switches}
+        unused = unit._partial_reduce_output is not None  # zeros carry it to the other groups of ranks
+        wanted = {"reshard_after_backward": False, _UNUSED: unused or before.get(_UNUSED)}
+        for name in switches:
+            setattr(unit, name, wanted.get(name, True))
+        unit.post_backward()
+        for name, value in before.items():
+            setattr(unit, name, value)
+    for unit in units:
+        unit.finalize_backward()
+        unit._training_state = TrainingState.IDLE
+        several = getattr(unit.comm_ctx, "reduce_scatter_states", None)
+        for state in [unit.comm_ctx.reduce_scatter_state] if several is None else several:
+            if state is not None and state.event is not None:
+                unit.device_handle.current_stream().wait_event(state.event)
+        if several is None:  # before torch 2.13
+            unit.comm_ctx.reduce_scatter_state = None
+        else:
+            several.clear()
+
+
+@torch.no_grad()
+def taken(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Gradients:
+    """All gradients of a model as they are, without a copy; a kind that has no gradient has no key."""
+    found: Gradients = {"rows": {}, "whole": {}, "masters": {}, "units": {}}
+    for one in parameters:
+        if (grad := one.weight.grad) is not None:
+            found["rows"][one.name] = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if one.master is not None and one.master.grad is not None:
+            found["masters"][one.name] = one.master.grad
+    names = names_of_places(parameters)
+    for number, unit in enumerate(units_of(model)):
+        if unit._partial_reduce_output is not None:
+            found["units"][str(number)] = unit._partial_reduce_output
+        for parameter in unit.fsdp_params:
+            grad = parameter.unsharded_accumulated_grad
+            fresh = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if grad is None or fresh is None:
+                grad = fresh if grad is None else grad
+            else:
+                grad = grad + fresh
+            if grad is not None:
+                found["whole"][names[place_of(parameter)]] = grad
+    return {kind: grads for kind, grads in found.items() if grads}
+
+
+def fits(
+    model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
+) -> bool:
+    """Whether these gradients have the names and shapes of this rank's."""
+    by_name = {one.name: one for one in parameters}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
+        "rows": {name: tuple(one.local().shape) for name, one in by_name.items()},
+        "whole": {name: tuple(one.shape) for name, one in by_name.items()},
+        "masters": {name: tuple(one.master.shape) for name, one in by_name.items() if one.master is not None},
+    }
+    count = sum(1 for _ in units_of(model))
+    return all(number.isdecimal() and int(number) < count for number in gradients.get("units", ())) and all(
+        shapes[kind].get(name) == tuple(grad.shape) for kind in shapes for name, grad in gradients.get(kind, {}).items()
+    )
+
+
+@torch.no_grad()
+def put(
+    model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Restores what `taken` returned, in a model without gradients. The tensors themselves are used."""
+    names = names_of_places(parameters)
+    rows, whole, masters, units = (gradients.get(kind, {}) for kind in ("rows", "whole", "masters", "units"))
+    for number, unit in enumerate(units_of(model)):
+        if (partial := units.get(str(number))) is not None:
+            unit._partial_reduce_output = partial.to(unit.device)
+        for parameter in unit.fsdp_params:
+            if (grad := whole.get(names[place_of(parameter)])) is not None:
+                parameter.unsharded_accumulated_grad = grad.to(unit.device)
+    for one in parameters:
+        if (grad := rows.get(one.name)) is not None:
+            weight, local = one.weight, one.local()
+            grad = grad.to(local.device)
+            if isinstance(weight, DTensor):
+                mesh, placements = weight.device_mesh, weight.placements
+                shape, stride = weight.shape, weight.stride()
+                grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+            weight.grad = grad
+        if one.master is not None and (grad := masters.get(one.name)) is not None:
+            one.master.grad = grad.to(one.master.device)
+
+
+def units_of(model: nn.Module) -> Iterator[Any]:
+    """What `fully_shard` keeps of each unit: modules that share one have the same."""
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for unit in groups_of(module):
+                if id(unit) not in seen:
+                    seen.add(id(unit))
+                    yield unit
+
+
+def place_of(parameter: Any) -> tuple[int, str]:
+    """Where a parameter of `fully_shard` is registered: the module's `id`, and the name there."""
+    return id(parameter._module_info.module), parameter._module_info.param_name
+
+
+def names_of_places(parameters: Sequence[ShardedParameter]) -> dict[tuple[int, str], str]:
+    """By the places where they are registered, the names of parameters."""
+    return {(id(module), name): one.name for one in parameters for module, name in one.holders}

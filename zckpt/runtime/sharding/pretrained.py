@@ -1,0 +1,161 @@
+"""Reading the weights of a transformers model into deferred parameters: each rank reads its own rows, and no more.
+
+For `zero.Init`.
+[Note: from_pretrained] transformers reads a checkpoint in `PreTrainedModel._load_pretrained_model`: under ZeRO-3 rank 0 reads
+all files and sends every tensor to all ranks; otherwise every rank reads all files, ahead of what it needs. `take_over` puts a
+function before it. A model with deferred parameters is then loaded by transformers' other function for that,
+`convert_and_load_state_dict_in_model`, which renames and converts; it gets tensors that stand for a file's (`_Stored`) and one
+after another. To read one gives a deferred tensor with this rank's rows. Where tensors are put together (experts), they are
+gathered for that. All other models are loaded as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import EllipsisType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zckpt import live
+from zckpt.base.errors import ZckptError
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.overlaps import clip
+from zckpt.jobs.open import open_catalog
+from zckpt.jobs.options import OpenOptions
+from zckpt.runtime.sharding.deferred import Recorder, Rows, recording, room, rows_held_by
+from zckpt.runtime.world import rows_of
+
+_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+"""The variable of the environment by which transformers reads a tensor only when it needs it."""
+
+
+def take_over() -> None:
+    """Lets transformers, if this process has imported it, load models with deferred parameters part by part.
+
+    Versions of transformers that load in another way (before 5.0) are left as they are.
+    """
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    method = vars(base).get("_load_pretrained_model") if base is not None else None
+    if not isinstance(method, staticmethod) or hasattr(method.__func__, "__wrapped__"):
+        return
+    original = method.__func__
+    if [*inspect.signature(original).parameters][:4] != ["model", "state_dict", "checkpoint_files", "load_config"]:
+        return
+
+    @functools.wraps(original)
+    def load(
+        model: nn.Module,
+        state_dict: Any,
+        checkpoint_files: Sequence[str] | None,
+        load_config: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        recorder = _recorder_of(model)
+        if recorder is None or load_config.is_quantized or (state_dict is None and checkpoint_files is None):
+            return original(model, state_dict, checkpoint_files, load_config, *rest, **more)
+        return _load(model, state_dict, checkpoint_files or (), load_config, recorder), None
+
+    base._load_pretrained_model = staticmethod(load)  # type: ignore[union-attr]
+
+
+def _recorder_of(model: nn.Module) -> Recorder | None:
+    """The recorder that is active, or one for a model that was made under `zero.Init`; None for any other model."""
+    if recording() is not None:
+        return recording()
+    rows = next((held for held in map(rows_held_by, model.parameters()) if held is not None), None)
+    return None if rows is None else Recorder(rows.group)
+
+
+def _load(
+    model: Any,
+    state_dict: Mapping[str, Any] | None,
+    files: Sequence[str],
+    load_config: Any,
+    recorder: Recorder,
+) -> Any:
+    """Loads weights into a model. Returns what transformers wants to know of it: missing names and so on."""
+    from transformers import core_model_loading, modeling_utils
+
+    with contextlib.ExitStack() as stack:
+        if recorder is not recording():
+            stack.enter_context(recorder)
+        stack.enter_context(_in_turn())
+        given: dict[str, Any] = dict(state_dict or {})
+        for file in files if state_dict is None else ():
+            stored = _stored(file, recorder)
+            given.update(modeling_utils.load_state_dict(file) if stored is None else stored)
+        info, _ = core_model_loading.convert_and_load_state_dict_in_model(
+            model=model, state_dict=given, load_config=load_config
+        )
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and recorder.rows_of(buffer) is not None:
+                    attributes = dict(vars(buffer))
+                    module._buffers[name] = whole = recorder.whole(buffer)
+                    vars(whole).update(attributes)
+    return info
+
+
+@contextlib.contextmanager
+def _in_turn() -> Iterator[None]:
+    before = os.environ.get(_IN_TURN)
+    os.environ[_IN_TURN] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_IN_TURN]
+        else:
+            os.environ[_IN_TURN] = before
+
+
+def _stored(file: str, recorder: Recorder) -> dict[str, _Stored] | None:
+    """The tensors of a file by name, unread; None for a file that zckpt does not read."""
+    try:
+        catalog = open_catalog(file, OpenOptions(allow_unknown_layout=True), as_stored=True).catalog
+    except ZckptError:
+        return None
+    names = (*catalog, *catalog.aliases)
+    if not all(hasattr(torch, catalog[name].dtype.torch_name) for name in names):
+        return None
+    return {name: _Stored(catalog[name], recorder) for name in names}
+
+
+class _Stored:
+    """A tensor in a file, with what transformers asks of one of safetensors that was not read yet."""
+
+    def __init__(self, entry: TensorEntry, recorder: Recorder) -> None:
+        self._entry = entry
+        self._recorder = recorder
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Its dtype, by its safetensors name."""
+        return self._entry.dtype.name
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        """All of it, deferred: this rank's rows are read."""
+        entry, group = self._entry, self._recorder.group
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            if dist.get_world_size(group) > 1 and entry.shape and entry.numel:
+                rows = rows_of(entry.shape[0], dist.get_world_size(group), dist.get_rank(group))
+                width = entry.numel // entry.shape[0]
+                fragments = clip(entry.fragments, rows.start * width, rows.stop * width, entry.dtype.itemsize)
+                part = TensorEntry(entry.name, (len(rows), *entry.shape[1:]), entry.dtype, entry.role, fragments)
+            else:
+                part = entry
+            values = room(part.shape, getattr(torch, entry.dtype.torch_name))
+            live.move([(part, values)])
+        return self._recorder.hold(Rows(values, torch.Size(entry.shape), group))

@@ -1,0 +1,312 @@
+"""From a stage to `fully_shard`: what each rank holds of every parameter, and how gradients come to it.
+
+For `engine` and `zero`.
+[Note: stages]
+3 gathers a unit for its forward and again for its backward; 2 keeps it gathered in between; 1 also keeps gradients whole until
+the accumulation boundary; 0 does as 1, sharding over one rank and reducing over all. hpZ gathers for the backward from a
+smaller group; MiCS shards over one. Offloading keeps the parts in host memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UsageError
+from zckpt.runtime.config.zero import Zero
+from zckpt.runtime.sharding.collectives import use_on_gloo
+from zckpt.runtime.sharding.deferred import Rows, rows_held_by
+from zckpt.runtime.sharding.labels import label
+from zckpt.runtime.sharding.offload import home_of, offload_policy
+from zckpt.runtime.sharding.older_torch import allow_frozen_dtypes, reduce_unused, shard_unit
+from zckpt.runtime.sharding.parameter import ShardedParameter
+from zckpt.runtime.sharding.units import Wrap, find_units, merged, parts_of
+from zckpt.runtime.world import World, elements_of
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of a run.
+
+    Attributes:
+        compute: of the computation; None leaves every parameter the dtype it has.
+        reduce: of gradient reductions.
+        train: masters are kept; without an optimizer, parameters are stored in the dtype of the computation.
+    """
+
+    compute: torch.dtype | None
+    reduce: torch.dtype
+    train: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A model after `shard`.
+
+    Attributes:
+        parameters: in the model's order, tied ones once.
+        aliases: names of tied parameters, with the name that is kept.
+        mesh: ranks as (replicate, shard).
+    """
+
+    parameters: tuple[ShardedParameter, ...]
+    aliases: dict[str, str]
+    mesh: DeviceMesh
+
+    @property
+    def group(self) -> Any:
+        """The ranks that hold different rows of the same parameters."""
+        return self.mesh.get_group("shard")
+
+    @property
+    def size(self) -> int:
+        """How many ranks these are; fewer than all at stage 0 and under MiCS."""
+        return self.mesh["shard"].size()
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among these."""
+        return self.mesh.get_local_rank("shard")
+
+
+@dataclass(slots=True, eq=False)
+class _Original:
+    """A parameter of the model before it is sharded.
+
+    Attributes:
+        name: the first of its names in the model.
+        parameter: as the model has it; it is emptied when it is sharded.
+        shape: of the whole parameter.
+        rows: this rank's rows, of a model made under `zero.Init`.
+        dtype: that it will be computed with.
+        replicated: it stays whole on every rank, outside of `fully_shard`.
+        exact: the numbers of a replicated one before they are rounded to `dtype`.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    rows: Rows | None
+    dtype: torch.dtype
+    replicated: bool
+    exact: torch.Tensor | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is trained and sharded: such parameters of one unit have one dtype."""
+        return self.parameter.requires_grad and not self.replicated
+
+
+def shard(
+    model: nn.Module,
+    zero: Zero,
+    precision: Precision,
+    mesh: DeviceMesh,
+    world: World,
+    wrap: Wrap | Iterable[Wrap] | None = None,
+) -> Sharded:
+    """Shards a model in place.
+
+    Every rank begins with rank 0's numbers. Units are moved to the device, shared out and freed one after another.
+
+    Args:
+        model: the model, whole on every rank or made under `zero.Init`.
+        zero: the stage and its options.
+        precision: dtypes.
+        mesh: of `mesh_of`.
+        world: all ranks.
+        wrap: units, see `find_units`; the config's if not given.
+    """
+    originals, aliases = _originals(model, precision)
+    units = _units(model, originals, zero, world, zero.wrap if wrap is None else wrap)
+    ignored = {one.parameter for one in originals.values() if one.replicated}
+    for unit, part in zip(units, parts_of(units), strict=True):
+        inside = [originals[id(parameter)] for parameter in part]
+        for one in inside:
+            _prepare(one, precision, world)
+        compute = next((one.dtype for one in inside if one.is_cut), precision.compute)
+        shard_unit(
+            unit,
+            ignored,
+            _reshard_after_forward(zero, is_root=unit[0] is model),
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(compute, precision.reduce, cast_forward_inputs=False),
+            offload_policy=offload_policy(zero),
+        )
+        for one in inside:
+            if not one.replicated:  # an optimizer may still hold it
+                one.parameter.data = one.parameter.data.new_empty(0)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(world.device)
+    parameters = _sharded_parameters(model, originals, zero, mesh, world)
+    if zero.stage == 3:
+        for found in parameters:
+            if not found.replicated:
+                label(found.weight, found.shape, found.local())
+    if world.device.type == "cpu":
+        use_on_gloo(model, mesh.get_group("shard"))
+    allow_frozen_dtypes(model)  # type: ignore[arg-type]
+    reduce_unused(model, zero.ignore_unused_parameters)  # type: ignore[arg-type]
+    return Sharded(parameters, aliases, mesh)
+
+
+def _originals(model: nn.Module, precision: Precision) -> tuple[dict[int, _Original], dict[str, str]]:
+    """The parameters by their `id`, in the model's order, and the further names of tied ones with the first."""
+    found: dict[int, _Original] = {}
+    aliases: dict[str, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in found:
+            aliases[name] = found[id(p)].name
+            continue
+        dtype = precision.compute if precision.compute and p.is_floating_point() else p.dtype
+        found[id(p)] = _Original(name, p, p.shape, rows_held_by(p), dtype, replicated=not p.ndim or not p.numel())
+    return found, aliases
+
+
+def _units(
+    model: nn.Module, originals: Mapping[int, _Original], zero: Zero, world: World, wrap: Wrap | Iterable[Wrap] | None
+) -> list[list[nn.Module]]:
+    """The units for `fully_shard`, each as its modules; parameters that no unit can have become replicated."""
+    units = find_units(model, wrap)
+    if len({one.dtype for one in originals.values() if one.is_cut}) > 1:
+        return [[unit] for unit in _one_dtype_each([*units, model], originals)]
+    bucket = _bucket(model, zero) if wrap is None and world.device.type == "cpu" else 0
+    return [*(merged(units, model, bucket) if bucket else ([unit] for unit in units)), [model]]
+
+
+def _sharded_parameters(
+    model: nn.Module, originals: Mapping[int, _Original], zero: Zero, mesh: DeviceMesh, world: World
+) -> tuple[ShardedParameter, ...]:
+    """What this rank holds of each parameter, after `fully_shard`; deferred ones get their numbers."""
+    rank, size = mesh.get_local_rank("shard"), mesh["shard"].size()
+    weights, holders = dict(model.named_parameters()), _holders(model)
+    found = []
+    for one in originals.values():
+        weight = weights[one.name]
+        places = tuple(holders[id(weight)])
+        if one.rows is not None:
+            weight = _materialise(weight, one, one.rows, zero, world)
+            one.rows.values = one.rows.values.new_empty(0)  # where this is another dtype's memory, it is free now
+            vars(one.parameter).pop("ds_tensor", None)
+            for module, name in places:
+                module._parameters[name] = weight
+        start, count = (0, one.shape.numel()) if one.replicated else elements_of(one.shape, size, rank)
+        found.append(
+            ShardedParameter(
+                one.name, one.shape, start, count, one.replicated, one.dtype, weight, places, exact=one.exact
+            )
+        )
+    return tuple(found)
+
+
+def _bucket(model: nn.Module, zero: Zero) -> int:
+    """Parameters of a collective on a device that cannot compute while it communicates; 0 for those of one unit.
+
+    At stages 0 and 1 parameters and gradients are whole anyway, and one collective for all costs least. At stage 2 the
+    gradients of a collective are whole until it reduces them.
+    """
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return {2: zero.reduce_bucket_size, 3: 0}.get(zero.stage, everything)
+
+
+def _one_dtype_each(units: list[nn.Module], originals: Mapping[int, _Original]) -> list[nn.Module]:
+    """Units whose trained parameters have one dtype, as `fully_shard` needs; inner ones first.
+
+    Modules of another dtype than most of their unit become units of their own. Where a single module mixes dtypes, the
+    parameters of the rarer one become replicated.
+    """
+    out: list[nn.Module] = []
+    for unit, part in zip(units, parts_of([[unit] for unit in units]), strict=True):
+        inside = {id(p): originals[id(p)] for p in part if originals[id(p)].is_cut}
+        sizes: Counter[torch.dtype] = Counter()
+        for one in inside.values():
+            sizes[one.dtype] += one.shape.numel()
+        usual = sizes.most_common(1)[0][0] if sizes else None
+        rare = {key for key, one in inside.items() if one.dtype != usual}
+        for module in unit.modules():
+            own = {id(p) for p in module._parameters.values() if p is not None}
+            alone = module is not unit and not any(True for _ in module.children()) and own <= rare
+            if own and alone and len({originals[key].dtype for key in own}) == 1 and not _is_tied(module, unit):
+                out.append(module)
+                rare -= own
+        for key in rare:
+            originals[key].replicated = True
+        out.append(unit)
+    return out
+
+
+def _is_tied(module: nn.Module, unit: nn.Module) -> bool:
+    own = {id(p) for p in module._parameters.values()}
+    others = (p for m in unit.modules() if m is not module for p in m._parameters.values())
+    return any(id(p) in own for p in others if p is not None)
+
+
+@torch.no_grad()
+def _prepare(one: _Original, precision: Precision, world: World) -> None:
+    """Gives a parameter rank 0's numbers, in the dtype that is stored."""
+    parameter = one.parameter
+    stored = torch.float32 if one.is_cut and precision.train else one.dtype
+    if parameter.is_meta:
+        parameter.data = parameter.data.to(stored)
+        return
+    data = parameter.data.to(world.device).contiguous()
+    if world.size > 1 and data.numel():
+        dist.broadcast(data.view(-1).view(torch.uint8), 0)
+    parameter.data = data.to(stored)
+    if one.replicated and parameter.requires_grad:
+        one.exact = data.clone()
+
+
+def _reshard_after_forward(zero: Zero, *, is_root: bool) -> bool | int | None:
+    if zero.stage < 3:
+        return False
+    if zero.zero_hpz_partition_size > 1:
+        return zero.zero_hpz_partition_size
+    return None if is_root else True
+
+
+@torch.no_grad()
+def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, world: World) -> nn.Parameter:
+    """A parameter with numbers, for the place of a deferred one."""
+    if not isinstance(meta, DTensor):
+        weight = nn.Parameter(rows.values.to(world.device, one.dtype), requires_grad=meta.requires_grad)
+        if world.size > 1 and weight.numel():
+            dist.broadcast(weight.data.view(-1).view(torch.uint8), 0)
+        one.exact = rows.values.to(world.device)
+        return weight
+    size = meta.device_mesh.size(-1)
+    if size != rows.size:
+        raise UsageError(
+            "the model was made under zero.Init for another number of ranks",
+            found=f"parameters shared by {rows.size} ranks",
+            expected=f"{size} ranks, as the config says",
+            remedy="Pass the same config to zero.Init and to initialize.",
+        )
+    local = rows.values.to(home_of(zero, world.device), meta.dtype)
+    placed = DTensor.from_local(
+        local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
+    )
+    return nn.Parameter(placed, requires_grad=meta.requires_grad)
+
+
+def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The modules that a parameter is registered in, and its names there."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((module, name))
+    return holders

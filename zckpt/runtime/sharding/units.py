@@ -1,0 +1,161 @@
+"""Which modules are gathered as one unit.
+
+For `shard`. A unit's parameters are gathered in one collective before its forward and dropped after it, so the units of a
+transformer are its blocks. What is outside of every unit belongs to the model as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import nn
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
+from zckpt.runtime.sharding.external import uses_of, z3_leaf_module
+
+Wrap = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
+
+_log = logging.getLogger(__name__)
+
+
+def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> list[nn.Module]:
+    """The units of a model, inner ones first.
+
+    Without `wrap`, these are the modules that the model itself says must not be split (`_no_split_modules`, as transformers
+    has them), or else the outermost ones that a `ModuleList` or `Sequential` repeats. A module that shares a parameter with
+    the rest of the model is no unit: both would hold the parameter.
+
+    Args:
+        model: the model.
+        wrap: class names, classes, modules of the model, functions that say whether a module is a unit; one or several.
+
+    Raises:
+        UsageError: `wrap` names nothing in the model.
+    """
+    if wrap is None:
+        found = list(_outermost(model, _by_names(_unsplit(model)))) or list(_outermost(model, _repeated(model)))
+    else:
+        several = [wrap] if isinstance(wrap, str | type | nn.Module) or callable(wrap) else list(wrap)
+        found = [module for module in model.modules() if module is not model and _wanted(module, several)]
+        if not found:
+            raise UsageError(
+                "the model has no module that wrap names",
+                found=examples(getattr(w, "__name__", w) for w in several),
+                expected=f"classes among {examples(sorted({type(m).__name__ for m in model.modules()}), 20)}",
+                remedy="Correct zero_optimization.wrap, or initialize(wrap=...).",
+            )
+    leaves = list(_outermost(model, z3_leaf_module))
+    if leaves:  # in the model's order, and nothing inside of a leaf
+        within = {id(inner) for leaf in leaves for inner in leaf.modules()} - {id(leaf) for leaf in leaves}
+        chosen = {id(module) for module in (*found, *leaves)} - within
+        found = [module for module in model.modules() if id(module) in chosen]
+    shared, uses = _owners(model), uses_of(model)
+    units = []
+    for unit in reversed(found):  # children come after their parents
+        inside = {id(module) for module in unit.modules()}
+        own = {id(p) for p in unit.parameters()}
+        if any(parameter in own and id(user) not in inside for user, parameter in uses):
+            _log.info(
+                "%s has a parameter that another module uses, so it is not gathered by itself.", type(unit).__name__
+            )
+            continue
+        if any(owner not in inside for p in unit.parameters() for owner in shared[id(p)]):
+            _log.info("%s shares parameters with other modules, so it is not gathered by itself.", type(unit).__name__)
+        elif any(True for _ in unit.parameters()):
+            units.append(unit)
+    return units
+
+
+def _owners(model: nn.Module) -> dict[int, set[int]]:
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _wanted(module: nn.Module, wrap: Sequence[Wrap]) -> bool:
+    for want in wrap:
+        if isinstance(want, str):
+            hit = type(module).__name__ == want
+        elif isinstance(want, type):
+            hit = isinstance(module, want)
+        elif isinstance(want, nn.Module):
+            hit = module is want
+        else:
+            hit = want(module)
+        if hit:
+            return True
+    return False
+
+
+def _unsplit(model: nn.Module) -> set[str]:
+    return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+
+
+def _by_names(names: set[str]) -> Callable[[nn.Module], bool]:
+    return lambda module: type(module).__name__ in names
+
+
+def _repeated(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Children of lists and sequences whose class occurs there more than once."""
+    repeated: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            counts = Counter(type(child) for child in module)
+            repeated |= {id(child) for child in module if counts[type(child)] > 1}
+    return lambda module: id(module) in repeated and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _outermost(model: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if is_unit(child):
+                yield child
+            else:
+                yield from walk(child)
+
+    yield from walk(model)
+
+
+def merged(units: list[nn.Module], model: nn.Module, bucket: int) -> list[list[nn.Module]]:
+    """Several units in one, where fewer and larger collectives cost less.
+
+    Args:
+        units: of `find_units`, so that the backward comes to them in this order.
+        model: that they are units of; what fits in the last bucket together with the model's own parameters is left to it.
+        bucket: parameters that one of the results may have, if a single unit does not have more.
+
+    Returns:
+        Units in the order of the backward, each as its modules in the order of the forward.
+    """
+    groups: list[list[nn.Module]] = [[]]
+    room = bucket
+    for unit, part in zip([*units, model], parts_of([[unit] for unit in [*units, model]]), strict=True):
+        numel = sum(p.numel() for p in part)
+        if numel > room:
+            groups.append([])
+            room = bucket
+        groups[-1].append(unit)
+        room -= numel
+    return [group[::-1] for group in groups if group and model not in group]
+
+
+def parts_of(units: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
+    """The parameters that each unit adds to those of the units before it."""
+    seen: set[int] = set()
+    parts = []
+    for unit in units:
+        part = list({id(p): p for module in unit for p in module.parameters() if id(p) not in seen}.values())
+        seen |= {id(p) for p in part}
+        parts.append(part)
+    return parts

@@ -1,0 +1,92 @@
+"""Fills tensors that are in swap files, through a buffer and with writes that tell of a disk that fails.
+
+For loads. A write to the file's memory map would end the process by SIGBUS where the disk fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zckpt.runtime.swapping.files import ALIGN, SwapFile, file_of, padded
+from zckpt.runtime.swapping.transfers import Buffer, Depth, Stretch, Transfers, stretch
+
+_BUFFER_BYTES = 32 << 20
+_DEPTH = Depth(blocks=8, block_bytes=1 << 20, pin=False)
+
+
+class Filled(NamedTuple):
+    """A run of elements of the tensor with this number, from `start` on, which go into `memory`, a vector."""
+
+    number: int
+    start: int
+    memory: torch.Tensor
+
+
+def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Filled]], None]) -> None:
+    """Fills vectors in memory and in swap files.
+
+    Args:
+        tensors: dense vectors.
+        read: puts elements into the memory of pieces; called more than once.
+
+    Raises:
+        OutputError: a swap file cannot be written.
+    """
+    direct, swapped = [], []
+    for number, tensor in enumerate(tensors):
+        found = file_of(tensor)
+        if found is None or found[1] % ALIGN:
+            direct.append(Filled(number, 0, tensor))
+        else:
+            swapped.append((number, tensor, *found))
+    read(direct)
+    if not swapped:
+        return
+    most = min(_BUFFER_BYTES, sum(padded(tensor.nbytes) for _, tensor, *_ in swapped))
+    batch = _Batch(Buffer(most, pin=False), Transfers(_DEPTH), read)
+    for number, tensor, file, offset in swapped:
+        batch.add(number, tensor, file, offset)
+    batch.write()
+
+
+class _Batch:
+    """Pieces that are read and written together."""
+
+    def __init__(self, buffer: Buffer, transfers: Transfers, read: Callable[[Sequence[Filled]], None]) -> None:
+        self._buffer, self._transfers, self._read = buffer, transfers, read
+        self._pieces: list[Filled] = []
+        self._stretches: dict[SwapFile, list[Stretch]] = {}
+        self._used = 0
+
+    def add(self, number: int, tensor: torch.Tensor, file: SwapFile, offset: int) -> None:
+        """Adds a tensor, and writes whenever the buffer is full."""
+        itemsize, total, start = tensor.dtype.itemsize, tensor.numel(), 0
+        while start < total:
+            room = (self._buffer.bytes.numel() - self._used) // ALIGN * ALIGN // itemsize
+            if not room:
+                self.write()
+                continue
+            count = min(room, total - start)
+            memory = self._buffer.view(self._used, count, tensor.dtype)
+            one = stretch(self._used, offset + start * itemsize, memory.nbytes)
+            self._buffer.bytes[self._used + memory.nbytes : self._used + one.nbytes].zero_()
+            self._pieces.append(Filled(number, start, memory))
+            self._stretches.setdefault(file, []).append(one)
+            self._used += one.nbytes
+            start += count
+
+    def write(self) -> None:
+        """Reads what was added, and writes it."""
+        if self._pieces:
+            self._read(self._pieces)
+        begun = [self._transfers.write(file, self._buffer, stretches) for file, stretches in self._stretches.items()]
+        try:
+            for transfer in begun:
+                transfer.wait()
+        finally:
+            for transfer in begun:
+                transfer.engine.wait(transfer.number)
+        self._pieces, self._stretches, self._used = [], {}, 0

@@ -1,0 +1,192 @@
+"""SwappedRows of parameters on their way to a gather, from the swap file or from a copy in the dtype of the computation.
+
+For `install`. `fully_shard` asks each of its parameters for the rows to gather; `SwappedParameter` is such a parameter whose rows
+are not in memory. [Note: reading ahead] The rows of a unit are read together. While a unit computes, those of the unit that
+followed it last time are read, as far as there is room. What was read ahead is read again if anything may have changed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+from zckpt.base.dataclass import dataclass
+from zckpt.runtime.swapping.files import Region, padded
+from zckpt.runtime.swapping.transfers import Buffer, Stretch, Transfer, Transfers, stretch
+
+
+class SwappedParameter(FSDPParam):
+    """A parameter of `fully_shard` whose rows come from `rows_to_gather`; an existing one gets this class."""
+
+    rows_to_gather: Callable[[], torch.Tensor]
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        """This rank's rows, on the device and in the dtype of the computation."""
+        if self.sharded_state != ShardedState.SHARDED:
+            return super().all_gather_inputs
+        rows = self.rows_to_gather().to(self.device)
+        return [rows if self.param_dtype in (None, rows.dtype) else rows.to(self.param_dtype)]
+
+
+@dataclass(slots=True, eq=False)
+class SwappedRows:
+    """The rows of one parameter.
+
+    Attributes:
+        region: of the fp32 weights, or of a frozen parameter.
+        local: the tensor that everything but a gather sees, in the file's memory map.
+        cache: the same rows in memory in the dtype of the computation; None reads them from the file for each gather.
+        is_stale: the cache may be out of date.
+    """
+
+    region: Region
+    local: torch.Tensor
+    cache: torch.Tensor | None = None
+    is_stale: bool = True
+    _version: int = -1
+
+    def cached(self) -> torch.Tensor:
+        """The rows in memory."""
+        assert self.cache is not None
+        if self.is_stale or self._version != self.local._version:
+            self.cache.copy_(self.region.tensor)
+            self.is_updated()
+        return self.cache
+
+    def is_updated(self) -> None:
+        """Notes that the cache has the file's rows."""
+        self.is_stale, self._version = False, self.local._version
+
+
+@dataclass(slots=True, eq=False)
+class SwappedUnit:
+    """Parameters that are gathered together."""
+
+    rows: list[SwappedRows] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    def add(self, rows: SwappedRows) -> None:
+        """Adds a parameter."""
+        self.places.append(self.nbytes)
+        self.rows.append(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a buffer for all rows."""
+        return self.places[-1] + _nbytes(self.rows[-1]) if self.rows else 0
+
+    def stretches(self) -> list[Stretch]:
+        """Where the rows are."""
+        return [stretch(at, one.region.offset, _nbytes(one)) for at, one in zip(self.places, self.rows, strict=True)]
+
+
+def _nbytes(rows: SwappedRows) -> int:
+    return padded(rows.region.tensor.nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    unit: SwappedUnit
+    buffer: Buffer
+    transfer: Transfer | None
+    versions: list[int]
+
+
+class Reader:
+    """Reads the rows of units for their gathers.
+
+    Args:
+        transfers: that carry the bytes.
+        room: bytes that may be read ahead.
+    """
+
+    def __init__(self, transfers: Transfers, room: int) -> None:
+        self._transfers, self._room = transfers, room
+        self._now: _Read | None = None
+        self._ahead: dict[int, _Read] = {}
+        self._free: list[Buffer] = []
+        self._next: dict[tuple[int, int], SwappedUnit] = {}
+        self._trail: tuple[SwappedUnit | None, SwappedUnit | None] = (None, None)
+
+    def rows(self, unit: SwappedUnit, number: int) -> torch.Tensor:
+        """The rows of a unit's parameter, valid until another unit's are asked for.
+
+        Raises:
+            OutputError: they cannot be read.
+        """
+        if self._now is None or self._now.unit is not unit or self._now.versions != _versions(unit):
+            self._turn_to(unit)
+        assert self._now is not None
+        tensor = unit.rows[number].region.tensor
+        return self._now.buffer.view(unit.places[number], tensor.numel(), tensor.dtype)
+
+    def forget(self) -> None:
+        """Drops all that was read: the file changes, or may have been changed."""
+        for read in [*self._ahead.values(), *([] if self._now is None else [self._now])]:
+            self._drop(read)
+        self._ahead.clear()
+        self._now = None
+
+    def _turn_to(self, unit: SwappedUnit) -> None:
+        if self._now is not None:
+            self._free.append(self._now.buffer)
+            self._now = None
+        read = self._ahead.pop(id(unit), None)
+        if read is not None and read.versions != _versions(unit):
+            self._drop(read)
+            read = None
+        read = read or self._begin(unit)
+        before, last = self._trail
+        if last is not unit:
+            if before is not None and last is not None:
+                self._next[id(before), id(last)] = unit
+            self._trail = (last, unit)
+        assert read.transfer is not None
+        read.transfer.wait()
+        self._now = read
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        before, last = self._trail
+        spent = sum(read.unit.nbytes for read in self._ahead.values())
+        while before is not None and last is not None:
+            following = self._next.get((id(before), id(last)))
+            if following is None or id(following) in self._ahead or spent + following.nbytes > self._room:
+                return
+            self._ahead[id(following)] = self._begin(following)
+            spent += following.nbytes
+            before, last = last, following
+
+    def _begin(self, unit: SwappedUnit) -> _Read:
+        fitting = [one for one in self._free if unit.nbytes <= one.bytes.numel() <= 2 * unit.nbytes]
+        if fitting:
+            self._free.remove(fitting[0])
+        buffer = fitting[0] if fitting else Buffer(unit.nbytes, pin=self._transfers.depth.pin)
+        del self._free[2:]
+        versions = _versions(unit)
+        file = unit.rows[0].region.file
+        return _Read(unit, buffer, self._transfers.read(file, buffer, unit.stretches()), versions)
+
+    def _drop(self, read: _Read) -> None:
+        if read is not self._now and read.transfer is not None:
+            read.transfer.wait()
+        self._free.append(read.buffer)
+
+
+def _versions(unit: SwappedUnit) -> list[int]:
+    return [one.local._version for one in unit.rows]
+
+
+def serve(parameter: Any, rows: SwappedRows, reader: Reader | None, unit: SwappedUnit, number: int) -> None:
+    """Lets a parameter of `fully_shard` gather these rows."""
+    parameter.__class__ = SwappedParameter
+    if rows.cache is not None:
+        parameter.rows_to_gather = rows.cached
+    else:
+        assert reader is not None
+        parameter.rows_to_gather = lambda: reader.rows(unit, number)

@@ -1,0 +1,188 @@
+"""Moves what a config wants on NVMe into swap files: parameters after they are sharded, states after the optimizer is made.
+
+For `start`. Where what is, by the config:
+- `offload_param` nvme (stage 3): this rank's rows of every parameter, in fp32 where they are trained, but for the first
+  `max_in_cpu` elements. Gathers read them.
+- `offload_optimizer` nvme: the states. In half precision the fp32 weights too: memory keeps the rows in the precision of the
+  computation, for gathers. In fp32 these are the same numbers, and stay in memory.
+What `fully_shard` cannot cut, and gradients, stay in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import size
+from zckpt.live.device import pins
+from zckpt.runtime.config.read import Settings
+from zckpt.runtime.config.zero import Zero
+from zckpt.runtime.optimizers.build import check_elementwise
+from zckpt.runtime.sharding.gradients import units_of
+from zckpt.runtime.sharding.parameter import ShardedParameter
+from zckpt.runtime.sharding.shard import Sharded
+from zckpt.runtime.swapping.files import SwapFile, padded
+from zckpt.runtime.swapping.gathering import Reader, SwappedRows, SwappedUnit, serve
+from zckpt.runtime.swapping.stepping import SwappedStep
+from zckpt.runtime.swapping.transfers import Depth, Transfers
+
+MOST_ELEMENTS = 8 << 20
+"""Of a sub-group: with Adam's two states and the weights, 96 MiB."""
+
+_log = logging.getLogger("zckpt.runtime")
+_ATTRIBUTE = "_zckpt_swapped_step"
+
+
+class Swap:
+    """What a run has in files.
+
+    Args:
+        settings: of the run; one with a device `nvme`.
+        model: sharded.
+        sharded: what this rank holds.
+        trains: there will be an optimizer.
+
+    Raises:
+        OutputError: no swap file can be made, or the disk has no room.
+    """
+
+    def __init__(self, settings: Settings, model: nn.Module, sharded: Sharded, *, trains: bool) -> None:
+        self._settings, self._zero = settings, settings.zero
+        self._trains = trains
+        sections = [one for one in (self._zero.offload_param, self._zero.offload_optimizer) if one is not None]
+        aio = settings.config.aio
+        pin = all(one.pin_memory for one in sections) and pins()
+        block = max(1, aio.block_size // 4096) * 4096
+        self._transfers = Transfers(Depth(min(64, aio.queue_depth * aio.intra_op_parallelism), block, pin))
+        self._files: dict[str, SwapFile] = {}
+        self._rows: dict[int, SwappedRows] = {}  # by the `id` of a sharded parameter
+        self._sharded = sharded
+        param = self._zero.offload_param
+        room = param.buffer_count * param.buffer_size * 4 if param is not None else 0
+        self._reader = Reader(self._transfers, room)
+        self._move(model)
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Lets an optimizer step through the files. Its masters are made.
+
+        Raises:
+            UsageError: it may look across elements.
+            OutputError: the disk has no room.
+        """
+        zero, section = self._zero, self._zero.offload_optimizer
+        check_elementwise(optimizer, allowed=self._settings.config.zero_allow_untested_optimizer)
+        if type(optimizer).__name__ == "Lamb":
+            raise UsageError(
+                "device 'nvme' gives an optimizer parts of tensors, and Lamb needs whole ones",
+                found="optimizer Lamb",
+                expected="an optimizer that treats each element by itself, such as AdamW",
+                remedy="Choose another optimizer, or offload to 'cpu'.",
+            )  # fmt: skip
+        file = None
+        if section is not None and section.device == "nvme":
+            file = self._file(section.nvme_path)
+        rows = {
+            id(one.master): self._rows[id(one)]
+            for one in self._sharded.parameters
+            if one.master is not None and id(one) in self._rows
+        }
+        elements = max(1024, min(zero.sub_group_size, MOST_ELEMENTS) // 1024 * 1024)
+        count = max(1, section.buffer_count) if section is not None else 4
+        swapped = SwappedStep(optimizer, rows, file, self._transfers, count, elements, self._reader.forget)
+        setattr(optimizer, _ATTRIBUTE, swapped)
+        optimizer.step = MethodType(lambda _, closure=None: swapped.step(closure), optimizer)  # type: ignore[method-assign]
+        told = ", ".join(f"{size(one.nbytes)} in {one.path}" for one in self._files.values())
+        _log.info("Rank %d keeps %s.", torch.distributed.get_rank(), told or "nothing in files: all fits max_in_cpu")
+
+    def _file(self, directory: str | None) -> SwapFile:
+        assert directory is not None  # checked with the config
+        if directory not in self._files:
+            self._files[directory] = SwapFile(directory)
+        return self._files[directory]
+
+    def _move(self, model: nn.Module) -> None:
+        """Moves rows of parameters to a file."""
+        by_place = {(id(module), name): one for one in self._sharded.parameters for module, name in one.holders}
+        groups: list[tuple[SwappedUnit, list[tuple[Any, ShardedParameter]]]] = []
+        left = self._zero.offload_param.max_in_cpu if self._zero.offload_param is not None else 0
+        for group in units_of(model):
+            unit, members = SwappedUnit(), []
+            for parameter in group.fsdp_params:
+                one = by_place[id(parameter._module_info.module), parameter._module_info.param_name]
+                parameter.reset_sharded_param()
+                numel = parameter._sharded_param_data.numel()
+                if self._is_moved(one, numel, left):
+                    members.append((parameter, one))
+                elif swaps_param(self._zero):
+                    left -= numel
+            groups.append((unit, members))
+        total = sum(padded(parameter._sharded_param_data.nbytes) for _, members in groups for parameter, _ in members)
+        if not total:
+            return
+        section = self._zero.offload_param if swaps_param(self._zero) else self._zero.offload_optimizer
+        assert section is not None
+        file = self._file(section.nvme_path)
+        file.reserve(total)
+        for unit, members in groups:
+            for number, (parameter, one) in enumerate(members):
+                serve(parameter, self._moved(parameter, one, file, unit), self._reader, unit, number)
+        gc.collect()  # cycles of the model as it was before hold the memory
+
+    def _is_moved(self, one: ShardedParameter, numel: int, left: int) -> bool:
+        if one.replicated or not numel:
+            return False
+        if swaps_param(self._zero):
+            return numel > left
+        return self._trains and one.trained and one.dtype != torch.float32 and one.local().dtype == torch.float32
+
+    @torch.no_grad()
+    def _moved(self, parameter: Any, one: ShardedParameter, file: SwapFile, unit: SwappedUnit) -> SwappedRows:
+        """Puts a parameter's rows into the file; everything that had the memory has the file's map now."""
+        before, shape = parameter._sharded_param_data, one.local().shape
+        region = file.region(before.numel(), before.dtype)
+        region.tensor.copy_(before)
+        local = region.tensor[: shape.numel()].view(shape)
+        parameter._sharded_param_data = region.tensor
+        one.weight._local_tensor = local  # type: ignore[attr-defined]
+        rows = SwappedRows(region, local)
+        if not swaps_param(self._zero):
+            rows.cache = before.to(one.dtype)
+            if self._transfers.depth.pin:
+                rows.cache = rows.cache.pin_memory()
+            rows.is_updated()
+        unit.add(rows)
+        self._rows[id(one)] = rows
+
+        def used() -> None:
+            rows.is_stale = True
+            self._reader.forget()
+
+        one.on_use = used
+        return rows
+
+
+def swaps_param(zero: Zero) -> bool:
+    """Whether parameters live in files."""
+    return zero.offload_param is not None and zero.offload_param.device == "nvme"
+
+
+def state_room(optimizer: Optimizer, master: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor for a state that an optimizer does not have yet: in its swap file, if it has one."""
+    swapped = getattr(optimizer, _ATTRIBUTE, None)
+    if not isinstance(swapped, SwappedStep):
+        return torch.empty_like(master, memory_format=torch.contiguous_format)
+    return swapped.room(master, name)
+
+
+def mend(optimizer: Optimizer) -> None:
+    """The states and weights of a run were loaded."""
+    swapped = getattr(optimizer, _ATTRIBUTE, None)
+    if isinstance(swapped, SwappedStep):
+        swapped.mend()

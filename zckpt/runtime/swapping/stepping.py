@@ -1,0 +1,377 @@
+"""An optimizer's step whose weights and states are in files: sub-group after sub-group through a few buffers.
+
+For `install`. [Note: a step] While a sub-group is updated, the next ones are read and those before are written, in as many
+buffers as `buffer_count` says. All arithmetic is of single elements, so a vector may be cut anywhere. Where the C++ engine knows
+the rule (`kernels`), it does it; otherwise the optimizer's own step works on views of the buffer. Either way the numbers are
+those of the same run without swapping. A step that fails half-way has updated some sub-groups and others not: the run must not
+go on from there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import InconsistentError
+from zckpt.runtime.swapping.files import Region, SwapFile, padded
+from zckpt.runtime.swapping.gathering import SwappedRows
+from zckpt.runtime.swapping.kernels import Kernel, kernel_of, rates, step
+from zckpt.runtime.swapping.transfers import Buffer, Stretch, Transfer, Transfers, stretch
+
+Group = dict[str, Any]
+
+_F32 = torch.float32
+_NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
+"""States of one number, whatever the shape of the weight."""
+
+
+@dataclass(slots=True, eq=False)
+class Vectors:
+    """What a step changes of one parameter.
+
+    Attributes:
+        master: the parameter as the optimizer has it.
+        group: its settings.
+        regions: "" for the weight, and states by name: those that are in files.
+        kernel: that updates it; None for the optimizer's own step.
+        factors: for the kernel.
+        before: its states before the step.
+        scalars: states of one number after the step, by the optimizer's own step.
+    """
+
+    master: torch.Tensor
+    group: Group
+    regions: dict[str, Region]
+    kernel: Kernel | None
+    factors: bytes = b""
+    before: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+    def vector(self, name: str) -> torch.Tensor:
+        """The weight or a state as a vector."""
+        return (self.before[name] if name else self.master.detach()).view(-1)
+
+    def is_large(self, name: str) -> bool:
+        """Whether a state that was there before the step has an element for each of the weight's."""
+        value = self.before.get(name)
+        return isinstance(value, torch.Tensor) and value.shape == self.master.shape and name not in _NUMBERS
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one parameter, and where its swapped vectors are in a buffer, in bytes."""
+
+    vectors: Vectors
+    start: int
+    count: int
+    places: dict[str, int]
+
+
+@dataclass(slots=True)
+class SubGroup:
+    """Pieces that are read, updated and written together."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    stretches: dict[SwapFile, list[Stretch]] = field(default_factory=dict)
+    nbytes: int = 0
+    elements: int = 0
+
+    def add(self, vectors: Vectors, start: int, count: int) -> None:
+        """Adds a piece."""
+        places = {}
+        for name, region in vectors.regions.items():
+            places[name] = self.nbytes
+            one = stretch(self.nbytes, region.offset + start * _F32.itemsize, count * _F32.itemsize)
+            self.stretches.setdefault(region.file, []).append(one)
+            self.nbytes += padded(count * _F32.itemsize)
+        self.pieces.append(Piece(vectors, start, count, places))
+        self.elements += count
+
+
+class SwappedStep:
+    """What takes the place of an optimizer's `step`.
+
+    Args:
+        optimizer: on the masters.
+        rows: by the `id` of a master, its rows in a file; others are in memory.
+        file: for the states; None keeps them in memory.
+        transfers: that carry the bytes.
+        sub_groups: in memory at a time.
+        elements: of a sub-group, at most; a multiple of 1024.
+        changed: called before anything changes.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rows: Mapping[int, SwappedRows],
+        file: SwapFile | None,
+        transfers: Transfers,
+        sub_groups: int,
+        elements: int,
+        changed: Callable[[], None],
+    ) -> None:
+        self._optimizer, self._rows, self._file, self._transfers = optimizer, rows, file, transfers
+        self._sub_groups, self._elements, self._changed = sub_groups, elements, changed
+        own: Any = type(optimizer).step
+        self._own = own.__wrapped__ if getattr(own, "hooked", False) else own  # without the hooks, which run once
+        self._regions: dict[tuple[int, str], Region] = {}
+        self._broken: Exception | None = None
+        self._threads = torch.get_num_threads()
+        self._reserve()
+
+    def room(self, master: torch.Tensor, name: str) -> torch.Tensor:
+        """A tensor for a state of a master: in the file, if its states are there. Its elements are anything."""
+        if self._file is None or not self._is_swapped(master):
+            return torch.empty_like(master, memory_format=torch.contiguous_format)
+        return self._region(master, name).tensor.view(master.shape)
+
+    def mend(self) -> None:
+        """The run's state was loaded: it is whole again."""
+        self._broken = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient.
+
+        Raises:
+            OutputError: a swap file cannot be read or written.
+            InconsistentError: an earlier step failed half-way.
+        """
+        for before in self._optimizer._optimizer_step_pre_hooks.values():
+            before(self._optimizer, (), {})
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._broken is not None:
+            raise InconsistentError(
+                "the weights are a mixture of two steps, since an earlier step failed half-way", found=str(self._broken),
+                remedy="Load a checkpoint with engine.load_checkpoint, then continue.",
+            )  # fmt: skip
+        self._changed()
+        groups: list[tuple[Group, list[torch.Tensor]]] = [(one, one["params"]) for one in self._optimizer.param_groups]
+        try:
+            swapped = [
+                self._vectors(p, group)
+                for group, params in groups
+                for p in params
+                if p.grad is not None and self._is_swapped(p)
+            ]
+            self._call_own({id(group): [p for p in params if not self._is_swapped(p)] for group, params in groups})
+            self._run(swapped)
+            for one in swapped:
+                self._finish(one)
+        except BaseException as error:
+            self._broken = error if isinstance(error, Exception) else InterruptedError(type(error).__name__)
+            raise
+        finally:
+            for group, params in groups:
+                group["params"] = params
+        for after in self._optimizer._optimizer_step_post_hooks.values():
+            after(self._optimizer, (), {})
+        return loss
+
+    def _is_swapped(self, master: torch.Tensor) -> bool:
+        """Whether the step goes through files; a parameter of which this rank has no row gets its empty states in memory."""
+        if not master.numel():
+            return False
+        return id(master) in self._rows or (self._file is not None and master.numel() > 1 and master.dtype == _F32)
+
+    def _reserve(self) -> None:
+        """Makes room for the states that are known by now, and moves those that there are."""
+        if self._file is None:
+            return
+        masters = [(p, group) for group in self._optimizer.param_groups for p in group["params"] if self._is_swapped(p)]
+        kernels = {id(group): kernel_of(self._optimizer, group) for group in self._optimizer.param_groups}
+        nbytes = 0
+        for master, group in masters:
+            kernel = kernels[id(group)]
+            names = set(kernel.states if kernel else ()) | self._tensors(master).keys()
+            nbytes += len(names) * padded(master.numel() * _F32.itemsize)
+        if nbytes:
+            self._file.reserve(nbytes)
+        for master, group in masters:
+            kernel = kernels[id(group)]
+            for name in kernel.states if kernel else ():
+                self._region(master, name)
+            self._absorb(master)
+
+    def _region(self, master: torch.Tensor, name: str) -> Region:
+        assert self._file is not None
+        key = id(master), name
+        if key not in self._regions:
+            self._regions[key] = self._file.region(master.numel(), _F32)
+        return self._regions[key]
+
+    def _tensors(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The states of a master that are as large as it."""
+        state = self._optimizer.state.get(master, {})
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and value.shape == master.shape
+            and value.dtype == _F32
+            and name not in _NUMBERS
+        }
+
+    def _absorb(self, master: torch.Tensor) -> None:
+        """Moves states that are in memory to the file."""
+        for name, value in self._tensors(master).items():
+            place = self._region(master, name).tensor.view(master.shape)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+                self._optimizer.state[master][name] = place
+
+    def _vectors(self, master: torch.Tensor, group: Group) -> Vectors:
+        """What the step changes of a parameter; states that there are none of yet are made, where they are known."""
+        regions, state = {}, self._optimizer.state[master]
+        kernel = kernel_of(self._optimizer, group)
+        if kernel is not None and not state:
+            state["step"] = torch.zeros((), dtype=_F32)
+            for name in kernel.states:
+                state[name] = (
+                    self.room(master, name).zero_()
+                    if self._file is None
+                    else self._region(master, name).tensor.view(master.shape)
+                )
+        if id(master) in self._rows:
+            regions[""] = self._rows[id(master)].region
+        if self._file is not None:
+            self._absorb(master)
+            regions |= {name: self._region(master, name) for name in self._tensors(master)}
+        if kernel is not None and not set(kernel.states) <= state.keys():
+            kernel = None
+        factors = b"" if kernel is None else rates(self._optimizer, group, float(state["step"]) + 1)
+        return Vectors(master, group, regions, kernel, factors, dict(state))
+
+    def _run(self, swapped: list[Vectors]) -> None:
+        waiting = deque(self._cut(swapped))
+        size = max((one.nbytes for one in waiting), default=0)
+        free = [Buffer(size, pin=self._transfers.depth.pin) for _ in range(min(self._sub_groups, len(waiting)))]
+        reading: deque[tuple[SubGroup, Buffer, list[Transfer]]] = deque()
+        writing: deque[tuple[Buffer, list[Transfer]]] = deque()
+        try:
+            while waiting or reading:
+                while waiting and free:
+                    sub_group, buffer = waiting.popleft(), free.pop()
+                    reading.append((sub_group, buffer, self._begin(sub_group, buffer, write=False)))
+                if not reading:
+                    free.append(_wait(*writing.popleft()))
+                    continue
+                sub_group, buffer, transfers = reading.popleft()
+                _wait(buffer, transfers)
+                self._update(sub_group, buffer)
+                writing.append((buffer, self._begin(sub_group, buffer, write=True)))
+                if waiting and not free:
+                    free.append(_wait(*writing.popleft()))
+            while writing:
+                _wait(*writing.popleft())
+        finally:
+            for transfers in [*(one[2] for one in reading), *(one[1] for one in writing)]:
+                for transfer in transfers:
+                    transfer.engine.wait(transfer.number)
+
+    def _begin(self, sub_group: SubGroup, buffer: Buffer, *, write: bool) -> list[Transfer]:
+        call = self._transfers.write if write else self._transfers.read
+        return [call(file, buffer, stretches) for file, stretches in sub_group.stretches.items()]
+
+    def _cut(self, swapped: list[Vectors]) -> Iterator[SubGroup]:
+        """The sub-groups, each of parameters of one group."""
+        now = SubGroup()
+        for one in swapped:
+            start, total = 0, one.master.numel()
+            while start < total:
+                if now.elements >= self._elements or (now.pieces and now.pieces[-1].vectors.group is not one.group):
+                    yield now
+                    now = SubGroup()
+                count = min(total - start, self._elements)
+                now.add(one, start, count)
+                start += count
+        if now.pieces:
+            yield now
+
+    def _update(self, sub_group: SubGroup, buffer: Buffer) -> None:
+        by_torch: list[tuple[Piece, torch.nn.Parameter]] = []
+        for piece in sub_group.pieces:
+            one, span = piece.vectors, slice(piece.start, piece.start + piece.count)
+            assert one.master.grad is not None
+            grad = one.master.grad.reshape(-1)[span]
+
+            def part(name: str, piece: Piece = piece, span: slice = span) -> torch.Tensor:
+                if name in piece.places:
+                    return buffer.view(piece.places[name], piece.count, _F32)
+                return piece.vectors.vector(name)[span]
+
+            if one.kernel is not None:
+                step(one.kernel, one.factors, part(""), grad, [part(name) for name in one.kernel.states], self._threads)
+            else:
+                view = torch.nn.Parameter(part(""))
+                view.grad = grad
+                self._optimizer.state[view] = {
+                    name: part(name)
+                    if one.is_large(name)
+                    else value.clone()
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for name, value in one.before.items()
+                }
+                by_torch.append((piece, view))
+        if by_torch:
+            self._call_own({id(by_torch[0][0].vectors.group): [view for _, view in by_torch]})
+            for piece, view in by_torch:
+                self._take_states(piece, buffer, self._optimizer.state.pop(view))
+        for piece in sub_group.pieces:
+            rows = self._rows.get(id(piece.vectors.master))
+            if rows is not None and rows.cache is not None:
+                updated = buffer.view(piece.places[""], piece.count, _F32)
+                rows.cache[piece.start : piece.start + piece.count].copy_(updated)
+
+    def _call_own(self, params: Mapping[int, list[Any]]) -> None:
+        """The optimizer's own step on these parameters, by the `id` of their group."""
+        for group in self._optimizer.param_groups:
+            group["params"] = params.get(id(group), [])
+        if any(params.values()):
+            self._own(self._optimizer)
+
+    def _take_states(self, piece: Piece, buffer: Buffer, state: dict[str, Any]) -> None:
+        """Keeps what the optimizer's own step has made of a piece: numbers, and in its first step its states."""
+        one, kept = piece.vectors, self._optimizer.state[piece.vectors.master]
+        for name, value in state.items():
+            if name in piece.places:
+                if value.data_ptr() != buffer.view(piece.places[name], piece.count, _F32).data_ptr():
+                    buffer.view(piece.places[name], piece.count, _F32).copy_(value)
+            elif one.is_large(name) or (
+                name not in _NUMBERS and name not in one.before and _is_vector(value, piece.count)
+            ):
+                if name not in kept:
+                    kept[name] = self.room(one.master, name)
+                kept[name].view(-1)[piece.start : piece.start + piece.count].copy_(value)
+            else:
+                one.scalars[name] = value
+
+    def _finish(self, one: Vectors) -> None:
+        """Counts the step of a parameter, when all its pieces are done."""
+        state, rows = self._optimizer.state[one.master], self._rows.get(id(one.master))
+        if one.kernel is not None:
+            state["step"] += 1
+        state.update(one.scalars)
+        if rows is not None:
+            rows.is_updated()
+
+
+def _is_vector(value: object, count: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == _F32 and value.shape == (count,)
+
+
+def _wait(buffer: Buffer, transfers: list[Transfer]) -> Buffer:
+    for transfer in transfers:
+        transfer.wait()
+    return buffer

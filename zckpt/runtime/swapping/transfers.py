@@ -1,0 +1,178 @@
+"""Bytes between buffers and swap files, while the caller works on: by the C++ engine, or by Python's threads without it.
+
+For `stepping` and `gathering`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import torch
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import OutputError
+from zckpt.runtime.swapping.files import ALIGN, SwapFile, padded
+
+try:
+    from zckpt._core import Swapper
+except ImportError:  # built without a compiler
+    Swapper = None  # type: ignore[assignment,misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much is on its way at a time.
+
+    Attributes:
+        blocks: reads and writes.
+        block_bytes: of each, at most; a multiple of ALIGN.
+        pin: buffers are page-locked.
+    """
+
+    blocks: int
+    block_bytes: int
+    pin: bool
+
+
+class Stretch(NamedTuple):
+    """A run of bytes in a buffer and in a file; all three are multiples of ALIGN."""
+
+    at: int
+    offset: int
+    nbytes: int
+
+
+class Buffer:
+    """Aligned memory of this process.
+
+    Attributes:
+        bytes: all of it.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=pin)
+        first = -room.data_ptr() % ALIGN
+        self.bytes = room[first : first + nbytes]
+
+    def view(self, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements at a byte that is a multiple of ALIGN."""
+        return self.bytes[at : at + count * dtype.itemsize].view(dtype)
+
+
+class _Engine(Protocol):
+    def begin(self, fd: int, write: bool, stretches: bytes) -> int: ...
+
+    def wait(self, number: int) -> tuple[int, int]: ...
+
+
+class Transfers:
+    """Reads and writes under way.
+
+    Args:
+        depth: how many, and how large.
+    """
+
+    def __init__(self, depth: Depth) -> None:
+        self.depth = depth
+        self._engine: _Engine
+        if Swapper is not None:
+            self._engine = Swapper(depth.blocks, depth.block_bytes)
+        else:
+            self._engine = _Threads(depth.blocks, depth.block_bytes)
+
+    def read(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch]) -> Transfer:
+        """Begins to read into a buffer."""
+        return self._begin(file, buffer, stretches, write=False)
+
+    def write(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch]) -> Transfer:
+        """Begins to write from a buffer."""
+        return self._begin(file, buffer, stretches, write=True)
+
+    def _begin(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch], *, write: bool) -> Transfer:
+        base = buffer.bytes.data_ptr()
+        packed = b"".join(struct.pack("<3Q", base + one.at, one.offset, one.nbytes) for one in joined(stretches))
+        return Transfer(self._engine, self._engine.begin(file.fd, write, packed), file, buffer, write)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One that was begun."""
+
+    engine: _Engine
+    number: int
+    file: SwapFile
+    buffer: Buffer
+    write: bool
+
+    def wait(self) -> None:
+        """Waits until it is done.
+
+        Raises:
+            OutputError: the disk refused.
+        """
+        error, offset = self.engine.wait(self.number)
+        if error:
+            raise OutputError(
+                f"the swap file cannot be {'written' if self.write else 'read'} at byte {offset:,}", file=self.file.path,
+                found="the file ends there" if error < 0 else os.strerror(error),
+                remedy="Check the disk of nvme_path. Then start the run again from its last checkpoint.",
+            )  # fmt: skip
+
+
+def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """The same bytes in as few stretches as they can be."""
+    found: list[Stretch] = []
+    for one in stretches:
+        last = found[-1] if found else None
+        if last is not None and (last.at + last.nbytes, last.offset + last.nbytes) == one[:2]:
+            found[-1] = last._replace(nbytes=last.nbytes + one.nbytes)
+        else:
+            found.append(one)
+    return found
+
+
+def stretch(at: int, offset: int, nbytes: int) -> Stretch:
+    """So many bytes, and the room behind them that is read and written too."""
+    return Stretch(at, offset, padded(nbytes))
+
+
+class _Threads:
+    """What `Swapper` of csrc/swapping.h does, in Python."""
+
+    def __init__(self, threads: int, block: int) -> None:
+        self._pool, self._block = ThreadPoolExecutor(threads, "zckpt-swap"), block
+        self._pending: dict[int, list[Future[tuple[int, int]]]] = {}
+
+    def begin(self, fd: int, write: bool, stretches: bytes) -> int:
+        number = len(self._pending) + max(self._pending, default=0) + 1
+        self._pending[number] = [
+            self._pool.submit(_carry, fd, write, address + at, offset + at, min(self._block, nbytes - at))
+            for address, offset, nbytes in struct.iter_unpack("<3Q", stretches)
+            for at in range(0, nbytes, self._block)
+        ]
+        return number
+
+    def wait(self, number: int) -> tuple[int, int]:
+        outcomes = [future.result() for future in self._pending.pop(number, ())]
+        return next((one for one in outcomes if one[0]), (0, 0))
+
+
+def _carry(fd: int, write: bool, address: int, offset: int, nbytes: int) -> tuple[int, int]:
+    import ctypes
+
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+    done = 0
+    try:
+        while done < nbytes:
+            call = os.pwritev if write else os.preadv
+            count = call(fd, [memory[done:]], offset + done)
+            if not count:
+                return -1, offset
+            done += count
+    except OSError as error:
+        return error.errno or -1, offset
+    return 0, 0

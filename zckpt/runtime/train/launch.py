@@ -1,0 +1,155 @@
+"""Where the processes of a run come from: torchrun, a SLURM step, or `--nproc`, which starts some on this machine.
+
+For `zckpt train` and `zckpt run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.base.words import count
+
+if TYPE_CHECKING:
+    from zckpt.runtime.train.lookout import Doing
+
+_PORT = 29500
+
+
+def is_worker(environment: MutableMapping[str, str]) -> bool:
+    """Whether this process is one of several already. In a task of a SLURM step it also sets torchrun's variables.
+
+    `srun` starts one process per task: rank, size and node are SLURM's variables, and the first node is where ranks meet.
+    Source: srun(1), "output environment variables".
+    """
+    if "RANK" in environment:
+        return True
+    size = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_PROCID" not in environment or int(size) < 2:
+        return False
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or "localhost"
+    environment.setdefault("MASTER_ADDR", first_host(nodes))
+    environment.setdefault("MASTER_PORT", str(_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000))
+    environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], size
+    environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0")
+    return True
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's list of nodes: "a100-[07-09,12],b1" gives "a100-07"."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    return nodes if found is None else found[1] + (found[2] or "") + (found[3] or "")
+
+
+def launch(arguments: Sequence[str], processes: int, *, named: bool = False) -> int:
+    """Starts `processes` times `python -m zckpt` with these arguments on this machine, as torchrun does, and waits.
+
+    SIGTERM and SIGINT are sent on to all of them.
+
+    Args:
+        arguments: of zckpt.
+        processes: how many.
+        named: what ranks other than 0 print on stderr begins with their names, and if a signal ends one, an error says which.
+
+    Returns:
+        0 if all succeeded, otherwise the exit status of the first that failed, as a shell shows it: 128 + n for signal n. They
+        have printed what is wrong.
+
+    Raises:
+        UsageError: there are GPUs, but fewer than processes.
+        InconsistentError: a signal ended one of them, and `named` is set.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from zckpt.live.device import accelerator, device_count, hidden_by
+    from zckpt.runtime.train.lookout import NOTES, last_note
+
+    kind = accelerator()
+    if kind is not None and device_count() < processes:
+        hide = hidden_by(kind)
+        raise UsageError(
+            f"--nproc {processes} needs as many GPUs", found=count(device_count(), "GPU"),
+            remedy=f"Pass a smaller --nproc, or set {hide} to train on the CPU." if hide else "Pass a smaller --nproc.",
+        )  # fmt: skip
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "CRITICAL")
+    before = {number: signal.signal(number, _send_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    with tempfile.TemporaryDirectory(prefix="zckpt-ranks-") as directory:
+        notes, logs = Path(directory, "notes"), Path(directory, "logs")
+        notes.mkdir()
+        if named:
+            os.environ[NOTES] = str(notes)
+            logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_death` says it
+            logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            signals_to_handle="SIGHUP,SIGQUIT",
+            log_line_prefix_template="[rank ${rank}] ",
+            logs_specs=DefaultLogsSpecs(
+                str(logs), tee=dict.fromkeys(range(1, processes), Std.ERR) if named else Std.NONE
+            ),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "zckpt", *arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            status = int(failure.exitcode)
+            if named and (status < 0 or status == 128 + signal.SIGTERM):
+                raise _death(rank, status, last_note(notes, rank), _last_lines(logs, rank)) from None
+            return status if status >= 0 else 128 - status
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return 0
+
+
+def _death(rank: int, status: int, note: Doing | None, said: str) -> InconsistentError:
+    """The error that says which rank ended the run, where it was, and what it said last."""
+    try:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended while it was asked to stop"
+    except ValueError:
+        how = f"was killed by signal {-status}"
+    where = "nothing is known of it" if note is None else f"{note.process} was {note.what} of step {note.step:,}"
+    memory = (
+        "SIGKILL without a command often means that memory ran out: dmesg says so. "
+        if status == -signal.SIGKILL
+        else ""
+    )
+    return InconsistentError(
+        f"rank {rank} {how}, and the run ended",
+        found=f"{where}; the last it printed: {said}" if said else where,
+        remedy=f"{memory}Run the same command with --resume, which continues from the last checkpoint.",
+    )
+
+
+def _last_lines(logs: Path, rank: int) -> str:
+    """The last lines that a rank printed on stderr."""
+    for path in logs.glob(f"**/{rank}/stderr.log"):
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return " | ".join(line.strip() for line in lines[-3:])
+    return ""
+
+
+def _send_on(number: int, frame: FrameType | None) -> None:
+    del frame
+    for task in Path("/proc/self/task").iterdir():
+        for child in task.joinpath("children").read_text().split():
+            os.kill(int(child), signal.SIGTERM)

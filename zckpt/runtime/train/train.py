@@ -1,0 +1,362 @@
+"""A language model trained on a text file: the loop that `zckpt train` runs on every rank.
+
+For the command line, and as an example of how the engine is used. A checkpoint has everything that a run needs to continue, so
+a run that was stopped and resumed ends with the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from zckpt import live
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import InconsistentError, OutputError, UsageError
+from zckpt.base.words import count, ranks
+from zckpt.jobs.open import open_catalog
+from zckpt.layouts.search import has_saves
+from zckpt.live.device import peak_memory
+from zckpt.runtime.config.read import Settings, read_config
+from zckpt.runtime.engine import Engine
+from zckpt.runtime.loader import Loader
+from zckpt.runtime.start import initialize
+from zckpt.runtime.train.corpus import Blocks, read_corpus
+from zckpt.runtime.train.evaluation import evaluate, perplexity
+from zckpt.runtime.train.lookout import NOTES, Lookout
+from zckpt.runtime.train.metrics import Metrics, Step
+from zckpt.runtime.train.models import TINY, Model, find_model
+from zckpt.runtime.world import World, join_world
+from zckpt.runtime.zero import Init
+from zckpt.storage.location import locate
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """What is to be trained.
+
+    Attributes:
+        config: DeepSpeed's JSON.
+        data: a text file.
+        out: directory of checkpoints, metrics and the picture.
+        steps: optimizer steps in total, those of earlier runs included.
+        model: "tiny-gpt", or a path; see `models.find_model`.
+        save_every: a checkpoint every so many steps, and one at the end; None for the end only.
+        resume: continue from the last checkpoint in `out`, if there is one.
+        seed: of weights, order of samples, and dropout.
+        save_pretrained: directory for the weights at the end, in the dtype of the computation.
+        eval_data: a text file that is not trained on, for the loss after some steps; None for none.
+        eval_every: that loss every so many steps, and at the end; None for the end only.
+        log_every: a line every so many steps, and for the first and the last.
+    """
+
+    config: str
+    data: str
+    out: str
+    steps: int
+    model: str = TINY
+    save_every: int | None = None
+    resume: bool = False
+    seed: int = 0
+    save_pretrained: str | None = None
+    eval_data: str | None = None
+    eval_every: int | None = None
+    log_every: int = 10
+
+    def arguments(self) -> list[str]:
+        """The command line that asks for it."""
+        words = ["train", self.config, "--data", self.data, "--out", self.out, "--steps", str(self.steps)]
+        words += ["--model", self.model, "--seed", str(self.seed), "--log-every", str(self.log_every)]
+        words += ["--eval-data", self.eval_data] if self.eval_data else []
+        words += ["--eval-every", str(self.eval_every)] if self.eval_every else []
+        words += ["--resume"] if self.resume else []
+        words += ["--save-every", str(self.save_every)] if self.save_every else []
+        return words + (["--save-pretrained", self.save_pretrained] if self.save_pretrained else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+        began_after: the step that it continued from; 0 for a new run.
+        step: the last step.
+        first_loss: of the first step of this run; None if it made no step.
+        last_loss: of the last one.
+        tokens_per_s: of all ranks together, saving not counted.
+        checkpoint: directory of the last save.
+        stopped: it was asked to end before the last step.
+        notes: sentences a person should see.
+        eval_loss: the last one on `eval_data`; None without it.
+        perplexity: e to `eval_loss`.
+    """
+
+    began_after: int
+    step: int
+    first_loss: float | None
+    last_loss: float | None
+    tokens_per_s: float
+    checkpoint: str
+    stopped: bool
+    notes: tuple[str, ...]
+    eval_loss: float | None = None
+    perplexity: float | None = None
+
+
+def check(job: TrainingJob) -> tuple[Settings, Model]:
+    """Reads the config and finds the model, so that errors are found before any process is started.
+
+    Raises:
+        ZckptError: one of its kinds says what.
+    """
+    settings = read_config(job.config)
+    if settings.config.optimizer.type is None:
+        raise UsageError("has no optimizer", file=job.config, remedy="Add a section 'optimizer' to the config.")
+    read_corpus(job.data, 1, None, 1)
+    if job.eval_data is not None:
+        read_corpus(job.eval_data, 1, None, 1, "--eval-data")
+    elif job.eval_every is not None:
+        raise UsageError(
+            "--eval-every needs a text", remedy="Pass --eval-data FILE.txt too, or leave --eval-every out."
+        )
+    found = find_model(job.model)
+    if os.path.isdir(job.out) and has_saves(locate(job.out)) and not job.resume:
+        raise OutputError(
+            "has checkpoints of an earlier run", file=job.out,
+            remedy="Pass --resume to continue that run, or another --out for a new one.",
+        )  # fmt: skip
+    return settings, found
+
+
+def train(
+    job: TrainingJob,
+    watch: Callable[[Step], None] = lambda step: None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Outcome:
+    """Trains; every rank calls it.
+
+    Args:
+        job: what.
+        watch: called on rank 0 after every step.
+        say: called on rank 0 with a sentence about the run before the first step.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; if another rank's process is gone, which one.
+    """
+    settings, found = check(job)
+    world = join_world()
+    lookout = Lookout(world)
+    with _asked_to_stop() as asked:
+        try:
+            return _train(job, settings, found, world, lookout, asked, watch, say)
+        except RuntimeError as error:
+            gone = _why(error, lookout, world, asked)
+            if gone is None:
+                raise
+            raise gone from error
+        finally:
+            lookout.close()
+
+
+def _train(
+    job: TrainingJob,
+    settings: Settings,
+    found: Model,
+    world: World,
+    lookout: Lookout,
+    asked: list[int],
+    watch: Callable[[Step], None],
+    say: Callable[[str], None],
+) -> Outcome:
+    engine, loader = _begin(job, settings, world, found)
+    held_out = None
+    if job.eval_data is not None:
+        held_out = read_corpus(job.eval_data, found.length, found.tokenizer, 1, "--eval-data")
+    if job.resume:
+        lookout.at(0, "loading the checkpoint")
+        engine.load_checkpoint(job.out)
+    if world.rank == 0:
+        _describe(engine, found, job.out)
+        say(_sentence(job, engine, found))
+    began = engine.global_steps
+    metrics = Metrics(job.out, began, _title(job)) if world.rank == 0 else None
+    steps: list[Step] = []
+    saved = began if job.resume and began else -1
+    evaluated: float | None = None
+    stopped = False
+    batches = _forever(loader)
+    while engine.global_steps < job.steps and not stopped:
+        step, stopped = _step(engine, batches, found.length, asked, lookout)
+        last = stopped or step.step == job.steps
+        if held_out is not None and (last or (job.eval_every and step.step % job.eval_every == 0)):
+            lookout.at(step.step, "in the evaluation")
+            evaluated = evaluate(engine, held_out)
+            step = replace(step, eval_loss=evaluated, perplexity=perplexity(evaluated))
+        steps.append(step)
+        if metrics is not None:
+            metrics.add(step)
+            watch(step)
+        if job.save_every and engine.global_steps % job.save_every == 0:
+            saved = _save(engine, job.out, lookout)
+    if saved != engine.global_steps:
+        _save(engine, job.out, lookout)
+    lookout.at(engine.global_steps, "saving the last checkpoint")
+    engine.wait_for_checkpoint()
+    if job.save_pretrained and not stopped:
+        lookout.at(engine.global_steps, "saving the weights")
+        engine.save_16bit_model(job.save_pretrained)
+        if world.rank == 0 and found.tokenizer is not None:
+            found.tokenizer.save_pretrained(job.save_pretrained)
+    note = metrics.close() if metrics is not None else None
+    spent = sum(1 / step.tokens_per_s for step in steps)
+    return Outcome(
+        began_after=began,
+        step=engine.global_steps,
+        first_loss=steps[0].loss if steps else None,
+        last_loss=steps[-1].loss if steps else None,
+        tokens_per_s=len(steps) / spent if spent else 0.0,
+        checkpoint=os.path.join(job.out, f"global_step{engine.global_steps}"),
+        stopped=stopped,
+        notes=(note,) if note else (),
+        eval_loss=evaluated,
+        perplexity=None if evaluated is None else perplexity(evaluated),
+    )
+
+
+def _save(engine: Engine, out: str, lookout: Lookout) -> int:
+    lookout.at(engine.global_steps, "saving a checkpoint")
+    engine.save_checkpoint(out)
+    return engine.global_steps
+
+
+def _why(error: RuntimeError, lookout: Lookout, world: World, asked: list[int]) -> BaseException | None:
+    """What to raise in place of an error of communication: the name of a rank that is gone, or an end without words.
+
+    The launcher asks all processes to end when one dies, and says itself which one it was.
+    """
+    if world.size == 1:
+        return None
+    if NOTES in os.environ:
+        until = time.monotonic() + 3.0
+        while not asked and time.monotonic() < until:
+            time.sleep(0.05)
+        if not asked:
+            return None
+        lookout.failed(str(error))
+        return SystemExit(128 + signal.SIGTERM)
+    gone = lookout.missing()
+    if not gone:
+        return None
+    first = next(iter(gone.values()))
+    return InconsistentError(
+        f"{ranks(sorted(gone))} {'is' if len(gone) == 1 else 'are'} gone, and the run cannot go on without",
+        found=f"{first.process} was {first.what} of step {first.step:,} when it last answered",
+        remedy="Look at what that process printed last, and at its machine's memory (dmesg). Then run the same command with "
+        "--resume, which continues from the last checkpoint.",
+    )
+
+
+def _sentence(job: TrainingJob, engine: Engine, found: Model) -> str:
+    """What begins."""
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    stage, precision = engine.zero_optimization_stage(), engine.settings.config.precision
+    where = f"{count(engine.world_size, 'rank')}, ZeRO stage {stage}, {precision}"
+    what = f"{engine.global_steps + 1:,} to {job.steps:,} of {engine.batch.total:,} x {found.length:,} tokens"
+    return f"training {job.model}, {parameters:,} parameters, on {where}; steps {what}"
+
+
+def _title(job: TrainingJob) -> str:
+    names = (os.path.basename(os.path.normpath(path)) for path in (job.model, job.data, job.config))
+    return "{} on {} ({})".format(*names)
+
+
+def _begin(job: TrainingJob, settings: Settings, world: World, found: Model) -> tuple[Engine, Loader]:
+    """Model, engine and data, the same for every number of ranks."""
+    random.seed(job.seed)
+    torch.manual_seed(job.seed)
+    with Init(config=job.config, enabled=settings.zero.stage == 3):
+        model = found.build()
+    engine, _, _, _ = initialize(model=model, config=job.config)
+    if found.weights is not None:
+        live.load_into(engine.module, open_catalog(found.weights).catalog)
+    blocks: Blocks = read_corpus(job.data, found.length, found.tokenizer, engine.batch.micro * world.size)
+    engine.loader = Loader(blocks, engine.batch.micro, world, drop_last=True, seed=job.seed)
+    torch.manual_seed(job.seed + 1 + world.rank)
+    return engine, engine.loader
+
+
+def _describe(engine: Engine, found: Model, out: str) -> None:
+    """Writes beside the checkpoints what makes their weights loadable: the config, and the tokenizer's files."""
+    os.makedirs(out, exist_ok=True)
+    for name, text in live.small_files(engine.module, engine.settings.config.precision).items():
+        with open(os.path.join(out, name), "w", encoding="utf-8") as file:
+            file.write(text)
+    if found.tokenizer is not None:
+        found.tokenizer.save_pretrained(out)
+
+
+def _forever(loader: Loader) -> Iterator[torch.Tensor]:
+    while True:
+        yield from loader
+
+
+def _step(
+    engine: Engine, batches: Iterator[torch.Tensor], length: int, asked: list[int], lookout: Lookout
+) -> tuple[Step, bool]:
+    """One optimizer step, and whether any rank was asked to stop."""
+    began, skipped = time.perf_counter(), engine.skipped_steps
+    lr = engine.get_lr()[0]
+    totals = torch.zeros(2, device=engine.device)
+    for _ in range(engine.batch.accumulation):
+        number = engine.global_steps + 1
+        lookout.at(number, "reading a batch")
+        tokens = next(batches).to(engine.device)
+        lookout.at(number, "in forward")
+        loss = engine(input_ids=tokens, labels=tokens)["loss"]
+        lookout.at(number, "in backward")
+        engine.backward(loss)
+        lookout.at(number, "in the optimizer step")
+        engine.step()
+        totals[0] += loss.detach().float() / engine.batch.accumulation / engine.world_size
+    totals[1] = float(bool(asked))
+    if engine.world_size > 1:
+        dist.all_reduce(totals)
+    mean, stop = totals.tolist()
+    norm = engine.get_global_grad_norm()
+    step = Step(
+        step=engine.global_steps,
+        loss=mean,
+        lr=lr,
+        scale=engine.cur_scale,
+        grad_norm=norm if norm is not None and norm < float("inf") else None,
+        skipped=engine.skipped_steps > skipped,
+        tokens_per_s=engine.batch.total * length / (time.perf_counter() - began),
+        memory_bytes=peak_memory(engine.device),
+        time_s=time.time(),
+    )
+    return step, stop > 0
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """A list that is empty until a signal asks the run to end: SIGTERM, SIGINT, or SIGUSR1, as schedulers send it."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
