@@ -1,11 +1,12 @@
 """Conversions that are killed, in a process of their own: forked from one that has imported zckpt, so that a hundred are quick.
 
-    python killing.py CHECKPOINT WORK MODE COUNT SEED [overwrite] [single] [JOB]
+    python killing.py CHECKPOINT WORK MODE COUNT SEED EVERY [overwrite] [single] [JOB]
 
 JOB is one of computed.COMPUTED, which reads sources of its own, in place of a conversion.
 
 MODE says when: "time" at COUNT random moments; "write" or "read" at the n-th of the engine's calls, "event" before the n-th
-change that Python makes to a name under WORK, for n from 1 to COUNT or to where there are no more. After each kill the
+change that Python makes to a name under WORK, for each EVERYth n to COUNT kills or to where there are no more, and the last of
+these moments. After each kill the
 output's name must hold what it held before or the whole new output, and the same command must then finish; the result must
 be the bytes of a run that nobody killed. Prints what happened as JSON.
 """
@@ -134,17 +135,19 @@ class Trials:
 
 
 def main() -> None:
-    checkpoint, work, mode, count, seed, *flags = sys.argv[1:]
+    checkpoint, work, mode, count, seed, every, *flags = sys.argv[1:]
     job = next((flag for flag in flags if flag in COMPUTED), "")
     is_single = "single" in flags or bool(job and COMPUTED[job].single)
     trials = Trials(checkpoint, work, overwrite="overwrite" in flags, single=is_single, job=job)
     chance = random.Random(int(seed))
-    nth = 0
+    nth, step = 0, int(every)
     while trials.told["killed"] < int(count):
-        nth += 1
+        nth += step
         was_killed = trials.trial(mode, nth, chance.uniform(0, trials.seconds))
-        if mode != "time" and not was_killed:
-            break  # there are no more such points
+        if mode != "time" and not was_killed:  # there are no more such points
+            for one in range(nth - step + 1, nth):
+                trials.trial(mode, one, 0.0)
+            break
     print(json.dumps({**trials.told, "seconds": trials.seconds, "files": len(trials.all or ())}))
 
 

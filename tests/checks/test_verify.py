@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import proofs
 import pytest
 import synth
 import torch
@@ -47,6 +48,10 @@ def checkpoint(tmp_path: Path) -> Path:
     return synth.zero12(tmp_path / "ckpt", synth.two_groups(10), 3)
 
 
+def name_of(fixture: Path) -> str:
+    return f"{fixture.parent.name}/{fixture.name}"
+
+
 def check_of(found: Verification, name: str) -> Any:
     return next(check for check in found.checks if check.name == name)
 
@@ -54,18 +59,37 @@ def check_of(found: Verification, name: str) -> Any:
 # ---- sound ones ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_real_checkpoints_are_sound_and_so_is_what_is_made_of_them(path: Path, tmp_path: Path) -> None:
-    for dtype, name in (("fp32", "out"), ("bf16", "out.bin"), ("fp16", "out.safetensors")):
-        zckpt.convert(path / "checkpoint", tmp_path / name, dtype=dtype)
-        found = zckpt.verify(path / "checkpoint", tmp_path / name, deep=dtype == "fp32")
-        assert wrong(found) == {}
-        assert found.deletable is not None and found.deletable[0] == (not found.not_proved)
-        assert bool(found.not_proved) == (f"{path.parent.name}/{path.name}" in NOT_PROVED), found.not_proved
-        assert wrong(zckpt.verify(tmp_path / name)) == {}
+FORMS = (("fp32", "out"), ("bf16", "out.bin"), ("fp16", "out.safetensors"))
 
 
-@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def trials() -> list[Any]:
+    """Each fixture in one form, and each family's in every form; for proofs, all in all."""
+    families: dict[str, list[Path]] = {}
+    for path in FIXTURES:
+        families.setdefault(path.parent.name, []).append(path)
+    few = [
+        (paths[number % len(paths)], *FORMS[number % len(FORMS)])
+        for paths in families.values()
+        for number in range(max(len(paths), len(FORMS)))
+    ]
+    return [*few, *proofs.cases(one for path in FIXTURES for form in FORMS if (one := (path, *form)) not in few)]
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "name"), trials(), ids=lambda one: name_of(one) if isinstance(one, Path) else one
+)
+def test_real_checkpoints_are_sound_and_so_is_what_is_made_of_them(
+    path: Path, dtype: str, name: str, tmp_path: Path
+) -> None:
+    zckpt.convert(path / "checkpoint", tmp_path / name, dtype=dtype)
+    found = zckpt.verify(path / "checkpoint", tmp_path / name, deep=dtype == "fp32")
+    assert wrong(found) == {}
+    assert found.deletable is not None and found.deletable[0] == (not found.not_proved)
+    assert bool(found.not_proved) == (name_of(path) in NOT_PROVED), found.not_proved
+    assert wrong(zckpt.verify(tmp_path / name)) == {}
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=name_of)
 def test_every_byte_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: dict[str, list[tuple[int, int]]] = {}
     real = scan_module._run_native

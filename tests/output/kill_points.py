@@ -1,12 +1,13 @@
 """Runs that are killed at every call that changes the file system, in a process of their own, forked from a warm one.
 
-    python kill_points.py CHECKPOINT WORK SCENARIO EXCHANGE END [ONLY]
+    python kill_points.py CHECKPOINT WORK SCENARIO EXCHANGE END EVERY [ONLY]
 
 SCENARIO is one of those below; EXCHANGE is "exchange" where two names may change places, "none" where the file system refuses
 that; END is "kill" or "error": the process ends at the point, or the call fails; ONLY is one point to look at. Every call that
 renames, links, removes, makes, opens for writing, truncates, writes a journal's line, syncs or marks something is a point;
-before each of them in turn a run is killed. (After one is before the next: nothing else changes what is on the disk.) What lies
-there then is judged, a run that fails is judged, and the same run must end well.
+before one of them a run is killed. (After one is before the next: nothing else changes what is on the disk.) What lies there
+then is judged, a run that fails is judged, and the same run must end well. So it is at one of EVERY points, the first and the
+last; at the others nothing is done, since `test_power.py` has them all in memory, or, for proofs, what lies there is judged.
 Prints what happened as JSON.
 """
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from computed import COMPUTED, ComputedJob
+from proofs import IS_WHOLE
 
 import zckpt
 from zckpt import _core
@@ -476,8 +478,7 @@ class Trials:
         assert self.forked(scenario.run) == 0
         self.new = contents(scenario.out)
         assert self.new != self.old and scenario.staying.items() <= self.new.items()
-        self.last = 0
-        self.told = {"points": 0, "old": 0, "new": 0, "neither": 0, "failing": 0}
+        self.told = {"points": 0, "whole": 0, "old": 0, "new": 0, "neither": 0, "failing": 0}
 
     def fresh(self) -> None:
         """The place as it is before every run."""
@@ -523,25 +524,30 @@ class Trials:
                 os._exit(status)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    def trial(self, nth: int) -> bool:
-        """An end before one point: then a run that fails, or none, and the same run again; False where no point is left."""
+    def end_at(self, nth: int) -> bool:
+        """A run that ends before one point, and a look at what lies there then; whether it came so far."""
+        self.fresh()
+        code = self.forked(self.it.run, nth, fails=True)
+        assert code in (0, -signal.SIGKILL if self.kill else 5), (nth, code)
+        if self.kill:
+            self.told[judged(self.it, self.old, self.new, nth)] += 1
+        else:
+            name, found = self.it.out.name, contents(self.it.out)
+            without = [
+                {n: data for n, data in self.new.items() if n in (name, f"{name}.sig")},
+                {name: self.new.get(name)},
+            ]
+            whole = [self.old, self.new, *(without if self.it.single else [])]
+            assert found in whole, (nth, sorted(found))
+        if code == 0 and self.kill:
+            assert contents(self.it.out) == self.new and is_clean(self.it, self.new), nth
+        return code != 0 or not self.kill
+
+    def trial(self, nth: int) -> None:
+        """An end before one point: then a run that fails, or none, and the same run again."""
         for failing in (True, False):
-            self.fresh()
-            code = self.forked(self.it.run, nth, fails=True)
-            assert code in (0, -signal.SIGKILL if self.kill else 5), (nth, code)
-            if self.kill:
-                self.told[judged(self.it, self.old, self.new, nth)] += 1
-            else:
-                name, found = self.it.out.name, contents(self.it.out)
-                without = [
-                    {n: data for n, data in self.new.items() if n in (name, f"{name}.sig")},
-                    {name: self.new.get(name)},
-                ]
-                whole = [self.old, self.new, *(without if self.it.single else [])]
-                assert found in whole, (nth, sorted(found))
-            if code == 0 and self.kill:
-                assert contents(self.it.out) == self.new and is_clean(self.it, self.new), nth
-                return False
+            if not self.end_at(nth):
+                return
             if failing:
                 code = self.forked(self.it.fail, fails=True)
                 assert code == 5, (nth, code)
@@ -552,20 +558,21 @@ class Trials:
             assert code == 0, (nth, code)
             assert contents(self.it.out) == self.new, (nth, "not the new output", sorted(contents(self.it.out)))
             assert is_clean(self.it, self.new), (nth, sorted(str(p) for p in self.it.place.rglob("*")))
-        self.told["points"] += 1
-        return nth < self.last
+        self.told["whole"] += 1
 
 
 def main() -> None:
-    checkpoint, work, name, exchange, end, *only = sys.argv[1:]
+    checkpoint, work, name, exchange, end, every, *only = sys.argv[1:]
     batches.LEAST_BYTES = 0
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the test
     trials = Trials(SCENARIOS[name](checkpoint, work), exchange=exchange == "exchange", kill=end == "kill")
     trials.fresh()
-    trials.last = trials.watched()
-    for nth in map(int, only) if only else range(1, trials.last + 2):
-        if not trials.trial(nth):
-            break
+    last = trials.told["points"] = trials.watched()
+    for nth in map(int, only) if only else range(1, last + 2):  # after the last one, a run ends
+        if only or nth in (1, last, last + 1) or (nth - len(name)) % int(every) == 0:
+            trials.trial(nth)
+        elif IS_WHOLE:
+            trials.end_at(nth)
     print(json.dumps(trials.told))
 
 

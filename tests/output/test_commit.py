@@ -1,4 +1,7 @@
-"""Killed at any call, or with any call failing, an output is the old one or the new one, and the same command ends well."""
+"""Killed at a call, or with one failing, an output is the old one or the new one, and the same command ends well.
+
+Really killed at some of the calls here, at all in `make proofs`; `test_power.py` has all that a kill or a power failure leaves.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,11 @@ MORE = [
     ("SignedSingle", "none", "error"),
 ]
 """For `make proofs`."""
+EVERY = {"kill": 8, "error": 3} if proofs.IS_WHOLE else {"kill": 12, "error": 6}
+"""At one of so many calls, a run that fails and the same run come after the one that ended there."""
 
 
+@proofs.MORE
 @pytest.mark.parametrize(
     ("scenario", "exchange", "end"),
     [
@@ -78,13 +84,13 @@ MORE = [
 )
 def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, checkpoint: Path) -> None:
     work = checkpoint.with_name(f"{scenario}-{exchange}-{end}")
-    command = [sys.executable, SCRIPT, str(checkpoint), str(work), scenario, exchange, end]
+    command = [sys.executable, SCRIPT, str(checkpoint), str(work), scenario, exchange, end, str(EVERY[end])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["points"] == told["failing"] >= 30
+    assert told["points"] >= 30 and told["whole"] == told["failing"] > 3
     if end == "kill":
         assert told["old"] and told["new"]
         in_order = (exchange == "none" and scenario != "Fresh") or scenario == "Gguf"
         # moments at which a reader finds no index, or one file without its manifest
-        assert bool(told["neither"]) == in_order
+        assert bool(told["neither"]) == in_order if proofs.IS_WHOLE else in_order >= bool(told["neither"])
