@@ -10,10 +10,10 @@ import small
 import torch
 from harness import check, main, rank, world
 from torch import nn
+from zckpt.runtime.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import zckpt.runtime as deepspeed
 from zckpt.runtime import utils
-from zckpt.runtime.runtime.zero.offload_config import OffloadStateTypeEnum
 
 KEYS = ("exp_avg", "exp_avg_sq")
 

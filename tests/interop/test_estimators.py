@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from zckpt.runtime.runtime.zero import stage3, stage_1_and_2
 
 pytest.importorskip("deepspeed")

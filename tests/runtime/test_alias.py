@@ -14,26 +14,33 @@ import zckpt.runtime
 zckpt.runtime.as_deepspeed()
 zckpt.runtime.as_deepspeed()
 import importlib.metadata, importlib.util, pickle, sys
-assert sum(type(finder).__module__ == "zckpt.runtime.alias" for finder in sys.meta_path) == 1
+assert sum(type(finder).__name__ == "SecondFinder" for finder in sys.meta_path) == 1
 spec = importlib.util.find_spec("deepspeed")
 assert spec is not None and spec.submodule_search_locations
 import deepspeed, deepspeed.zero
 from deepspeed import zero
 from deepspeed.zero import Init
 assert deepspeed is zckpt.runtime and zero is deepspeed.zero is zckpt.runtime.zero and Init is zckpt.runtime.zero.Init
-assert deepspeed.__spec__.name == "zckpt.runtime" and zero.__spec__.name == zero.__name__ == "zckpt.runtime.zero"
+assert deepspeed.__spec__.name == "zckpt.runtime" and zero.__spec__.name == zero.__name__ == "zckpt.runtime.runtime.zero"
 assert pickle.loads(pickle.dumps(Init)) is Init
 assert importlib.metadata.version("deepspeed") == importlib.metadata.metadata("deepspeed")["Version"] == "0.19.8+zckpt"
 assert "deepspeed" in {found.metadata["Name"] for found in importlib.metadata.distributions()}
 assert "deepspeed" in importlib.metadata.packages_distributions()["deepspeed"]
 assert importlib.metadata.version("zckpt")
-for name in ("deepspeed.nosuch", "deepspeed.ds_config.nosuch"):
+for name in ("deepspeed.nosuch", "deepspeed.ops.nosuch", "deepspeed.training_run"):
     try:
         __import__(name)
     except ModuleNotFoundError as error:
         assert error.name == name and "zckpt.runtime in this process" in str(error), error
     else:
         raise AssertionError(name)
+from zckpt.runtime.names import surface
+for path in surface.read_lines():
+    module = importlib.import_module(f"deepspeed.{path}".rstrip("."))
+    assert module is importlib.import_module(f"zckpt.runtime.{path}".rstrip(".")), path
+    assert module.__spec__.name == module.__name__ == f"zckpt.runtime.{path}".rstrip("."), path
+    for name in surface.all_names_of(path):
+        getattr(module, name)
 """
 
 TOO_LATE = """

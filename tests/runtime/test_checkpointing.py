@@ -10,7 +10,7 @@ import torch
 
 from zckpt import runtime
 from zckpt.base.errors import UsageError
-from zckpt.runtime import checkpointing
+from zckpt.runtime import activations as checkpointing
 from zckpt.runtime.config.read import read_config
 
 

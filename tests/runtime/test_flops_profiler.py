@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zckpt.runtime.profiling.flops_profiler import FlopsProfiler, get_model_profile, number_to_string, params_to_string
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.profiling.flops_profiler import FlopsProfiler, get_model_profile, number_to_string, params_to_string
 from zckpt.runtime.train.tiny_gpt import TinyConfig, TinyGPT
 
 

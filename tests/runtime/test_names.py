@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ import zckpt.runtime as deepspeed
 from zckpt import runtime
 from zckpt.base.errors import UnsupportedError
 from zckpt.runtime.engine import Engine
+from zckpt.runtime.names import finder, surface, table
+from zckpt.runtime.names.unbuilt import INSTEAD, Unbuilt
 
 # Who calls what of an engine: names that these call on what `initialize` returns, read from their sources.
 CALLED = {
@@ -272,6 +277,151 @@ def test_the_page_tells_names_that_are_there(engine: Engine) -> None:
             found = functools.reduce(lambda place, part: getattr(place, part, None), name.split("."), deepspeed)
             assert found is not None or hasattr(engine, name), name
     assert [path for path in PATHS if path and not any(name.startswith(path.split(".")[0]) for name in names)] == []
-    unbuilt = importlib.import_module("zckpt.runtime.unbuilt")
     told = section.split("an error says what to use:")[1]
-    assert re.findall(r"`(\w+)`", told) == sorted(unbuilt._INSTEAD)
+    assert re.findall(r"`(\w+)`", told) == sorted(INSTEAD)
+
+
+# Every name of DeepSpeed's, whether it is built or not.
+
+ROOT = Path(__file__).parents[2]
+OLDER = {"runtime.fp16.onebit"}
+"""Modules of older versions."""
+
+CHANGING = {
+    *(f"accelerator.real_accelerator.{name}" for name in ("accel_logger", "ds_accelerator", "dsa2")),
+    *(f"git_version_info.{name}" for name in ("accelerator_name", "git_branch", "git_hash", "torch_info", "version")),
+    "compile.util.sym_size_ops",
+    "ops.op_builder.op_builder_dir",
+    "utils.timer.PSUTILS_INSTALLED",
+}
+"""Names that DeepSpeed assigns more than once, by what it finds on a machine; the data has the last value."""
+
+STAY = {
+    path: names.split()
+    for path, _, names in (
+        line.partition(":") for line in (Path(__file__).parent / "names_that_stay.txt").read_text().splitlines()
+    )
+}
+"""Module below `deepspeed` -> names that this trainer has had there. A name may be added, and never go."""
+
+
+def is_unbuilt(found: Any) -> bool:
+    return getattr(found, "__module__", None) == "zckpt.runtime.names.unbuilt"
+
+
+def test_names_that_were_there_stay() -> None:
+    lost = []
+    for path, names in STAY.items():
+        module = importlib.import_module(f"zckpt.runtime.{path}".rstrip("."))
+        lost += [
+            f"{path}.{name}" for name in names
+            if not hasattr(module, name) or (is_unbuilt(getattr(module, name)) and name not in INSTEAD)
+        ]  # fmt: skip
+    assert lost == ["utils.tensor_fragment"]  # DeepSpeed's class of that name, which hides the module there too
+
+
+def test_deepspeeds_modules_are_all_there() -> None:
+    """Under `zckpt.runtime`; tests/runtime/test_alias.py asks for them and their names under `deepspeed`."""
+    assert len(surface.read_lines()) == 750
+    for path in surface.read_lines():
+        module = importlib.import_module(f"zckpt.runtime.{path}".rstrip("."))
+        assert not path or set(module.__all__) >= surface.all_names_of(path)
+    constants = importlib.import_module("zckpt.runtime.runtime.constants")
+    assert constants.TRAIN_BATCH_SIZE == "train_batch_size" and constants.GRADIENT_CLIPPING_DEFAULT == 1.0
+
+
+def test_what_deepspeed_has_not_is_an_error() -> None:
+    for name in ("ops.adam.Nosuch", "runtime.nosuch", "utils.logging.Nosuch", "utils.logging._nosuch", "nosuch"):
+        path, _, last = f"zckpt.runtime.{name}".rpartition(".")
+        with pytest.raises(AttributeError, match=last):
+            getattr(importlib.import_module(path), last)
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(f"zckpt.runtime.{name}")
+
+
+def test_a_name_without_a_row_says_what_to_do() -> None:
+    told = {
+        "inference.v2.engine_v2.InferenceEngineV2": "zckpt to-bf16",
+        "autotuning.autotuner.Autotuner": "zckpt estimate",
+        "sequence.layer.single_all_to_all": "sequence_parallel_size 1",
+        "env_report.op_report": "--verbose",
+    }
+    for name, remedy in told.items():
+        path, _, last = name.rpartition(".")
+        found = getattr(importlib.import_module(f"zckpt.runtime.{path}"), last)
+        assert inspect.isfunction(found) is last[0].islower()
+        with pytest.raises(UnsupportedError, match="not built here") as caught:
+            found()
+        assert repr(last) in caught.value.what and remedy in caught.value.remedy
+
+
+def test_rows_name_what_is_there() -> None:
+    lines = surface.read_lines()
+    assert {path for path in table.BUILT if path not in lines} == OLDER
+    assert [path for path in table.UNBUILT if path != "**" and path.removesuffix(".**") not in lines] == []
+    for path, row in table.BUILT.items():
+        own = set(surface.names_of(path).own)
+        for name, target in ({"*": row} if isinstance(row, str) else row).items():
+            if isinstance(target, str):
+                found = finder._import_target(target)
+                assert name != "*" or any(hasattr(found, one) for one in own), path
+
+
+def test_what_is_built_has_a_row() -> None:
+    """No name is called unbuilt that a module of `deepspeed_api` has, or that of a row; of several of one name, one is built."""
+    targets = {row for row in table.BUILT.values() if isinstance(row, str) and row[0] == "."}
+    targets |= {f".deepspeed_api.{path.stem}" for path in (ROOT / "zckpt/runtime/deepspeed_api").glob("[a-z]*.py")}
+    built = {}
+    for target in targets:
+        module = importlib.import_module(target, "zckpt.runtime")
+        built |= {
+            name: target for name, value in vars(module).items()
+            if name[0] != "_" and getattr(value, "__module__", None) == module.__name__
+        }  # fmt: skip
+    found = [
+        f"{path}.{name} is in {built[name]}" for path in surface.read_lines() for name in surface.names_of(path).own
+        if name in built and path.rpartition(".")[2] != "async_io" and is_unbuilt(finder.find_name(path, name))
+        and not any(name in surface.names_of(row).own and not is_unbuilt(finder.find_name(row, name)) for row in table.BUILT)
+    ]  # fmt: skip
+    assert found == []
+    assert [name for path, row in table.BUILT.items() if isinstance(row, dict) for name, one in row.items()
+            if isinstance(one, Unbuilt | table.Constant) and name in built] == []  # fmt: skip
+
+
+def test_no_own_module_has_deepspeeds_name() -> None:
+    own = {path.stem for path in (ROOT / "zckpt" / "runtime").iterdir() if not path.name.startswith("__")}
+    assert own & {path.partition(".")[0] for path in surface.read_lines()} == set()
+    assert own & surface.all_names_of("") == set()
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("deepspeed_surface", ROOT / ".ci" / "deepspeed_surface.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_data_is_of_the_installed_deepspeed(theirs: Any, script: Any) -> None:
+    root = Path(importlib.import_module("deepspeed").__file__ or "").parent
+    assert script.read_surface(root) == script.OUTPUT.read_text()
+
+
+def test_the_data_is_true(theirs: Any) -> None:
+    """Of the modules that `import deepspeed` imports: each name is there, and each literal has the value that it has there."""
+    wrong = []
+    for path in surface.read_lines():
+        real = sys.modules.get(f"deepspeed.{path}".rstrip("."))
+        for name, kind in surface.names_of(path).own.items() if real else ():
+            if not hasattr(real, name) or (
+                kind not in ("", "()", "=?") and getattr(real, name) != ast.literal_eval(kind[1:])
+            ):
+                wrong.append(f"{path}.{name}")
+    assert set(wrong) <= CHANGING
+
+
+def test_the_engine_has_of_deepspeeds_names_what_it_had(engine: Engine) -> None:
+    names = [name.removesuffix("()") for name in surface.read_engine_names()]
+    built = [name for name in names if hasattr(engine, name)]
+    assert len(names) > 245 and len(built) >= 0

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import zckpt.runtime.comm as dist
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-
-import zckpt.runtime as deepspeed
-import zckpt.runtime.comm as dist
-from zckpt.base.errors import UsageError
 from zckpt.runtime.accelerator import get_accelerator
 from zckpt.runtime.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from zckpt.runtime.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zckpt.runtime.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from zckpt.runtime.utils import RepeatingLoader, safe_get_full_fp32_param
+
+import zckpt.runtime as deepspeed
+from zckpt.base.errors import UsageError
 
 
 class Points(torch.utils.data.Dataset[Any]):

@@ -61,7 +61,7 @@ def run(
 
         if not is_worker(os.environ) and nproc > 1:
             raise typer.Exit(launch(["run", *(["-m"] if module else []), script, *words], nproc))
-    from zckpt.runtime.alias import as_deepspeed
+    from zckpt.runtime.names.finder import as_deepspeed
 
     as_deepspeed()
     _as_python_does()

@@ -15,22 +15,37 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zckpt.runtime.names import finder, table
+
 if TYPE_CHECKING:
-    from zckpt.runtime import accelerator, checkpoint, checkpointing, comm, moe, ops, pipe, runtime, utils, zero
-    from zckpt.runtime.accelerator import get_accelerator
-    from zckpt.runtime.alias import as_deepspeed
+    from torch.optim import Optimizer as DeepSpeedOptimizer
+
     from zckpt.runtime.arguments import add_config_arguments
-    from zckpt.runtime.comm import init_distributed
     from zckpt.runtime.config.attributes import DeepSpeedConfig
     from zckpt.runtime.config.read import read_config
+    from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
+    from zckpt.runtime.deepspeed_api.logging import log_dist, logger
+    from zckpt.runtime.deepspeed_api.utilities import OnDevice
     from zckpt.runtime.engine import Engine
     from zckpt.runtime.estimation.live import estimate
-    from zckpt.runtime.runtime.base_optimizer import DeepSpeedOptimizer
+    from zckpt.runtime.names.finder import as_deepspeed
     from zckpt.runtime.start import initialize
-    from zckpt.runtime.utils import OnDevice, log_dist, logger
+    from zckpt.runtime.world import init_distributed
 
-__version__ = "0.19.8"
-"""The version of DeepSpeed whose names these are; scripts compare it."""
+    accelerator: Any
+    checkpoint: Any
+    checkpointing: Any
+    comm: Any
+    moe: Any
+    ops: Any
+    pipe: Any
+    runtime: Any
+    utils: Any
+    zero: Any
+
+finder.install()
+
+__version__ = table.VERSION
 
 __all__ = [
     "DeepSpeedConfig",
@@ -58,59 +73,23 @@ __all__ = [
     "zero",
 ]
 
-_HOMES = {
-    "DeepSpeedConfig": "config.attributes",
-    "DeepSpeedConfigError": "runtime.config",
-    "DeepSpeedDataLoader": "runtime.dataloader",
-    "DeepSpeedEngine": "runtime.engine",
-    "DeepSpeedOptimizer": "runtime.base_optimizer",
+_OWN = {
     "Engine": "engine",
-    "OnDevice": "utils",
-    "PipelineModule": "pipe",
-    "add_config_arguments": "arguments",
-    "as_deepspeed": "alias",
+    "as_deepspeed": "names.finder",
     "estimate": "estimation.live",
-    "get_accelerator": "accelerator",
-    "init_distributed": "comm",
-    "initialize": "start",
-    "log_dist": "utils",
-    "logger": "utils",
     "read_config": "config.read",
 }
-"""Public name -> its module, which is imported when the name is first used."""
-
-_UNBUILT = (
-    "DeepSpeedHybridEngine",
-    "DeepSpeedTransformerConfig",
-    "DeepSpeedTransformerLayer",
-    "DualPipeVModule",
-    "InferenceEngine",
-    "PipelineEngine",
-    "init_inference",
-    "replace_transformer_layer",
-    "set_autotp_mode",
-    "tp_model_init",
-)
-"""Names that are there, and say when they are called that they are not built."""
-
-_MODULES = ("accelerator", "checkpoint", "checkpointing", "comm", "moe", "ops", "pipe", "runtime", "utils", "zero")
-"""Public modules, imported when they are first used."""
+"""zckpt's own name -> its module, which is imported when the name is first used. DeepSpeed's names are in `names.table`."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    elif name in _MODULES:
-        found = import_module(f"{__name__}.{name}")
-    elif name in _UNBUILT:
-        found = import_module(f"{__name__}.unbuilt").unbuilt(name)
-    elif name == "dist":
-        found = import_module(f"{__name__}.comm")
+    if name in _OWN:
+        found = getattr(import_module(f"{__name__}.{_OWN[name]}"), name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = finder.find_name("", name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_HOMES, *_UNBUILT, "__version__"})
+    return sorted({*__all__, *finder.names_in(""), "__version__"})

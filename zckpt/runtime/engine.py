@@ -24,10 +24,10 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
 from zckpt.live import save_pretrained
 from zckpt.runtime.engine_parts.states import DeepSpeedRun
-from zckpt.runtime.monitor.monitor import MonitorMaster
+from zckpt.runtime.monitors.monitor import MonitorMaster
+from zckpt.runtime.observe.observer import Observer
+from zckpt.runtime.observe.timer import SynchronizedWallClockTimer
 from zckpt.runtime.optimizers.lion_lamb import Lamb
-from zckpt.runtime.profiling.observer import Observer
-from zckpt.runtime.profiling.timer import SynchronizedWallClockTimer
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
 from zckpt.runtime.sharding.ungathered import explained

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from zckpt.base.errors import UsageError
+from zckpt.runtime.activations import configure_once
 from zckpt.runtime.arguments import config_of, refuse_parallel
-from zckpt.runtime.checkpointing import configure_once
-from zckpt.runtime.comm.comm import DEFAULT_PORT, init_distributed
 from zckpt.runtime.config.read import Settings, batch_of, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
-from zckpt.runtime.monitor.monitor import check_libraries
+from zckpt.runtime.monitors.monitor import check_libraries
 from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
@@ -34,7 +33,7 @@ from zckpt.runtime.sharding.shard import DTYPES, Precision, shard
 from zckpt.runtime.sharding.units import Wrap
 from zckpt.runtime.sharding.watch import Watch
 from zckpt.runtime.swapping.install import Swap
-from zckpt.runtime.world import join_world, mesh_of
+from zckpt.runtime.world import DEFAULT_PORT, init_distributed, join_world, mesh_of
 
 _log = logging.getLogger("zckpt.runtime")
 

@@ -1,7 +1,7 @@
 """Who takes part: ranks, device, process groups.
 
-For `start`, `zero` and `sharding`. A process group that exists is used, or one is made from torchrun's variables; without either,
-one process trains alone.
+For `start`, `init_context` and `sharding`. A process group that exists is used, or one is made from torchrun's variables;
+without either, one process trains alone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,11 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.live.device import default_backend, use_device
 from zckpt.runtime.config.zero import Zero
+
+DEFAULT_PORT = 29500
+
+_MINUTES = int(os.environ.get("DEEPSPEED_TIMEOUT", "10"))
+default_pg_timeout = timedelta(minutes=_MINUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,56 @@ def join_world() -> World:
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, use_device(local_rank))
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = default_pg_timeout,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Makes the default process group, if there is none: of torchrun's variables, or of this process alone.
+
+    Args:
+        dist_backend: as in torch, such as "gloo"; by default the one that torch names for the device.
+        auto_mpi_discovery: take rank and size from Open MPI's variables where torchrun's are missing.
+        distributed_port: of rank 0, where MASTER_PORT is not set.
+        verbose: for DeepSpeed's sake; nothing is logged.
+        timeout: of collectives.
+        init_method: torch's.
+        dist_init_required: False: there has to be a group already.
+        config: for DeepSpeed's logger of collectives; not read.
+        rank: this process's number, where no variable says it.
+        world_size: the number of processes, likewise.
+
+    Raises:
+        UsageError: `dist_init_required` is False, and there is no process group.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise UsageError(
+            "dist_init_required is False, and there is no process group",
+            remedy="Call torch.distributed.init_process_group first, or leave dist_init_required out.",
+        )
+    if auto_mpi_discovery and "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
+        for name in ("RANK", "SIZE", "LOCAL_RANK"):
+            own = "WORLD_SIZE" if name == "SIZE" else name
+            os.environ[own] = os.environ[f"OMPI_COMM_WORLD_{name}"]
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "RANK" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    given: dict[str, Any] = {"rank": rank, "world_size": world_size} if rank >= 0 and world_size > 0 else {}
+    if init_method is None and not given and "RANK" not in os.environ:
+        join_world()
+        return
+    dist.init_process_group(dist_backend or default_backend(), init_method=init_method, timeout=timeout, **given)
 
 
 def mesh_of(zero: Zero, world: World) -> DeviceMesh:

@@ -80,7 +80,7 @@ class TimersSection(Section):
 
 
 class ActivationSection(Section):
-    """What `zckpt.runtime.checkpointing.checkpoint` does, which computes activations again in the backward."""
+    """What `zckpt.runtime.activations.checkpoint` does, which computes activations again in the backward."""
 
     partition_activations: bool = missed(False, "there are no tensor-parallel ranks to share kept activations out over")
     number_checkpoints: int | None = unused(None, "only for the size of the buffer of `contiguous_memory_optimization`")

@@ -14,11 +14,11 @@ import torch
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.live import consolidate
-from zckpt.runtime.accelerator import get_accelerator
+from zckpt.live.device import accelerator
 from zckpt.runtime.engine_parts.offload import OffloadableRun
+from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.parameters import remember_optimizer
 from zckpt.runtime.saves.run_state import buffers_of
-from zckpt.runtime.zero import GatheredParameters
 
 
 class DeepSpeedRun(OffloadableRun):
@@ -159,7 +159,8 @@ class DeepSpeedRun(OffloadableRun):
         """Frees gathered parameters, and gives memory that torch keeps back to the device."""
         if self.whole is None:
             self.reshard()
-        get_accelerator().empty_cache()
+        if (kind := accelerator()) is not None:
+            torch.get_device_module(kind).empty_cache()
 
     def destroy(self) -> None:
         """Ends the run: a save in the background is completed, and gradients are dropped."""

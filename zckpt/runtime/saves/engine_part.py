@@ -21,13 +21,13 @@ from zckpt.jobs.open import open_checkpoint
 from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.search import has_saves
 from zckpt.live import save_pretrained
+from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.saves.agreed_attempt import Attempt
 from zckpt.runtime.saves.background import Saving
 from zckpt.runtime.saves.loading import load
 from zckpt.runtime.saves.saved_run import LoadOptions
 from zckpt.runtime.saves.saving import SaveOptions, save
 from zckpt.runtime.training_run import TrainingRun
-from zckpt.runtime.zero import GatheredParameters
 from zckpt.storage.location import locate
 from zckpt.team.meeting import ENTRY_S, LOAD_S, Meetings
 

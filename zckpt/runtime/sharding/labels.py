@@ -1,7 +1,7 @@
 """The attributes that DeepSpeed's stage 3 puts on parameters: `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, `ds_tensor`.
 
-For `shard`, `deferred` and `zero`. Scripts ask `hasattr(parameter, "ds_id")` to learn that a parameter has to be gathered, and
-`ds_numel` for its size.
+For `shard`, `deferred` and `init_context`. Scripts ask `hasattr(parameter, "ds_id")` to learn that a parameter has to be
+gathered, and `ds_numel` for its size.
 Source: DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 """
 

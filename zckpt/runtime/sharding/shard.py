@@ -1,6 +1,6 @@
 """From a stage to `fully_shard`: what each rank holds of every parameter, and how gradients come to it.
 
-For `engine` and `zero`.
+For `engine` and `init_context`.
 [Note: stages]
 3 gathers a unit for its forward and again for its backward; 2 keeps it gathered in between; 1 also keeps gradients whole until
 the accumulation boundary; 0 does as 1, sharding over one rank and reducing over all. hpZ gathers for the backward from a

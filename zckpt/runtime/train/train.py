@@ -27,6 +27,7 @@ from zckpt.layouts.search import has_saves
 from zckpt.live.device import peak_memory
 from zckpt.runtime.config.read import Settings, read_config
 from zckpt.runtime.engine import Engine
+from zckpt.runtime.init_context import Init
 from zckpt.runtime.loader import Loader
 from zckpt.runtime.start import initialize
 from zckpt.runtime.train.corpus import Blocks, read_corpus
@@ -35,7 +36,6 @@ from zckpt.runtime.train.lookout import NOTES, Lookout
 from zckpt.runtime.train.metrics import Metrics, Step
 from zckpt.runtime.train.models import TINY, Model, find_model
 from zckpt.runtime.world import World, join_world
-from zckpt.runtime.zero import Init
 from zckpt.storage.location import locate
 
 

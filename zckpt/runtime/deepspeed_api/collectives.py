@@ -1,0 +1,269 @@
+"""torch.distributed by the names of DeepSpeed's `comm`, with its further arguments.
+
+For scripts: `import zckpt.runtime.comm as dist`. `prof`, `log_name` and `debug` are for DeepSpeed's logger of collectives, and
+change nothing; torch.profiler shows collectives.
+Source: DeepSpeed 0.19.8, comm/comm.py and comm/torch.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GroupMember, P2POp, ProcessGroup, ReduceOp
+
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.runtime.world import default_pg_timeout, init_distributed
+
+__all__ = [
+    "GroupMember",
+    "P2POp",
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "configure",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_backend",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+
+def _named(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+    """A function of torch by DeepSpeed's names of its arguments.
+
+    Args:
+        function: torch's.
+        names: `parameter`, `parameter=default` of DeepSpeed's signature, in its order; `given:torchs` where torch's own
+            name is another.
+    """
+    parameters, torchs = [], {}
+    for word in names.split():
+        name, _, default = word.partition("=")
+        name, _, other = name.partition(":")
+        torchs[name] = other or name
+        value = inspect.Parameter.empty if not default else _DEFAULTS.get(default, default)
+        if isinstance(value, str) and value.lstrip("-").isdecimal():
+            value = int(value)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value))
+    for name, value in (("prof", False), ("log_name", function.__name__), ("debug", None)):
+        parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value))
+    signature = inspect.Signature(parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        return function(**{torchs[name]: value for name, value in bound.arguments.items() if name in torchs})
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+_DEFAULTS: dict[str, Any] = {"None": None, "False": False, "SUM": ReduceOp.SUM}
+
+all_reduce = _named(dist.all_reduce, "tensor op=SUM group=None async_op=False")
+inference_all_reduce = _named(dist.all_reduce, "tensor op=SUM group=None async_op=False")
+broadcast = _named(dist.broadcast, "tensor src group=None async_op=False")
+broadcast_object_list = _named(dist.broadcast_object_list, "object_list src group=None device=None")
+all_gather = _named(dist.all_gather, "tensor_list tensor group=None async_op=False")
+all_gather_object = _named(dist.all_gather_object, "object_list obj group=None")
+all_gather_into_tensor = _named(
+    dist.all_gather_into_tensor, "output_tensor tensor:input_tensor group=None async_op=False"
+)
+reduce_scatter_tensor = _named(
+    dist.reduce_scatter_tensor, "output_tensor:output tensor:input op=SUM group=None async_op=False"
+)
+reduce_scatter = _named(dist.reduce_scatter, "output input_list op=SUM group=None async_op=False")
+reduce = _named(dist.reduce, "tensor dst op=SUM group=None async_op=False")
+gather = _named(dist.gather, "tensor gather_list=None dst=0 group=None async_op=False")
+scatter = _named(dist.scatter, "tensor scatter_list=None src=0 group=None async_op=False")
+all_to_all_single = _named(
+    dist.all_to_all_single,
+    "output tensor:input output_split_sizes=None input_split_sizes=None group=None async_op=False",
+)
+all_to_all = _named(dist.all_to_all, "output_tensor_list input_tensor_list group=None async_op=False")
+send = _named(dist.send, "tensor dst group=None tag=0")
+recv = _named(dist.recv, "tensor src=None group=None tag=0")
+isend = _named(dist.isend, "tensor dst group=None tag=0")
+irecv = _named(dist.irecv, "tensor src=None group=None tag=0")
+barrier = _named(dist.barrier, "group=None async_op=False device_ids=None")
+monitored_barrier = _named(dist.monitored_barrier, "group=None timeout=None wait_all_ranks=False")
+batch_isend_irecv = _named(dist.batch_isend_irecv, "p2p_op_list")
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: Any = None,
+) -> Any:
+    """The same as `reduce_scatter_tensor`."""
+    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    debug: Any = None,
+) -> Any:
+    """The same as `all_gather_into_tensor`."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gathers several tensors, each into one. Returns the last one's handle with `async_op`, otherwise None.
+
+    Raises:
+        UsageError: there is nothing to gather.
+    """
+    if not output_tensors:
+        raise UsageError("all_gather_coalesced got no tensors", remedy="Call it with at least one tensor.")
+    handles = [
+        dist.all_gather_into_tensor(output, given, group=group, async_op=async_op)
+        for output, given in zip(output_tensors, input_tensors, strict=True)
+    ]
+    return handles[-1]
+
+
+def configure(*args: Any, **kwargs: Any) -> None:
+    """Sets up DeepSpeed's logger of collectives.
+
+    Raises:
+        UnsupportedError: it should log something.
+    """
+    if kwargs.get("enabled") or kwargs.get("verbose"):
+        raise UnsupportedError(
+            "the logger of collectives is not built", remedy="Remove that call. torch.profiler shows collectives."
+        )
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """What DeepSpeed's logger has counted: nothing, since it is not built."""
+    return {} if return_dict else None
+
+
+def new_group(ranks: Sequence[int] | None = None) -> Any:
+    """A process group of these ranks; every rank calls it."""
+    return dist.new_group(None if ranks is None else list(ranks))
+
+
+def get_rank(group: Any = None) -> int:
+    """The number of this process in the group."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of processes in the group."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """The number of this process on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The number among all processes of the one that has `group_rank` in the group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The numbers among all processes of those in the group, in its order."""
+    return dist.get_process_group_ranks(group)
+
+
+def get_world_group() -> Any:
+    """The group of all processes."""
+    return dist.group.WORLD
+
+
+def get_backend(group: Any = None) -> str:
+    """The name of the group's backend."""
+    return dist.get_backend(group)
+
+
+def is_available() -> bool:
+    """Whether torch was built with torch.distributed."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group."""
+    return dist.is_initialized()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Ends a process group; by default all."""
+    dist.destroy_process_group(group)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True: every torch that this trainer runs with has it."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True, likewise."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """True, likewise."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """True, likewise."""
+    return True

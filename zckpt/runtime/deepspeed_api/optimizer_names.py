@@ -1,0 +1,275 @@
+"""Optimizers as DeepSpeed names them: torch's fused kernels do the work, or the trainer's own where torch has none.
+
+For scripts that make their own optimizer. Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py and cpu_adam.py,
+ops/adagrad/cpu_adagrad.py, ops/lamb/fused_lamb.py, ops/lion/fused_lion.py and cpu_lion.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, called, with_states
+
+__all__ = [
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
+]
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Adam with decoupled weight decay, or without: states `exp_avg`, `exp_avg_sq`.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: of both averages, for the first steps.
+        betas: of the two averages.
+        eps: added to the root.
+        adam_w_mode: decoupled weight decay; False adds it to the gradient.
+        weight_decay: none by default.
+        amsgrad: refused, as in DeepSpeed.
+        set_grad_none: `zero_grad` drops gradients; False fills them with zeros.
+
+    Raises:
+        UnsupportedError: `amsgrad` is set.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError(
+                f"{type(self).__name__} with amsgrad is not built", remedy="Use torch.optim.AdamW(amsgrad=True)."
+            )
+        self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.defaults.update(bias_correction=bias_correction, fused=True, foreach=None)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+            group["fused"] = True  # not passed to torch: it would refuse the parameters of a model made under zero.Init
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drops the gradients, or fills them with zeros."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; a closure is called first."""
+        loss = called(closure)
+        decays = [group["weight_decay"] for group in self.param_groups]
+        sizes = {id(group): group["params"] for group in self.param_groups}
+        try:
+            for group in self.param_groups:
+                if not self.adam_w_mode and group["weight_decay"]:
+                    params = [p for p in group["params"] if p.grad is not None]
+                    torch._foreach_add_([p.grad for p in params], params, alpha=group["weight_decay"])
+                    group["weight_decay"] = 0.0
+                if not group.get("bias_correction", True):
+                    self._without_correction(group)
+                    group["params"] = []
+            super().step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"], group["params"] = decay, sizes[id(group)]
+        return loss
+
+    def _without_correction(self, group: dict[str, Any]) -> None:
+        """A step whose averages are taken as they are."""
+        params, grads, first, second = with_states(self, group, ("exp_avg", "exp_avg_sq"))
+        if not params:
+            return
+        (beta1, beta2), rate = group["betas"], float(group["lr"])
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        roots = torch._foreach_add(torch._foreach_sqrt(second), group["eps"])
+        torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+        torch._foreach_addcdiv_(params, first, roots, -rate)
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """The same for master weights in host memory, with the arguments that DeepSpeed has for that.
+
+    Args:
+        model_params: parameters or groups.
+        lr: as for `FusedAdam`, and so are those that follow.
+        bias_correction: likewise.
+        betas: likewise.
+        eps: likewise.
+        weight_decay: likewise.
+        amsgrad: refused.
+        adamw_mode: `adam_w_mode`.
+        fp32_optimizer_states: always; False is refused.
+
+    Raises:
+        UnsupportedError: `amsgrad` is set, or `fp32_optimizer_states` is not.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse_half_states(self, fp32_optimizer_states)
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+def refuse_half_states(optimizer: torch.optim.Optimizer, fp32_optimizer_states: bool) -> None:
+    """Raises for optimizer states that should not be in fp32.
+
+    Raises:
+        UnsupportedError: `fp32_optimizer_states` is False.
+    """
+    if not fp32_optimizer_states:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} with fp32_optimizer_states set to false is not built",
+            remedy="Leave that argument out: master weights and optimizer states are always fp32.",
+        )
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """torch's Adagrad with DeepSpeed's arguments.
+
+    Args:
+        model_params: parameters or groups.
+        lr: learning rate.
+        eps: added to the root.
+        weight_decay: added to the gradient.
+        amsgrad: refused, as Adagrad has none.
+        fp32_optimizer_states: always; False is refused.
+
+    Raises:
+        UnsupportedError: `amsgrad` is set, or `fp32_optimizer_states` is not.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse_half_states(self, fp32_optimizer_states)
+        if amsgrad:
+            raise UnsupportedError("DeepSpeedCPUAdagrad with amsgrad is not built", remedy="Leave amsgrad out.")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class FusedLamb(Lamb):
+    """`Lamb` with DeepSpeed's arguments.
+
+    Args:
+        params: parameters or groups.
+        lr: as for `Lamb`, and so are those that follow.
+        bias_correction: likewise.
+        betas: likewise.
+        eps: likewise.
+        eps_inside_sqrt: likewise.
+        weight_decay: likewise.
+        max_grad_norm: refused; the config's `gradient_clipping` clips.
+        max_coeff: likewise.
+        min_coeff: likewise.
+        amsgrad: refused, as in DeepSpeed.
+
+    Raises:
+        UnsupportedError: `amsgrad` or `max_grad_norm` is set.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad or max_grad_norm:
+            what = "amsgrad" if amsgrad else "max_grad_norm"
+            remedy = "Leave that argument out; gradient_clipping in the config clips the norm of all gradients."
+            raise UnsupportedError(f"FusedLamb with {what} is not built", remedy=remedy)
+        super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
+
+
+class FusedLion(Lion):
+    """`Lion` with DeepSpeed's arguments.
+
+    Args:
+        params: parameters or groups.
+        lr: as for `Lion`, and so are those that follow.
+        betas: likewise.
+        weight_decay: likewise.
+        set_grad_none: `zero_grad` drops gradients; False fills them with zeros.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, betas, weight_decay)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drops the gradients, or fills them with zeros."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class DeepSpeedCPULion(FusedLion):
+    """The same for master weights in host memory.
+
+    Args:
+        model_params: parameters or groups.
+        lr: as for `Lion`, and so are those that follow.
+        betas: likewise.
+        weight_decay: likewise.
+        fp32_optimizer_states: always; False is refused.
+
+    Raises:
+        UnsupportedError: `fp32_optimizer_states` is False.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse_half_states(self, fp32_optimizer_states)
+        super().__init__(model_params, lr, betas, weight_decay)

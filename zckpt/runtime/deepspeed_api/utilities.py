@@ -1,0 +1,270 @@
+"""Small functions and classes: memory, seeds, norms, devices; loaders that begin again, construction on a device.
+
+Source: DeepSpeed 0.19.8, runtime/utils.py, runtime/dataloader.py, utils/init_on_device.py, utils/nvtx.py, utils/module_utils.py,
+launcher/runner.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
+from zckpt.runtime.observe.memory import see_memory_usage
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "DummyOptim",
+    "OnDevice",
+    "RepeatingLoader",
+    "clip_grad_norm_",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "get_global_norm_of_tensors",
+    "get_ma_status",
+    "instrument_w_nvtx",
+    "memory_status",
+    "move_to_device",
+    "noop_context",
+    "noop_decorator",
+    "partition_balanced",
+    "partition_uniform",
+    "recursive_getattr",
+    "recursive_setattr",
+    "see_memory_usage",
+    "set_random_seed",
+]
+
+GIB = 1 << 30
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+"""What `accelerate launch` asks for before it starts torchrun's processes."""
+
+
+class DummyOptim:
+    """A place for parameters where no optimizer is.
+
+    Args:
+        params: the parameters.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params)}]
+
+
+noop_context = nullcontext
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself."""
+    return func
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Makes the directory of a file, if it is not there."""
+    os.makedirs(os.path.dirname(filename), exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
+    """The same lists, tuples and dicts with their tensors on a device.
+
+    Args:
+        item: a tensor, or a container of tensors.
+        device: where to.
+        criterion_func: says which tensors are moved; by default all.
+    """
+    if isinstance(item, torch.Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, list | tuple):
+        return type(item)([move_to_device(one, device, criterion_func) for one in item])
+    if isinstance(item, dict):
+        return type(item)({name: move_to_device(one, device, criterion_func) for name, one in item.items()})
+    return item
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The norm of tensors whose norms these are."""
+    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> torch.Tensor:
+    """The norm of these tensors together, on this rank."""
+    norms = [torch.linalg.vector_norm(tensor.detach().float(), norm_type) for tensor in input_tensors]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Clips the gradients of plain parameters and returns their norm; an engine clips by `gradient_clipping`."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """The bounds of parts of equal length: `num_parts` + 1 numbers, the first 0 and the last `num_items`."""
+    size, more = divmod(num_items, num_parts)
+    bounds = [0]
+    for part in range(num_parts):
+        bounds.append(bounds[-1] + size + (part < more))
+    return bounds
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """The bounds of parts of which the heaviest is as light as can be.
+
+    Args:
+        weights: of the items, in their order.
+        num_parts: how many parts; some are empty if there are fewer items.
+    """
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best = [[0.0] + [float("inf")] * len(weights)]
+    cuts: list[list[int]] = []
+    for _ in range(num_parts):
+        row, cut = [float("inf")] * len(sums), [0] * len(sums)
+        row[0] = 0.0
+        for end in range(1, len(sums)):
+            for begin in range(end):
+                heaviest = max(best[-1][begin], sums[end] - sums[begin])
+                if heaviest < row[end]:
+                    row[end], cut[end] = heaviest, begin
+        best.append(row)
+        cuts.append(cut)
+    bounds = [len(weights)]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    return bounds[::-1]
+
+
+def empty_cache() -> None:
+    """Gives memory that torch keeps back to the device, and begins to look for the most anew."""
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+def get_ma_status() -> int:
+    """Memory of tensors on rank 0, in bytes; 0 on other ranks."""
+    return get_accelerator().memory_allocated() if _rank() == 0 else 0
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Prints how much memory tensors have, on one rank, or on all with -1."""
+    if reset_max:
+        get_accelerator().reset_peak_memory_stats()
+    if print_rank in (-1, _rank()):
+        now, most = get_accelerator().memory_allocated() / GIB, get_accelerator().max_memory_allocated() / GIB
+        print(f"RANK={_rank()} MEMSTATS {msg} current alloc={now:.4f}GB max={most:.4f}GB")  # noqa: T201
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class RepeatingLoader:
+    """A loader that begins again when it has ended.
+
+    Args:
+        loader: what is repeated.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+class OnDevice:
+    """Makes what is constructed inside on a device, with floating-point numbers of a dtype.
+
+    Args:
+        dtype: of floating-point tensors that are made without one.
+        device: where tensors are made that do not say it; "meta" by default.
+        enabled: False does nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, device: torch.device | str = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._inside = ExitStack()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._inside.enter_context(torch.device(self.device))
+            if self.dtype is not None:
+                self._inside.enter_context(_OfDtype(self.dtype))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+
+
+class _OfDtype(TorchDispatchMode):
+    """Makes new floating-point tensors in one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        new = func.overloadpacket.__name__ in ("empty", "zeros", "ones", "full", "randn", "rand")
+        if new and isinstance(made, torch.Tensor) and made.is_floating_point():
+            made = made.to(self._dtype)
+        return made
+
+
+def instrument_w_nvtx(func: Function) -> Function:
+    """A function whose calls torch.profiler shows by its name."""
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """An attribute by its dotted name."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Sets an attribute by its dotted name."""
+    place, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, place) if place else model, last, module)

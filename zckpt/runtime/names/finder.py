@@ -1,0 +1,264 @@
+"""DeepSpeed's modules, made of `surface` and `table`: below `zckpt.runtime`, and for this process below `deepspeed` too.
+
+A module holds nothing of its own: a name is looked up when it is first used, so importing all of them imports nothing else. A
+name that DeepSpeed has and the trainer has not is there, and says so when it is called; one that DeepSpeed has not is an
+AttributeError. Finders stand at the front of `sys.meta_path`, so that an empty folder that git has left behind hides nothing.
+
+The import name `deepspeed` is for transformers, accelerate, peft and other libraries that import DeepSpeed by it: they get the
+same modules, and the distribution's metadata, by which they find out whether and in which version DeepSpeed is installed. Nothing
+is installed, and an installed DeepSpeed is not touched.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from email.message import EmailMessage
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution
+from importlib.metadata import DistributionFinder as Wanted
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from zckpt.base.errors import UsageError
+from zckpt.runtime.names import surface
+from zckpt.runtime.names.table import BUILT, UNBUILT, VERSION, Constant
+from zckpt.runtime.names.unbuilt import Unbuilt, make_unbuilt
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+NAME = "deepspeed"
+ROOT = "zckpt.runtime"
+
+_DECIDED = {"accelerate.accelerator": "DeepSpeedEngineWrapper"}
+"""Modules that look for DeepSpeed once, when they are imported, and a name that they have only if they found it."""
+
+
+def install() -> None:
+    """From now on DeepSpeed's modules are found below `zckpt.runtime`. A second call changes nothing."""
+    if not any(isinstance(finder, OwnFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, OwnFinder())
+
+
+def home_of(path: str) -> str | None:
+    """The path of the module that a path below `deepspeed` means, which may have a shorter name; None where there is none."""
+    if path in surface.read_lines() or path in BUILT:
+        return path
+    where, name = surface.names_of("").taken.get(path, ("", path))
+    return where if not name else None
+
+
+def find_name(path: str, name: str) -> Any:
+    """What a name of a module of DeepSpeed is here.
+
+    Args:
+        path: the module's, below `deepspeed`.
+        name: the name.
+
+    Raises:
+        AttributeError: DeepSpeed has no such name there, and the table has none either.
+    """
+    row = BUILT.get(path, {})
+    rows = {"*": row} if isinstance(row, str) else row
+    target = rows.get(name)
+    if isinstance(target, Constant):
+        return target.value
+    if isinstance(target, Unbuilt):
+        return make_unbuilt(name, target.instead)
+    if target is not None:
+        return _import_target(target)
+    names = surface.names_of(path)
+    if name in names.own and isinstance(whole := rows.get("*"), str) and hasattr(built := _import_target(whole), name):
+        return getattr(built, name)
+    if name in names.own:
+        kind = names.own[name]
+        if kind.startswith("=") and kind != "=?":
+            return ast.literal_eval(kind[1:])
+        return make_unbuilt(name, instead_of(path), is_function={"": False, "()": True}.get(kind))
+    if name in names.taken:
+        where, other = names.taken[name]
+        module = importlib.import_module(f"{ROOT}.{where}".rstrip("."))
+        return getattr(module, other) if other else module
+    for star in names.stars:
+        if name in surface.all_names_of(star):
+            return getattr(importlib.import_module(f"{ROOT}.{star}"), name)
+    below = f"{path}.{name}".lstrip(".")
+    if home_of(below) is not None:
+        return importlib.import_module(f"{ROOT}.{below}")
+    raise AttributeError(f"module {f'{ROOT}.{path}'.rstrip('.')!r} has no attribute {name!r}")
+
+
+def instead_of(path: str) -> str:
+    """What the table says to use instead of what is not built in a module: of the row with the longest path."""
+    if path in UNBUILT:
+        return UNBUILT[path].instead
+    parts = path.split(".")
+    rows = (f"{'.'.join(parts[:end])}.**" for end in range(len(parts), 0, -1))
+    return next((UNBUILT[row] for row in rows if row in UNBUILT), UNBUILT["**"]).instead
+
+
+def names_in(path: str) -> list[str]:
+    """The names that a module shows: DeepSpeed's, and those of its row."""
+    row = BUILT.get(path)
+    return sorted(
+        {*surface.all_names_of(path), *(name for name in (row if isinstance(row, dict) else ()) if name[0] not in "_*")}
+    )
+
+
+@functools.cache
+def _import_target(target: str) -> Any:
+    """What a target of the table names."""
+    module, _, name = target.partition(":")
+    found = importlib.import_module(module, ROOT)
+    return getattr(found, name) if name else found
+
+
+class DeepSpeedModule(ModuleType):
+    """A module of DeepSpeed's names; those that have been used are its attributes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, DeepSpeedModule) and value.__name__ == f"{self.__name__}.{name}":
+            names = surface.names_of(self.__name__.removeprefix(f"{ROOT}."))
+            if name in names.own or names.taken.get(name, ("", ""))[1]:
+                return  # the import system tells of a module below; its name is something else's here
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        path = self.__name__.removeprefix(f"{ROOT}.")
+        found: Any = names_in(path) if name == "__all__" else find_name(path, name)
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *names_in(self.__name__.removeprefix(f"{ROOT}."))})
+
+
+class OwnFinder(MetaPathFinder):
+    """Finds DeepSpeed's modules below `zckpt.runtime`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where a module is; None for names of others, and for the trainer's own."""
+        del path, target
+        below = fullname.removeprefix(f"{ROOT}.")
+        home = home_of(below) if below != fullname else None
+        return None if home is None else _spec_of(fullname, home)
+
+
+def _spec_of(fullname: str, home: str) -> ModuleSpec:
+    real = f"{ROOT}.{home}".rstrip(".")
+    return ModuleSpec(fullname, _Maker(real), is_package=home in surface.list_packages())
+
+
+class _Maker(Loader):
+    """Makes a module, or under a second name gives the same one, and leaves it as it is."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+        self._own: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Makes the module; under a second name, imports the one that is meant, or takes it if it is imported."""
+        if spec.name == self._real:
+            self._own = spec
+            path = spec.name.removeprefix(f"{ROOT}.")
+            return DeepSpeedModule(
+                spec.name, f"What DeepSpeed has under deepspeed.{path}: see `zckpt.runtime.names.table`."
+            )
+        module = importlib.import_module(self._real)
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives the module its own spec back: the import system has put the other name's in its place."""
+        module.__spec__ = self._own
+
+
+def as_deepspeed() -> None:
+    """From now on, in this process, `import deepspeed` and what libraries import below it is this trainer.
+
+    Call it before anything imports `deepspeed` or accelerate; transformers' Trainer imports accelerate. A second call changes
+    nothing. Processes that are started later, other than by fork, have to call it too.
+
+    Raises:
+        UsageError: DeepSpeed itself has been imported already, or accelerate has, without finding a DeepSpeed.
+    """
+    if any(isinstance(finder, SecondFinder) for finder in sys.meta_path):
+        return
+    real = sys.modules.get(NAME)
+    if real is not None:
+        raise UsageError(
+            "DeepSpeed itself has been imported already",
+            file=getattr(real, "__file__", None),
+            remedy="Call zckpt.runtime.as_deepspeed() before anything imports deepspeed, at the top of the script. Or start "
+            "the script with zckpt run.",
+        )
+    late = [name for name, sign in _DECIDED.items() if name in sys.modules and not hasattr(sys.modules[name], sign)]
+    if late:
+        raise UsageError(
+            "accelerate has been imported already, and found no DeepSpeed",
+            remedy="Call zckpt.runtime.as_deepspeed() before anything imports accelerate or transformers, at the top of the "
+            "script. Or start the script with zckpt run.",
+        )
+    sys.meta_path.insert(0, SecondFinder())
+
+
+class SecondFinder(MetaPathFinder):
+    """Finds `deepspeed`, what is below it, and its metadata."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where a module is; None for names of others.
+
+        Raises:
+            ModuleNotFoundError: DeepSpeed has no such module.
+        """
+        del path, target
+        if fullname != NAME and not fullname.startswith(f"{NAME}."):
+            return None
+        home = home_of(fullname.removeprefix(NAME).lstrip("."))
+        if home is None:  # not None, for otherwise Python would look for it in the directory of zckpt.runtime
+            what = (
+                f"No module named {fullname!r}: 'deepspeed' is zckpt.runtime in this process, which has no such module"
+            )
+            raise ModuleNotFoundError(what, name=fullname)
+        spec = _spec_of(fullname, home)
+        if fullname == NAME:
+            spec.origin, spec.submodule_search_locations = sys.modules[ROOT].__file__, list(sys.modules[ROOT].__path__)
+        return spec
+
+    def find_distributions(self, context: Wanted.Context | None = None) -> Iterable[Distribution]:
+        """The metadata, if it is asked for: of all distributions, or of this one."""
+        name = None if context is None else context.name
+        return [_Metadata()] if name is None or name.lower() == NAME else []
+
+
+class _Metadata(Distribution):
+    """What `importlib.metadata` says of `deepspeed`; the version has a local label, which says whose it is."""
+
+    def read_text(self, filename: str) -> str | None:
+        """A file of the distribution; None for those that it does not have."""
+        if filename == "METADATA":
+            message = EmailMessage()
+            for key, value in (
+                ("Metadata-Version", "2.1"),
+                ("Name", NAME),
+                ("Version", f"{VERSION}+zckpt"),
+                ("Summary", "zckpt.runtime under the name deepspeed, in this process"),
+            ):
+                message[key] = value
+            return message.as_string()
+        return f"{NAME}\n" if filename == "top_level.txt" else None
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        """Where a file of it would be: beside this module, since there are none."""
+        return Path(__file__).parent / path

@@ -1,0 +1,211 @@
+"""Where what DeepSpeed's names mean is built: by the path of the module in which DeepSpeed defines them.
+
+For `finder`, which makes DeepSpeed's modules of these rows and of `surface`. A row is
+
+- ".module" or "module": what `zckpt.runtime.module` or another module has of that module's own names;
+- a dict of single names: ".module:name" (below `zckpt.runtime`), "module:name", "module", `Constant`, or `Unbuilt`; "*" stands
+  for all others;
+- under "path" or "path.**" (that module and all below it): an `Unbuilt`, which says what to use instead of all other names.
+
+For names that are not built the row with the longest path counts. Names that a module has from another module of DeepSpeed need
+no row, and neither do literals: `surface` says both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zckpt.base.dataclass import dataclass
+from zckpt.runtime.names.unbuilt import ADAM, DENSE, ENCODER, GENERATE, ONE_SEQUENCE, PLAIN, Unbuilt
+
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose names these are; scripts compare it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value that is not in DeepSpeed's source as a literal, or that older versions had.
+
+    Attributes:
+        value: the value.
+    """
+
+    value: Any
+
+
+Names = dict[str, "str | Constant | Unbuilt"]
+
+_OWN_FILES = (
+    "Set device nvme in zero_optimization.offload_optimizer or offload_param of the config: the trainer reads and writes its "
+    "files by itself."
+)
+_FORMULA = "zckpt.estimate.deepspeed_formula"
+_COLLECTIVES = ".deepspeed_api.collectives"
+_GROUPS = ".deepspeed_api.groups"
+_ZERO = ".deepspeed_api.zero_functions"
+_PRIVATE_GROUPS = (
+    "data_parallel_group", "data_parallel_rank", "data_parallel_world_size", "data_parallel_group_ranks",
+    "sequence_data_parallel_group", "sequence_data_parallel_rank", "sequence_data_parallel_world_size",
+    "sequence_parallel_group", "sequence_parallel_rank", "sequence_parallel_world_size",
+    "model_parallel_world_size", "expert_model_parallel_world_size",
+)  # fmt: skip
+"""What libraries call of `utils.groups`, private as it is."""
+
+_VERSION: Names = {
+    "version": Constant(VERSION),
+    "git_hash": Constant("unknown"),
+    "git_branch": Constant("unknown"),
+    "installed_ops": ".deepspeed_api.op_builders:COMPATIBLE_OPS",
+}
+
+BUILT: dict[str, str | Names] = {
+    "": {
+        "DeepSpeedEngine": ".engine:Engine",
+        "add_config_arguments": ".arguments:add_config_arguments",
+        "dist": "zckpt.runtime.comm",
+        "initialize": ".start:initialize",
+    },
+    "accelerator": {"Accelerator": ".deepspeed_api.accelerator:Accelerator"},
+    "accelerator.abstract_accelerator": ".deepspeed_api.accelerator",
+    "accelerator.real_accelerator": ".deepspeed_api.accelerator",
+    "checkpoint.utils": ".deepspeed_api.checkpoint_names",
+    "comm": {name: f"{_COLLECTIVES}:{name}" for name in ("GroupMember", "get_backend")},
+    "comm.comm": {"*": _COLLECTIVES, **{name: f"{_COLLECTIVES}:{name}" for name in ("GroupMember", "get_backend")}},
+    "comm.reduce_op": _COLLECTIVES,
+    "constants": {"default_pg_timeout": ".world:default_pg_timeout"},
+    "git_version_info": _VERSION,
+    "git_version_info_installed": _VERSION,
+    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_api.utilities:DEEPSPEED_ENVIRONMENT_NAME"},
+    "moe.utils": ".deepspeed_api.expert_groups",
+    "monitor.comet": ".monitors.comet",
+    "monitor.config": ".monitors.config",
+    "monitor.csv_monitor": {"csvMonitor": ".monitors.csv_monitor:CSVMonitor"},
+    "monitor.monitor": ".monitors.monitor",
+    "monitor.tensorboard": ".monitors.tensorboard",
+    "monitor.wandb": ".monitors.wandb",
+    "ops": {"__compatible_ops__": ".deepspeed_api.op_builders:COMPATIBLE_OPS"},
+    "ops.adagrad.cpu_adagrad": ".deepspeed_api.optimizer_names",
+    "ops.adam": {"OnebitAdam": Unbuilt(ADAM)},  # of older versions
+    "ops.adam.cpu_adam": ".deepspeed_api.optimizer_names",
+    "ops.adam.fused_adam": ".deepspeed_api.optimizer_names",
+    "ops.aio": {"AsyncIOBuilder": ".deepspeed_api.op_builders:AsyncIOBuilder"},
+    "ops.lamb": {"OnebitLamb": Unbuilt(ADAM)},
+    "ops.lamb.fused_lamb": ".deepspeed_api.optimizer_names",
+    "ops.lion.cpu_lion": ".deepspeed_api.optimizer_names",
+    "ops.lion.fused_lion": ".deepspeed_api.optimizer_names",
+    "ops.op_builder.async_io": ".deepspeed_api.op_builders",
+    "profiling.flops_profiler.profiler": ".observe.flops_profiler",
+    "runtime.activation_checkpointing.checkpointing": ".activations",
+    "runtime.base_optimizer": {
+        "DeepSpeedOptimizer": "torch.optim:Optimizer",
+        "ZeROOptimizer": "torch.optim:Optimizer",
+    },
+    "runtime.config": {
+        "DeepSpeedConfig": ".config.attributes:DeepSpeedConfig",
+        "DeepSpeedConfigError": "zckpt.base.errors:UsageError",
+        "ONEBIT_ADAM_OPTIMIZER": Constant("onebitadam"),
+        "ONEBIT_LAMB_OPTIMIZER": Constant("onebitlamb"),
+        "ZERO_ONE_ADAM_OPTIMIZER": Constant("zerooneadam"),
+    },
+    "runtime.dataloader": {
+        "DeepSpeedDataLoader": ".loader:Loader",
+        "RepeatingLoader": ".deepspeed_api.utilities:RepeatingLoader",
+    },
+    "runtime.engine": {"DeepSpeedEngine": ".engine:Engine"},
+    "runtime.fp16": {"onebit": "zckpt.runtime.runtime.fp16.onebit"},
+    "runtime.fp16.loss_scaler": ".optimizers.loss_scale",
+    "runtime.fp16.onebit": {name: Unbuilt(ADAM) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
+    "runtime.lr_schedules": ".optimizers.schedules",
+    "runtime.pipe": {
+        "DualPipeVModule": "zckpt.runtime:DualPipeVModule",
+        "PipelineEngine": "zckpt.runtime:PipelineEngine",
+    },
+    "runtime.utils": ".deepspeed_api.utilities",
+    "runtime.zero": {"unregister_external_parameter": ".sharding.external:unregister_external_parameter"},
+    "runtime.zero.config": {
+        "DeepSpeedZeroConfig": ".config.zero:Zero",
+        "ZeroStageEnum": f"{_ZERO}:ZeroStageEnum",
+    },
+    "runtime.zero.offload_config": {
+        "DeepSpeedZeroOffloadOptimizerConfig": ".config.zero:OffloadOptimizer",
+        "DeepSpeedZeroOffloadParamConfig": ".config.zero:OffloadParam",
+        "OffloadDeviceEnum": ".engine_parts.offload:OffloadDeviceEnum",
+        "OffloadStateTypeEnum": ".engine_parts.offload:OffloadStateTypeEnum",
+    },
+    "runtime.zero.partition_parameters": {
+        "GatheredParameters": ".init_context:GatheredParameters",
+        "Init": ".init_context:Init",
+        "ZeroParamStatus": ".sharding.labels:ZeroParamStatus",
+        "ZeroParamType": ".sharding.labels:ZeroParamType",
+        "_orig_torch_arange": "torch:arange",
+        "register_external_parameter": ".sharding.external:register_external_parameter",
+        "unregister_external_parameter": ".sharding.external:unregister_external_parameter",
+        "zero_wrapper_for_fp_tensor_constructor": f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor",
+    },
+    "runtime.zero.stage3": {
+        "*": _FORMULA,
+        "model_to_params": f"{_FORMULA}:parameters_of",
+        "unwrap_model_for_generation": f"{_ZERO}:unwrap_model_for_generation",
+    },
+    "runtime.zero.stage_1_and_2": {"*": _FORMULA, "model_to_params": f"{_ZERO}:model_to_params"},
+    "runtime.zero.utils": {"*": _ZERO, "ZeRORuntimeException": "zckpt.base.errors:UnsupportedError"},
+    "utils.groups": {"*": _GROUPS, **{f"_get_{name}": f"{_GROUPS}:_get_{name}" for name in _PRIVATE_GROUPS}},
+    "utils.init_on_device": ".deepspeed_api.utilities",
+    "utils.logging": ".deepspeed_api.logging",
+    "utils.module_utils": ".deepspeed_api.utilities",
+    "utils.nvtx": ".deepspeed_api.utilities",
+    "utils.tensor_fragment": {
+        "*": ".parameters",
+        **{name: f"{_ZERO}:{name}" for name in ("get_full_hp_grad", "get_full_hp_param", "set_full_hp_param")},
+    },
+    "utils.timer": ".observe.timer",
+    "utils.z3_leaf_module": ".sharding.external",
+    "utils.zero_to_fp32": "zckpt.drop_in",
+}
+"""Path of a module below `deepspeed` -> where its names are built."""
+
+UNBUILT = {
+    "**": Unbuilt(
+        "Do without it: docs/training.md lists the names that are built, and docs/config.md what the config can say."
+    ),
+    "accelerator.**": Unbuilt("Use get_accelerator(), which answers for every device that torch knows."),
+    "autotuning.**": Unbuilt("Use zckpt estimate, which says what a config needs on your devices."),
+    "checkpoint.**": Unbuilt("Use zckpt's commands on the checkpoint: to-bf16, to-universal, reshard, inspect."),
+    "comm.**": Unbuilt("Use torch.distributed, or the functions of comm that have its names."),
+    "compile.**": Unbuilt("Use engine.compile(), which is torch.compile."),
+    "datastates.**": Unbuilt("Call engine.save_checkpoint: it can write in the background by itself."),
+    "env_report": Unbuilt("Use zckpt --version --verbose."),
+    "inference.**": Unbuilt(GENERATE),
+    "io.**": Unbuilt("Call engine.save_checkpoint, which needs no writer of yours."),
+    "launcher.**": Unbuilt("Start the processes with torchrun, or with zckpt run --nproc."),
+    "linear.**": Unbuilt("Use torch.nn.Linear, and peft for LoRA."),
+    "model_implementations.**": Unbuilt(GENERATE),
+    "module_inject.**": Unbuilt(PLAIN),
+    "moe.**": Unbuilt(DENSE),
+    "monitor.**": Unbuilt("Use the sections tensorboard, wandb, csv_monitor and comet of the config."),
+    "nvme.**": Unbuilt(_OWN_FILES),
+    "ops.**": Unbuilt(
+        "Use what torch has for it. optimizer.type may be Adam, AdamW, Lamb, Lion, Adagrad or one of torch.optim."
+    ),
+    "ops.aio.**": Unbuilt(_OWN_FILES),
+    "ops.gds.**": Unbuilt(_OWN_FILES),
+    "ops.op_builder.**": Unbuilt("Remove that call: the trainer needs nothing that is built at run time."),
+    "ops.transformer.**": Unbuilt(ENCODER),
+    "pipe.**": Unbuilt(PLAIN),
+    "profiling.**": Unbuilt("Use get_model_profile and FlopsProfiler, or torch.profiler."),
+    "runtime.**": Unbuilt("Use the engine that initialize returns; docs/config.md says what it does by which key."),
+    "runtime.checkpoint_engine.**": Unbuilt(
+        "Call engine.save_checkpoint, which writes as the config's section checkpoint says."
+    ),
+    "runtime.compiler": Unbuilt("Use engine.compile(), which is torch.compile."),
+    "runtime.data_pipeline.**": Unbuilt("Order the data in your own sampler, and pass the loader to the loop."),
+    "runtime.pipe.**": Unbuilt(PLAIN),
+    "runtime.sequence_parallel.**": Unbuilt(ONE_SEQUENCE),
+    "runtime.swap_tensor.**": Unbuilt(_OWN_FILES),
+    "runtime.tensor_parallel.**": Unbuilt(PLAIN),
+    "runtime.zero.**": Unbuilt(
+        "Use zero.Init, and the engine that initialize returns with zero_optimization.stage in the config."
+    ),
+    "sequence.**": Unbuilt(ONE_SEQUENCE),
+}
+"""Path of a module below `deepspeed`, or of all modules below one -> what to use instead of what is not built there."""

@@ -1,0 +1,95 @@
+"""What DeepSpeed has and this trainer has not: each name is there, and says so when it is called or constructed.
+
+For `table`, whose rows say what to do instead, and for code that refuses a use of such a thing. A script that imports such a
+name, or asks `isinstance(model, PipelineModule)`, runs on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UnsupportedError
+
+PLAIN = "Pass the plain model to initialize: stage 3 shares its parameters out over all ranks."
+ADAM = "Use optimizer.type AdamW or Lamb."
+GENERATE = "Use engine.module.generate, or convert a checkpoint with zckpt to-bf16 and serve that."
+DENSE = "Use a dense layer, or the mixture of experts that the model itself brings: it is sharded like any module."
+ENCODER = "Use torch.nn.TransformerEncoderLayer."
+ONE_SEQUENCE = "Train with sequence_parallel_size 1."
+
+INSTEAD = {
+    "DeepSpeedHybridEngine": GENERATE,
+    "DeepSpeedTransformerConfig": ENCODER,
+    "DeepSpeedTransformerLayer": ENCODER,
+    "DistributedAttention": "Use torch.nn.functional.scaled_dot_product_attention on whole sequences.",
+    "DualPipeVModule": PLAIN,
+    "InferenceEngine": GENERATE,
+    "LayerSpec": PLAIN,
+    "MoE": DENSE,
+    "MuonWithAuxAdam": "Use optimizer.type AdamW.",
+    "OnebitAdam": ADAM,
+    "OnebitLamb": ADAM,
+    "PipelineEngine": PLAIN,
+    "PipelineModule": PLAIN,
+    "TiedLayerSpec": PLAIN,
+    "TiledLinear": "Use torch.nn.Linear.",
+    "TiledLinearReturnBias": "Use torch.nn.Linear.",
+    "UlyssesSPAttentionHF": ONE_SEQUENCE,
+    "UlyssesSPDataLoaderAdapter": ONE_SEQUENCE,
+    "ZeroOneAdam": ADAM,
+    "init_inference": GENERATE,
+    "replace_transformer_layer": GENERATE,
+    "set_autotp_mode": PLAIN,
+    "tp_model_init": PLAIN,
+}
+"""Name -> what to do instead, as sentences. Other names have the words of their row in `table`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """A row of the table: names that are not built.
+
+    Attributes:
+        instead: what to do instead, as sentences.
+    """
+
+    instead: str
+
+
+def refuse(name: str, instead: str = "") -> NoReturn:
+    """Raises the error for a name.
+
+    Args:
+        name: DeepSpeed's.
+        instead: what to do instead, if `INSTEAD` does not say it.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(f"{name!r} of DeepSpeed is not built here", remedy=INSTEAD.get(name, instead))
+
+
+def make_unbuilt(name: str, instead: str = "", *, is_function: bool | None = None) -> Any:
+    """A class or a function that raises `UnsupportedError` when it is constructed or called.
+
+    Args:
+        name: DeepSpeed's.
+        instead: what to do instead, if `INSTEAD` does not say it.
+        is_function: by default names in lower case are functions. A class whose name says so is an exception.
+    """
+    told = f"Not built. {INSTEAD.get(name, instead)}"
+    if name[0].islower() if is_function is None else is_function:
+
+        def function(*args: Any, **kwargs: Any) -> NoReturn:
+            refuse(name, instead)
+
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = told
+        return function
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name, instead)
+
+    bases = (Exception,) if name.endswith(("Error", "Exception")) else ()
+    return type(name, bases, {"__new__": construct, "__doc__": told})

@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.activation_checkpointing`."""
-
-from zckpt.runtime import checkpointing
-
-__all__ = ["checkpointing"]
