@@ -149,7 +149,7 @@ def test_usage_errors_are_errors_like_others(args: list[str], first: str, last: 
 
 
 def test_nothing_heavy_is_imported(weights: Path) -> None:
-    names = ("jobs.options", "naming.transform", "layouts.dcp.read", "layouts.fsdp.read", "output.delivery")
+    names = ("jobs.options", "naming.transform", "layouts.dcp.read", "layouts.fsdp.read", "output.publish")
     ours = {f"zckpt.{name}" for name in names}
     assert all(map(find_spec, ours))
     code = (

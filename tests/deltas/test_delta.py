@@ -35,7 +35,7 @@ from zckpt.cli import app
 from zckpt.deltas import pieces as delta_pieces
 from zckpt.deltas.encode import Encoder
 from zckpt.deltas.form import INDEX, UNCHANGED
-from zckpt.output import made as made_output
+from zckpt.output.local_destination import LocalDestination
 
 RUN = Path(__file__).parents[2] / "fixtures" / "fused" / "qwen3_moe_zero2" / "checkpoint"
 DIGESTS: dict[str, Callable[[bytes], str]] = {
@@ -375,16 +375,16 @@ def test_an_interrupted_apply_is_resumed(
 ) -> None:
     zckpt.delta(*places, tmp_path / "delta")
     options = zckpt.ApplyOptions(max_shard_size=10**6)
-    add, calls = made_output.Staging.finished, 0
+    add, calls = LocalDestination.record, 0
 
-    def failing(staging: made_output.Staging, file: object) -> None:
+    def failing(destination: LocalDestination, file: object) -> None:
         nonlocal calls
-        add(staging, file)  # type: ignore[arg-type]
+        add(destination, file)  # type: ignore[arg-type]
         calls += 1
         if calls == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(made_output.Staging, "finished", failing)
+    monkeypatch.setattr(LocalDestination, "record", failing)
     with pytest.raises(zckpt.OutputError, match="cannot be written"):
         zckpt.apply_delta(places[0], tmp_path / "delta", tmp_path / "out", options=options)
     monkeypatch.undo()

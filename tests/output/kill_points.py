@@ -36,7 +36,7 @@ import zckpt
 from zckpt import _core
 from zckpt.engine import batches
 from zckpt.jobs.options import Options
-from zckpt.output import commit, delivery, journal
+from zckpt.output import commit, files, journal
 from zckpt.storage import output_places
 
 Contents = dict[str, bytes]
@@ -413,7 +413,7 @@ class Computed(Scenario):
         def full(*_: Any, **__: Any) -> Any:
             raise zckpt.OutputError("there is no room left")
 
-        delivery.run = full  # type: ignore[assignment]
+        files.run = full  # type: ignore[assignment]
         self.job.make(self.out, "before")
 
 

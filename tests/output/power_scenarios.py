@@ -19,7 +19,7 @@ from zckpt.base.errors import ZckptError
 from zckpt.jobs import slim
 from zckpt.jobs.options import SlimOptions
 from zckpt.layouts.save.listing import is_trainers_file
-from zckpt.output import commit, durable, staging
+from zckpt.output import commit, durable, local_destination
 from zckpt.output.saves import STAGED, SaveStaging, displaced
 from zckpt.pictures.page import write_page
 from zckpt.upkeep import removal
@@ -99,17 +99,17 @@ class Resumed(kill_points.Directory):
 
     def prepare(self) -> None:
         super().prepare()
-        begun = staging.Staging.commit
+        begun = local_destination.LocalDestination.seal
 
         def ended(*_: Any) -> None:
             raise zckpt.OutputError("the disk is full")
 
-        staging.Staging.commit = ended  # type: ignore[method-assign]
+        local_destination.LocalDestination.seal = ended  # type: ignore[method-assign]
         try:
             with contextlib.suppress(ZckptError):
                 self.run()
         finally:
-            staging.Staging.commit = begun  # type: ignore[method-assign]
+            local_destination.LocalDestination.seal = begun  # type: ignore[method-assign]
         journal = self.place / ".out.zckpt" / "journal"
         self.kept = journal.read_text().count('"path"')
         assert self.kept >= 2

@@ -22,7 +22,7 @@ from power_scenarios import MORE, TRIALS, Power
 from sync_sites import Site, sites, sites_of
 
 from zckpt.engine import batches
-from zckpt.output import delivery
+from zckpt.output import files
 from zckpt.storage import output_places
 
 ELSEWHERE = {
@@ -41,7 +41,7 @@ def checkpoint() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "LEAST_BYTES", 0)
         patch.setitem(kill_points.SMALL, "max_shard_size", 1500)
-        for module, name in ((output_places, "is_mount"), (delivery, "run")):  # scenarios set them
+        for module, name in ((output_places, "is_mount"), (files, "run")):  # scenarios set them
             patch.setattr(module, name, getattr(module, name))
         made = synth.zero12(place / "c", [{f"w{i}": torch.randn(600 + i, generator=generator) for i in range(3)}], 2)
         large = {"w0": torch.full((600,), 1e30), "w1": torch.ones(601), "w2": torch.ones(602)}

@@ -19,8 +19,8 @@ from zckpt.base.version import __version__
 from zckpt.containers.safetensors_file import ALIGNMENT
 from zckpt.deltas.encode import TensorChange
 from zckpt.deltas.form import INDEX, UNCHANGED, DeltaForm, index_of
+from zckpt.output.files import finish_file, write_small
 from zckpt.output.journal import Finished
-from zckpt.output.making import finished, write_small
 from zckpt.output.manifest import Manifest
 
 _BLOCK = 1 << 20
@@ -144,7 +144,7 @@ def write_group(
         file.write(len(header).to_bytes(8, "little") + header)
     made = (0, 0)
     if placed:
-        data_file = finished(directory, path)
+        data_file = finish_file(directory, path)
         made = (data_file.nbytes, data_file.crc32)
         yield data_file
     else:

@@ -1,6 +1,6 @@
 """What a scan reads and why, in parts of bounded size, with what is on other machines fetched.
 
-For `scan`, and for its callers: `verify`, `diff` and `delivery`.
+For `scan`, and for its callers: `verify`, `diff` and `output`.
 """
 
 from __future__ import annotations

@@ -35,12 +35,11 @@ from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_space
-from zckpt.output.delivery import check_output
+from zckpt.output.files import FileOrder, Moved, finish_file
 from zckpt.output.journal import Finished
-from zckpt.output.made import carry_out
-from zckpt.output.making import Making, Moved, finished
 from zckpt.output.manifest import Manifest
-from zckpt.output.order import fingerprint, seen
+from zckpt.output.order import facts_seen_by_all, fingerprint
+from zckpt.output.publish import check_output, publish
 from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.descriptors import write_all
 from zckpt.storage.fsync_queue import make_durable
@@ -195,7 +194,9 @@ def prepare(
 
     def shared() -> str:
         digests = [[(name, one.digest_of(name)) for name in (*one.changed, *one.unchanged)] for one in found]
-        return fingerprint(plan, (), *facts, digests, sorted(name for _, name in copies), options.overwrite, state=seen)
+        return fingerprint(
+            plan, (), *facts, digests, sorted(name for _, name in copies), options.overwrite, state=facts_seen_by_all
+        )
 
     return PlannedApply(place, version, found, plan, pairs, tuple(copies), names, options, job, shared)
 
@@ -293,10 +294,10 @@ def execute(
     with PieceReader(share_of(job.options.pace), job.plan.bytes_read + job.plan.bytes_written) as reader:
         source = (job.old.opened.place.listing, job.old.opened.catalog)
         signing = signing_of(job.options.sign, lambda: provenance([source], _files_of(job)))
-        making = Making(
+        order = FileOrder(
             job.out, job.job, names, make, end, job.options.overwrite, job.options.pace, job.shared, large=large, signing=signing,
         )  # fmt: skip
-        done = carry_out(making, progress, on_note)
+        done = publish(order, progress, on_note)
     return Report(
         files=done.files, engine=reader.engine, kept=done.kept, overflows={}, notes=(*job.old.notes, *_proof(job), *done.notes),
         already_done=done.already_done, tensors=len(job.old.catalog), numel=job.old.catalog.numel,
@@ -319,7 +320,7 @@ def _copied(file: Location, directory: str, name: str) -> Finished:
     with open(os.path.join(directory, name), "wb") as copy:
         for block in file.blocks():
             copy.write(block)
-    return finished(directory, name)
+    return finish_file(directory, name)
 
 
 class Renewal:

@@ -28,8 +28,8 @@ from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.naming.adapter_names import found_in, is_adapter_file, unmerged
 from zckpt.naming.transform import Form, formed, matches
-from zckpt.output.delivery import check_output
 from zckpt.output.order import Order
+from zckpt.output.publish import check_output
 from zckpt.output.signature import signing_of
 from zckpt.quantized.configs import without
 from zckpt.storage.location import Location, locate

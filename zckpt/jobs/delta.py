@@ -27,12 +27,11 @@ from zckpt.jobs.planned import protected
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, paired
 from zckpt.output import manifest as manifests
-from zckpt.output.delivery import check_output
+from zckpt.output.files import FileOrder, Moved
 from zckpt.output.journal import Finished
-from zckpt.output.made import carry_out
-from zckpt.output.making import Making, Moved
 from zckpt.output.manifest import Manifest
-from zckpt.output.order import fingerprint, seen
+from zckpt.output.order import facts_seen_by_all, fingerprint
+from zckpt.output.publish import check_output, publish
 from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.location import Location, locate
 from zckpt.team.agreement import share_of
@@ -206,7 +205,7 @@ def prepare(
     notes = (*(f"OLD: {note}" for note in first.notes), *(f"NEW: {note}" for note in second.notes))
 
     def shared() -> str:
-        return fingerprint(plan, (), "delta", *facts, options.overwrite, state=seen)
+        return fingerprint(plan, (), "delta", *facts, options.overwrite, state=facts_seen_by_all)
 
     return PlannedDelta(place, form, first, second, groups, options, notes, job, shared)
 
@@ -268,13 +267,13 @@ def execute(
         return replace(manifest, dtype=dtype)
 
     with PieceReader(share_of(job.options.pace), 2 * job.nbytes) as reader:
-        making = Making(
+        order = FileOrder(
             job.out, job.job, tuple(numbers), make, end, job.options.overwrite, job.options.pace, job.shared,
             lambda directory, name: needed_by(directory, name, of), helpers=numbers.keys(),
             large=[data_name(number, of) for number in numbers.values()],
             signing=signing_of(job.options.sign, lambda: provenance([(v.opened.place.listing, v.opened.catalog) for v in both])),
         )  # fmt: skip
-        made = carry_out(making, progress, on_note)
+        made = publish(order, progress, on_note)
     counts = ended[0] if ended else _counts(job.out)
     return DeltaReport(
         job.form, counts, made.files, made.kept, made.already_done, reader.engine, (*job.notes, *made.notes),

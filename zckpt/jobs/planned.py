@@ -17,8 +17,8 @@ from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened
 from zckpt.jobs.provenance import provenance
-from zckpt.output.delivery import deliver
-from zckpt.output.order import Delivered, Order
+from zckpt.output.order import Order, OutputReport
+from zckpt.output.publish import publish
 from zckpt.output.signature import Signing
 from zckpt.storage.location import Location, locate
 
@@ -76,8 +76,8 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Delivered):
-    """What a job did; further attributes as in `Delivered`.
+class Report(OutputReport):
+    """What a job did; further attributes as in `OutputReport`.
 
     Attributes:
         tensors: tensors written; tied names count once.
@@ -105,7 +105,7 @@ def execute(
     """
     began = time.perf_counter()
     notes = (*planned.notes, *planned.check())
-    done = deliver(replace(planned.order, signing=planned.signing()), progress, on_note)
+    done = publish(replace(planned.order, signing=planned.signing()), progress, on_note)
     return Report(
         **{**asdict(done), "notes": (*notes, *done.notes)},
         tensors=len(planned.catalog),

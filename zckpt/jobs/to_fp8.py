@@ -30,7 +30,7 @@ from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
 from zckpt.naming.transform import formed, matches
-from zckpt.output.delivery import check_output
+from zckpt.output.publish import check_output
 from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, without, written
 from zckpt.quantized.grids import Grid, blocks_of, stacked
 from zckpt.quantized.quantise import Quantiser, quantised, scales

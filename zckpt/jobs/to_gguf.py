@@ -30,7 +30,7 @@ from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import completed, vocabulary_rows
 from zckpt.naming.writers import GGUF, Naming, named
-from zckpt.output.delivery import check_output
+from zckpt.output.publish import check_output
 from zckpt.storage.location import Location, locate
 
 SUFFIX = ".gguf"

@@ -27,7 +27,7 @@ from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, execute, protected
-from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
+from zckpt.layouts.plain.read import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.naming.adapter_names import Found, adapters_in, is_adapter_file, only_adapter
 from zckpt.output.checks import check_path
@@ -168,8 +168,8 @@ def carry_out(
     return AdapterReport(**{**asdict(report), "notes": notes}, adapter=planned.adapter, untrained=untrained)
 
 
-def _with_config(destination: Destination, text: bytes) -> Destination:
-    return Destination((*destination.files, literal_file(CONFIG, text)), destination.entries)
+def _with_config(destination: LaidOutFiles, text: bytes) -> LaidOutFiles:
+    return LaidOutFiles((*destination.files, literal_file(CONFIG, text)), destination.entries)
 
 
 def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:

@@ -20,7 +20,7 @@ from zckpt.jobs.options import Options, refuse_unused
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.plain.read import OPTIMIZER, WeightsTarget, lay_out
-from zckpt.output.delivery import check_output
+from zckpt.output.publish import check_output
 from zckpt.storage.location import locate
 
 GROUPS = f"{OPTIMIZER}.json"

@@ -52,8 +52,8 @@ from zckpt.live.carry import Lost, PieceCaster, view_of
 from zckpt.live.parts import LocalModel, local_model
 from zckpt.live.ranks import Ranks
 from zckpt.output.checks import check_path
+from zckpt.output.local_destination import LocalDestination
 from zckpt.output.order import overflow_error
-from zckpt.output.staging import Staging
 from zckpt.storage.location import locate
 from zckpt.team.meeting import attempt, first_error
 
@@ -114,7 +114,7 @@ def export_delta(
     world = Ranks("export_delta", digest_of_names(given))
     offers = given if isinstance(given, Exception) else given.offers
     assigned = assign(world, before if isinstance(before, Exception) else offers)
-    staging: Staging | None = None
+    staging: LocalDestination | None = None
     wanted = None if dtype is None else to_dtype(str(dtype) if isinstance(dtype, torch.dtype) else dtype)
     most = to_bytes(max_shard_size)
     try:
@@ -130,7 +130,8 @@ def export_delta(
             pairs = paired_with(before, entries, aliases, "the live model", wanted)
             share = -(-sum(pair.nbytes for pair in pairs) // world.size)
             groups = grouped(((pair, pair.nbytes) for pair in pairs), max(1, min(most, share)))
-            staging = Staging(place.path, single=False).__enter__()
+            staging = LocalDestination(place.path, single=False)
+            staging.begin()
             staging.keep(())
             own = {pair.old.name: aliases.get(pair.old.name, pair.old.name) for pair in pairs}
             named = [[(pair.old.name, own[pair.old.name], pair.dtype) for pair in group] for group in groups]
@@ -154,7 +155,8 @@ def export_delta(
                 "base": before.catalog.source_facts(),
             }
             manifest, counts = end_delta(staging.directory, len(share.groups), share.form, source)
-            staging.commit(manifest)
+            staging.seal(manifest)
+            staging.commit()
             files = tuple((file.path, file.nbytes) for file in manifest.files)
             return DeltaReport(share.form, counts, files, 0, False, work.engine, (*before.notes, *staging.notes), 0.0)
 

@@ -42,9 +42,9 @@ from zckpt.live.ranks import Ranks
 from zckpt.output.checks import check_path, check_space
 from zckpt.output.contents import replacement
 from zckpt.output.journal import Finished
+from zckpt.output.local_destination import LocalDestination
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import Overflow, overflow_error
-from zckpt.output.staging import Staging
 from zckpt.storage.location import LocalPath
 from zckpt.team import part_move
 from zckpt.team.meeting import attempt, first_error
@@ -144,6 +144,7 @@ def save_pretrained(
             small = small_files(engine_or_model, wanted or _usual(entries))
             work = _planned(entries, aliases, os.fspath(out_dir), wanted, target, small)
             stack.enter_context(work.staging)
+            work.staging.begin()
             work.staging.keep(())
             part_move.begin(work.plan, work.staging.directory)
             outputs = [output for output, _ in work.plan.files]
@@ -209,7 +210,7 @@ class _Work:
     """What rank 0 plans: the files, their staging, and where tensors go in them."""
 
     plan: Plan
-    staging: Staging
+    staging: LocalDestination
     places: dict[str, ElementPlace]
     dtype: DType | None
     tensors: int
@@ -241,7 +242,7 @@ def _planned(
     names = {output.path for output, _ in files}
     if os.path.isdir(out):
         _refuse_other_weights(out, names)
-    staging = Staging(out, single=False, names=names, merge=True)
+    staging = LocalDestination(out, single=False, names=names, merge=True)
     return _Work(Plan(files, ()), staging, places, wanted, len(tensors), numel)
 
 
@@ -331,6 +332,7 @@ def _publish(work: _Work, sums: Sums) -> None:
         numel=work.numel,
         files=tuple(finished),
     )
-    work.staging.commit(manifest)
+    work.staging.seal(manifest)
+    work.staging.commit()
     for note in work.staging.notes:
         warnings.warn(note, stacklevel=2)

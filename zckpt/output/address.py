@@ -1,6 +1,6 @@
 """Replaces an output at an address by a new one, in stores that cannot rename files.
 
-For `delivery_to_address`. A store has no rename, and no step that changes two files. So single steps are done in an
+For `address_destination`. A store has no rename, and no step that changes two files. So single steps are done in an
 order in which a reader always finds the old output, the new one, or an output that no loader accepts; never parts of both.
 
 [Note: the protocol]

@@ -1,6 +1,6 @@
 """Orders for outputs: what is to be written, what was written, the manifest, and the fingerprint of a job.
 
-For `delivery` (a path of this machine), `delivery_to_address`, and the jobs that make orders.
+For `publish`, `files` and the jobs that make orders.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class OutputReport:
     """An output that was written.
 
     Attributes:
@@ -111,16 +111,6 @@ class Delivered:
     def bytes_written(self) -> int:
         """Bytes of all files; 0 if the output was already done."""
         return 0 if self.already_done else sum(nbytes for _, nbytes in self.files)
-
-
-def resumed(kept: int, order: Order) -> tuple[str, ...]:
-    """The note that an interrupted run is resumed; no note if none of its files could be kept."""
-    if not kept:
-        return ()
-    verb = "is" if kept == 1 else "are"
-    return (
-        f"resuming an interrupted conversion: {kept:,} of {count(len(order.names), 'file')} {verb} already complete",
-    )
 
 
 def as_finished(written: Written, names: Sequence[str]) -> Finished:
@@ -244,10 +234,10 @@ def _of_recipe(store: DerivedStore, state: Callable[[Store], tuple[object, ...]]
     )
 
 
-def seen(store: Store) -> tuple[object, ...]:
+def facts_seen_by_all(store: Store) -> tuple[object, ...]:
     """The facts of a source that are the same on all machines that share a file system."""
     if isinstance(store, DerivedStore):
-        return _of_recipe(store, seen)
+        return _of_recipe(store, facts_seen_by_all)
     return (str(store), store.size, store.identity[2] if isinstance(store, FileStore) else 0)
 
 

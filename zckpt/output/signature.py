@@ -1,6 +1,6 @@
 """Signatures of outputs: OpenSSF model signing, which `model_signing verify key` accepts.
 
-For `delivery`, `made`, outputs at addresses and pages of the hub. A directory with a signature has a file `model.sig`: a sigstore
+For the destinations of outputs, and pages of the hub. A directory with a signature has a file `model.sig`: a sigstore
 bundle with a DSSE envelope over an in-toto statement. The statement lists every file of the output by its SHA-256, `zckpt.json`
 among them, and says what the output was made from: SHA-256s of the source's index. The signature of one file lies beside it, as
 `model.safetensors.sig`; verifiers call that file ".".
@@ -180,23 +180,20 @@ class Signing:
     provenance: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def of(
-        self, out: str, directory: str, paths: Iterable[str], known: Mapping[str, str], *, single: bool = False
-    ) -> Callable[[str], bytes]:
-        """What makes the signature's file when the manifest is known, given the manifest's SHA-256.
+        self, name: str, directory: str, paths: Iterable[str], known: Mapping[str, str], manifest: str, *, single: bool
+    ) -> bytes:
+        """The signature's file.
 
         Args:
-            out: the output's path.
+            name: of the output.
             directory: that its files are in until they get their names.
             paths: of the files in it, without the manifest.
             known: path -> SHA-256, of those that were hashed while they were written; the others are read again.
+            manifest: SHA-256 of the manifest.
             single: whether the output is one file.
         """
-
-        def sign(manifest: str) -> bytes:
-            digests = {path: known.get(path) or sha256_of(os.path.join(directory, path)) for path in paths}
-            return self.bundle(os.path.basename(out), digests, manifest, single=single)
-
-        return sign
+        digests = {path: known.get(path) or sha256_of(os.path.join(directory, path)) for path in paths}
+        return self.bundle(name, digests, manifest, single=single)
 
     def bundle(self, name: str, digests: Mapping[str, str], manifest: str, *, single: bool = False) -> bytes:
         """The signature's file.

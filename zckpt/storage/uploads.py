@@ -1,6 +1,6 @@
 """Sends files to addresses so that each appears whole under its name, in one step.
 
-For `output.address` and `output.delivery_to_address`. An object store shows a file when its upload is completed. fsspec's memory
+For `output.address` and `output.address_destination`. An object store shows a file when its upload is completed. fsspec's memory
 store shows it from the first byte on, so its bytes are collected first. To a store with directories and renames, the file is
 sent under another name and then renamed.
 """

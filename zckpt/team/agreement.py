@@ -1,6 +1,6 @@
 """Whether several processes have the same job before any of them begins.
 
-For `delivery` and `made`.
+For `output.publish`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Divides a plan among processes: which of them moves which bytes of the output, and when a file has all of its bytes.
 
-For `delivery`. Every process makes the same plan, and so knows its own part of it: a range of the output's bytes, of as much
+For `output.files`. Every process makes the same plan, and so knows its own part of it: a range of the output's bytes, of as much
 work as the others'. Process 0 makes the files, and completes each as soon as all parts of it are there.
 """
 

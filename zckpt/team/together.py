@@ -1,6 +1,6 @@
 """Several processes at one job: who they are, how they agree, and how the others learn that one of them is gone.
 
-For `delivery`, when torchrun or srun started more than one `zckpt`. Process 0 leads. They leave each other notes
+For `output.publish`, when torchrun or srun started more than one `zckpt`. Process 0 leads. They leave each other notes
 (`rendezvous`): in torch.distributed's store under torchrun, under SLURM in a directory beside the output.
 
 [Note: who is alive]

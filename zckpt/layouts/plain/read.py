@@ -293,7 +293,7 @@ class WeightsTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class LaidOutFiles:
     """Files to be written, and the place in them of each tensor."""
 
     files: tuple[tuple[OutputFile, FileStore], ...]
@@ -302,7 +302,7 @@ class Destination:
 
 def lay_out(
     wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, str], target: WeightsTarget
-) -> Destination:
+) -> LaidOutFiles:
     """Lays out the files, and the place of each tensor in them.
 
     Args:
@@ -345,7 +345,7 @@ def lay_out(
             entries[spec.name] = TensorEntry(spec.name, spec.shape, spec.dtype, roles[spec.name], fragments)
     if len(shards) > 1:
         files.append(_index(specs, weight_map, target.pattern))
-    return Destination(tuple(files), entries)
+    return LaidOutFiles(tuple(files), entries)
 
 
 def _split(specs: Mapping[str, TensorSpec], target: WeightsTarget) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Stages, seals, commits and cleans one output; resumes the work of an interrupted run.
+"""A path of this machine as the destination of an output: stages, seals, commits, cleans, and resumes an interrupted run.
 
 For every job that writes files; see the note in `zckpt.output`. Files that an earlier run of the same job recorded are kept if
 their bytes still have the recorded checksum. If a run fails, its work directory stays if it has a finished file that the same
@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
+from typing import Self
 
 from zckpt.base.errors import (
     CastError,
+    CorruptError,
     InconsistentError,
     OutputError,
     UnsupportedError,
@@ -28,25 +29,31 @@ from zckpt.base.errors import (
     ZckptError,
     add_note,
 )
+from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import examples
+from zckpt.engine.batches import progress_after
+from zckpt.engine.checksums import join
+from zckpt.engine.scan import scan
+from zckpt.engine.scan_requests import CrcRange, request_of_bytes
 from zckpt.output import manifest
 from zckpt.output.checks import refuse_existing
 from zckpt.output.commit import Commit, recover, seal_of
 from zckpt.output.contents import Replacement, replacement
 from zckpt.output.durable import make_directories, sync_all, tree
+from zckpt.output.files import FileSource
 from zckpt.output.journal import Finished, Journal, write_seal
 from zckpt.output.manifest import Manifest
+from zckpt.output.signature import Signing
 from zckpt.output.work_directory import WorkDirectory, left_by_others
-from zckpt.storage.fsync_queue import make_durable
-from zckpt.storage.location import LocalPath, Location
+from zckpt.storage.location import LocalPath
 from zckpt.storage.output_places import entries, keeps_its_name, resolved
 
 _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
 """After these errors the same command would fail again, or must not trust the files made so far."""
 
 
-class Staging:
-    """One output; use as a context manager and call `commit` when all files are written.
+class LocalDestination:
+    """One output, as `Destination` says; for what is written by other means than `take`, `directory` and `record`.
 
     Args:
         out: the output's path.
@@ -55,14 +62,12 @@ class Staging:
         job: fingerprint of everything that the output's bytes depend on; files of an earlier run of the same job are kept.
         overwrite: whether the files of an existing output are replaced: those that its `zckpt.json` lists.
         merge: for a directory: write into an existing one, and replace files of the new names even if zckpt did not write them.
+        signing: with which key the output is signed; None for none.
+        pace: threads and I/O settings, for reading what an earlier run left.
+        watch: called with the bytes read of that.
 
     Attributes:
-        directory: where files are to be written.
         home: the directory that the output's files are in after the commit.
-        left: files of an earlier run by path, as in its journal. The caller checks their bytes, then calls `keep`.
-        published: whether an earlier run of the same job has made this output. Its files are in `left`, and their place is
-            `home`. The caller checks their bytes and is done, or calls `make_again`.
-        notes: sentences for a person.
     """
 
     def __init__(
@@ -74,13 +79,18 @@ class Staging:
         job: str = "",
         overwrite: bool = False,
         merge: bool = False,
+        signing: Signing | None = None,
+        pace: Pace = DEFAULT_PACE,
+        watch: Callable[[int], None] | None = None,
     ) -> None:
         self.out = resolved(out)
         self.parent, self.name = os.path.split(self.out)
         self.home = self.parent if single else self.out
-        self.left: dict[str, Finished] = {}
         self.published = False
+        self.files: Sequence[Finished] = ()
         self.notes: tuple[str, ...] = ()
+        self._signed_name, self._signing, self._pace, self._watch = os.path.basename(out), signing, pace, watch
+        self._left: dict[str, Finished] = {}
         self._single = single
         self._names = names
         self._overwrite = overwrite
@@ -88,14 +98,19 @@ class Staging:
         self._made: list[str] = []
         self._job = job
         self._work = WorkDirectory(out)
-        self._committed = False
+        self._has_begun = self._committed = False
+        self._commit: Commit | None = None
 
     @property
     def directory(self) -> str:
         """Where files are to be written."""
         return self._work.files
 
-    def __enter__(self) -> Staging:
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self) -> Mapping[str, Finished]:
+        """Takes the work directory; finds the files that an earlier run of this job left there, or published."""
         try:
             self._made = make_directories(self.parent)
             self._work.take()
@@ -117,16 +132,47 @@ class Staging:
             facts = manifest.path_for(self.out, single=self._single)
             exists = os.path.lexists(self.out)  # one file may have been deleted, and its manifest not
             self.published = bool(self._job) and exists and os.path.isfile(facts) and self._is_mine(facts)
-            if self.published:
-                known = self._journal.finished
-                self.left = {file.path: known.get(file.path, file) for file in manifest.read(facts).files}
-            else:
-                self._begin()
+            if not self.published:
+                self._check(self._names)
         except BaseException:
             self._work.release(remove=not self._work.was_there)
             self._forget_parents()
             raise
-        return self
+        self._has_begun = True
+        if self.published:
+            known = self._journal.finished
+            files = {file.path: known.get(file.path, file) for file in manifest.read(facts).files}
+            sound = self._keep_sound_files(self.home, files)
+            if damaged := sorted(files.keys() - sound.keys()):
+                self._refuse_damaged(damaged)
+                self.published = False
+                self._check(self._names)
+            self.files = tuple(sound.values())
+        if not self.published:
+            self._left = self._keep_sound_files(self.directory, self._journal.finished if self._job else {})
+        return self._left
+
+    def _keep_sound_files(self, directory: str, left: Mapping[str, Finished]) -> dict[str, Finished]:
+        """The files of `left` that still have their sizes and checksums, by path; reads every byte of them."""
+        sound: dict[str, Finished] = {}
+        read = 0
+        for path, file in left.items():
+            if not _is_there(directory, file):
+                continue
+            store = (LocalPath(directory) / path).store()
+            try:
+                report = scan(
+                    [request_of_bytes(store, 0, store.size)] if store.size else [],
+                    [CrcRange(store, 0, store.size)],
+                    progress=progress_after(self._watch, read),
+                    **self._pace,
+                )
+            except CorruptError:
+                continue
+            if join(report.crcs.get(0, ()), 0, store.size) == file.crc32:
+                sound[path] = file
+                read += store.size
+        return sound
 
     def _recover(self) -> None:
         """Finishes the sealed commits of earlier runs, in all places where they may have worked."""
@@ -143,13 +189,6 @@ class Staging:
         """Whether the same job wrote the existing output."""
         return self._journal.done or manifest.job_of(facts) == self._job
 
-    def _begin(self) -> None:
-        """Checks that the output may be made, and finds the files that an earlier run left."""
-        self._check(self._names)
-        if self._job:
-            there = self._journal.finished.items()
-            self.left = {path: file for path, file in there if is_there(self.directory, file)}
-
     def _check(self, names: Collection[str]) -> Replacement | None:
         """What files of these names replace in an existing directory; None if there is no directory, or it is empty.
 
@@ -162,12 +201,8 @@ class Staging:
             return None
         return replacement(LocalPath(self.out), names, merge=self._merge)
 
-    def make_again(self, damaged: Collection[str]) -> None:
-        """Starts the output again, because files that an earlier run of this job published are damaged.
-
-        Raises:
-            OutputError: the output must not be replaced.
-        """
+    def _refuse_damaged(self, damaged: Collection[str]) -> None:
+        """Refuses to make an output again of which these files are damaged, if it must not be replaced."""
         if not (self._overwrite or self._merge):
             found: dict[str, list[str]] = {"missing": [], "changed": []}
             for path in damaged:
@@ -178,8 +213,6 @@ class Staging:
                 expected="files with the checksums of their manifest",
                 remedy="Pass --overwrite to make the output again. Nothing was changed.",
             )  # fmt: skip
-        self.published, self.left = False, {}
-        self._begin()
 
     def _forget_parents(self) -> None:
         for made in self._made:
@@ -198,7 +231,7 @@ class Staging:
                         os.rmdir(path)
             shutil.rmtree(self._work.aside, ignore_errors=True)  # left by a power failure, of a commit that is done
             os.makedirs(self.directory, exist_ok=True)
-            self._journal.begin({path: self.left[path] for path in kept})
+            self._journal.begin({path: self._left[path] for path in kept})
         except OSError as error:
             raise OutputError(
                 "cannot be written",
@@ -207,13 +240,26 @@ class Staging:
                 remedy="Check the disk and the permissions, and run the same command again.",
             ) from error
 
-    def finished(self, file: Finished) -> None:
+    def take(self, source: FileSource, kept: Mapping[str, Finished]) -> dict[str, Finished]:
+        """Lets the source write all files that are not kept into `directory`."""
+        files = dict(kept)
+
+        def record(file: Finished) -> None:
+            files[file.path] = file
+            self.record(file)
+
+        source.write(self.directory, kept, record)
+        return files
+
+    def record(self, file: Finished) -> None:
         """Records a file that is complete and durable."""
         self._journal.add(file)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._has_begun:
+            return
         self._journal.close()
         done = len(self._journal.finished)
         can_resume = error is not None and done and self._work.is_locked and not isinstance(error, _HOPELESS)
@@ -224,34 +270,11 @@ class Staging:
                 files = "1 finished file is" if done == 1 else f"{done:,} finished files are"
                 add_note(error, f"{files} kept in {self._work.path!r}. Run the same command again to resume.")
 
-    def copy(self, file: Location, name: str) -> Finished:
-        """Copies a small file into the output, and syncs it."""
-        crc, nbytes = 0, 0
-        target = os.path.join(self.directory, name)
-        try:
-            with open(target, "wb") as copy:
-                for block in file.blocks():
-                    crc, nbytes = zlib.crc32(block, crc), nbytes + len(block)
-                    copy.write(block)
-                copy.flush()
-                make_durable(copy.fileno())
-        except OSError as error:
-            raise OutputError(
-                "cannot be copied", file=file, found=error.strerror or str(error),
-                remedy="Check this file and the disk of OUT, and run the same command again.",
-            ) from error  # fmt: skip
-        return Finished(name, nbytes, crc)
-
-    def commit(self, facts: Manifest, sign: Callable[[str], bytes] | None = None) -> None:
-        """Gives the output its name.
-
-        Args:
-            facts: the manifest.
-            sign: makes the signature's file, given the manifest's SHA-256; None for an output without a signature.
+    def seal(self, facts: Manifest, source: FileSource | None = None) -> None:
+        """Writes the manifest, signs the output if it is to be signed, and writes the seal, durably.
 
         Raises:
-            OutputError: a step failed. The old output, if there was one, is unchanged; or, if it could not be restored, no file
-                is lost, and the next run on this output finishes the commit.
+            OutputError: the output must not be replaced, or cannot be written.
         """
         changes = self._check(_files_in(self.directory))
         if changes is not None and changes.rivals:
@@ -261,12 +284,17 @@ class Staging:
             )
         try:
             name = os.path.basename(manifest.path_for(self.out, single=self._single))
-            contents = (replace(facts, signature=manifest.signature_for(name)) if sign else facts).as_bytes()
+            signed = facts if self._signing is None else replace(facts, signature=manifest.signature_for(name))
+            contents = signed.as_bytes()
             described = [os.path.join(self.directory, name)]
             manifest.write(described[0], contents, self._job)
-            if sign is not None:
+            if self._signing is not None:
+                signature = self._signing.of(
+                    self._signed_name, self.directory, [file.path for file in facts.files],
+                    {} if source is None else source.digests, sha256(contents).hexdigest(), single=self._single,
+                )  # fmt: skip
                 described.append(os.path.join(self.directory, manifest.signature_for(name)))
-                manifest.write(described[1], sign(sha256(contents).hexdigest()), "")
+                manifest.write(described[1], signature, "")
                 if changes is not None and changes.stays:
                     self.notes += (
                         f"The signature does not cover {examples(changes.stays)}, which zckpt did not write.",
@@ -280,17 +308,22 @@ class Staging:
             write_seal(self._work.journal, seal)
         except OSError as error:
             raise self._unnamed(error) from error
-        commit = Commit(self._work, self.out, seal)
+        self.files = facts.files
+        self._commit = Commit(self._work, self.out, seal)
+
+    def commit(self) -> None:
+        """Gives the output its name; errors as in `Destination`."""
+        assert self._commit is not None
         try:
-            commit.carry_out()
+            self._commit.carry_out()
         except OSError as error:
-            undone = commit.undo()
+            undone = self._commit.undo()
             if isinstance(error, OutputError):
                 raise
             raise self._unnamed(error, undone=undone) from error
         self._committed = True
         with contextlib.suppress(OSError):  # the next run on this output cleans
-            commit.clean()
+            self._commit.clean()
 
     def _old_signature(self) -> tuple[str, ...]:
         """The name of the signature of the one file that is replaced, if it has one."""
@@ -319,7 +352,7 @@ class Staging:
         return _like(self.out, self.directory) and _linked(changes.stays, self.out, self.directory)
 
 
-def is_there(directory: str, file: Finished) -> bool:
+def _is_there(directory: str, file: Finished) -> bool:
     """Whether the directory has a regular file of this name and size."""
     try:
         stat = os.lstat(os.path.join(directory, file.path))

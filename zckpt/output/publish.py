@@ -1,0 +1,146 @@
+"""Makes an output and publishes it whole, with a manifest: the only path from an order to its destination.
+
+For every job that writes files. A run resumes an earlier one if that was the same job, and keeps those of its files that are
+unchanged. Several processes write a directory together; process 0 publishes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from zckpt.base.errors import OutputError, UsageError
+from zckpt.output import manifest as manifests
+from zckpt.output.checks import check_path, check_space, keep_apart
+from zckpt.output.destination import Destination
+from zckpt.output.files import FileOrder, FileSource, MadeFiles, PlanFiles
+from zckpt.output.local_destination import LocalDestination
+from zckpt.output.order import Order, OutputReport
+from zckpt.output.work_directory import is_unfinished
+from zckpt.storage.location import Location
+from zckpt.team.agreement import agree, refuse_several
+from zckpt.team.together import Team, team
+
+
+def check_output(
+    out: Location, *, single: bool, overwrite: bool, protected: Iterable[Location], merge: bool = False
+) -> None:
+    """Refuses an output that must not be written, before any work is done; arguments and errors as in `check_path`."""
+    if out.is_remote:
+        from zckpt.output.address_destination import check_address
+
+        keep_apart(out, protected)
+        check_address(out, single=single, overwrite=overwrite, merge=merge)
+    else:
+        check_path(out, single=single, overwrite=overwrite, protected=protected, merge=merge)
+
+
+def publish(
+    order: Order | FileOrder,
+    progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> OutputReport:
+    """Makes and publishes an output, and resumes an interrupted run of the same job.
+
+    Args:
+        order: the output and how it is made.
+        progress: called with the bytes written or read so far, by all processes together.
+        on_note: called with sentences for a person while it runs.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; what had the output's name before is unchanged then.
+    """
+    _check_signing(order)
+    out = order.out
+    if out.is_remote:
+        refuse_several(out)
+    elif isinstance(order, Order):
+        check_space(out, order.bytes_written)
+    with team(out.path) as processes:
+        source: FileSource = (
+            PlanFiles(order, processes, progress) if isinstance(order, Order) else MadeFiles(order, processes, progress)
+        )
+        if processes.size > 1:
+            agree(processes, source.shared(), out.path)
+        if processes.rank:
+            source.follow()
+            return _report_of(processes.meet()[0])
+        report = _lead(order, source, processes, on_note)
+        processes.meet(asdict(report))
+        return report
+
+
+def _lead(
+    order: Order | FileOrder, source: FileSource, processes: Team, on_note: Callable[[str], None]
+) -> OutputReport:
+    """The work of the only process, or of process 0 of several."""
+    with _destination_of(order, source) as destination:
+        left = destination.begin()
+        if not order.out.is_remote:
+            processes.sweep(order.out.path)
+        if destination.published:
+            processes.meet()
+            return source.report(destination.files, {}, destination.notes, done=True)
+        kept = source.choose(destination.directory, left)
+        destination.keep(kept)
+        notes = source.note(kept)
+        for note in notes:
+            on_note(note)
+        files = destination.take(source, kept)
+        destination.seal(source.finish(destination.directory, files), source)
+        destination.commit()
+    return source.report(destination.files, kept, (*notes, *destination.notes), done=False)
+
+
+def _destination_of(order: Order | FileOrder, source: FileSource) -> Destination:
+    if order.out.is_remote:
+        from zckpt.output.address_destination import AddressDestination
+
+        return AddressDestination(
+            order.out, source, single=order.single, overwrite=order.overwrite, merge=order.merge, signing=order.signing
+        )
+    return LocalDestination(
+        order.out.path, single=order.single, names=source.names, job=source.job, overwrite=order.overwrite,
+        merge=order.merge, signing=order.signing, pace=order.pace, watch=source.watch,
+    )  # fmt: skip
+
+
+def _check_signing(order: Order | FileOrder) -> None:
+    """Refuses a signature that would not cover what is there, or has the name of another file.
+
+    Raises:
+        UsageError: the output is put into a directory that exists.
+        OutputError: a file that zckpt did not write has the signature's name.
+    """
+    if order.signing is None:
+        return
+    if order.merge:
+        raise UsageError(
+            "a signature is for a directory that zckpt writes whole", file=order.out, found="a directory that exists",
+            expected="a new directory as OUT", remedy="Leave out --sign, or write a directory.",
+        )  # fmt: skip
+    if order.single and not _has_interrupted_run(order.out):
+        facts = order.out.parent / f"{order.out.name}.{manifests.NAME}"
+        name = manifests.signature_for(facts.name)
+        if (order.out.parent / name).is_file() and not (facts.is_file() and manifests.read(facts).signature):
+            raise OutputError(
+                "the name of the signature is taken", file=order.out.parent / name, found="a file that zckpt did not write",
+                expected="no file of this name", remedy="Move it away, or choose another OUT. Nothing was changed.",
+            )  # fmt: skip
+
+
+def _has_interrupted_run(out: Location) -> bool:
+    """Whether a run was interrupted that may have moved the parts of one file; this run completes or withdraws that first."""
+    if out.is_remote:
+        from zckpt.output.address import OutputAddress
+
+        return OutputAddress(out, single=True).read_record() is not None
+    return is_unfinished(out.path)
+
+
+def _report_of(outcome: Any) -> OutputReport:
+    """What process 0 sent; its notes are its own to say."""
+    overflows = {name: (int(count), float(largest)) for name, (count, largest) in outcome["overflows"].items()}
+    files = tuple((path, nbytes) for path, nbytes in outcome["files"])
+    return OutputReport(files, outcome["engine"], outcome["kept"], overflows, (), outcome["already_done"])
