@@ -340,30 +340,6 @@ def test_from_address_to_address(root: str, tmp_path: Path) -> None:
     assert tree(f"{root}/out") == local_tree(tmp_path / "want")
 
 
-def test_an_output_that_is_there(root: str, tmp_path: Path) -> None:
-    checkpoint = FIXTURES / SMALL / "checkpoint"
-    put(checkpoint, f"{root}/out")
-    before = tree(f"{root}/out")
-    with pytest.raises(OutputError, match="already exists"):
-        zckpt.convert(checkpoint, f"{root}/out")
-    assert tree(f"{root}/out") == before
-    zckpt.convert(checkpoint, f"{root}/one.bin")
-    with pytest.raises(OutputError, match="already exists"):
-        zckpt.convert(checkpoint, f"{root}/one.bin", dtype="bf16")
-    zckpt.convert(checkpoint, f"{root}/one.bin", dtype="bf16", options=Options(overwrite=True))
-    zckpt.convert(checkpoint, tmp_path / "want.bin", dtype="bf16")
-    assert tree(f"{root}/one.bin")[""] == (tmp_path / "want.bin").read_bytes()
-
-
-def test_overwriting_leaves_nothing_old(root: str, tmp_path: Path) -> None:
-    synth.zero3(tmp_path / "ckpt", model(9_100), 2)
-    zckpt.convert(tmp_path / "ckpt", f"{root}/out", options=Options(max_shard_size=40_000))
-    assert len(tree(f"{root}/out")) == 5
-    zckpt.convert(tmp_path / "ckpt", f"{root}/out", options=Options(overwrite=True))
-    zckpt.convert(tmp_path / "ckpt", tmp_path / "want")
-    assert tree(f"{root}/out") == local_tree(tmp_path / "want")
-
-
 def test_a_store_that_fails_keeps_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "PART_BYTES", 5 << 20)
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
