@@ -152,11 +152,17 @@ _PACKAGES = ("drop_in", "live", "runtime")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"zckpt.{_HOMES[name]}"), name)
-    if name in _PACKAGES:
-        return import_module(f"zckpt.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES and name not in _PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        home = import_module(f"zckpt.{_HOMES.get(name, name)}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UnsupportedError(
+            f"zckpt.{name} needs torch, which is not installed", remedy="Run: pip install 'zckpt[torch]'."
+        ) from error
+    return getattr(home, name) if name in _HOMES else home
 
 
 def __dir__() -> list[str]:

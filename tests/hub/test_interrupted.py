@@ -138,7 +138,7 @@ def test_ctrl_c(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Pat
     server.fault("PUT", "/upload/", skip=1, call=interrupt)
     process = shell(*arguments(checkpoint, tmp_path))
     out, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, out) == (2, "")
+    assert (process.returncode, out) == (130, "")
     assert "Run the same command again to resume" in err and "interrupted" in err
     (left,) = (tmp_path / "scratch").iterdir()
     assert {file.name for file in left.iterdir()} == {"journal.jsonl", "lock"}

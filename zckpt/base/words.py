@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+PAGE = 100
+"""Characters in a line of what is printed where no terminal says its width."""
+
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -75,3 +78,15 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
 def row(label: str, text: str, width: int | None = None) -> list[str]:
     """A fact under a heading: its label, and beside it the text, wrapped in a column of its own."""
     return wrapped(f"  {label:<11} {text}", width, " " * 14)
+
+
+def shortened(path: str, limit: int = 120) -> str:
+    """A path of at most `limit` characters: of a longer one, its end."""
+    return path if len(path) <= limit else "..." + path[3 - limit :]
+
+
+def as_html(lines: Iterable[str]) -> str:
+    """Lines as a notebook shows them: in columns, and with nothing in them taken for HTML."""
+    from html import escape
+
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"

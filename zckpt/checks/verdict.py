@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.words import count, row, size, wrapped
+from zckpt.base.words import PAGE, as_html, count, row, shortened, size, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Check:
         return not self.problems
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verification:
     """Everything that `verify` reports.
 
@@ -70,6 +70,24 @@ class Verification:
     complete: bool | None = None
     proved_by: Mapping[str, str] = field(default_factory=dict[str, str])
     not_proved: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(PAGE))
+
+    def __repr__(self) -> str:
+        bad = [check.name for check in self.checks if not check.ok]
+        said = (
+            f"NO: {', '.join(bad)}"
+            if bad
+            else "intact"
+            if self.complete is not None
+            else "intact as far as can be told"
+        )
+        return f"<zckpt.Verification {shortened(self.path)!r}: {said}>"
+
+    def _repr_html_(self) -> str:
+        """The same lines, for a notebook."""
+        return as_html(self.lines())
 
     @property
     def ok(self) -> bool:

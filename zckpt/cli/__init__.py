@@ -1,6 +1,6 @@
 """The command line. Each module registers its commands, which `commands` lists; `desk` reports errors.
 
-Exit status: 0 done or yes, 1 the answer is no, 2 an error. Nothing heavy is imported before a command needs it.
+Exit status: 0 done or yes, 1 the answer is no, 2 an error, 130 Ctrl-C. Nothing heavy is imported before a command needs it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,24 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from zckpt.base.version import DOCUMENTATION
 from zckpt.cli import desk, streams
 from zckpt.cli.commands import Commands
 
 app = typer.Typer(
     name="zckpt",
     cls=Commands,
-    help="Turn sharded training checkpoints into whole weights, at the speed of the disk, without executing a pickle.",
-    epilog="Exit status: 0 done, 1 the answer is no, 2 error\n\nExample: zckpt to-bf16 out/checkpoint-500 weights/",
+    help="Merge the shards of a DeepSpeed ZeRO, FSDP or Megatron checkpoint into consolidated weights, at the speed of the disk, "
+    "without executing a pickle.",
+    epilog="\n\n".join(
+        [
+            "Exit status: 0 done, 1 the answer is no, 2 error",
+            "Example: zckpt inspect out/checkpoint-500",
+            "Example: zckpt to-bf16 out/checkpoint-500 weights/",
+            "Example: zckpt push out/checkpoint-500 OWNER/NAME",
+            f"Documentation: {DOCUMENTATION}",
+        ]
+    ),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     invoke_without_command=True,
@@ -70,4 +80,4 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise desk.Interrupted
+    raise desk.Interrupted(is_ctrl_c=number == signal.SIGINT)

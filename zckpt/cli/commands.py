@@ -11,35 +11,49 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-COMMANDS = {
-    "inspect": ("look", "Show what a checkpoint holds, and whether it is complete."),
-    "verify": ("look", "Check that a checkpoint, or what was made of it, is intact."),
-    "diff": ("look", "Compare two checkpoints or weights files, in any layouts."),
-    "map": ("picture", "Draw which rank holds what of a checkpoint."),
-    "to-fp32": ("convert", "Write a checkpoint's whole weights in fp32."),
-    "to-fp16": ("convert", "Write a checkpoint's whole weights in fp16."),
-    "to-bf16": ("convert", "Write a checkpoint's whole weights in bf16."),
-    "to-dcp": ("convert", "Write weights as a torch.distributed.checkpoint directory."),
-    "to-mcore": ("convert", "Write a checkpoint of Megatron-Core (torch_dist)."),
-    "to-peft": ("convert", "Write the adapter alone (LoRA and other PEFT methods)."),
-    "to-fp8": ("quantize", "Write weights of fp8 (E4M3) with scales."),
-    "to-gguf": ("gguf", "Write a model as GGUF, which llama.cpp runs."),
-    "reshard": ("reshape", "Write a ZeRO checkpoint for another world size or stage."),
-    "to-universal": ("reshape", "Write a universal checkpoint, for any number of ranks."),
-    "to-states": ("reshape", "Write the optimizer's states as safetensors, by name."),
-    "average": ("combine", "Average checkpoints of one model, or merge them."),
-    "delta": ("versions", "Write what changed in weights since an older version."),
-    "apply": ("versions", "Write the weights that deltas make of an older version."),
-    "du": ("upkeep", "Show what a run's saves take: weights, optimizer, waste."),
-    "prune": ("upkeep", "Delete the saves of a run that no rule keeps."),
-    "slim": ("upkeep", "Write a smaller save of the same layout."),
-    "push": ("push", "Make a model page on the Hugging Face hub of a checkpoint."),
-    "estimate": ("estimate", "Say how much memory training a model needs."),
-    "train": ("train", "Train a language model with ZeRO sharding."),
-    "run": ("run", "Run a training script with this trainer as deepspeed."),
-    "demo": ("demo", "Train, resume, export and compare, in a minute."),
+GROUPS = {
+    "Look": {
+        "inspect": ("look", "Show what a checkpoint holds, and whether it is complete."),
+        "verify": ("look", "Check that a checkpoint, or what was made of it, is intact."),
+        "diff": ("look", "Compare two checkpoints or weights files, in any layouts."),
+        "map": ("picture", "Draw which rank holds what of a checkpoint."),
+    },
+    "Weights": {
+        "to-bf16": ("convert", "Merge shards into bf16 weights that Hugging Face loads."),
+        "to-fp16": ("convert", "Merge shards into fp16 weights that Hugging Face loads."),
+        "to-fp32": ("convert", "Consolidate shards into fp32 safetensors, bit for bit."),
+        "to-fp8": ("quantize", "Write fp8 weights (E4M3) with scales."),
+        "to-gguf": ("gguf", "Write a model as GGUF, which llama.cpp runs."),
+        "to-peft": ("convert", "Write the adapter alone (LoRA and other PEFT methods)."),
+        "push": ("push", "Upload weights with a model card to the Hugging Face hub."),
+    },
+    "Resume elsewhere": {
+        "reshard": ("reshape", "Write a ZeRO checkpoint for another world size or stage."),
+        "to-universal": ("reshape", "Write a universal checkpoint, for any number of ranks."),
+        "to-dcp": ("convert", "Write a torch.distributed.checkpoint directory, for FSDP."),
+        "to-mcore": ("convert", "Write a Megatron-Core checkpoint (torch_dist)."),
+        "to-states": ("reshape", "Write optimizer states as safetensors, by tensor name."),
+    },
+    "Several versions": {
+        "average": ("combine", "Average checkpoints of one model, or merge models."),
+        "delta": ("versions", "Write what changed in weights since an older version."),
+        "apply": ("versions", "Write the newer weights from an older version and deltas."),
+    },
+    "Disk space": {
+        "du": ("upkeep", "Show what a run's saves take: weights, optimizer, waste."),
+        "prune": ("upkeep", "Delete the saves of a run that no rule keeps."),
+        "slim": ("upkeep", "Write a smaller save of the same layout."),
+    },
+    "Train": {
+        "estimate": ("estimate", "Estimate the memory that training a model needs."),
+        "train": ("train", "Train a language model with ZeRO sharding."),
+        "run": ("run", "Run a DeepSpeed script with zckpt's trainer."),
+        "demo": ("demo", "See it work: convert a small ZeRO-3 save, and verify it."),
+    },
 }
-"""Name -> (its module, what it does in at most 60 characters), in the order in which `zckpt --help` lists them."""
+"""Group -> name -> (its module, what it does in at most 60 characters), in the order in which `zckpt --help` lists them."""
+
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 class Commands(TyperGroup):
@@ -56,10 +70,31 @@ class Commands(TyperGroup):
             self._declared[cmd_name] = _built(cmd_name)
         return self._declared.get(cmd_name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names, with the other words; `help` and `version` mean the options of these names.
+
+        Raises:
+            UsageError: it names none; the error says what was meant.
+        """
+        if args[0] == "help" and len(args) > 1:
+            args = [args[1], "--help"]
+        elif args[0] in ("help", "version"):
+            from importlib.metadata import version
+
+            typer.echo(ctx.get_help() if args[0] == "help" else f"zckpt {version('zckpt')}")
+            raise typer.Exit
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            from zckpt.cli.hints import check_command
+
+            check_command(args)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the table."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+        """Writes the table; names stand in one column in all groups."""
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), summary) for name, (_, summary) in group.items()])
 
 
 def _built(name: str) -> Any:

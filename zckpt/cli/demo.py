@@ -1,6 +1,6 @@
 """`zckpt demo`: trains a model, resumes in another form, and compares two exports of its weights.
 
-Without torch, a stored checkpoint is converted and compared with the weights stored beside it.
+Without torch, a small save of two ranks that comes with zckpt, written by DeepSpeed with ZeRO-3, is converted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from typing import Any
 
 import typer
 
-from zckpt.base.errors import NotACheckpointError
 from zckpt.cli.declared import command
 from zckpt.cli.output import Console
-
-_PREFERRED = "bf16_w2"
 
 _CONFIG: dict[str, Any] = {
     "train_batch_size": 12,
@@ -51,7 +48,9 @@ def demo() -> None:
             _train(home)
         else:
             Console().notes(
-                ["torch is not installed: a stored checkpoint is converted; pip install 'zckpt[train]' adds training"]
+                [
+                    "torch is not installed: a save that comes with zckpt is converted; pip install 'zckpt[train]' adds training"
+                ]
             )
             _convert(home)
 
@@ -73,14 +72,15 @@ def _train(home: Path) -> None:
 
 
 def _convert(home: Path) -> None:
-    """Converts a stored ZeRO-3 checkpoint, and compares the outputs with the weights stored beside it."""
-    stored = _fixture()
+    """Converts a save that comes with zckpt, and compares the output with the weights that its trainer gathered."""
+    stored = Path(__file__).with_name("demo_save")
     for name in ("checkpoint", "truth.safetensors"):
         home.joinpath(name).symlink_to(stored / name)
     _run(home, "inspect", "checkpoint")
-    for out in ("model.safetensors", "model.bin"):
-        _run(home, "to-fp32", "checkpoint", out)
-        _run(home, "diff", out, "truth.safetensors")
+    _run(home, "map", "checkpoint")
+    _run(home, "to-fp32", "checkpoint", "model.safetensors")
+    _say("", "truth.safetensors has the weights that the training run gathered in memory, by DeepSpeed's own code.")
+    _run(home, "diff", "model.safetensors", "truth.safetensors")
     _run(home, "to-bf16", "checkpoint", "weights")
     _run(home, "verify", "checkpoint", "weights")
 
@@ -95,14 +95,3 @@ def _run(home: Path, *words: str) -> None:
 
 def _say(*lines: str) -> None:
     Console().result(dict, lambda: lines)
-
-
-def _fixture() -> Path:
-    """The directory of the stored checkpoint to show."""
-    root = Path(__file__).resolve().parents[2] / "fixtures" / "zero3"
-    homes = [path.parent for path in root.glob("*/truth.safetensors")]
-    if homes:
-        return min(homes, key=lambda home: (home.name != _PREFERRED, home.name))
-    raise NotACheckpointError(
-        "holds no stored checkpoint", file=root, remedy="Run the demo in a clone of the repository."
-    )

@@ -28,7 +28,15 @@ python_format = warnings.formatwarning
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, or a request to end. It is no KeyboardInterrupt, because typer would handle that itself."""
+    """Ctrl-C, or a request to end. It is no KeyboardInterrupt, because typer would handle that itself.
+
+    Attributes:
+        is_ctrl_c: whether it was Ctrl-C, after which shells expect the exit status 130.
+    """
+
+    def __init__(self, *, is_ctrl_c: bool = False) -> None:
+        super().__init__()
+        self.is_ctrl_c = is_ctrl_c
 
 
 def report(error: BaseException) -> int:
@@ -51,7 +59,14 @@ def report(error: BaseException) -> int:
         with contextlib.suppress(UnprintedError):
             sys.stdout.write(_masked(json.dumps(facts) + "\n"))
             sys.stdout.flush()
-    return 2
+    return 130 if _is_of_ctrl_c(error) else 2
+
+
+def _is_of_ctrl_c(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is the error, or what it came from."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__cause__ or error.__context__
+    return error is not None and error.is_ctrl_c
 
 
 def _known(error: BaseException) -> tuple[str, ZckptError]:
@@ -82,9 +97,15 @@ def _wrong_usage(error: BaseException) -> UsageError:
     context = getattr(error, "ctx", None)
     command = "zckpt" if context is None else context.command_path
     remedy = [f"{other.rstrip('.?')}?" if other.startswith("Did you") else f"{other.rstrip('.')}." for other in others]
+    unknown = getattr(error, "option_name", "")
+    if context is not None and unknown and "no such option" in first.lower():
+        from zckpt.cli.hints import option_meant
+
+        known = [name for param in context.command.get_params(context) for name in param.opts]
+        what, remedy = f"no such option: {unknown}", [option_meant(unknown, command, known)]
     return UsageError(
         what[:1].lower() + what[1:],
-        remedy=" ".join([*remedy, f"Run '{command} --help' for its arguments and options."]),
+        remedy=" ".join([*filter(None, remedy), f"Run '{command} --help' for its arguments and options."]),
     )
 
 

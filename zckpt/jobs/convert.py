@@ -24,17 +24,16 @@ from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options, output_dtype, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.jobs.selection import settled
-from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
+from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.naming.adapter_names import found_in, is_adapter_file, unmerged
 from zckpt.naming.transform import Form, formed, matches
+from zckpt.output.names import FILES
 from zckpt.output.order import Order
 from zckpt.output.publish import check_output
 from zckpt.output.signature import signing_of
 from zckpt.quantized.configs import without
 from zckpt.storage.location import Location, locate
-
-_SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,15 +242,15 @@ def order_for(
 
 def _target(out: Location, options: Options) -> tuple[WeightsTarget, bool]:
     suffix = os.path.splitext(out.name)[1]
-    single = suffix in _SUFFIXES and not out.path.endswith("/")
+    single = suffix in FILES and not out.path.endswith("/")
     wanted = options.format
     if single:
-        if wanted is not None and wanted != _SUFFIXES[suffix]:
+        if wanted is not None and wanted != FILES[suffix]:
             raise UsageError(
                 f"--format {wanted} does not fit the name of OUT", file=out, found=f"the suffix {suffix}",
                 remedy="Leave --format out, or change the name.",
             )  # fmt: skip
-        return WeightsTarget(_SUFFIXES[suffix], file=out.resolved().name), True
+        return WeightsTarget(FILES[suffix], file=out.resolved().name), True
     return WeightsTarget(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 

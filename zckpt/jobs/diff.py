@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
-from zckpt.base.words import count, examples, wrapped
+from zckpt.base.words import PAGE, as_html, count, examples, wrapped
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
@@ -91,7 +91,7 @@ def _json_number(value: float) -> float | str:
     return value if abs(value) < float("inf") else repr(value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Diff:
     """How two checkpoints differ.
 
@@ -106,6 +106,17 @@ class Diff:
     only_b: tuple[str, ...]
     tensors: tuple[TensorDiff, ...]
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(width=PAGE))
+
+    def __repr__(self) -> str:
+        differ = sum(not tensor.same for tensor in self.tensors) + len(self.only_a) + len(self.only_b)
+        return f"<zckpt.Diff of {count(len(self.tensors), 'tensor')}: {f'{differ:,} differ' if differ else 'the same'}>"
+
+    def _repr_html_(self) -> str:
+        """The same lines, for a notebook."""
+        return as_html(self.lines())
 
     @property
     def same(self) -> bool:

@@ -45,12 +45,12 @@ class Verdict:
         return f"{'yes' if self.ok else 'no'}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """What `zckpt inspect` reports of a checkpoint.
 
     `exportable.ok` and `resumable.ok` answer the two questions that a program asks most; `as_json()` has every fact under the
-    names of `zckpt inspect --json`; `lines()` is what `zckpt inspect` prints.
+    names of `zckpt inspect --json`; `print(inspection)` prints what `zckpt inspect` prints.
 
     Attributes:
         exportable: whether whole weights can be made (`ok`), and why or why not (`reason`).
@@ -70,6 +70,19 @@ class Inspection:
     resumable: Verdict
     notes: tuple[str, ...]
     lost: Mapping[str, list[str]] = field(default_factory=dict[str, "list[str]"])
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(width=words.PAGE))
+
+    def __repr__(self) -> str:
+        layout = "unreadable" if self.catalog is None else self.catalog.source.layout
+        held = "" if self.catalog is None else f", {count(len(self.catalog), 'tensor')}"
+        answers = f"export {'yes' if self.exportable.ok else 'no'}, resume {'yes' if self.resumable.ok else 'no'}"
+        return f"<zckpt.Inspection {words.shortened(self.place.listing.directory.path)!r}: {layout}{held}, {answers}>"
+
+    def _repr_html_(self) -> str:
+        """The same lines, for a notebook."""
+        return words.as_html(self.lines())
 
     @property
     def complete(self) -> bool | None:

@@ -10,12 +10,13 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt import layouts
-from zckpt.base.errors import NoTensorError, UsageError
-from zckpt.base.words import count, examples
+from zckpt.base.errors import NoTensorError, UnsupportedError, UsageError
+from zckpt.base.words import as_html, count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment, MemoryStore
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor | numpy.ndarray[Any, Any]
 
 
+_SHOWN_TENSORS = 20
 _COMPARED_NAMES = 10_000
 """Names of which the nearest to a wrong one are looked for; it takes a tenth of a second."""
 
@@ -158,6 +160,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
             raise UsageError(
                 "the framework is unknown", found=repr(framework), expected="'pt' or 'np'", remedy="Use one of these."
             )
+        if framework == "pt" and find_spec("torch") is None:
+            raise UnsupportedError(
+                "tensors of torch need torch, which is not installed", file=opened.catalog.source.path,
+                remedy="Pass framework='np' for numpy arrays, or run: pip install 'zckpt[torch]'.",
+            )  # fmt: skip
         self._framework = framework
         self.catalog, _ = strip_wrappers(opened.catalog)
         self._opened: Opened | None = opened
@@ -182,6 +189,13 @@ class Checkpoint(Mapping[str, "Tensor"]):
         numel = sum(entry.numel for entry in self.catalog.tensors.values() if entry.role != "buffer")
         held = f"{count(len(self.catalog.tensors), 'tensor')}, {count(numel, 'parameter')}"
         return f"<zckpt.Checkpoint {facts}: {'closed' if self._closed else held}>"
+
+    def _repr_html_(self) -> str:
+        """A table for a notebook: the layout, and the first tensors with their dtypes and shapes."""
+        entries = list(itertools.islice(self.catalog.tensors.values(), _SHOWN_TENSORS))
+        lines = [repr(self)[1:-1], *(f"  {one.dtype.name:<8} {list(one.shape)!s:<18} {one.name}" for one in entries)]
+        more = len(self) - len(entries)
+        return as_html([*lines, *([f"  and {count(more, 'more tensor')}"] if more else [])])
 
     def __iter__(self) -> Iterator[str]:
         yield from self.catalog.tensors
@@ -272,6 +286,14 @@ class TensorSlice:
     def __init__(self, entry: TensorEntry, framework: Literal["pt", "np"]) -> None:
         self._entry = entry
         self._framework = framework
+
+    def __repr__(self) -> str:
+        return f"<zckpt.TensorSlice of {self._entry.name!r}: {self._entry.dtype.name} {list(self._entry.shape)}>"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        return self._entry.shape
 
     def get_shape(self) -> list[int]:
         """The whole tensor's shape."""
@@ -370,6 +392,7 @@ def open_checkpoint(
     Raises:
         NotACheckpointError: there is no checkpoint at `path`.
         IncompleteError: files are missing, or `latest` is missing and there are several tags.
+        UnsupportedError: torch is not installed, and `framework` is not "np".
         ZckptError: another kind says what is wrong.
 
     Example:

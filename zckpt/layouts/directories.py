@@ -14,6 +14,7 @@ from zckpt import layouts
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples
+from zckpt.layouts.near import tag_meant
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
 from zckpt.layouts.save import accelerate, trainers
 from zckpt.layouts.save.apart import last_of, one_of, saves_in
@@ -209,9 +210,9 @@ def as_home(look: Look) -> Place | None:
         if not roots:
             tags = tags or tuple(look.folder.directories(trainers.FOLDER))
             raise IncompleteError(
-                f"has no save of the tag that {origin} names", file=path, found=f"no directory {tag!r}",
+                f"has no tag {tag!r}, which {origin} names", file=path, found=f"no directory {tag!r}",
                 expected=f"one of the tags {', '.join(tags)}" if tags else "",
-                remedy="Choose one with --tag." if tags else "Copy the tag directory here.",
+                remedy=tag_meant(tag, tags) if tags else "Copy the tag directory here.",
             )  # fmt: skip
         directory = roots.pop(0)
     home = directory if (directory / "config.json").is_file() and not (path / "config.json").is_file() else path

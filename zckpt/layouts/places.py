@@ -21,6 +21,7 @@ from zckpt.base.words import count, examples
 from zckpt.layouts import directories
 from zckpt.layouts.directories import Look, laid_over, listing_of
 from zckpt.layouts.directories import Place as Place
+from zckpt.layouts.near import missing_error
 from zckpt.layouts.parts import PlacedPart, model_of_file, part_error, parts_in, rank_part_of
 from zckpt.layouts.run.steps import POINTERS_OF_STEPS, step_pointer
 from zckpt.layouts.save import trainers
@@ -74,10 +75,7 @@ def _find(path: Location, tag: str | None, also: Sequence[Location], *, as_part:
             return place
         path = folder.path
     if not path.is_dir():
-        raise NotACheckpointError(
-            "no such file or directory", file=path,
-            remedy="Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file.",
-        )  # fmt: skip
+        raise missing_error(path)
     tag = None if trainers.FOLDER.fullmatch(path.absolute().name) and tag == path.absolute().name else tag
     return _find_whole(Look(list_folder(path), tag, over, _enter, as_part))
 
@@ -247,6 +245,7 @@ def _first_names_of(look: Look, saves: Sequence[Folder]) -> list[str]:
 def _no_save_error(look: Look, below: Sequence[Location]) -> NotACheckpointError:
     is_deepspeeds = "zero_to_fp32.py" in look.names or any(name.startswith("global_step") for name in look.names)
     found = count(len(look.names), "entry", "entries") + (f" such as {examples(look.names)}" if look.names else "")
+    found = found if look.names else "an empty directory"
     return NotACheckpointError(
         "holds no checkpoint" + (" itself" if below else ""), file=look.path,
         found=f"{count(len(below), 'save')} further below" if below else found,

@@ -9,6 +9,7 @@ from zckpt.base.errors import OutputError, UnsupportedError
 from zckpt.base.words import size
 from zckpt.output import manifest
 from zckpt.output.contents import replacement
+from zckpt.output.names import check_name
 from zckpt.output.work_directory import is_unfinished, left_bytes
 from zckpt.storage.identity import is_below, is_mount, other_name_of, parts_elsewhere
 from zckpt.storage.location import LocalPath, Location
@@ -31,12 +32,15 @@ def check_path(
     Raises:
         OutputError: the output must not be written.
         UnsupportedError: it is an address.
+        UsageError: its name is that of a file of another kind.
     """
     if out.is_remote:
         raise UnsupportedError(
             "an address cannot be OUT of this command", file=out,
             remedy="Write to a directory on this machine, and copy that to the address.",
         )  # fmt: skip
+    if not single:
+        check_name(out)
     keep_apart(out, protected)
     path = resolved(out.path)
     if not os.path.lexists(path):

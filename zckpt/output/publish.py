@@ -16,6 +16,7 @@ from zckpt.output.checks import check_path, check_space, keep_apart
 from zckpt.output.destination import Destination
 from zckpt.output.files import FileOrder, FileSource, MadeFiles, PlanFiles
 from zckpt.output.local_destination import LocalDestination
+from zckpt.output.names import check_name
 from zckpt.output.order import Order, OutputReport
 from zckpt.output.work_directory import is_unfinished
 from zckpt.storage.location import Location
@@ -30,6 +31,8 @@ def check_output(
     if out.is_remote:
         from zckpt.output.address_destination import check_address
 
+        if not single:
+            check_name(out)
         keep_apart(out, protected)
         check_address(out, single=single, overwrite=overwrite, merge=merge)
     else:

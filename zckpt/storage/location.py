@@ -356,10 +356,10 @@ class Address(Location):
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Where a path leads; `file://` means a path of this machine, and a `Location` stays what it is."""
+    """Where a path leads; `file://` means a path of this machine, `~` the home directory, and a `Location` stays what it is."""
     if isinstance(path, Location):
         return path
-    text = os.fspath(path)
+    text = os.path.expanduser(path)
     if found := _LOCAL.match(text):
         return LocalPath(text[found.end() :])
     return Address(text) if "://" in text and _ADDRESS.match(text) else LocalPath(text)

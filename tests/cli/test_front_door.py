@@ -1,0 +1,233 @@
+"""What a stranger types who has not read a page: words of other tools, near misses of paths, names of outputs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from zckpt.base.errors import NotACheckpointError, UsageError, ZckptError
+from zckpt.base.version import DOCUMENTATION
+from zckpt.cli import app, desk
+from zckpt.cli.commands import COMMANDS, GROUPS
+from zckpt.cli.hints import _WORDS
+
+REPO = Path(__file__).parents[2]
+FIXTURE = REPO / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to stand in: `ck`, and `out` with two numbered saves."""
+    shutil.copytree(FIXTURE, tmp_path / "ck")
+    for step in (2, 4):
+        shutil.copytree(FIXTURE, tmp_path / "out" / f"checkpoint-{step}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    return tmp_path
+
+
+def typed(line: str) -> str:
+    """Runs a command line in this process; what it said of its error."""
+    shown = io.StringIO()
+    with redirect_stderr(shown), redirect_stdout(shown):
+        try:
+            app(line.split(), prog_name="zckpt", standalone_mode=False)
+        except Exception as error:
+            assert desk.report(error) == 2
+    return " ".join(shown.getvalue().split())
+
+
+def tree(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*")}
+
+
+@pytest.mark.parametrize("word", _WORDS)
+def test_a_word_of_another_tool_leads_to_a_command(word: str, run: Path) -> None:
+    assert word not in COMMANDS and {*_WORDS[word]} <= {*COMMANDS} and len(_WORDS[word]) <= 5
+    before, told = tree(run), typed(f"{word.replace('-', '_')} ck x")
+    assert all(f"zckpt {name} ck x" in told for name in _WORDS[word]) and tree(run) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("verfy ck", "Did you mean 'verify'?"),
+        ("to-bf61 ck x", "Did you mean 'to-bf16'"),
+        ("out/checkpoint-4 x", "'zckpt to-bf16 out/checkpoint-4 x'"),
+        ("ck", "'zckpt inspect ck'"),
+        ("quux ck x", "Run 'zckpt --help'"),
+        ("to-bf16 ck --output x", "'zckpt to-bf16 CKPT OUT'"),
+        ("to-bf16 ck -o x", "'zckpt to-bf16 CKPT OUT'"),
+        ("to-bf16 ck --output-dir x", "'zckpt to-bf16 CKPT OUT'"),
+        ("to-bf16 ck x --force", "Did you mean --overwrite?"),
+        ("to-bf16 ck x -f", "Did you mean --overwrite?"),
+        ("to-bf16 ck x --dtype float16", "to-fp16"),
+        ("to-fp32 ck x --exclude_frozen_parameters", "Did you mean --exclude-frozen?"),
+        ("to-fp32 ck x -t global_step2", "Did you mean --tag?"),
+        ("to-fp32 ck x --overwite", "Did you mean --overwrite?"),
+        ("inspect ck --overwrite", "no such option: --overwrite"),
+        ("inspect out/chekpoint-4", "Did you mean 'out/checkpoint-4'?"),
+        ("to-bf16 out/checkpoint-5 x", "Beside it are 'checkpoint-2', 'checkpoint-4'."),
+        ("inspect ck --tag globalstep2", "Did you mean --tag global_step2?"),
+        ("inspect ck --tag global_step5", "has no tag 'global_step5'"),
+        ("to-bf16 meta-llama/Llama-3.2-1B x", "'hf://meta-llama/Llama-3.2-1B'"),
+        ("inspect home", "an empty directory"),
+        ("inspect -", "a pipe"),
+    ],
+)
+def test_a_mistake_leads_to_what_was_meant(line: str, told: str, run: Path) -> None:
+    before, said = tree(run), typed(line)
+    assert said.startswith("error: ") and told in said and "Traceback" not in said and tree(run) == before
+    assert said.count("--help") <= 1
+
+
+def test_an_option_that_is_far_from_all_gets_no_guess(run: Path) -> None:
+    said = typed("to-bf16 ck x --verbose")
+    assert not any(name in said for name in ("--base", "--overflow", "--overwrite", "Did you mean"))
+    assert "Did you mean" not in typed("to-bf16 ck x --zzzz")
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("w.gguf", "to-gguf"),
+        ("w.pth", ".pt"),
+        ("w.ckpt", ".pt"),
+        ("consolidated.00.pth", ".pt"),
+        ("w.safetensor", "'w.safetensors'"),
+        ("w.safetensros", "'w.safetensors'"),
+        ("w.SAFETENSORS", "'w.safetensors'"),
+        ("w.safe_tensors", "'w.safetensors'"),
+        ("w.npz", ".safetensors"),
+        ("w.h5", ".safetensors"),
+        ("model.safetensors.index.json", "zckpt makes the index"),
+        ("-", "standard output"),
+    ],
+)
+def test_out_with_the_name_of_another_file_is_refused(out: str, told: str, run: Path) -> None:
+    before, said = tree(run), typed(f"to-bf16 ck {out}")
+    assert said.startswith("error: ") and told in said and tree(run) == before
+    with pytest.raises(UsageError):
+        zckpt.convert("ck", out, progress=False)
+    assert tree(run) == before
+
+
+@pytest.mark.parametrize("command", ["to-dcp", "reshard --world-size 1", "to-universal", "slim", "to-states"])
+def test_every_command_that_writes_a_directory_refuses_the_same(command: str, run: Path) -> None:
+    name, *options = command.split()
+    before, said = tree(run), typed(" ".join([name, "ck", "w.safetensors", *options]))
+    assert said.startswith("error: ") and tree(run) == before, said
+
+
+@pytest.mark.parametrize("out", ["llama-3.2-1b", "weights.v2", "w.ckpt/", "öut", "step.500", "a.b.c"])
+def test_a_dot_in_a_name_is_no_mistake(out: str, run: Path) -> None:
+    zckpt.convert("ck", out, progress=False)
+    assert {path.name for path in Path(out).iterdir()} >= {"model.safetensors", "zckpt.json"}
+
+
+def test_the_home_directory_is_meant_by_a_tilde(run: Path) -> None:
+    shutil.copytree("ck", run / "home" / "ck")
+    zckpt.convert("~/ck", "~/weights", progress=False)
+    assert (run / "home" / "weights" / "model.safetensors").exists() and not (run / "~").exists()
+    assert typed("inspect ~/ck").startswith(str(run / "home" / "ck"))
+
+
+def test_a_neighbour_needs_the_same_numbers() -> None:
+    from zckpt.layouts.near import tag_meant
+
+    assert tag_meant("global_step5", ["global_step500", "global_step15"]) == "Choose one with --tag."
+    assert tag_meant("global-step500", ["global_step500", "global_step15"]) == "Did you mean --tag global_step500?"
+
+
+def test_pipes_are_told_from_missing_files(run: Path) -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(NotACheckpointError, match="a pipe"):
+        zckpt.inspect_checkpoint("pipe")
+
+
+def test_help_by_word_is_help_by_option() -> None:
+    assert typed("help to-bf16") == typed("to-bf16 --help") and typed("help") == typed("--help")
+    assert typed("version") == typed("--version")
+
+
+def test_the_first_page_of_help_has_groups_examples_and_the_fields_words() -> None:
+    shown = typed("--help")
+    assert all(len(group) <= 9 for group in GROUPS.values())
+    assert shown.count("Example: ") >= 3 and DOCUMENTATION in shown
+    words = ("merge", "consolidate", "shards", "safetensors", "hugging face", "deepspeed", "zero", "fsdp")
+    assert not [word for word in words if word not in shown.lower()]
+    assert f'Documentation = "{DOCUMENTATION}"' in (REPO / "pyproject.toml").read_text()
+
+
+def test_results_print_as_commands_do_and_stay_short_where_a_debugger_shows_them(run: Path) -> None:
+    found, checked = zckpt.inspect_checkpoint("ck"), zckpt.verify("ck")
+    compared = zckpt.diff("ck", "out/checkpoint-2")
+    for result in (found, checked, compared):
+        assert len(repr(result)) <= 400 and "\n" not in repr(result) and repr(result).startswith("<zckpt.")
+        assert max(map(len, str(result).splitlines())) <= 160
+        assert result._repr_html_().startswith("<pre>")
+    assert "export      yes" in str(found) and "intact" in str(checked) and "the same" in str(compared)
+    with zckpt.open_checkpoint("ck", framework="np") as opened:
+        name = next(iter(opened))
+        part = opened.get_slice(name)
+        assert name in repr(part) and part.shape == tuple(part.get_shape()) and name in opened._repr_html_()
+
+
+def test_without_torch_opening_says_both_ways_out_at_once(run: Path) -> None:
+    code = """
+import importlib.abc, sys
+class NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, NoTorch())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else found(name, package)
+import json, zckpt
+told = []
+for call in (lambda: zckpt.open_checkpoint("ck"), lambda: zckpt.load_state_dict_from_zero_checkpoint, lambda: zckpt.live):
+    try:
+        call()
+    except zckpt.ZckptError as error:
+        told.append(str(error))
+with zckpt.open_checkpoint("ck", framework="np") as opened:
+    told.append(str(sum(one.size for _, one in opened.items())))
+print(json.dumps(told))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *others, numel = json.loads(done.stdout)
+    assert "framework='np'" in first and "zckpt[torch]" in first
+    assert len(others) == 2 and all("zckpt[torch]" in one for one in others) and numel == "232"
+
+
+def test_the_demo_needs_no_torch_and_no_clone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zckpt.cli import demo
+
+    lines: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        demo, "_run", lambda home, *words: (monkeypatch.chdir(home), lines.append(words), typed(" ".join(words)))
+    )
+    home = run / "demo"
+    home.mkdir()
+    demo._convert(home)
+    assert [words[0] for words in lines] == ["inspect", "map", "to-fp32", "diff", "to-bf16", "verify"]
+    assert zckpt.diff(home / "model.safetensors", home / "truth.safetensors").same
+    stored = Path(demo.__file__).with_name("demo_save")
+    assert sum(path.stat().st_size for path in stored.rglob("*") if path.is_file()) <= 60_000
+
+
+def test_ctrl_c_has_the_status_that_shells_expect() -> None:
+    with redirect_stderr(io.StringIO()):
+        assert desk.report(desk.Interrupted(is_ctrl_c=True)) == 130 and desk.report(desk.Interrupted()) == 2
+        assert desk.report(ZckptError("no")) == 2

@@ -1,0 +1,112 @@
+"""What a person meant who typed a word that is no command, or an option that a command does not have.
+
+For `commands` and `desk`, which import it only when something is wrong. Words of the field, of other tools
+and of `zero_to_fp32.py` lead to the line to type; a word that is close to a command's name leads to that command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Sequence
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import joined
+from zckpt.cli.commands import COMMANDS
+
+_EXPORT = ("to-bf16", "to-fp32")
+
+_WORDS = {
+    **dict.fromkeys(
+        ("consolidate", "combine", "unshard", "export", "save", "extract", "merge-shards", "merge-weights", "to-safetensors",
+         "to-pytorch", "to-torch", "gather", "join"), _EXPORT,
+    ),
+    **dict.fromkeys(("zero-to-fp32", "zero2fp32", "fp32"), ("to-fp32",)),
+    **dict.fromkeys(("to-hf", "to-transformers", "bf16"), ("to-bf16",)),
+    **dict.fromkeys(("fp16", "half"), ("to-fp16",)),
+    **dict.fromkeys(("upload", "publish"), ("push",)),
+    **dict.fromkeys(("info", "show", "ls", "stat", "describe", "cat"), ("inspect",)),
+    **dict.fromkeys(("check", "validate", "test", "fsck"), ("verify",)),
+    **dict.fromkeys(("compare", "cmp"), ("diff",)),
+    **dict.fromkeys(("clean", "delete", "rm", "gc"), ("prune", "slim")),
+    **dict.fromkeys(("quantize", "quantise"), ("to-fp8", "to-gguf")),
+    **dict.fromkeys(("gguf", "to-llama-cpp"), ("to-gguf",)),
+    **dict.fromkeys(("to-fsdp", "to-torch-dist", "dcp"), ("to-dcp",)),
+    **dict.fromkeys(("to-megatron", "megatron"), ("to-mcore",)),
+    **dict.fromkeys(("to-lora", "to-adapter", "adapter", "extract-lora"), ("to-peft",)),
+    **dict.fromkeys(("universal", "ds-to-universal"), ("to-universal",)),
+    **dict.fromkeys(("resize", "repartition", "to-zero"), ("reshard",)),
+    **dict.fromkeys(("plot", "draw", "visualize", "picture"), ("map",)),
+    **dict.fromkeys(("memory", "mem"), ("estimate",)),
+    **dict.fromkeys(("patch",), ("apply",)),
+    **dict.fromkeys(("launch", "deepspeed", "torchrun"), ("run",)),
+    "merge": (*_EXPORT, "average"), "merge-lora": ("to-bf16",), "merge-and-unload": ("to-bf16",),
+    "list": ("inspect", "du"), "size": ("du",),
+}  # fmt: skip
+"""A word that is no command -> the commands that do what it says, the likeliest first."""
+
+_MORE = {
+    "to-hf": "--to hf",
+    "to-transformers": "--to hf",
+    "merge-lora": "--merge-lora",
+    "merge-and-unload": "--merge-lora",
+}
+"""A word -> what its command line needs beside."""
+
+_OUT_OPTIONS = ("output", "out", "o", "output-dir", "output-file", "outdir", "out-dir", "save-path", "dest")
+_OPTIONS = {
+    **dict.fromkeys(("force", "f", "yes", "y", "replace", "clobber"), "--overwrite"),
+    "exclude-frozen-parameters": "--exclude-frozen", **dict.fromkeys(("t", "step", "global-step"), "--tag"),
+    **dict.fromkeys(("max-size", "shard-size"), "--max-shard-size"),
+    "safe-serialization": "--format safetensors", "n": "--dry-run", "q": "--quiet",
+    **dict.fromkeys(("key-prefix", "prefix", "remove-prefix"), "--strip-prefix"),
+    **dict.fromkeys(("lora", "merge"), "--merge-lora"), **dict.fromkeys(("base-model",), "--base"),
+}  # fmt: skip
+"""A name of an option that other tools have, without dashes -> what it is called here."""
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Refuses the first word of a command line that names no command.
+
+    Raises:
+        UsageError: it says which command does what the word says.
+    """
+    word, rest = words[0], list(words[1:])
+    plain = word.lower().replace("_", "-").removesuffix(".py")
+    remedy = "Run 'zckpt --help' for the commands."
+    if plain in _WORDS:
+        more = [_MORE[plain]] if plain in _MORE else []
+        lines = [" ".join(["zckpt", name, *map(shlex.quote, rest), *more]) for name in _WORDS[plain]]
+        remedy = f"Use {joined([repr(line) for line in lines], 'or')}."
+    elif os.path.exists(word) or "/" in word or "://" in word:
+        command = "to-bf16" if rest and not rest[0].startswith("-") else "inspect"
+        line = " ".join(["zckpt", command, *map(shlex.quote, words)])
+        raise UsageError(f"{word!r} is a path, and no command", remedy=f"A command comes first: {line!r}.")
+    elif close := difflib.get_close_matches(plain, COMMANDS, n=3, cutoff=0.72):
+        remedy = f"Did you mean {joined([repr(name) for name in close], 'or')}? {remedy}"
+    raise UsageError(f"no such command: {word!r}", remedy=remedy)
+
+
+def option_meant(option: str, command: str, known: Sequence[str]) -> str:
+    """A sentence about an option that a command does not have; empty if nothing is close.
+
+    Args:
+        option: as it was typed, such as `--output`.
+        command: the command line's beginning, such as `zckpt to-bf16`.
+        known: the options that the command has.
+    """
+    plain = option.lstrip("-").replace("_", "-").partition("=")[0]
+    name = command.rpartition(" ")[2]
+    takes_out = name.startswith("to-") or name in ("convert", "reshard", "slim", "average", "delta", "apply")
+    if plain in _OUT_OPTIONS and takes_out:
+        return f"OUT is the last argument, without an option: '{command} {'A B' if name == 'average' else 'CKPT'} OUT'."
+    if plain == "dtype" and re.fullmatch("to-(fp32|fp16|bf16)", name):
+        return "The command's name says the dtype: to-fp32, to-fp16 or to-bf16; 'zckpt convert' takes --dtype."
+    if plain in ("verbose", "v", "debug"):
+        return "There is no such option: ZCKPT_DEBUG=1 in the environment shows where an error comes from."
+    if (here := _OPTIONS.get(plain)) is not None and here.partition(" ")[0] in known:
+        return f"Did you mean {here}?"
+    close = difflib.get_close_matches(f"--{plain}", known, n=2, cutoff=0.75)
+    return f"Did you mean {joined(close, 'or')}?" if close else ""
