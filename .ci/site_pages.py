@@ -25,6 +25,7 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
+    "AGENTS.md": "project/agents.md",
     "CODE_OF_CONDUCT.md": "project/code-of-conduct.md",
     "README.md": "project/readme.md",
     "benchmarks/results_trainer.md": "project/results_trainer.md",
@@ -37,7 +38,7 @@ PAGES = {
     "benchmarks/results_words.md": "project/results_words.md",
 }
 """File of the repository -> page of the site."""
-UNLISTED = {"project/code-of-conduct.md", "project/readme.md", *(page for page in PAGES.values() if "results" in page)}
+UNLISTED = {"project/agents.md", "project/code-of-conduct.md", "project/readme.md", *(page for page in PAGES.values() if "results" in page)}
 """Pages that other pages point at, and the navigation does not."""
 PACKAGES = ("zckpt", "zckpt.live", "zckpt.integrations", "zckpt.runtime")
 

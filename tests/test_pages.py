@@ -17,6 +17,7 @@ from pages import BIN, ROOT, Reader, blocks_of, check_options, indented_code
 from s3_server import KEYS, S3Server
 
 import zckpt
+from zckpt.base.version import DOCUMENTATION, REPOSITORY
 
 FIXTURES = ROOT / "fixtures"
 PAGES = ["README.md", "SECURITY.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -132,7 +133,7 @@ MORE = {
 """Page -> path -> fixture, for what only one page has."""
 
 
-CONVERTED = ("docs/push.md", "docs/verify.md")
+CONVERTED = ("docs/jobs.md", "docs/push.md", "docs/verify.md")
 """Pages that begin with weights/ and resumable/, made of out/checkpoint-500."""
 
 
@@ -159,7 +160,7 @@ def prepare(page: str, home: Path) -> None:
         zckpt.reshard(home / "out" / "checkpoint-500", home / "resumable", world_size=4)
     if page == "docs/gguf.md":
         shutil.copytree(FIXTURES / "gguf/llama/model", home / "llama")
-    if page == "README.md":
+    if page == "docs/jobs.md":
         shutil.copytree(FIXTURES / "gguf/mistral/model", home / "base-model")
     shutil.copy(FIXTURES / CHECKPOINTS["megatron"] / "config.json", home / "llama.json")
     if page == "docs/torchtitan.md":
@@ -248,6 +249,17 @@ def test_an_option_that_does_not_exist_is_found() -> None:
         )
 
 
+def at_home(link: str) -> Path | None:
+    """The file of this repository that an absolute link leads to; None where it leads elsewhere."""
+    path = link.partition("#")[0]
+    raw = f"{REPOSITORY.replace('github.com', 'raw.githubusercontent.com')}/main/"
+    for beginning, home in ((f"{REPOSITORY}/blob/main/", ROOT), (raw, ROOT), (DOCUMENTATION, ROOT / "docs")):
+        if path.startswith(beginning):
+            name = path.removeprefix(beginning) or "index.html"
+            return home / (name.removesuffix(".html") + ".md" if name.endswith(".html") else name)
+    return None
+
+
 def anchors(page: Path) -> set[str]:
     """What GitHub calls a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
@@ -261,7 +273,11 @@ def test_what_a_page_points_at_is_there(page: str) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
-        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+        if (mine := at_home(link)) is not None:
+            target, path = mine, link
+        if ("://" not in link or mine is not None) and not (
+            target.exists() and (not anchor or anchor in anchors(target))
+        ):
             lost.append(link)
     for path, name in re.findall(
         r"`((?:tests|zckpt|fixtures|benchmarks)/[\w/.]+)(?:::(\w+)\*?)?`", "" if page in ELSEWHERE else text
@@ -274,3 +290,23 @@ def test_what_a_page_points_at_is_there(page: str) -> None:
 def test_speeds_are_those_that_were_measured() -> None:
     ratios = {page: {*re.findall(r"\*\*(\d\.\d\d)\*\*", (ROOT / page).read_text())} for page in PAGES}
     assert ratios["README.md"] and ratios["README.md"] <= ratios["docs/benchmarks.md"]
+
+
+def test_the_package_page_stands_alone() -> None:
+    """README.md is the page on the package index too, where relative links lead nowhere."""
+    text = (ROOT / "README.md").read_text()
+    links = [(*re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", text),)]
+    assert [link for link in links[0] if "://" not in link] == []
+    assert len(text.split()) <= 1200
+    first = text.splitlines()[:60]
+    assert any(line.startswith("![") for line in first) and sum(line.startswith("$ zckpt ") for line in first) == 4
+
+
+@pytest.mark.parametrize("page", [*PAGES, "AGENTS.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "examples/README.md"])
+def test_a_page_reads_well(page: str) -> None:
+    """No fenced line is cut off on a small screen, and a link says where it leads."""
+    text = (ROOT / page).read_text()
+    fenced = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert [line for block in fenced for line in block.splitlines() if len(line) > 80] == []
+    names = [found[0] for found in re.findall(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", text)]
+    assert [name for name in names if re.fullmatch(r"`?[\w./-]+\.md(#[\w-]+)?`?", name)] == []
