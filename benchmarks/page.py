@@ -107,7 +107,7 @@ count as cached, as far as memory has room for them, unless a row says "cold" or
 move (`--help`, `inspect`, `verify` of checksums alone) no part is given.
 
 Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and loads](../benchmarks/results_checkpoints.md). Planning
-for a trillion parameters: [| layout | parameters | files | fragments | seconds | of them busy | peak memory |](../benchmarks/results_giants.md); saves of thousands of ranks:
+for a trillion parameters: [Very large models, planned](../benchmarks/results_giants.md); saves of thousands of ranks:
 [A save on many ranks, planned](../benchmarks/results_exchange.md); several machines behind slow links:
 [Several machines at one conversion](../benchmarks/results_machines.md); what ranks say to agree:
 [What ranks say to agree](../benchmarks/results_words.md).
