@@ -38,7 +38,12 @@ PAGES = {
     "benchmarks/results_words.md": "project/results_words.md",
 }
 """File of the repository -> page of the site."""
-UNLISTED = {"project/agents.md", "project/code-of-conduct.md", "project/readme.md", *(page for page in PAGES.values() if "results" in page)}
+UNLISTED = {
+    "project/agents.md",
+    "project/code-of-conduct.md",
+    "project/readme.md",
+    *(page for page in PAGES.values() if "results" in page),
+}
 """Pages that other pages point at, and the navigation does not."""
 PACKAGES = ("zckpt", "zckpt.live", "zckpt.integrations", "zckpt.runtime")
 
