@@ -86,7 +86,7 @@ class Commands(TyperGroup):
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             from zckpt.cli.hints import check_command
 
-            check_command(args)
+            check_command(args, COMMANDS)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -10,11 +10,10 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import joined
-from zckpt.cli.commands import COMMANDS
 
 _EXPORT = ("to-bf16", "to-fp32")
 
@@ -67,8 +66,12 @@ _OPTIONS = {
 """A name of an option that other tools have, without dashes -> what it is called here."""
 
 
-def check_command(words: Sequence[str]) -> None:
+def check_command(words: Sequence[str], known: Iterable[str]) -> None:
     """Refuses the first word of a command line that names no command.
+
+    Args:
+        words: the command line, without `zckpt`.
+        known: the commands.
 
     Raises:
         UsageError: it says which command does what the word says.
@@ -84,7 +87,7 @@ def check_command(words: Sequence[str]) -> None:
         command = "to-bf16" if rest and not rest[0].startswith("-") else "inspect"
         line = " ".join(["zckpt", command, *map(shlex.quote, words)])
         raise UsageError(f"{word!r} is a path, and no command", remedy=f"A command comes first: {line!r}.")
-    elif close := difflib.get_close_matches(plain, COMMANDS, n=3, cutoff=0.72):
+    elif close := difflib.get_close_matches(plain, [*known], n=3, cutoff=0.72):
         remedy = f"Did you mean {joined([repr(name) for name in close], 'or')}? {remedy}"
     raise UsageError(f"no such command: {word!r}", remedy=remedy)
 
