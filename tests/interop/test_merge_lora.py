@@ -198,6 +198,48 @@ def test_a_head_that_was_tied_gets_its_own_weight(tmp_path: Path) -> None:
     assert torch.allclose(logits_of(merged_of(tmp_path / "out")), logits_of(model), atol=1e-5)
 
 
+BOTH = {**QV, "target_modules": ["q_proj", "embed_tokens", "lm_head"], "ensure_weight_tying": True}
+TIES: dict[str, tuple[dict[str, Any], bool]] = {
+    "lora": (BOTH, True),
+    "dora": ({**BOTH, "use_dora": True}, False),
+    "whole": ({**QV, "modules_to_save": ["lm_head"], "ensure_weight_tying": True}, True),
+    "tokens": ({**QV, "trainable_token_indices": [5, 1]}, True),
+    "other tokens": ({**QV, "trainable_token_indices": {"embed_tokens": [5, 1], "lm_head": [7, 2]}}, False),
+    "tokens of the head": ({**QV, "trainable_token_indices": {"lm_head": [7, 2]}}, False),
+}
+
+
+@pytest.mark.parametrize("case", TIES)
+def test_adapters_of_tied_weights_with_all_copies_of_embeddings(case: str, tmp_path: Path) -> None:
+    """PEFT saves such matrices up to three times; a copy with other numbers is an error."""
+    config, stays_tied = TIES[case]
+    torch.manual_seed(0)
+    base = tied()
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn(parameter.shape) * 0.1)  # in place, so that what is tied stays so
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    lora = LoraMerge(base=tmp_path / "base")
+    zckpt.convert(tmp_path / "adapter", tmp_path / "out", options=Options(lora=lora))
+    assert torch.allclose(logits_of(merged_of(tmp_path / "out")), logits_of(model), atol=1e-4)
+    assert ("lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")) is stays_tied
+    facts = json.loads((tmp_path / "out" / "zckpt.json").read_text())
+    assert {one["why"] for one in facts["left_out"]} <= {"copy", "base", "original"}
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    if case in ("lora", "whole", "tokens"):
+        tensors = load_file(file)
+        changed = next(
+            name
+            for name in tensors
+            if "lm_head" in name and name.endswith(("lora_B.weight", "_delta", "modules_to_save.weight"))
+        )
+        tensors[changed][1, 1] += 1
+        save_file(tensors, file)
+        refused(InconsistentError, tmp_path / "adapter", tmp_path / "other", lora, changed, "differs")
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_several_adapters_with_weights(dora: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -406,6 +448,22 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     refused(UnsupportedError, adapter, out, LoraMerge(base=base), "quantised", "q_proj.weight")
     (adapter / "adapter_config.json").unlink()
     refused(IncompleteError, adapter, out, LoraMerge(base=base), "adapter_config.json", "lora_alpha")
+
+
+def test_adapters_of_other_methods(tmp_path: Path) -> None:
+    """Named by themselves, and as the adapter of a base."""
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    for kind, own in (("LoHa", {"r": 2}), ("IA3", {"feedforward_modules": []}), ("Vera", {"r": 2}), ("OSF", {})):
+        config = getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **own)
+        peft.get_peft_model(llama(), config).save_pretrained(tmp_path / kind)
+        for source, lora in (
+            (tmp_path / kind, LoraMerge(base=tmp_path / "base")),
+            (tmp_path / "base", LoraMerge(adapters=[tmp_path / kind])),
+        ):
+            refused(UnsupportedError, source, tmp_path / "out", lora, f"peft_type {kind.upper()}", "q_proj")
+        with pytest.raises(UsageError, match="adapter of PEFT, and no model"):
+            zckpt.convert(tmp_path / kind, tmp_path / "out")
 
 
 def test_two_that_exclude_each_other(tmp_path: Path) -> None:

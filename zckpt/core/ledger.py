@@ -22,6 +22,7 @@ RULES: Mapping[str, str] = {
     "adapter": "it belongs to an adapter that is not merged",
     "base": "the run did not train it, and the base model has it",
     "whole": "an adapter has a tensor of its own in its place",
+    "copy": "it is equal to a tensor that is written",
     "original": "it is the base's copy of a module that the adapter replaces",
     "buffer": "the model computes it itself",
     "form": "the form that is written has no place for it",

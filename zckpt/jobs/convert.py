@@ -26,7 +26,7 @@ from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.jobs.selection import settled
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
-from zckpt.naming.adapter_names import found_in, is_adapter_file, unmerged
+from zckpt.naming.adapter_names import is_adapter_file, unmerged
 from zckpt.naming.transform import Form, formed, matches
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
@@ -185,7 +185,7 @@ def prepare(
         stripped = (*stripped, *left_out)
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
     recorded = recorded if completion is None else {**recorded, **completion.recorded}
-    others = {} if merge is None else {**merge.given_up, **{name: "adapter" for name in bare if found_in(name)}}
+    others = {} if merge is None else dict(merge.given_up)
     others |= {name: "original" for name in bare if merge is not None and ".original_module." in name}
     if merge is not None and opened.packed is not None:
         others |= dict.fromkeys(bare.tensors.keys() - opened.without_packed(bare).tensors.keys(), "packed")

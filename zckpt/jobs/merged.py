@@ -21,7 +21,7 @@ from zckpt.core.fragments import DerivedStore
 from zckpt.jobs.adapters import CONFIG, chosen, config_path, looked_at, made_config, read_adapter_config
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import LoraMerge
-from zckpt.jobs.trained import trained_in, trained_with, without_copies
+from zckpt.jobs.trained import check_copies, trained_in, trained_with, without_copies
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
@@ -99,6 +99,15 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     if base is None:
         _check_base(weights, adapters, opened)
     model = merged(weights, with_files, config, trained, opened.place.listing.directory.path)
+    check_copies(model.copies, adapters)
+    unused = {id(copy.fragments): "copy" for copy, _ in model.copies}
+    for adapter, kept in zip(adapters, with_files, strict=True):
+        unused |= {id(entry.fragments): "base" for n, entry in adapter.tensors.items() if n not in kept.tensors}
+    given_up |= {
+        n: unused[id(entry.fragments)] for n, entry in catalog.tensors.items() if id(entry.fragments) in unused
+    }
+    mine = {one.name for one in adapters if one.file == opened.place.listing.directory.path}
+    given_up |= {n: "adapter" for n in catalog if (it := found_in(n)) and it.adapter not in mine}
     notes += model.notes
     recorded: list[object] = []
     for adapter, with_more in zip(adapters, with_files, strict=True):

@@ -10,11 +10,11 @@ examples/train/multimodal/lora_llm_full_vit; LLaMA-Factory 0.9, extras/constants
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.errors import InconsistentError, UnsupportedError
-from zckpt.base.words import count, examples
+from zckpt.base.words import count, examples, joined
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.core.fragments import DerivedStore
@@ -133,6 +133,33 @@ def without_copies(adapter: AdapterWeights, base: Catalog, config: Mapping[str, 
     if not copies:
         return adapter
     return replace(adapter, tensors={n: entry for n, entry in adapter.tensors.items() if id(entry) not in copies})
+
+
+def check_copies(copies: Iterable[tuple[TensorEntry, TensorEntry]], adapters: Sequence[AdapterWeights]) -> None:
+    """Makes sure that tensors of adapters which are not merged are others once more.
+
+    Args:
+        copies: each with the tensor whose numbers it must have.
+        adapters: for errors.
+
+    Raises:
+        InconsistentError: one has other numbers.
+    """
+    pairs = {(copy.name, own.name): (copy, own) for copy, own in copies}
+    copied, owns = (
+        {str(key): copy for key, (copy, _) in pairs.items()},
+        {str(key): own for key, (_, own) in pairs.items()},
+    )
+    other = set(unequal(copied, owns))
+    if found := [key for key in pairs if str(key) in other]:
+        raise InconsistentError(
+            f"{count(len(found), 'tensor')} of an adapter should be another one once more, and differ from it"
+            if len(found) > 1
+            else "a tensor of an adapter should be another one once more, and differs from it",
+            file=joined([one.file for one in adapters]), found=joined([f"{copy!r} and {own!r}" for copy, own in found]),
+            expected="equal numbers: these weights are tied in the model, or were saved twice",
+            remedy="Use another save of the adapter; PEFT itself would take one of the two.",
+        )  # fmt: skip
 
 
 def unequal(tensors: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry], *, rounded: bool = False) -> list[str]:

@@ -66,12 +66,19 @@ def adapters_in(catalog: Catalog) -> dict[str, Found]:
     return {name: it for name in (*catalog, *catalog.aliases) if (it := found_in(name))}
 
 
-_IN_FILES = (".lora_A.weight", ".lora_embedding_A", ".trainable_tokens_delta")
+_OF_FILES = (
+    f"{_METHODS}|adamss|adaption|beft|deft|fourierft|frod|glora|hira|lily|osf|peanut|psoft|pvera|randlora|shira|supertuning"
+    "|tinylora|unilora|vblora"
+)
+_IN_FILE = re.compile(
+    r"(?:.*\.)?(?:lora_A\.weight|lora_embedding_A|trainable_tokens_delta)|prompt_embeddings"
+    rf"|{re.escape(_BASE)}(?:.*\.)?(?:(?:{_OF_FILES})_\w+(?:\.weight)?|osf_svd_params\.\w+)"
+)
 
 
 def is_adapter_file(catalog: Catalog) -> bool:
-    """Whether these are the tensors of an `adapter_model.safetensors`, whose names say no adapter's name."""
-    return not adapters_in(catalog) and any(name.endswith(_IN_FILES) for name in catalog)
+    """Whether these are the tensors of an `adapter_model.safetensors` of any method, whose names say no adapter's name."""
+    return not adapters_in(catalog) and any(map(_IN_FILE.fullmatch, catalog))
 
 
 def unmerged(catalog: Catalog) -> str:

@@ -35,6 +35,7 @@ _TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_del
 _OTHER = re.compile(
     r"(?:.*\.)?(?:lora|hada|lokr|ia3|oft|boft|hra|miss|c3a|vera|road|waveft|gralora|delora|prompt)_\w+.*"
 )
+_ORIGINAL, _SAVED = ".original_module.", ".modules_to_save."
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.|$)")
 
 _METHODS = {
@@ -97,6 +98,10 @@ class AdapterWeights:
         weight: that its effect is multiplied by.
         with_base: whether it lies in one checkpoint with the weights that it was trained on.
         beside: tensors that were trained whole with it, and are not in its own file, by their names in the base model.
+        factors: the LoRA of each module, by its name in the adapter's file.
+        tokens: rows of tokens that were trained alone, by their module's name in the base model.
+        whole: tensors that were trained whole, by their names in the base model.
+        twice: further copies of some of these, which PEFT saves with all embeddings.
     """
 
     name: str
@@ -110,6 +115,7 @@ class AdapterWeights:
     factors: Mapping[str, Factors] = field(init=False, repr=False)
     tokens: Mapping[str, TensorEntry] = field(init=False, repr=False)
     whole: Mapping[str, TensorEntry] = field(init=False, repr=False)
+    twice: Mapping[str, TensorEntry] = field(init=False, repr=False)
     _patterns: Patterns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +130,7 @@ class AdapterWeights:
         parts: dict[str, dict[str, TensorEntry]] = {}
         tokens: dict[str, TensorEntry] = {}
         whole: dict[str, TensorEntry] = {}
+        twice: dict[str, TensorEntry] = {}
         for name, entry in self.tensors.items():
             own = name.removeprefix(ROOT)
             if not entry.numel:
@@ -139,11 +146,15 @@ class AdapterWeights:
                 tokens[bare(match["module"])] = entry
             elif _OTHER.fullmatch(own):
                 raise self._refused(f"a tensor {name!r}", name)
-            else:
+            elif _SAVED in own:
+                twice[bare(own.replace(_SAVED, "."))] = entry
+            elif _ORIGINAL not in own:  # else it is the base's, beside the one in its place
                 whole[bare(own)] = entry
+        whole |= {name: twice.pop(name) for name in twice.keys() - whole.keys()}
         object.__setattr__(self, "factors", {module: self._factors(module, found) for module, found in parts.items()})
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "twice", twice)
 
     def _check_method(self) -> None:
         config = self.config
@@ -165,7 +176,7 @@ class AdapterWeights:
         return UnsupportedError(
             f"adapter {self.name!r} is of a method that is not merged", file=self.file, found=f"{found}, for tensor {tensor!r}",
             expected="LoRA, rsLoRA, DoRA, trained tokens and modules that are trained whole",
-            remedy="Write the adapter with to-peft, and merge it with PEFT if that can.",
+            remedy="Merge it with PEFT, if that can; to-peft takes an adapter out of a checkpoint.",
         )  # fmt: skip
 
     def _factors(self, module: str, found: Mapping[str, TensorEntry]) -> Factors:

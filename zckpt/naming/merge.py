@@ -7,20 +7,23 @@ one and gets an update of its own is tied no longer: in the unmerged model only 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import examples, joined
+from zckpt.core import views
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
 from zckpt.core.recipes import WeightedSum, derived
 from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
 from zckpt.naming.adapter_names import found_in
-from zckpt.naming.adapter_weights import AdapterWeights, bare
+from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
+
+_ENDS = (*HEADS, *EMBEDDINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,14 @@ class MergedModel:
         changed: names of those.
         untied: names that were tied, and are no longer.
         notes: sentences for the user.
+        copies: a tensor of an adapter that is not used, and the one of equal shape whose numbers it must have.
     """
 
     catalog: Catalog
     changed: tuple[str, ...]
     untied: tuple[str, ...]
     notes: tuple[str, ...]
+    copies: tuple[tuple[TensorEntry, TensorEntry], ...] = ()
 
 
 def base_of(catalog: Catalog) -> Catalog:
@@ -79,19 +84,18 @@ def merged(
     model = ModelTensors(base, config)
     for name, entry in (trained or {}).items():
         _put_trained(model, name, entry, checkpoint)
-    _replace_whole(model, adapters)
+    ties = _ties(model, adapters)
+    copies = [pair for adapter in adapters for pair in _copies(adapter, ties)]
+    _replace_whole(model, adapters, ties)
     updates: dict[str, list[Update]] = {}
     shapes: dict[str, tuple[int, int]] = {}
     bases: dict[str, TensorEntry] = {}
     biases: dict[str, list[tuple[TensorEntry, float]]] = {}
-    follow: dict[str, str] = {}
     for adapter in adapters:
-        together = _trained_together(model, adapter)
         for name, factors, rank, experts, columns, transposed in places(model, adapter):
             scaling = adapter.scaling(name.removesuffix(".weight"), rank, factors)
-            if together.get(name, name) != name:
+            if ties.get(name, name) != name:
                 continue
-            follow.update(together)
             entry = base_tensor(model, adapter, name, factors.a.name)
             shapes[name], bases[name] = (columns, experts), entry
             update = Update(factors.a, factors.b, rank, scaling, transposed, factors.magnitude)
@@ -99,12 +103,12 @@ def merged(
             updates.setdefault(name, []).append(update)
             if factors.bias is not None:
                 biases.setdefault(f"{name.removesuffix('.weight')}.bias", []).append((factors.bias, scaling))
-    _replace_tokens(model, adapters, updates)
+    copies += _replace_tokens(model, adapters, updates)
     for name, found in updates.items():
         entry = bases[name]
         columns, experts = shapes[name]
         recipe = MergedMatrix(replace(entry, replicas=()), tuple(found), columns, experts)
-        model.put(name, derived(name, entry.shape, F32, recipe, entry.role), tied=name in follow)
+        model.put(name, derived(name, entry.shape, F32, recipe, entry.role), tied=name in ties)
     for name, added in biases.items():
         entry = base_tensor(model, adapters[0], name, added[0][0].name)
         inputs = replace(entry, replicas=()), *(bias for bias, _ in added)
@@ -113,10 +117,10 @@ def merged(
     notes = []
     if model.untied:
         notes.append(
-            f"{examples(model.untied)}: tied in the base model, and stored apart now, since adapters change only one of the two."
+            f"{examples(model.untied)}: tied in the base model, and stored apart now, since adapters do not change both alike."
         )
     catalog = replace(base, tensors=model.tensors, aliases=model.aliases, padding=())
-    return MergedModel(catalog, tuple(model.changed), tuple(model.untied), tuple(notes))
+    return MergedModel(catalog, tuple(model.changed), tuple(model.untied), tuple(notes), tuple(copies))
 
 
 def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) -> None:
@@ -145,11 +149,10 @@ def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) 
     model.put(name, entry)
 
 
-def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> None:
+def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights], ties: Mapping[str, str]) -> None:
     """Puts in the modules, biases and embeddings that were trained whole."""
     owner: dict[str, str] = {}
     for adapter in adapters:
-        together = _trained_together(model, adapter)
         for name, entry in (*adapter.whole.items(), *adapter.beside.items()):
             before = model.find(name)
             is_beside = adapter.beside.get(name) is entry
@@ -166,8 +169,48 @@ def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> N
             owner[name] = adapter.name
             if is_beside:
                 _put_trained(model, name, entry, adapter.file)
-            elif together.get(name, name) == name:
-                model.put(name, entry, tied=name in together)
+            elif ties.get(name, name) == name:
+                model.put(name, entry, tied=name in ties)
+
+
+def _loras(adapter: AdapterWeights) -> dict[str, Factors]:
+    """The LoRAs of an adapter, by the names of the weights that they change."""
+    return {f"{bare(module)}.weight": factors for module, factors in adapter.factors.items()}
+
+
+def _ties(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> dict[str, str]:
+    """As `_trained_together`, for all adapters: without those that one of them changes apart."""
+    each = [({*adapter.whole, *_loras(adapter)}, _trained_together(model, adapter)) for adapter in adapters]
+    found = {name: kept for _, own in each for name, kept in own.items()}
+    apart = {found[name] for changed, own in each for name in changed & found.keys() if name not in own}
+    return {name: kept for name, kept in found.items() if kept not in apart}
+
+
+def _copies(adapter: AdapterWeights, ties: Mapping[str, str]) -> Iterator[tuple[TensorEntry, TensorEntry]]:
+    """The tensors of an adapter that are not used, since they are others once more; and these, turned to their shapes.
+
+    PEFT's LoRA of a tied head is the embedding's, turned round. Source: PEFT 0.21.2, tuners/lora/model.py `tied_adapter`.
+    """
+    loras = _loras(adapter)
+    for name, entry in (*adapter.whole.items(), *adapter.twice.items()):
+        own = adapter.whole[ties.get(name, name)] if ties.get(name, name) in adapter.whole else adapter.whole[name]
+        if own.fragments != entry.fragments:
+            yield entry, own
+    for name, factors in loras.items():
+        kept = loras.get(ties.get(name, name), factors)
+        if kept is factors:
+            continue
+        pairs = (factors.a, kept.a), (factors.b, kept.b)
+        if factors.embedding != kept.embedding:
+            pairs = (factors.a, _turned(kept.b)), (factors.b, _turned(kept.a))
+        yield from pairs
+
+
+def _turned(entry: TensorEntry) -> TensorEntry:
+    """A matrix's transpose."""
+    rows, columns = entry.shape
+    fragments = views.transposed(entry.fragments, rows, columns, entry.dtype.itemsize)
+    return replace(entry, shape=(columns, rows), fragments=fragments, replicas=())
 
 
 def _trained_together(model: ModelTensors, adapter: AdapterWeights) -> dict[str, str]:
@@ -177,8 +220,8 @@ def _trained_together(model: ModelTensors, adapter: AdapterWeights) -> dict[str,
         same.setdefault(entry.fragments, []).append(name)
     groups = [names for names in same.values() if len(names) > 1]
     if adapter.config.get("ensure_weight_tying"):
-        changed = [*adapter.whole, *(f"{bare(module)}.weight" for module in adapter.factors)]
-        groups.append([name for name in changed if name.endswith((*HEADS, *EMBEDDINGS))])
+        loras = [name for name, factors in _loras(adapter).items() if factors.magnitude is None]  # each has its own
+        groups += [[name for name in names if name.endswith(_ENDS)] for names in (adapter.whole, loras)]
     found: dict[str, str] = {}
     for names in groups:
         kept = next((name for name in names if name in model.tensors), "")
@@ -189,8 +232,14 @@ def _trained_together(model: ModelTensors, adapter: AdapterWeights) -> dict[str,
     return found
 
 
-def _replace_tokens(model: ModelTensors, adapters: Sequence[AdapterWeights], updates: Mapping[str, object]) -> None:
-    """Puts in the rows of tokens that were trained alone."""
+def _replace_tokens(
+    model: ModelTensors, adapters: Sequence[AdapterWeights], updates: Mapping[str, object]
+) -> Iterator[tuple[TensorEntry, TensorEntry]]:
+    """Puts in the rows of tokens that were trained alone. Gives those of a tied layer that are another one's, with these.
+
+    In PEFT a tied layer takes the tokens too, unless it has tokens of its own.
+    Source: PEFT 0.21.2, utils/other.py `set_additional_trainable_modules`.
+    """
     found: dict[str, list[tuple[TensorEntry, tuple[tuple[int, int], ...]]]] = {}
     bases: dict[str, TensorEntry] = {}
     for adapter in adapters:
@@ -207,18 +256,30 @@ def _replace_tokens(model: ModelTensors, adapters: Sequence[AdapterWeights], upd
                 or taken & set(rows)
                 or not all(0 <= row < base.shape[0] for row in rows)
             ):
-                raise UnsupportedError(
-                    f"the trained tokens of {name!r} cannot be merged", file=adapter.file,
-                    found=f"{entry.name!r} with weight {adapter.weight:g}",
-                    expected="weight 1, tokens of the base model, each trained by one adapter, and no LoRA of the same matrix",
-                    remedy="Merge the adapters one after the other, or with PEFT.",
-                )  # fmt: skip
+                raise _no_tokens(name, adapter, entry)
             found.setdefault(name, []).append((entry, tuple((row, own) for own, row in enumerate(rows))))
+    stored = {name: model.stored(name) for name in found}
     for name, others in found.items():
-        base = bases[name]
+        base, kept = bases[name], stored[name]
+        group = [found[other] for other in found if stored[other] == kept]
+        are_alike = all([rows for _, rows in one] == [rows for _, rows in others] for one in group)
+        if len(group) > 1 and not are_alike and len(adapters) > 1:
+            raise _no_tokens(name, adapters[-1], others[0][0])
+        if name != kept and kept in found and are_alike:
+            yield from ((one, own) for (one, _), (own, _) in zip(others, found[kept], strict=True))
+            continue
         recipe = ReplacedRows(replace(base, replicas=()), tuple(others), math.prod(base.shape[1:]))
         entry = derived(name, base.shape, F32, recipe, base.role)
-        model.put(name, entry, tied=True)  # in PEFT a tied layer takes the tokens too
+        model.put(name, entry, tied=name == kept and are_alike)
+
+
+def _no_tokens(name: str, adapter: AdapterWeights, entry: TensorEntry) -> UnsupportedError:
+    return UnsupportedError(
+        f"the trained tokens of {name!r} cannot be merged", file=adapter.file,
+        found=f"{entry.name!r} with weight {adapter.weight:g}",
+        expected="weight 1, tokens of the base model, each trained by one adapter, and no LoRA of the same matrix",
+        remedy="Merge the adapters one after the other, or with PEFT.",
+    )  # fmt: skip
 
 
 def _check_magnitude(adapter: AdapterWeights, update: Update, entry: TensorEntry, columns: int) -> None:

@@ -51,8 +51,15 @@ class ModelTensors:
         """A tensor of the base model, also one that is stored under another name."""
         if name in self.tensors or name in self.aliases:
             return self.tensors[self.aliases.get(name, name)]
+        kept = self.stored(name)
+        return replace_name(self.tensors[kept], name) if kept in self.tensors else None
+
+    def stored(self, name: str) -> str:
+        """The name under which a tensor is stored: its own, or that of the one that it is."""
+        if name in self.tensors or name in self.aliases:
+            return self.aliases.get(name, name)
         kept = embedding_of(self.config, name, self.tensors)
-        return replace_name(self.tensors[kept], name) if kept is not None and is_tied(self.config) else None
+        return kept if kept is not None and is_tied(self.config) else name
 
     def put(self, name: str, entry: TensorEntry, *, tied: bool = False) -> None:
         """Another tensor of this name; what was tied to it keeps what it was, unless `tied` says that it is to follow.
