@@ -164,6 +164,29 @@ def test_files_beside_an_adapter(file: str, tmp_path: Path) -> None:
         zckpt.convert(adapter, tmp_path / "more", options=Options(lora=LoraMerge(base=tmp_path / "base")))
 
 
+def test_directories_below_an_adapter(tmp_path: Path) -> None:
+    """PEFT's further adapters are named; weights that were trained beside one are not left out."""
+    model, trained = run(tmp_path)
+    model.add_adapter("policy", peft.LoraConfig(**QV, init_lora_weights=False))
+    adapter = beside(tmp_path, model, trained, "vit.safetensors")
+    assert (adapter / "policy" / "adapter_model.safetensors").is_file()
+    for path, lora in (
+        (tmp_path / "base", LoraMerge(adapters=[adapter])),
+        (adapter, LoraMerge(base=tmp_path / "base")),
+    ):
+        report = zckpt.convert(path, tmp_path / "out", options=Options(lora=lora, overwrite=True))
+        assert any("'policy/'" in note and "--adapter" in note for note in report.notes), report.notes
+        (adapter / "more").mkdir(exist_ok=True)
+        shutil.copy(adapter / "vit.safetensors", adapter / "more")
+        with pytest.raises(UnsupportedError, match=r"more/vit\.safetensors"):
+            zckpt.convert(path, tmp_path / "other", options=Options(lora=lora))
+        shutil.rmtree(adapter / "more")
+    merged = zckpt.convert(
+        tmp_path / "base", tmp_path / "two", options=Options(lora=LoraMerge(adapters=[adapter / "policy"]))
+    )
+    assert "'policy'" in merged.notes[0]
+
+
 def test_what_a_run_of_another_checkpoint_trained(tmp_path: Path) -> None:
     model, trained = run(tmp_path)
     checkpoint = saved(tmp_path, "zero2", model, trained)

@@ -23,6 +23,9 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from zckpt.base.errors import CastError, IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.jobs.to_gguf import prepare
+from zckpt.naming import config_keys
+from zckpt.naming.config_defaults import filled_in
+from zckpt.naming.gguf_keys import KEYS, check_config
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SHARDS = FIXTURES / "transformers" / "llama_zero3"
@@ -127,8 +130,63 @@ def test_what_is_asked_wrongly(tmp_path: Path) -> None:
     assert not (tmp_path / "x.gguf").exists()
 
 
-def test_an_activation_function_that_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="hidden_act 'gelu'"):
+def config_of(family: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {**json.loads((FIXTURES / "gguf" / family / "model" / "config.json").read_text()), **more}
+
+
+def check(config: dict[str, Any]) -> None:
+    check_config(config, filled_in(config, ""), "")
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"hidden_act": "gelu"}),
+    ("llama", {"partial_rotary_factor": 0.5}),
+    ("llama", {"embedding_multiplier": 2.0}),
+    ("qwen2_moe", {"norm_topk_prob": True}),
+    ("qwen3_moe", {"norm_topk_prob": False}),
+    ("qwen3", {"attention_bias": True}),
+    *(("qwen2", {"rope_parameters": {**YARN, key: value}}) for key, value in (
+        ("attention_factor", 2.0), ("mscale", 1.2), ("mscale_all_dim", 0.7), ("truncate", False), ("extrapolation_factor", 0.5),
+        ("partial_rotary_factor", 0.5), ("rope_type", "longrope"), ("factor", None),
+    )),
+    ("gemma2", {"query_pre_attn_scalar": 7}),
+    ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    ("gemma2", {"hidden_activation": "gelu"}),
+    ("gemma3", {"use_bidirectional_attention": True}),
+    ("gemma3", {"_sliding_window_pattern": 4}),
+    ("gemma3", {"attn_logit_softcapping": 50.0}),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+                                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "more"), REFUSED)
+def test_what_llama_cpp_does_not_have_is_refused_by_name(family: str, more: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        check(config_of(family, more))
+    inner = more.get("rope_parameters", {})
+    assert any(key in str(caught.value.found) for key in (*more, *inner, *inner.get("full_attention", {})))
+
+
+@pytest.mark.parametrize("family", sorted(home.name for home in (FIXTURES / "gguf").iterdir()))
+def test_each_key_of_the_class_is_written_or_refused(family: str) -> None:
+    """And one that nobody knows; what the class has by itself is taken."""
+    config = config_of(family, {})
+    check(config)
+    kind = config["model_type"]
+    keys = KEYS[kind]
+    for key in {*config_keys.fields_of(kind), "nobody_knows"} - config_keys.FREE - config_keys.SHOWN - keys.said:
+        other = {**config, key: "another"}
+        with pytest.raises(UnsupportedError) as caught:
+            check_config(other, filled_in(config, ""), "")
+        assert key in str(caught.value.found)
+
+
+def test_a_key_that_llama_cpp_does_not_have_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match='hidden_act "gelu"'):
         zckpt.to_gguf(model(tmp_path / "gelu", hidden_act="gelu"), tmp_path / "x.gguf", progress=False)
     assert not (tmp_path / "x.gguf").exists()
 

@@ -43,6 +43,7 @@ def trained_with(adapter: AdapterWeights, other: Opened, base: Catalog) -> tuple
         found, unread = trained_in(catalog, base), list[str]()
     else:
         found, unread = _trained_files(other.place.home, adapter.tensors)
+        unread += _directories_of_weights(other.place.home)
     here = f"beside adapter {adapter.name!r}"
     notes = (
         [f"{count(len(found), 'tensor')} {here}, trained whole: written too, such as {examples(found, 1)}."]
@@ -50,7 +51,10 @@ def trained_with(adapter: AdapterWeights, other: Opened, base: Catalog) -> tuple
         else []
     )
     if unread:
-        notes.append(f"{examples(unread, len(unread))} {here}: not read, since it is not known what such files hold.")
+        more = " A directory with an adapter can be named with --adapter." if any("/" in one for one in unread) else ""
+        notes.append(
+            f"{examples(unread, len(unread))} {here}: not read, since it is not known what such files hold.{more}"
+        )
     return found, notes
 
 
@@ -113,6 +117,29 @@ def _trained_files(home: Location, adapter: Mapping[str, TensorEntry]) -> tuple[
         weights = {own: entry for own, entry in catalog.tensors.items() if own not in saved}
         found |= base_of(replace(catalog, tensors=weights, aliases={}, padding=())).tensors
     return found, others
+
+
+def _directories_of_weights(home: Location) -> list[str]:
+    """The directories below an adapter's that hold weights: PEFT writes each further adapter into one of its name.
+
+    Raises:
+        UnsupportedError: one holds weights that were trained beside an adapter, and no adapter to which they belong.
+    """
+    directories = sorted(name for name, kind in home.kinds().items() if kind == "directory")
+    found: dict[str, list[str]] = {}
+    for path in home.file_names(below=directories):
+        folder, _, name = path.rpartition("/")
+        if folder and (_WEIGHTS.fullmatch(name) or name == "adapter_config.json"):
+            found.setdefault(folder, []).append(name)
+    for folder, names in found.items():
+        alone = not any(name.startswith("adapter_") for name in names)
+        if alone and (trained := next(filter(_TRAINED.fullmatch, names), None)):
+            raise UnsupportedError(
+                "holds weights that were trained beside an adapter, and lies below the adapter's directory",
+                file=home / folder / trained, found=f"no adapter in {folder!r}", expected="both in one directory",
+                remedy="Move the file beside adapter_model.safetensors if it belongs to that adapter, else somewhere else.",
+            )  # fmt: skip
+    return [f"{folder}/" for folder in sorted(found)]
 
 
 def without_copies(adapter: AdapterWeights, base: Catalog, config: Mapping[str, object] | None) -> AdapterWeights:

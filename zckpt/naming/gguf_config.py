@@ -16,7 +16,7 @@ from typing import Any
 from zckpt.base.errors import CorruptError, UsageError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.engine.elements import ElementReader, elements
-from zckpt.naming.gguf_metadata import BLOCKS_OF_27B, SUMS_OF_EXPERTS
+from zckpt.naming.gguf_keys import BLOCKS_OF_27B, SUMS_OF_EXPERTS
 from zckpt.naming.gguf_tensors import FACTORS, llama3_factors
 
 _CLASSES = {

@@ -25,6 +25,7 @@ from zckpt.base.words import size as count_of_bytes
 from zckpt.containers.gguf_file import GgufValue, Kind
 from zckpt.layouts.save.companions import companions, is_own
 from zckpt.naming.config_defaults import filled_in
+from zckpt.naming.gguf_keys import check_config
 from zckpt.naming.gguf_vocabulary import add_vocabulary
 from zckpt.storage.location import Location
 
@@ -36,14 +37,6 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma3": "gemma3",
 }  # fmt: skip
 """A config's `model_type` -> llama.cpp's architecture."""
-
-BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
-"""`model_type` -> blocks of the model of that family whose queries are scaled by another number than the size of a head."""
-
-SUMS_OF_EXPERTS = {"qwen2_moe": False, "qwen3_moe": True}
-"""Whether the weights of a token's experts are made to add up to one in llama.cpp."""
-
-_OTHERWISE = "The model's {} is {}, which GGUF does not record: llama.cpp takes {}, and computes something else."
 
 _MOST_BYTES = 1 << 28
 """Of a tokenizer's file; the largest that models have are a tenth of it."""
@@ -133,7 +126,7 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
             writer.add_tensor_info(name, shape, _stand_in(kind), 0, raw_dtype=number)
         config = filled_in(model.config, str(model.home or ""))
         _check_words(config, model)
-        _check_activation(model.config, str(model.home or ""))
+        check_config(model.config, config, str(model.home or ""))
         title = _add_title(writer, directory, model, package)
         writer.add_type(package.GGUFType.MODEL)
         title.set_gguf_meta_model(writer)
@@ -162,31 +155,14 @@ def _check_words(config: Mapping[str, Any], model: GgufModel) -> None:
         )  # fmt: skip
 
 
-def _check_activation(config: Mapping[str, Any], path: str) -> None:
-    """Makes sure that the MLP's function is the one that llama.cpp's architecture has; raises UnsupportedError."""
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, Mapping) else config
-    is_gemma = str(config.get("model_type")).startswith("gemma")
-    key, usual = ("hidden_activation", ("gelu_pytorch_tanh",)) if is_gemma else ("hidden_act", ("silu", "swish"))
-    if config.get(key) not in (None, *usual):
-        raise UnsupportedError(
-            "the model's config says something that GGUF cannot", file=path, found=f"{key} {config[key]!r}",
-            expected=" or ".join(usual), remedy="Run it with transformers: llama.cpp has no such model.",
-        )  # fmt: skip
-
-
 def _not_recorded(config: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on what a config says, a file cannot, and llama.cpp takes to be otherwise."""
-    kind, heads = config["model_type"], config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    if (blocks := BLOCKS_OF_27B.get(kind)) is not None:
-        usual = config["hidden_size"] // heads if config["num_hidden_layers"] == blocks else size
-        if (scale := config.get("query_pre_attn_scalar")) not in (None, usual):
-            yield _OTHERWISE.format("query_pre_attn_scalar", scale, usual)
-    if (usual := SUMS_OF_EXPERTS.get(kind)) is not None and config.get("norm_topk_prob", usual) is not usual:
-        yield _OTHERWISE.format("norm_topk_prob", config["norm_topk_prob"], usual)
+    """Sentences on what a config says, and llama.cpp does otherwise for long texts."""
     window = config.get("sliding_window")
-    if kind.startswith(("mistral", "mixtral", "qwen")) and window and window < config["max_position_embeddings"]:
+    if (
+        config["model_type"].startswith(("mistral", "mixtral", "qwen"))
+        and window
+        and window < config["max_position_embeddings"]
+    ):
         yield (
             f"The model's attention has a window of {window:,} tokens, which llama.cpp does not have: longer texts give "
             "other results."
@@ -362,11 +338,6 @@ def _add_rotary(writer: gguf.GGUFWriter, config: Mapping[str, Any], package: Any
     both = rotary_of(config)
     rotary = both.get("full_attention", both)
     kind, factor = str(rotary.get("rope_type") or "default"), rotary.get("factor")
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise UnsupportedError(
-            "such rotary embeddings cannot be written", found=f"rope_type {kind!r}", expected="default, linear, yarn or llama3",
-            remedy="Convert the model to transformers' form with to-bf16, and that with llama.cpp's convert_hf_to_gguf.py.",
-        )  # fmt: skip
     if kind == "linear" and factor is not None:
         writer.add_rope_scaling_type(package.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(factor)

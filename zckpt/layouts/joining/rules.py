@@ -28,8 +28,11 @@ from zckpt.core.fragments import Block
 from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.joining.slices import Joint, SliceRows, concatenated, parts, replicated, totalled
 from zckpt.layouts.save.module_states import ModelStates, Shape
+from zckpt.layouts.save.state_names import WRAPPERS
 
 BUILT_IN = os.path.join(os.path.dirname(__file__), "rule_files")
+
+_CATEGORIES = ("tp_replicated_", "parameter_to_average_", "parameter_with_", "vocabulary_parameter_")
 
 
 class Rules(Protocol):
@@ -49,7 +52,7 @@ class FileRules:
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
         """As `Rules`."""
         for pattern, rule in self.rules:
-            if pattern.match(name):
+            if pattern.match(name) or pattern.match(WRAPPERS.sub("", name)):
                 return self._joint(name, shapes, rule)
         return None
 
@@ -136,7 +139,7 @@ class CheckpointRules:
             (
                 why
                 for pattern, why in self._mapping("autotp_unsupported_parameter_patterns").items()
-                if self.patterns.match(pattern, name)
+                if self.matches(pattern, name)
             ),
             None,
         )
@@ -179,9 +182,21 @@ class CheckpointRules:
         value = self.info.get(key)
         return value if isinstance(value, Mapping) else {}
 
+    def matches(self, pattern: object, name: str) -> bool:
+        """Whether a pattern fits a name, or the name without what wrappers put into it (torch.compile's `_orig_mod`)."""
+        return any(self.patterns.match(pattern, one) for one in {name, WRAPPERS.sub("", name)})
+
+    def all_patterns(self) -> list[object]:
+        """The regular expressions of all categories."""
+        lists = [value for key, value in self.info.items() if key.startswith(_CATEGORIES) and isinstance(value, list)]
+        found = [pattern for value in lists for pattern in value if isinstance(pattern, str)]
+        found += [one for entry in _entries(self.info.get("parameter_with_sub_params")) for one in entry["patterns"]]
+        maps = self._mapping("affine_map").get("params")
+        return [*found, *(maps if isinstance(maps, Mapping) else ())]
+
     def _names(self, key: str, name: str) -> bool:
         patterns = self.info.get(key)
-        return any(self.patterns.match(p, name) for p in patterns) if isinstance(patterns, list | tuple) else False
+        return any(self.matches(p, name) for p in patterns) if isinstance(patterns, list | tuple) else False
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Joint:
         if self._names("tp_replicated_parameter_patterns", name):
@@ -193,7 +208,7 @@ class CheckpointRules:
             return replace(joint, words={"cat_dim": 0, "param_n_sub_params": 2})
         for entry in _entries(self.info.get("parameter_with_sub_params")):
             for pattern in entry["patterns"]:
-                if self.patterns.match(pattern, name):
+                if self.matches(pattern, name):
                     return self._sub_params(pattern, entry, shapes)
         return concatenated(shapes, 1 if self._names("parameter_with_row_parallelism_patterns", name) else 0)
 
@@ -231,7 +246,7 @@ class CheckpointRules:
         maps = found["params"]
         if not isinstance(maps, Mapping):
             raise TypeError("an affine map without parameters")
-        entry = next((value for pattern, value in maps.items() if self.patterns.match(pattern, name)), None)
+        entry = next((value for pattern, value in maps.items() if self.matches(pattern, name)), None)
         return None if entry is None else _joint_of_map(entry, shapes)
 
 
@@ -332,6 +347,23 @@ def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
     if not isinstance(info, Mapping):
         raise CorruptError("its universal-checkpoint information is not a mapping", file=model.file, remedy=COPY_AGAIN)
     return CheckpointRules(model.file, info, Patterns(model.file))
+
+
+def check_patterns(rules: CheckpointRules | None, names: Sequence[str]) -> CheckpointRules | None:
+    """The rules of a checkpoint, of which at least one has to fit a name if there are any: else names are not the run's.
+
+    Raises:
+        InconsistentError: none fits.
+    """
+    patterns = [] if rules is None else rules.all_patterns()
+    if rules is not None and patterns and not any(rules.matches(one, name) for one in patterns for name in names):
+        raise InconsistentError(
+            "no pattern of the universal-checkpoint information fits a name of the state dict", file=rules.file,
+            found=f"patterns such as {examples(map(str, patterns))}, and names such as {examples(names)}",
+            expected="patterns for the names of the run's parameters",
+            remedy="The state dict may have other names than the parameters. Pass rules for its names with --tp-rules.",
+        )  # fmt: skip
+    return rules
 
 
 def check_loads(rules: FileRules, names: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Role, TensorEntry
 from zckpt.layouts.joining.rules import rules_of_checkpoint
@@ -25,11 +26,13 @@ from zckpt.layouts.run.agreement import merged
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, Shape
+from zckpt.layouts.save.module_states import ModelStates, Shape, renamed_experts
 from zckpt.layouts.zero import read as zero
 from zckpt.layouts.zero import unsharded
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.read import Save
+
+_EXPERTS = ".deepspeed_experts."
 
 
 class MixtureReader:
@@ -61,7 +64,8 @@ class MixtureReader:
         self.optimizers = None if save else Optimizers(listing, dict(zip(mp_ranks, slices or [model])))
         self.first_state = self.optimizers.states.get(0) if self.optimizers else None
         spread = spread_of(layers, self.first_state)
-        listed = (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
+        listed = [name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes]
+        _check_prefixes(model, listed, layers)
         self.layers = layers.spread((*listed, *model.buffer_names), lambda layer: spread.get(layer.experts, 1))
         self.model = _everywhere(model, self.layers)
         self.parts = list(parts_of(save, self.model, self.layers, data_first=self.data_first)) if save else []
@@ -209,6 +213,18 @@ class MixtureReader:
             elif rules is not None:
                 found[name] = rules.joint(name, [shape])
         return found
+
+
+def _check_prefixes(model: ModelStates, listed: Sequence[str], layers: Layers) -> None:
+    """Makes sure that the experts' files and the list of parameters call the layers of experts by the same names.
+
+    Raises:
+        InconsistentError: they do not.
+    """
+    files = {layer.prefix for layer in layers.all if not layer.stacked}
+    lists = {f"{name.partition(_EXPERTS)[0]}{_EXPERTS[:-1]}" for name in listed if _EXPERTS in name}
+    if lists and files and (other := files - lists):
+        raise renamed_experts(model.file, examples(sorted(other)), examples(sorted(lists)))
 
 
 def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Layers, mp_rank: int = 0) -> Save | None:

@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`; runtime/engi
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Set
+from collections.abc import Collection, Iterable, Set
 
 from zckpt.base.errors import IncompleteError
 from zckpt.base.words import examples
@@ -31,7 +31,7 @@ def check_numbered(listing: Listing, owned: Set[str], present: Set[int], tp_rank
         raise _lost(listing, f"no {files}")
 
 
-def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Container[str]], tp_rank: int) -> None:
+def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Collection[str]], tp_rank: int) -> None:
     """Checks that each parameter of a tied module is in a file of some stage.
 
     Args:
@@ -45,12 +45,19 @@ def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Container[s
     """
     held = list(held)
     if lost := [name for name in tied if not any(name in names for names in held)]:
-        raise _lost(listing, f"no file layer_NN-model_{tp_rank:02d}-model_states.pt with {examples(lost)}")
+        more = sorted({name for names in held for name in names if name.split(".")[0].isdigit()} - {*tied})
+        file = f"layer_NN-model_{tp_rank:02d}-model_states.pt"
+        raise _lost(
+            listing, f"no file {file} with {examples(lost)}, and files with {examples(more)}",
+            "If no file is missing, the layers' state dicts have other names than their parameters: zckpt does not read "
+            "such saves of several pipeline stages.",
+        )  # fmt: skip
 
 
-def _lost(listing: Listing, found: str) -> IncompleteError:
+def _lost(listing: Listing, found: str, more: str = "") -> IncompleteError:
     return IncompleteError(
         "files of layers are missing", file=listing.directory, found=found,
         expected="a file of every layer whose tensors a pipeline stage lists",
-        remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one).",
+        remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one). "
+        f"{more}".rstrip(),
     )  # fmt: skip

@@ -24,7 +24,14 @@ from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteEr
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
 from zckpt.core.evidence import Evidence, weakest
-from zckpt.layouts.joining.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
+from zckpt.layouts.joining.rules import (
+    Rules,
+    check_loads,
+    check_patterns,
+    rules_of_checkpoint,
+    rules_of_file,
+    unknown_rule,
+)
 from zckpt.layouts.joining.slices import Joint, cut_off, join, replicated
 from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied
 from zckpt.layouts.run.agreement import merged
@@ -209,7 +216,7 @@ class ParallelSave:
             rules = rules_of_file(self.listing.options.tp_rules)
             check_loads(rules, list(self.stages[0][0].catalog))
             return rules
-        return rules_of_checkpoint(model)
+        return check_patterns(rules_of_checkpoint(model), list(self.stages[0][0].catalog))
 
     # -- putting it together -----------------------------------------------------------------------------------------
 

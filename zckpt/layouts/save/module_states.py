@@ -13,14 +13,14 @@ from dataclasses import field
 
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
-from zckpt.base.words import count
+from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.core.claims import ByteSpan
 from zckpt.layouts.save.cut_tensors import cut_tensor
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.state_names import match_names
+from zckpt.layouts.save.state_names import WRAPPERS, match_names
 
 Shape = tuple[int, ...]
 
@@ -176,7 +176,15 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
     buffer_names = frozenset(str(n) for n in _sequence(root.get("buffer_names")))
     shared = _shared(root.get("shared_params"), file)
     listed = {name: shape for group in (*param_shapes, frozen_shapes) for name, shape in group.items()}
-    renamed = match_names(module, listed, buffer_names, shared) if listed else {}
+    if not listed:  # nothing but the buffers' names says what torch's wrappers have put into names
+        bare = {WRAPPERS.sub("", name) for name in buffer_names}
+        buffer_names |= {name for name in module if WRAPPERS.sub("", name) in bare}
+    here = {name: shape for name, shape in listed.items() if not _is_elsewhere(name, root)}
+    renamed = match_names(module, here, buffer_names, shared) if listed else {}
+    more = module.keys() - listed.keys() - renamed.keys() - buffer_names - {*shared, *shared.values()}
+    lacking = here.keys() - module.keys() - {*renamed.values()} - frozen_shapes.keys()
+    if more and lacking and _has_experts(root):
+        raise renamed_experts(file, examples(sorted(more)), examples(sorted(lacking)))
     if renamed:
         own, name = next(iter(renamed.items()))
         notes.append(
@@ -311,6 +319,27 @@ def as_tensor(value: object, what: str, file: str) -> TensorRef:
 
 def _sequence(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple | set | frozenset) else []
+
+
+def _has_experts(root: Mapping[str, object]) -> bool:
+    return bool(root.get("num_experts") or root.get("ds_autoep_layers"))
+
+
+def _is_elsewhere(name: str, root: Mapping[str, object]) -> bool:
+    """Whether a parameter of a model with experts is one of theirs, whose weights are in files of their own.
+
+    Such a name is missing from every state dict; a layer beside them must not be taken for it.
+    """
+    return _has_experts(root) and not {"experts", "deepspeed_experts"}.isdisjoint(name.split("."))
+
+
+def renamed_experts(file: str, found: str, expected: str) -> InconsistentError:
+    """The error for a save of a model with experts whose state dict has other names than the lists of parameters."""
+    return InconsistentError(
+        "the state dict of a model with experts has other names than its parameters", file=file,
+        found=f"{found} in the state dict", expected=f"{expected}, as in the list of parameters",
+        remedy="zckpt does not read such saves. Save the model without the hook or wrapper that renames its state dict.",
+    )  # fmt: skip
 
 
 def _shapes(value: object, file: str) -> dict[str, Shape]:
