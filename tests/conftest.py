@@ -15,10 +15,17 @@ settings.load_profile("any machine")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from costs import Costs  # noqa: E402
+from shares import share  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if getattr(config.option, "dist", "no") == "loadgroup" or hasattr(config, "workerinput"):
+        share(items)
 
 
 @pytest.fixture

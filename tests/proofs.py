@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -29,15 +29,24 @@ def cases(values: Iterable[Any]) -> list[Any]:
 
 
 def covering(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Few of all combinations, such that every pair of values of two axes is in one: the best one first, again and again."""
+    """Few of all combinations, such that every pair of values of two axes is in one."""
+    return covering_of(list(itertools.product(*axes)))
+
+
+def covering_of(rows: Sequence[tuple[Any, ...]], chosen: Sequence[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
+    """Few of these, such that every pair of values that is in one is in one of them: the best one first, again and again.
+
+    Args:
+        rows: what may be chosen.
+        chosen: what is chosen already; it is not returned.
+    """
 
     def pairs(row: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
+        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
 
-    rows = list(itertools.product(*axes))
-    missing = set().union(*(pairs(row) for row in rows))
-    chosen = []
+    missing = set().union(*map(pairs, rows)).difference(*map(pairs, chosen))
+    found = []
     while missing:
-        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
+        found.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(found[-1])
+    return found

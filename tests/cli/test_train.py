@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import proofs
 import pytest
 from hangs import HANG_S
 from schemas import check
@@ -224,6 +225,7 @@ def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch
     assert not (home / "run").exists()
 
 
+@proofs.only
 def test_the_demo_proves_itself(tmp_path: Path) -> None:
     done = begin(tmp_path, [sys.executable, "-m", "zckpt", "demo"])
     out, err = end(done)

@@ -37,9 +37,10 @@ def told(home: Path) -> list[dict[str, Any]]:
     return [json.loads((home / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-pytestmark = [pytest.mark.xdist_group("swap"), proofs.MORE]
+pytestmark = pytest.mark.xdist_group("swap")
 
 
+@proofs.MORE
 @pytest.mark.parametrize("what", ["parity", "resumes"])
 def test_losses_are_those_of_the_run_in_memory(told: list[dict[str, Any]], what: str) -> None:
     for found in told:
@@ -74,6 +75,7 @@ def test_a_disk_that_fails_in_a_load_is_named(told: list[dict[str, Any]]) -> Non
         assert "load a checkpoint again" in said
 
 
+@proofs.MORE
 def test_saves_are_whole_and_the_same_as_those_from_memory(home: Path, told: list[dict[str, Any]]) -> None:
     assert told
     for stage in (2, 3):
@@ -175,6 +177,7 @@ def test_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(
     assert not os.path.exists(first.path) and os.path.exists(second.path)
 
 
+@proofs.MORE
 def test_a_run_goes_on_after_its_ranks_were_killed(tmp_path: Path) -> None:
     """In the update of a step and in a save; `swap_kills` compares losses, verifies the checkpoint and looks for swap files."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
