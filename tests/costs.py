@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget import BUDGET
+from proofs import IS_WHOLE
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SLOW_S = 0.25
@@ -75,6 +77,7 @@ class Costs:
         if len(of_files) > 1:
             terminalreporter.section(f"seconds of processors by file: {sum(of_files.values()):.0f} in all")
             for file, cost in of_files.most_common(20):
-                terminalreporter.line(f"{cost:8.1f} {file}")
+                much = 2 * BUDGET.get(file, 10) < cost and not IS_WHOLE
+                terminalreporter.line(f"{cost:8.1f} {file}{': over twice its budget' * much}")
         if path := os.environ.get("ZCKPT_COSTS"):
             Path(path).write_text(json.dumps(dict(self._of_tests.most_common()), indent=0))
