@@ -389,7 +389,8 @@ def test_what_is_built_has_a_row() -> None:
 
 
 def test_no_own_module_has_deepspeeds_name() -> None:
-    own = {path.stem for path in (ROOT / "zckpt" / "runtime").iterdir() if not path.name.startswith("__")}
+    home = ROOT / "zckpt" / "runtime"
+    own = {path.stem for path in home.glob("[a-z]*.py")} | {path.parent.name for path in home.glob("*/__init__.py")}
     assert own & {path.partition(".")[0] for path in surface.read_lines()} == set()
     assert own & surface.all_names_of("") == set()
 
@@ -403,6 +404,7 @@ def script() -> Any:
     return module
 
 
+@pytest.mark.proof
 def test_the_data_is_of_the_installed_deepspeed(theirs: Any, script: Any) -> None:
     root = Path(importlib.import_module("deepspeed").__file__ or "").parent
     assert script.read_surface(root) == script.OUTPUT.read_text()
@@ -423,5 +425,4 @@ def test_the_data_is_true(theirs: Any) -> None:
 
 def test_the_engine_has_of_deepspeeds_names_what_it_had(engine: Engine) -> None:
     names = [name.removesuffix("()") for name in surface.read_engine_names()]
-    built = [name for name in names if hasattr(engine, name)]
-    assert len(names) > 245 and len(built) >= 0
+    assert len([name for name in names if hasattr(engine, name)]) >= 138  # of 251; this figure may only rise
