@@ -36,14 +36,15 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint,
     )
     from zckpt.hub import PushReport, push_to_hub
-    from zckpt.jobs.apply_delta import ApplyOptions, apply_delta
+    from zckpt.jobs.apply_delta import apply_delta
     from zckpt.jobs.average import average
     from zckpt.jobs.convert import convert
-    from zckpt.jobs.delta import DeltaOptions, DeltaReport, delta
+    from zckpt.jobs.delta import DeltaReport, delta
     from zckpt.jobs.diff import Diff, diff
+    from zckpt.jobs.groups import Form, LoraMerge
     from zckpt.jobs.inspection import Inspection, inspect_checkpoint
     from zckpt.jobs.open import Checkpoint, open_checkpoint
-    from zckpt.jobs.options import LoraMerge, Options
+    from zckpt.jobs.options import ApplyOptions, DeltaOptions, Options
     from zckpt.jobs.planned import Report
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.to_dcp import to_dcp
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from zckpt.jobs.to_states import to_states
     from zckpt.jobs.to_universal import to_universal
     from zckpt.layouts.save.listing import ReadOptions
-    from zckpt.naming.transform import Form
 
 __all__ = [
     "AccessError",
@@ -110,14 +110,14 @@ __all__ = [
 
 _HOMES = {
     "AdapterReport": "jobs.to_peft",
-    "ApplyOptions": "jobs.apply_delta",
+    "ApplyOptions": "jobs.options",
     "Checkpoint": "jobs.open",
-    "DeltaOptions": "jobs.delta",
+    "DeltaOptions": "jobs.options",
     "DeltaReport": "jobs.delta",
     "Diff": "jobs.diff",
-    "Form": "naming.transform",
+    "Form": "jobs.groups",
     "Inspection": "jobs.inspection",
-    "LoraMerge": "jobs.options",
+    "LoraMerge": "jobs.groups",
     "Options": "jobs.options",
     "PushReport": "hub",
     "ReadOptions": "layouts.save.listing",

@@ -31,9 +31,11 @@ from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.engine import replicas
+from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import convert
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions, Options, output_dtype, to_dtype
+from zckpt.jobs.options import Options
 
 if TYPE_CHECKING:
     Path = str | os.PathLike[str]
@@ -251,7 +253,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
     Example:
         model = load_state_dict_from_zero_checkpoint(model, "out/checkpoint-500")
     """
-    live.load_into(model, open_catalog(os.fspath(checkpoint_dir), OpenOptions(tag=tag)).catalog)
+    live.load_into(model, open_catalog(os.fspath(checkpoint_dir), Reading(tag=tag)).catalog)
     return model
 
 
@@ -348,7 +350,7 @@ def _dtype(dtype: str | torch.dtype) -> DType:
 
 
 def _open(checkpoint_dir: Path, tag: str | None) -> Catalog:
-    catalog, _ = strip_wrappers(open_catalog(os.fspath(checkpoint_dir), OpenOptions(tag=tag)).catalog)
+    catalog, _ = strip_wrappers(open_catalog(os.fspath(checkpoint_dir), Reading(tag=tag)).catalog)
     replicas.check(catalog)
     return catalog
 

@@ -35,8 +35,8 @@ from zckpt.base.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.jobs.groups import Form
 from zckpt.jobs.inspection import inspect_checkpoint
-from zckpt.naming.transform import Form
 from zckpt.output.checks import check_space
 from zckpt.output.work_directory import is_unfinished
 from zckpt.storage.location import locate

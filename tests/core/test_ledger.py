@@ -14,6 +14,7 @@ from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.ledger import Fate, check_closed, names_unread
 from zckpt.core.recipes import Mean, derived
+from zckpt.jobs.steps import WorkingModel
 
 STORE = FileStore("weights", 4000)
 
@@ -95,14 +96,14 @@ def test_a_step_that_drops_a_tensor_is_caught_before_anything_is_written(
     from zckpt.jobs import convert
 
     checkpoint = Path(__file__).parents[2] / "fixtures" / "zero2" / "bf16_w2" / "checkpoint"
-    right = convert.select
+    right = convert.steps_of
 
-    def select(catalog: Catalog, options: zckpt.Options) -> Catalog:
-        kept = right(catalog, options)
-        lost = list(kept.tensors)[2]
-        return kept.select(lambda entry: entry.name != lost)
+    class Lossy:
+        def apply(self, model: WorkingModel) -> WorkingModel:
+            lost = list(model.catalog.tensors)[2]
+            return replace(model, catalog=model.catalog.select(lambda entry: entry.name != lost))
 
-    monkeypatch.setattr(convert, "select", select)
+    monkeypatch.setattr(convert, "steps_of", lambda asked, **how: (*right(asked, **how), Lossy()))
     with pytest.raises(zckpt.InconsistentError, match="would be lost"):
         zckpt.convert(checkpoint, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()

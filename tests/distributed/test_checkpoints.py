@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from zckpt.checks.verify import verify
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import Checkpoint, open_catalog, open_checkpoint
-from zckpt.jobs.options import OpenOptions
 
 Outcome = Callable[..., list[Any]]
 HERE = Path(__file__).parent
@@ -182,7 +182,7 @@ def test_nodes_without_a_shared_disk(outcome: Outcome) -> None:
         assert all(given[name] is True for name in ("2 into 2", "2 into 1", "3 into 3", "3 into 1", "a new node"))
         assert given["3"] == [f"stage3/zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
     for stage in (2, 3):
-        opened = open_catalog(str(home / "node 0"), OpenOptions(tag=f"stage{stage}", also=[str(home / "node 1")]))
+        opened = open_catalog(str(home / "node 0"), Reading(tag=f"stage{stage}", also=[str(home / "node 1")]))
         truth = torch.load(home / f"truth of nodes {stage}.pt")
         checkpoint = Checkpoint(opened)
         assert all(same_bits(checkpoint[name], wanted[""]) for name, wanted in truth.items())

@@ -26,6 +26,7 @@ from zckpt.base.sizes import to_bytes
 from zckpt.hub import PageTarget, PushReport, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
 from zckpt.hub.operations import Watched
+from zckpt.jobs.declarations import PUSH
 from zckpt.jobs.options import LoraMerge, Options
 
 Pusher = Callable[..., PushReport]
@@ -120,7 +121,7 @@ def test_a_page_holds_a_merged_model(server: HubServer, push: Pusher, tmp_path: 
     assert {name: data for name, data in page.items() if name not in ("README.md", ".gitattributes")} == local_files(
         tmp_path / "want"
     )
-    kept = plan_push(str(home / "adapter"), None, Options(lora=LoraMerge(base=home / "base")))
+    kept = plan_push(str(home / "adapter"), None, PUSH.ask(lora=LoraMerge(base=home / "base")))
     assert {entry.dtype.name for _, entry in kept.plan.pairs} == {"BF16"}, "the base's, where none is given"
 
 
@@ -332,7 +333,7 @@ def test_a_converted_directory_goes_up_as_it_is(
     assert local_files(tmp_path / "done") == before
     assert report.bytes_sent == sum(len(page[name]) for name in SHARD_NAMES)
     prepared = prepare(
-        cargo_of(plan_push(str(tmp_path / "done"), None, Options())),
+        cargo_of(plan_push(str(tmp_path / "done"), None, PUSH.ask())),
         PageTarget("alice/x", token=TOKEN, endpoint=server.url),
     )
     assert prepared.room == 0

@@ -88,14 +88,14 @@ def main() -> None:
             slim = place / f"{stage}-{'-'.join(job['drop'])}{'-universal' if universal else ''}"
             if dist.get_rank() == 0 and not slim.exists():
                 import zckpt
-                from zckpt.jobs.options import SlimOptions
+                from zckpt.jobs.declarations import SLIM
                 from zckpt.jobs.slim import execute, prepare
 
                 source = place / str(stage)
                 if universal:
                     source = place / f"{stage} universal"
                     zckpt.to_universal(place / str(stage), source, progress=False)
-                execute(prepare(source, slim, SlimOptions(drop=job["drop"])))
+                execute(prepare(source, slim, SLIM.ask(drop=job["drop"])))
             dist.barrier()
             engine = engine_of(stage, 1, **universal)
             path, _ = engine.load_checkpoint(str(slim), **job["load"])

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError
+from zckpt.jobs.groups import Form
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.schemes import families
-from zckpt.naming.transform import Form
 
 transformers = pytest.importorskip("transformers")
 

@@ -94,12 +94,12 @@ def test_cast(dtype: str, tmp_path: Path) -> None:
 
 
 def test_on_top_and_in_several_files(tmp_path: Path) -> None:
-    from zckpt.jobs.options import DcpOptions
+    from zckpt.jobs.declarations import TO_DCP
     from zckpt.jobs.planned import execute
     from zckpt.jobs.to_dcp import prepare
 
     path = HOME / "zero2" / "groups_w3" / "checkpoint"
-    prepared = prepare(str(path), str(tmp_path / "out"), DcpOptions(dtype=None, under="", max_file_bytes=3000))
+    prepared = prepare(str(path), str(tmp_path / "out"), TO_DCP.ask(dtype=None, under="", max_file_bytes=3000))
     execute(prepared)
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names[0] == ".metadata" and names[1:4] == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.base.errors import UnsupportedError
+from zckpt.jobs.groups import Form
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
@@ -22,7 +23,6 @@ from zckpt.naming.facts import facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.recognise import by_parts
 from zckpt.naming.schemes import scheme, scheme_of
-from zckpt.naming.transform import Form
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -18,6 +18,7 @@ from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.jobs.groups import Form
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
@@ -25,7 +26,6 @@ from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.recognise import by_parts
 from zckpt.naming.schemes import families, scheme, schemes
-from zckpt.naming.transform import Form
 from zckpt.naming.vocabulary import words_of
 from zckpt.storage.location import locate
 

@@ -104,11 +104,11 @@ def test_sharded_directory(fixture: Path, container: str, tmp_path: Path) -> Non
 def test_the_reference_engine_writes_the_same_bytes(fixture: Path, tmp_path: Path) -> None:
     from zckpt.engine.move import run
     from zckpt.jobs.convert import prepare
-    from zckpt.jobs.options import Options
+    from zckpt.jobs.declarations import CONVERT
 
     for engine in ("native", "reference"):
         (tmp_path / engine).mkdir()
-        prepared = prepare(str(fixture / "checkpoint"), str(tmp_path / "out.bin"), Options())
+        prepared = prepare(str(fixture / "checkpoint"), str(tmp_path / "out.bin"), CONVERT.ask())
         run(prepared.plan, str(tmp_path / engine), engine=engine)
     assert (tmp_path / "native" / "out.bin").read_bytes() == (tmp_path / "reference" / "out.bin").read_bytes()
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
-from zckpt.jobs.options import PeftOptions
+from zckpt.jobs.declarations import TO_PEFT
 from zckpt.jobs.to_peft import prepare
 from zckpt.naming.adapter_names import found_in
 
@@ -127,7 +127,7 @@ def test_peft_loads_it_and_gives_the_live_logits(home: Path, adapter: str, tmp_p
 def test_the_base_is_not_read(name: str, tmp_path: Path) -> None:
     """Its bytes become noise, and nothing changes; the plan reads what it writes."""
     home = Path(shutil.copytree(HOME[name], tmp_path / name))
-    prepared = prepare(str(home / "checkpoint"), str(tmp_path / "out"), PeftOptions(adapter="default"))
+    prepared = prepare(str(home / "checkpoint"), str(tmp_path / "out"), TO_PEFT.ask(adapter="default"))
     assert prepared.plan.bytes_read == prepared.catalog.numel * 4
     every = prepared.opened.catalog.tensors
     base = [entry for tensor, entry in every.items() if found_in(tensor) is None]

@@ -82,11 +82,11 @@ os._exit(0)
 @pytest.mark.parametrize("name", ["moe_ep2", "model_space_tp2_dp2_0_12"])
 def test_megatron_core_loads_what_remains(name: str, tmp_path: Path) -> None:
     """By its own loader: every item but moments and what an optimizer has beside them."""
-    from zckpt.jobs.options import SlimOptions
+    from zckpt.jobs.declarations import SLIM
     from zckpt.jobs.slim import execute, prepare
 
     source = Path(__file__).parents[2] / "fixtures" / "mcore" / name / "checkpoint"
-    execute(prepare(source, tmp_path / "out", SlimOptions(drop=("optimizer",))))
+    execute(prepare(source, tmp_path / "out", SLIM.ask(drop=("optimizer",))))
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
     homes = [str(home / "iter_0000002") for home in (source, tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", MEGATRON, *homes], capture_output=True, text=True, check=False)

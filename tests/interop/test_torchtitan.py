@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.jobs.groups import Form
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.naming.transform import Form
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "torchtitan"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))

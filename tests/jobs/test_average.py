@@ -19,7 +19,7 @@ from zckpt import InconsistentError, Options, OutputError, UnsupportedError, Usa
 from zckpt.cli import app
 from zckpt.engine.move import run
 from zckpt.jobs.average import prepare
-from zckpt.jobs.options import AverageOptions
+from zckpt.jobs.declarations import AVERAGE
 from zckpt.team.partition import part_of
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
@@ -136,7 +136,7 @@ def test_any_layouts_tags_and_processes(tmp_path: Path) -> None:
     zckpt.average([run_of], tmp_path / "two", last=2)
     facts = json.loads((tmp_path / "two" / "zckpt.json").read_text())["options"]["average"]
     assert [one["tag"] for one in facts["of"]] == ["global_step2", "global_step4"]
-    planned = prepare([LLAMA, tmp_path / "dcp"], tmp_path / "parts", AverageOptions(max_shard_size=1000))
+    planned = prepare([LLAMA, tmp_path / "dcp"], tmp_path / "parts", AVERAGE.ask(max_shard_size=1000))
     (tmp_path / "parts").mkdir()
     run(planned.plan, str(tmp_path / "parts"))
     assert sum(part_of(planned.plan, n, 3).bytes_read for n in range(3)) == pytest.approx(

@@ -16,7 +16,8 @@ from zckpt.base.errors import UnsafeError
 from zckpt.hub import load
 from zckpt.hub.cargo import cargo_of
 from zckpt.jobs import slim
-from zckpt.jobs.options import LoraMerge, SlimOptions
+from zckpt.jobs.declarations import PUSH, SLIM
+from zckpt.jobs.options import LoraMerge
 from zckpt.layouts.save.companions import companions
 from zckpt.storage.location import locate
 
@@ -25,7 +26,7 @@ SECRET = b"SECRET of this machine"
 
 
 def slimmed(ckpt: Path, out: Path, drop: str = "optimizer") -> tuple[str, ...]:
-    planned = slim.prepare(ckpt, out, SlimOptions(drop=(drop,)))
+    planned = slim.prepare(ckpt, out, SLIM.ask(drop=(drop,)))
     slim.execute(planned)
     return planned.notes
 
@@ -175,8 +176,8 @@ def test_weights_behind_a_link_are_made_again_for_a_push(tmp_path: Path) -> None
     """A push sends converted weights as they are, header and all; of those that lie elsewhere, it sends the tensors."""
     weights, elsewhere = tmp_path / "weights", tmp_path / "elsewhere"
     zckpt.convert(FIXTURES / "zero2" / "bf16_w2" / "checkpoint", weights)
-    assert [shard.scratch_bytes for shard in cargo_of(load(str(weights), None, Options())).shards] == [0]
+    assert [shard.scratch_bytes for shard in cargo_of(load(str(weights), None, PUSH.ask())).shards] == [0]
     shutil.move(weights / "model.safetensors", elsewhere)
     (weights / "model.safetensors").symlink_to(elsewhere)
-    (shard,) = cargo_of(load(str(weights), None, Options())).shards
+    (shard,) = cargo_of(load(str(weights), None, PUSH.ask())).shards
     assert shard.scratch_bytes == shard.nbytes

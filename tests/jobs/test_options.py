@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zckpt
 from zckpt.core.dtypes import BF16
-from zckpt.jobs import average, convert, to_dcp, to_fp8, to_gguf, to_mcore, to_states
-from zckpt.jobs.opening import OpenOptions
-from zckpt.jobs.options import Options, extended, refuse_unused
+from zckpt.jobs.declarations import (
+    APPLY,
+    AVERAGE,
+    CONVERT,
+    DELTA,
+    PUSH,
+    TO_DCP,
+    TO_FP8,
+    TO_GGUF,
+    TO_MCORE,
+    TO_STATES,
+    Asked,
+    Job,
+)
+from zckpt.jobs.groups import Form, Reading
+from zckpt.jobs.options import Options
 from zckpt.jobs.planned import Planned
-from zckpt.naming.transform import Form
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MODEL = FIXTURES / "transformers" / "llama_zero2" / "checkpoint"
 
-JOBS: dict[str, Callable[..., Planned]] = {
-    "convert": lambda source, out, options: convert.prepare(source, out, options),
-    "to_dcp": lambda source, out, options: to_dcp.prepare(source, out, extended(options, to_dcp.DcpOptions)),
-    "to_mcore": lambda source, out, options: to_mcore.prepare(source, out, extended(options, to_mcore.MegatronOptions)),
-    "to_fp8": lambda source, out, options: to_fp8.prepare(source, out, extended(options, to_fp8.Fp8Options)),
-    "to_gguf": lambda source, out, options: to_gguf.prepare(
-        source, out, extended(options, to_gguf.GgufOptions, tokenizer="none")
-    ),
-    "to_states": lambda source, out, options: to_states.prepare(source, out, options),
-    "average": lambda source, out, options: average.prepare(
-        [source, source], out, extended(options, average.AverageOptions)
-    ),
-}
+JOBS: dict[str, Job[Any]] = {
+    "convert": CONVERT, "to_dcp": TO_DCP, "to_mcore": TO_MCORE, "to_fp8": TO_FP8, "to_gguf": TO_GGUF, "to_states": TO_STATES,
+    "average": AVERAGE, "push_to_hub": PUSH, "delta": DELTA, "apply_delta": APPLY,
+}  # fmt: skip
+PLANNED = ("convert", "to_dcp", "to_mcore", "to_fp8", "to_gguf", "to_states", "average")
 VALUES: dict[str, object] = {
     "dtype": BF16, "format": "bin", "max_shard_size": "1KB", "include": ["*0*"], "exclude": ["*0*"],
     "exclude_frozen": True, "strip_prefix": "model.", "rename": [("model", "other")], "overflow": "clamp",
     "merge": True, "form": Form(to="hf"), "lora": zckpt.LoraMerge(), "overwrite": True, "threads": 1, "buffer": 1 << 20,
     "keep_cache": True, "limit_rate": 10**9, "base": str(MODEL),
 }  # fmt: skip
-BY_BEHAVIOUR = {"beside", "sign", *(field.name for field in fields(OpenOptions))}
+BY_BEHAVIOUR = {"beside", "sign", *(field.name for field in fields(Reading))}
 """Which save is read, where the output may lie, and a key: tried below, or in tests of their own."""
 
 
@@ -58,17 +65,30 @@ def test_every_field_is_tried() -> None:
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("name", VALUES)
+def test_an_option_has_a_meaning_for_a_job_or_is_refused(job: str, name: str) -> None:
+    """And whether it has one does not depend on its value."""
+    given = Options(**{name: VALUES[name]})
+    if name in JOBS[job].takes:
+        assert VALUES[name] in [getattr(group, name, None) for group in groups_of(given.split(JOBS[job]))]
+    else:
+        with pytest.raises(zckpt.UsageError, match=f"{name} has no meaning for {job}"):
+            given.split(JOBS[job])
+
+
+def groups_of(asked: Asked[Any]) -> list[object]:
+    return [getattr(asked, field.name) for field in fields(asked)]
+
+
+@pytest.mark.parametrize("job", PLANNED)
+@pytest.mark.parametrize("name", VALUES)
 def test_an_option_has_its_effect_or_is_refused(job: str, name: str, tmp_path: Path) -> None:
-    prepare, given = JOBS[job], Options(**{name: VALUES[name]})
+    more = {"tokenizer": "none"} if job == "to_gguf" else {}
+    source = [str(MODEL), str(MODEL)] if job == "average" else str(MODEL)
     out = str(tmp_path / ("out.gguf" if job == "to_gguf" else "out"))
-    try:
-        if job != "convert":
-            refuse_unused(job, given)
-    except zckpt.UsageError as error:
-        assert name in str(error) and job in str(error)
+    if name not in JOBS[job].takes:
         return
     try:
-        found = shown(prepare(str(MODEL), out, given))
+        found = shown(JOBS[job].prepare(source, out, Options(**{name: VALUES[name]}).split(JOBS[job], **more)))
     except zckpt.ZckptError as error:  # it was looked at: an adapter to merge, say, is not there
         assert name in ("lora", "base", "rename", "strip_prefix", "form", "include", "exclude"), error
         return
@@ -76,7 +96,22 @@ def test_an_option_has_its_effect_or_is_refused(job: str, name: str, tmp_path: P
         return  # the model has these names already
     if name in ("exclude_frozen", "base"):
         return  # nothing is frozen here, and nothing is left out
-    assert found != shown(prepare(str(MODEL), out, Options()))
+    assert found != shown(JOBS[job].prepare(source, out, Options().split(JOBS[job], **more)))
+
+
+def test_what_a_public_function_says_itself_counts_more_than_options() -> None:
+    asked = Options(dtype=BF16, tag="a").split(TO_DCP, dtype=None, under="", tag="b")
+    assert (asked.casting.dtype, asked.own.under, asked.reading.tag) == (None, "", "b")
+    with pytest.raises(TypeError, match="to_dcp takes no lora"):
+        TO_DCP.ask(lora=None)
+
+
+def test_groups_are_imported_without_layouts_and_names() -> None:
+    """Every command imports them to parse its options."""
+    code = "import sys, zckpt.jobs.declarations; print(*[name for name in sys.modules if name.startswith('zckpt.')])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.split(".")[1] for name in shown} == {"base", "core", "jobs"}
+    assert len(shown) <= 16
 
 
 @pytest.mark.parametrize("call", [zckpt.to_dcp, zckpt.to_mcore, zckpt.to_fp8, zckpt.to_gguf, zckpt.to_states])

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import zckpt
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.options import OpenOptions
 from zckpt.jobs.to_dcp import NO_SCHEDULE
 from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
 from zckpt.layouts.save.run_files import run_files
@@ -82,12 +82,12 @@ def test_a_tag_of_a_trainers_directory(tag: str, tmp_path: Path) -> None:
     run = trainers_run(tmp_path / "run", set())
     assert open_catalog(str(run)).place.listing.tag == "global_step4"
     for path in (run, *([run / "checkpoint-2"] if "/" not in tag else [])):
-        place = open_catalog(str(path), OpenOptions(tag=tag)).place
+        place = open_catalog(str(path), Reading(tag=tag)).place
         assert place.listing.directory.path.endswith("checkpoint-2/global_step2")
     with pytest.raises(zckpt.IncompleteError, match="checkpoint-2, checkpoint-4"):
-        open_catalog(str(run), OpenOptions(tag="checkpoint-3"))
+        open_catalog(str(run), Reading(tag="checkpoint-3"))
     with pytest.raises(zckpt.UnsafeError):
-        open_catalog(str(run), OpenOptions(tag="../run/checkpoint-2"))
+        open_catalog(str(run), Reading(tag="../run/checkpoint-2"))
 
 
 def test_a_save_without_a_tag_keeps_its_step(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from zckpt.base.errors import UsageError
 from zckpt.integrations.weights import WeightsOptions
-from zckpt.jobs.options import DcpOptions, MegatronOptions, Options
+from zckpt.jobs.declarations import TO_DCP, TO_MCORE
+from zckpt.jobs.options import Options
 from zckpt.jobs.selection import common_prefix
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -49,7 +50,7 @@ def test_the_prefix_that_is_found_is_said_and_recorded(tmp_path: Path) -> None:
     assert "embed.weight" in found and not any(name.startswith("base_model") for name in found)
     assert any("'base_model.model.' was stripped" in note for note in report.notes)
     assert zckpt.verify(checkpoint, tmp_path / "out").ok
-    zckpt.to_dcp(checkpoint, tmp_path / "dcp", options=DcpOptions(strip_prefix="auto"))
+    zckpt.to_dcp(checkpoint, tmp_path / "dcp", options=zckpt.Options(strip_prefix="auto"))
     assert zckpt.verify(checkpoint, tmp_path / "dcp").ok
     named = tmp_path / "named.safetensors"
     zckpt.convert(checkpoint, named, options=Options(strip_prefix="base_model.model."))
@@ -76,8 +77,8 @@ def test_sizes_that_no_file_has() -> None:
     for make in (
         lambda: Options(max_shard_size=0),
         lambda: Options(max_shard_size="0GB"),
-        lambda: DcpOptions(max_file_bytes=0),
-        lambda: MegatronOptions(max_file_bytes=0),
+        lambda: TO_DCP.ask(max_file_bytes=0),
+        lambda: TO_MCORE.ask(max_file_bytes=0),
         lambda: WeightsOptions(max_shard_size=0),
     ):
         with pytest.raises(UsageError, match="is too small"):

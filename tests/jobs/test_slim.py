@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.jobs.declarations import SLIM
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import SlimOptions
 from zckpt.jobs.slim import PlannedSlim, execute, prepare
 from zckpt.upkeep.usage import usage_of
 
@@ -32,7 +32,7 @@ CASES = [
 
 
 def slim(checkpoint: Path, out: Path, *drop: str) -> PlannedSlim:
-    planned = prepare(checkpoint, out, SlimOptions(drop=drop))
+    planned = prepare(checkpoint, out, SLIM.ask(drop=drop))
     execute(planned)
     return planned
 
@@ -114,9 +114,9 @@ def test_what_cannot_be_left_out(tmp_path: Path) -> None:
         ("megatron_legacy/hf_llama_tp2", ("optimizer",), UnsupportedError),
     ):
         with pytest.raises(kind):
-            prepare(FIXTURES / name / "checkpoint", out, SlimOptions(drop=drop))
+            prepare(FIXTURES / name / "checkpoint", out, SLIM.ask(drop=drop))
     with pytest.raises(UsageError):
-        SlimOptions(drop=("everything",))
+        SLIM.ask(drop=("everything",))
     assert not out.exists()
 
 
@@ -192,13 +192,13 @@ def test_a_universal_save_without_moments(name: str, tmp_path: Path) -> None:
     assert planned.dropped["optimizer"] == sum((tmp_path / "in" / file).stat().st_size for file in old - new)
     for what in ("module-weights", "frozen"):
         with pytest.raises(UnsupportedError, match="by the model files in it"):
-            prepare(tmp_path / "in", tmp_path / "no", SlimOptions(drop=(what,)))
+            prepare(tmp_path / "in", tmp_path / "no", SLIM.ask(drop=(what,)))
 
 
 def test_a_universal_save_of_stage_3_keeps_its_moments(tmp_path: Path) -> None:
     zckpt.to_universal(FIXTURES / "zero3" / "bf16_w2" / "checkpoint", tmp_path / "in", progress=False)
     with pytest.raises(UnsupportedError, match="without the optimizer's states"):
-        prepare(tmp_path / "in", tmp_path / "out", SlimOptions(drop=("optimizer",)))
+        prepare(tmp_path / "in", tmp_path / "out", SLIM.ask(drop=("optimizer",)))
 
 
 def test_swap_files_of_masters_stay(tmp_path: Path) -> None:

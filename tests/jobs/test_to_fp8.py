@@ -20,7 +20,7 @@ from zckpt.checks import verify as verifying
 from zckpt.cli import app
 from zckpt.core import plan as plans
 from zckpt.engine import move
-from zckpt.jobs.options import Fp8Options
+from zckpt.jobs.declarations import TO_FP8
 from zckpt.jobs.planned import execute
 from zckpt.jobs.to_fp8 import prepare
 from zckpt.quantized import grids
@@ -254,7 +254,7 @@ def test_an_unknown_model_with_named_weights(tmp_path: Path, out: Path) -> None:
 def test_from_a_sharded_checkpoint_in_shards_resumed(fixture: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = FIXTURES / fixture / "checkpoint"
     monkeypatch.setattr("zckpt.engine.batches.LEAST_BYTES", 0)
-    options = Fp8Options(max_shard_size=100)
+    options = TO_FP8.ask(max_shard_size=100)
 
     class Stopped(BaseException):
         pass

@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.base.errors import CastError, IncompleteError, InconsistentError, UnsupportedError, UsageError
+from zckpt.jobs.declarations import TO_GGUF, Asked
+from zckpt.jobs.own_groups import Gguf
 from zckpt.jobs.to_gguf import prepare
 from zckpt.naming import config_keys
 from zckpt.naming.config_defaults import filled_in
@@ -72,10 +74,8 @@ def model(home: Path, **config: Any) -> Path:
     return home
 
 
-def options(**more: Any) -> zckpt.jobs.options.GgufOptions:  # type: ignore[name-defined]
-    from zckpt.jobs.options import GgufOptions
-
-    return GgufOptions(dtype=None, **{"pre_tokenizer": "llama-bpe", **more})
+def options(**more: Any) -> Asked[Gguf]:
+    return TO_GGUF.ask(**{"pre_tokenizer": "llama-bpe", **more})
 
 
 def test_parts_are_as_gguf_split_makes_them(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from zckpt.base.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.dcp.write import cut
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import ReadOptions
@@ -48,7 +48,7 @@ def how_of(name: str) -> dict[str, Any]:
 
 
 def weights(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    catalog, _ = strip_wrappers(open_catalog(str(path), OpenOptions(**options)).catalog)
+    catalog, _ = strip_wrappers(open_catalog(str(path), Reading(**options)).catalog)
     return {name: read_tensor(entry, "pt") for name, entry in catalog.tensors.items()}
 
 
@@ -94,7 +94,7 @@ def test_a_training_states_own_items_go_along() -> None:
 
 @pytest.mark.parametrize("key", ["ema", "model"])
 def test_a_key_takes_another_state_dict(key: str) -> None:
-    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(read_options=ReadOptions(key=key)))
+    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), Reading(read_options=ReadOptions(key=key)))
     catalog, _ = strip_wrappers(opened.catalog)
     for name, tensor in load_file(FIXTURES / "averaged_w2" / "truth.safetensors").items():
         assert same_bits(read_tensor(catalog[name], "pt"), tensor * (0.5 if key == "ema" else 1))
@@ -102,10 +102,10 @@ def test_a_key_takes_another_state_dict(key: str) -> None:
 
 def test_unknown_keys_are_refused() -> None:
     with pytest.raises(UsageError, match="'model', 'ema'"):
-        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(read_options=ReadOptions(key="other")))
+        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), Reading(read_options=ReadOptions(key="other")))
     with pytest.raises(UsageError, match="one state dict"):
         open_catalog(
-            str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), OpenOptions(read_options=ReadOptions(key="ema"))
+            str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), Reading(read_options=ReadOptions(key="ema"))
         )
 
 

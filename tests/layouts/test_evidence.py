@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import zckpt
 from zckpt.core.evidence import Evidence, weakest
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.storage.location import locate
 
@@ -31,7 +31,7 @@ SHAPES = KNOWN.shapes
 
 
 def evidence_of(path: Path) -> Evidence:
-    return open_catalog(locate(path), OpenOptions()).catalog.evidence
+    return open_catalog(locate(path), Reading()).catalog.evidence
 
 
 def write_shards(home: Path, ranks: int, files: int = 1, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
@@ -83,14 +83,14 @@ def test_shards_of_the_last_rank_are_missed_where_anything_tells(tmp_path: Path,
         shutil.copytree(tmp_path / "all", tmp_path / name.stem)
         (tmp_path / name.stem / name.name).unlink()
         with pytest.raises(zckpt.IncompleteError):
-            open_catalog(locate(tmp_path / name.stem), OpenOptions())
+            open_catalog(locate(tmp_path / name.stem), Reading())
     for name in (tmp_path / "all").glob(f"shard-{ranks:05d}-*"):
         name.unlink()
     found = evidence_of(tmp_path / "all")
     assert found.level == "unknown" and "config.json" in found.missing
     (tmp_path / "all" / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(zckpt.IncompleteError, match="missing"):
-        open_catalog(locate(tmp_path / "all"), OpenOptions())
+        open_catalog(locate(tmp_path / "all"), Reading())
 
 
 def test_the_optimizer_beside_the_shards_knows_the_shapes(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_optimizer_beside_the_shards_knows_the_shapes(tmp_path: Path) -> Non
     assert evidence_of(home).complete
     next(home.glob("shard-00002-*")).unlink()
     with pytest.raises(zckpt.IncompleteError, match="elements of tensor"):
-        open_catalog(locate(home), OpenOptions())
+        open_catalog(locate(home), Reading())
 
 
 def test_even_chunks_prove_nothing(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "fairscale"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
@@ -82,7 +82,7 @@ def test_several_saves_in_a_directory(tmp_path: Path) -> None:
     found = inspect_checkpoint(str(home))
     assert found.place.tags == ("checkpoint_1_1", "checkpoint_last") and found.place.listing.tag == "checkpoint_last"
     assert any("2 saves" in note for note in found.notes)
-    one = open_catalog(str(home), OpenOptions(tag="checkpoint_1_1")).catalog
+    one = open_catalog(str(home), Reading(tag="checkpoint_1_1")).catalog
     assert one.source.global_steps == 1
     file = open_catalog(str(home / "checkpoint_1_1-shard2.pt")).catalog
     assert all(same_bits(read_tensor(one[n], "pt"), read_tensor(file[n], "pt")) for n in one)
@@ -194,7 +194,7 @@ def test_modules_that_each_rank_has_of_its_own(tmp_path: Path) -> None:
         changed(home / f"checkpoint_2-shard{rank}.pt", rename)
     with pytest.raises(UnsupportedError, match="of its own"):
         open_catalog(str(home))
-    catalog = open_catalog(str(home), OpenOptions(allow_unknown_layout=True)).catalog
+    catalog = open_catalog(str(home), Reading(allow_unknown_layout=True)).catalog
     truth = load_file(FIXTURES / "experts_w2" / "truth.safetensors")
     assert same_bits(read_tensor(catalog["layers.4.own.1.weight"], "pt"), truth["layers.4.experts.1.weight"])
 

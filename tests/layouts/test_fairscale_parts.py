@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError, UnsupportedError, ZckptError
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "fairscale_parts"
 
@@ -110,7 +110,7 @@ def test_a_gate_knows_how_many_experts_there_are(tmp_path: Path) -> None:
 def test_slices_that_no_rule_joins(tmp_path: Path) -> None:
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps({"rules": [{"match": "decoder.embed_tokens.*", "join": 0}]}))
-    options = OpenOptions(read_options=zckpt.ReadOptions(tp_rules=str(rules)))
+    options = Reading(read_options=zckpt.ReadOptions(tp_rules=str(rules)))
     with pytest.raises(UnsupportedError, match="no rule says how to join"):
         open_catalog(str(FIXTURES / "metaseq_w4" / "checkpoint"), options)
 

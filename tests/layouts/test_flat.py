@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from zckpt import layouts
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions, Options
+from zckpt.jobs.options import Options
 from zckpt.layouts.dcp import flat
 from zckpt.layouts.save.listing import ReadOptions
 
@@ -27,7 +28,7 @@ CASES = [(name, said) for name in NAMES for said in ("shapes.json", "weights.pt"
 
 def opened(name: str | Path, said: Path | str) -> Any:
     home = FIXTURES / name / "checkpoint" if isinstance(name, str) else name
-    return open_catalog(str(home), OpenOptions(read_options=ReadOptions(shapes=str(said))))
+    return open_catalog(str(home), Reading(read_options=ReadOptions(shapes=str(said))))
 
 
 @pytest.mark.parametrize(("name", "said"), CASES)

@@ -28,9 +28,9 @@ import zckpt
 from zckpt import layouts
 from zckpt.base.errors import CorruptError, IncompleteError, UnsupportedError, ZckptError
 from zckpt.containers import TensorRef
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.megatron_core.flattened import unflattened
 from zckpt.layouts.run.values import number_in
 
@@ -146,7 +146,7 @@ def test_run_directories(tmp_path: Path) -> None:
     shutil.copytree(step, run / "iter_0000010")
     for path in (run, step, step / "__0_0.distcp", step / "common.pt"):
         assert open_catalog(str(path)).place.listing.directory.name == "iter_0000002"
-    other = open_catalog(str(run), OpenOptions(tag="iter_0000010"))
+    other = open_catalog(str(run), Reading(tag="iter_0000010"))
     assert other.place.listing.directory.name == "iter_0000010"
     released = open_catalog(str(FIXTURES / "layers_by_number_tp2_0_14/checkpoint"))
     assert released.place.listing.directory.name == "release"
@@ -166,7 +166,7 @@ def test_the_files_that_name_a_step(tmp_path: Path) -> None:
     torch.save({"steps": 2}, run / "latest_train_state.pt")
     with pytest.raises(CorruptError, match="says no step"):
         open_catalog(str(run))
-    assert open_catalog(str(run), OpenOptions(tag="iter_0000002")).catalog.tensors
+    assert open_catalog(str(run), Reading(tag="iter_0000002")).catalog.tensors
     for name in ("latest_train_state.pt", "latest_checkpointed_iteration.txt"):
         (run / name).unlink()
     shutil.rmtree(run / "iter_0000010")

@@ -19,10 +19,10 @@ import zckpt
 from zckpt import layouts
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.checks.verify import verify
+from zckpt.jobs.groups import Form, Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions, Options
-from zckpt.naming.transform import Form
+from zckpt.jobs.options import Options
 from zckpt.upkeep.keep_rules import KeepRules
 from zckpt.upkeep.prune import prune
 
@@ -143,7 +143,7 @@ def test_what_a_path_means(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "fp32" / "checkpoint" / ITERATION, step)
     (run / "latest_checkpointed_iteration.txt").write_text("10")
     assert open_catalog(str(run)).place.listing.directory.name == "iter_0000010"
-    assert open_catalog(str(run), OpenOptions(tag=ITERATION)).place.listing.directory.name == ITERATION
+    assert open_catalog(str(run), Reading(tag=ITERATION)).place.listing.directory.name == ITERATION
     release = FIXTURES / "hf_llama_tp2" / "checkpoint"
     assert open_catalog(str(release)).place.listing.directory.name == "release"
 
@@ -155,7 +155,7 @@ def test_parts_on_other_disks(tmp_path: Path) -> None:
     (run / ITERATION / "mp_rank_01_001").rename(other / "mp_rank_01_001")
     with pytest.raises(IncompleteError, match="mp_rank_01_001"):
         open_catalog(str(run))
-    assert len(open_catalog(str(run), OpenOptions(also=(str(other),))).catalog) == 15
+    assert len(open_catalog(str(run), Reading(also=(str(other),))).catalog) == 15
     assert "mp_rank_01_001" in inspect_checkpoint(str(run)).exportable.reason
 
 
@@ -235,7 +235,7 @@ def test_masters_are_proved(name: str, tmp_path: Path) -> None:
     edited(vectors if vectors.exists() else last / "model_optim_rng.pt", swapped)
     with pytest.raises(InconsistentError, match=r"the fp32 masters of .* cannot be found"):
         open_catalog(str(run))
-    opened = open_catalog(str(run), OpenOptions(allow_unknown_layout=True))
+    opened = open_catalog(str(run), Reading(allow_unknown_layout=True))
     assert any("no names" in note and last.name in note for note in opened.catalog.source.notes)
     truth = load_file(FIXTURES / name / "truth.safetensors")
     for n, entry in opened.catalog.tensors.items():
@@ -364,7 +364,7 @@ def test_masters_that_are_missing_are_said(tmp_path: Path) -> None:
     (run / ITERATION / "mp_rank_01_001" / "distrib_optim.pt").unlink()
     with pytest.raises(IncompleteError, match="'mp_rank_01_001'"):
         open_catalog(str(run))
-    opened = open_catalog(str(run), OpenOptions(allow_unknown_layout=True))
+    opened = open_catalog(str(run), Reading(allow_unknown_layout=True))
     assert any("'mp_rank_01_001'" in note and "masters" in note for note in opened.catalog.source.notes)
     assert {entry.dtype.name for entry in opened.catalog.tensors.values()} == {"BF16"}
 

@@ -24,9 +24,11 @@ from zckpt.core.dtypes import F32
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.engine import replicas
 from zckpt.jobs.convert import convert, prepare
+from zckpt.jobs.declarations import CONVERT
 from zckpt.jobs.diff import diff
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions, Options
+from zckpt.jobs.options import Options
 from zckpt.jobs.reshard import reshard
 from zckpt.layouts.joining import rules, slices
 from zckpt.layouts.joining.patterns import Patterns
@@ -62,7 +64,7 @@ def rule_file(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **read_options: Any) -> Catalog:
-    return open_catalog(str(path), OpenOptions(read_options=ReadOptions(**read_options))).catalog
+    return open_catalog(str(path), Reading(read_options=ReadOptions(**read_options))).catalog
 
 
 def edit(path: Path, change: Any) -> None:
@@ -333,7 +335,7 @@ def test_another_mean_is_another_job(plain: Path, rule_file: Path) -> None:
     for how in ("mean", "sum", "mean"):
         rule_file.write_text(json.dumps(RULES).replace("mean", how))
         prepared = prepare(
-            str(plain), str(plain.parent / "out"), Options(read_options=ReadOptions(tp_rules=str(rule_file)))
+            str(plain), str(plain.parent / "out"), CONVERT.ask(read_options=ReadOptions(tp_rules=str(rule_file)))
         )
         jobs.add(fingerprint(prepared.plan, ()))
     assert len(jobs) == 2

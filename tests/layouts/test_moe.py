@@ -27,9 +27,9 @@ from zckpt.base.errors import (
 from zckpt.core.catalog import Catalog
 from zckpt.engine import replicas
 from zckpt.jobs.convert import convert
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions
 from zckpt.jobs.reshard import reshard
 from zckpt.jobs.to_universal import to_universal
 from zckpt.layouts.moe.experts import sharers
@@ -346,7 +346,7 @@ def test_experts_of_another_nodes_disk(tmp_path: Path) -> None:
     other.mkdir(parents=True)
     for path in checkpoint.glob("*/layer_*_expert_1_*"):
         shutil.move(path, other)
-    catalog = open_catalog(str(checkpoint), OpenOptions(also=[str(tmp_path / "other")])).catalog
+    catalog = open_catalog(str(checkpoint), Reading(also=[str(tmp_path / "other")])).catalog
     assert len(catalog) == len(load_file(FIXTURES / "moe" / "zero1_w4" / "truth.safetensors"))
 
 

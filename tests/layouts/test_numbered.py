@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError, UnsupportedError
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.numbered.read import _placed_on_ranks
 from zckpt.layouts.run.numbering import positions
 from zckpt.layouts.save.listing import ReadOptions
@@ -79,7 +79,7 @@ def test_a_trainers_folder(tmp_path: Path) -> None:
     refused(tmp_path, "order")  # safetensors has its tensors sorted by name
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps({name: list(p.shape) for name, p in model.named_parameters()}))
-    opened = open_catalog(str(tmp_path), OpenOptions(read_options=ReadOptions(shapes=str(shapes))))
+    opened = open_catalog(str(tmp_path), Reading(read_options=ReadOptions(shapes=str(shapes))))
     training = layouts.read_training(opened.place.listing)
     for name, parameter in model.named_parameters():
         assert same_bits(read_tensor(training.states[name]["exp_avg"], "pt"), optimizer.state[parameter]["exp_avg"])

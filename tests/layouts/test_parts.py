@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.base.errors import IncompleteError, InconsistentError, UsageError, ZckptError
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.options import OpenOptions, Options
+from zckpt.jobs.options import Options
 from zckpt.layouts.save.folder import list_folder
 from zckpt.layouts.save.series import meaning_of, numbers_in, series_of
 from zckpt.layouts.save.weight_files import files_counted_with
@@ -130,7 +131,7 @@ def test_slices_under_counted_names_are_not_shards(tmp_path: Path) -> None:
         write(tensors(), tmp_path / f"model-0000{number}-of-00002.safetensors")
     with pytest.raises(InconsistentError, match="tensors of the same name"):
         open_catalog(str(tmp_path))
-    catalog = open_catalog(str(tmp_path / "model-00001-of-00002.safetensors"), OpenOptions(as_part=True)).catalog
+    catalog = open_catalog(str(tmp_path / "model-00001-of-00002.safetensors"), Reading(as_part=True)).catalog
     assert len(catalog) == 6
 
 
@@ -156,7 +157,7 @@ def test_slices_of_ranks_are_not_joined(names: tuple[str, str], tmp_path: Path) 
         first, second = (name.partition("/")[0] for name in names)
         assert first in str(raised.value) and second in str(raised.value) and "global_step" not in str(raised.value)
     (tmp_path / names[0]).unlink()
-    alone = open_catalog(str(tmp_path / names[1]), OpenOptions(as_part=True)).catalog
+    alone = open_catalog(str(tmp_path / names[1]), Reading(as_part=True)).catalog
     assert len(alone) == 6
 
 
@@ -174,8 +175,8 @@ def test_directories_of_ranks_are_no_saves(word: str, tmp_path: Path) -> None:
         with pytest.raises(IncompleteError, match=rf"'{word}0', '{word}1'"):
             open_catalog(str(path))
     with pytest.raises(IncompleteError, match=f"'{word}0'"):
-        open_catalog(str(tmp_path), OpenOptions(tag=f"{word}1"))
-    opened = open_catalog(str(tmp_path / f"{word}1"), OpenOptions(as_part=True))
+        open_catalog(str(tmp_path), Reading(tag=f"{word}1"))
+    opened = open_catalog(str(tmp_path / f"{word}1"), Reading(as_part=True))
     assert opened.catalog["layers.0.up"].shape == (3, 4) and opened.catalog.source.part == "one of 2 parts"
     assert opened.catalog.evidence.level == "unknown"
 
@@ -185,7 +186,7 @@ def test_words_that_are_neither_time_nor_place(tmp_path: Path) -> None:
     save_halves(tmp_path, "fold_")
     with pytest.raises(IncompleteError, match="fold_0, fold_1"):
         open_catalog(str(tmp_path))
-    assert open_catalog(str(tmp_path), OpenOptions(tag="fold_1")).catalog.source.tag == "fold_1"
+    assert open_catalog(str(tmp_path), Reading(tag="fold_1")).catalog.source.tag == "fold_1"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -242,7 +243,7 @@ def test_a_part_is_exported_knowingly(tmp_path: Path) -> None:
         found.ok and found.deletable is not None and not found.deletable[0] and "one of 2 files" in found.deletable[1]
     )
     assert not zckpt.verify(shard, tmp_path / "part", progress=False).ok
-    whole = open_catalog(str(tmp_path / "run"), OpenOptions(as_part=True)).catalog.source
+    whole = open_catalog(str(tmp_path / "run"), Reading(as_part=True)).catalog.source
     assert not whole.part and any("changes nothing" in note for note in whole.notes)
 
 
@@ -325,12 +326,12 @@ def test_several_state_dicts_in_one_save(tmp_path: Path) -> None:
                 zckpt.convert(path, tmp_path / "out", progress=False)
             for key in state:
                 chosen = f"{key}.model" if name == "deeper" else key
-                opened = open_catalog(str(path), OpenOptions(read_options=zckpt.ReadOptions(key=chosen)))
+                opened = open_catalog(str(path), Reading(read_options=zckpt.ReadOptions(key=chosen)))
                 assert set(opened.catalog) == set(with_head if (name, key) == ("nearly", "critic") else whole)
     torch.save({"encoder": whole, "decoder": other}, tmp_path / "halves.pt")
     assert len(open_catalog(str(tmp_path / "halves.pt")).catalog) == 12
     with pytest.raises(UsageError, match="does not have this key"):
-        open_catalog(str(tmp_path / "alike0.pt"), OpenOptions(read_options=zckpt.ReadOptions(key="value")))
+        open_catalog(str(tmp_path / "alike0.pt"), Reading(read_options=zckpt.ReadOptions(key="value")))
 
 
 def test_a_directory_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ from zckpt.base.errors import (
     ZckptError,
 )
 from zckpt.containers import Placeholder
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save import cut_tensors
 from zckpt.layouts.save.companions import other_class
 
@@ -39,7 +39,7 @@ NUMBERED = ("empty_w5", "fsdp1_alone_w1")
 
 
 def tensors_of(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    catalog = open_catalog(str(path), OpenOptions(**options)).catalog
+    catalog = open_catalog(str(path), Reading(**options)).catalog
     return {name: read_tensor(entry, "pt") for name, entry in catalog.tensors.items()}
 
 
@@ -82,7 +82,7 @@ def test_what_a_run_directory_means(tmp_path: Path) -> None:
     assert "global_step_2" in str(open_catalog(str(run)).place.listing.directory)
     (run / "latest_checkpointed_iteration.txt").write_text("10\n")
     assert "global_step_10" in str(open_catalog(str(run)).place.listing.directory)
-    assert "global_step_2/" in str(open_catalog(str(run), OpenOptions(tag="global_step_2")).place.listing.directory)
+    assert "global_step_2/" in str(open_catalog(str(run), Reading(tag="global_step_2")).place.listing.directory)
     (run / "latest_checkpointed_iteration.txt").write_text("11")
     with pytest.raises(IncompleteError, match="latest_checkpointed_iteration"):
         open_catalog(str(run))
@@ -92,7 +92,7 @@ def test_what_a_run_directory_means(tmp_path: Path) -> None:
     shutil.copytree(actor, actor.parent / "critic")
     found = inspect_checkpoint(str(actor.parent))
     assert found.place.listing.directory.name == "actor" and any("critic" in note for note in found.notes)
-    assert open_catalog(str(actor.parent), OpenOptions(tag="critic")).place.listing.directory.name == "critic"
+    assert open_catalog(str(actor.parent), Reading(tag="critic")).place.listing.directory.name == "critic"
 
 
 def test_latest_counts_beside_the_pointer_of_megatron(tmp_path: Path) -> None:

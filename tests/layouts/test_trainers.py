@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save import trainers
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "trainers"
@@ -21,7 +21,7 @@ NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
 
 
 def assert_truth(path: Path, name: str, tag: str | None = None) -> None:
-    catalog, _ = strip_wrappers(open_catalog(str(path), OpenOptions(tag=tag)).catalog)
+    catalog, _ = strip_wrappers(open_catalog(str(path), Reading(tag=tag)).catalog)
     truth = load_file(FIXTURES / name / "truth.safetensors")
     assert catalog.tensors.keys() == truth.keys()
     assert all(same_bits(read_tensor(catalog.tensors[n], "pt"), truth[n]) for n in truth)
@@ -43,9 +43,7 @@ def test_every_directory_of_a_lightning_run(tmp_path: Path) -> None:
     saves = logs / "version_0" / "checkpoints"
     for path in (run, logs, logs / "version_0", saves, saves / "epoch=0-step=2.ckpt"):
         assert_truth(path, "lightning_w1")
-    assert "epoch=0-step=1" in str(
-        open_catalog(str(saves), OpenOptions(tag="epoch=0-step=1.ckpt")).place.listing.directory
-    )
+    assert "epoch=0-step=1" in str(open_catalog(str(saves), Reading(tag="epoch=0-step=1.ckpt")).place.listing.directory)
     with pytest.raises(AssertionError):
         assert_truth(run, "lightning_w1", tag="epoch=0-step=1.ckpt")
     shutil.copy(saves / "epoch=0-step=2.ckpt", saves / "epoch=1-step=10.ckpt")

@@ -17,8 +17,8 @@ from truths import how_of, kept_of
 
 from zckpt import live
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions
 from zckpt.live.carry import fill
 
 FIXTURES = [
@@ -97,9 +97,7 @@ def test_fixtures(fixture, dtype, strided):
     with warnings.catch_warnings():
         if dtype == torch.float16:
             warnings.filterwarnings("ignore", "Numbers too large")
-        report = live.load_into(
-            model, open_catalog(str(fixture / "checkpoint"), OpenOptions(tag=how.get("tag"))).catalog
-        )
+        report = live.load_into(model, open_catalog(str(fixture / "checkpoint"), Reading(tag=how.get("tag"))).catalog)
     assert report == live.LoadReport((), ())
     assert_loaded(model, truth)
 

@@ -17,7 +17,7 @@ import zckpt
 from zckpt import _core
 from zckpt.base.errors import ZckptError
 from zckpt.jobs import slim
-from zckpt.jobs.options import SlimOptions
+from zckpt.jobs.declarations import SLIM
 from zckpt.layouts.save.listing import is_trainers_file
 from zckpt.output import commit, durable, local_destination
 from zckpt.output.saves import STAGED, SaveStaging, displaced
@@ -46,7 +46,7 @@ class Slim(kill_points.Reshard):
     """A save without its optimizer, over one that has it."""
 
     def run(self) -> None:
-        slim.execute(slim.prepare(str(self.source), str(self.out), SlimOptions(drop=("optimizer",), overwrite=True)))
+        slim.execute(slim.prepare(str(self.source), str(self.out), SLIM.ask(drop=("optimizer",), overwrite=True)))
 
 
 class ToDcp(kill_points.Scenario):

@@ -14,7 +14,8 @@ import zckpt
 from zckpt import ApplyOptions, DeltaOptions, Options
 from zckpt.base.errors import OutputError
 from zckpt.jobs import slim
-from zckpt.jobs.options import LoraMerge, SlimOptions
+from zckpt.jobs.declarations import SLIM
+from zckpt.jobs.options import LoraMerge
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 OVER = Options(overwrite=True)
@@ -81,7 +82,7 @@ JOBS: dict[str, Job] = {
     "to_states": lambda ckpt, out: zckpt.to_states(ckpt, out, options=OVER),
     "to_universal": lambda ckpt, out: zckpt.to_universal(ckpt, out, overwrite=True),
     "reshard": lambda ckpt, out: zckpt.reshard(ckpt, out, world_size=1, overwrite=True),
-    "slim": lambda ckpt, out: slim.prepare(ckpt, out, SlimOptions(drop=("optimizer",), overwrite=True)),
+    "slim": lambda ckpt, out: slim.prepare(ckpt, out, SLIM.ask(drop=("optimizer",), overwrite=True)),
     "delta": lambda ckpt, out: zckpt.delta(ckpt, ckpt, out, options=DeltaOptions(overwrite=True)),
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.move import run
 from zckpt.jobs.convert import prepare
+from zckpt.jobs.declarations import CONVERT
 from zckpt.jobs.planned import execute
 from zckpt.output import journal
 from zckpt.output.journal import Finished, Journal, Seal
@@ -85,7 +86,7 @@ def test_a_full_disk_keeps_what_is_done(checkpoint: Path, out: Path, wanted: dic
     assert any(str(private_directory) in note and "Run the same command again" in note for note in error.__notes__)
     before = {path.name: path.stat().st_mtime_ns for path in (private_directory / "files").iterdir()}
     said: list[str] = []
-    report = execute(prepare(checkpoint, out, replace(OPTIONS, dtype=BF16)), None, said.append)
+    report = execute(prepare(checkpoint, out, OPTIONS.split(CONVERT, dtype=BF16)), None, said.append)
     assert report.kept >= 3
     total = len(contents(out)) - 1  # the manifest is not counted
     assert said == [f"resuming an interrupted conversion: {report.kept} of {total} files are already complete"]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import zckpt
 from zckpt.cli import app
 from zckpt.hub import load
+from zckpt.jobs.declarations import PUSH
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog
 from zckpt.jobs.options import LoraMerge, Options
@@ -123,7 +124,7 @@ def refused(source: Path, out: Path, about: str) -> None:
     with pytest.raises(zckpt.UnsupportedError, match=words):
         zckpt.average([source, source], out, progress=False)
     with pytest.raises(zckpt.UnsupportedError, match=words):
-        load(str(source), None, Options())
+        load(str(source), None, PUSH.ask())
     assert not out.exists()
     inspection = inspect_checkpoint(source)
     assert not inspection.exportable.ok and words in inspection.exportable.reason
@@ -271,9 +272,9 @@ def test_an_adapter_on_packed_weights(tmp_path: Path) -> None:
 def test_a_copy_with_its_config_is_pushed(tmp_path: Path) -> None:
     said = {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
     source = written(tmp_path / "source", {**CASES["gptq"][1], **NORM}, said)
-    assert load(str(source), None, Options()).plan.files
+    assert load(str(source), None, PUSH.ask()).plan.files
     with pytest.raises(zckpt.UnsupportedError, match="quantised as GPTQ"):
-        load(str(source), "bf16", Options())
+        load(str(source), "bf16", PUSH.ask())
 
 
 def test_exit_statuses(tmp_path: Path) -> None:

@@ -33,13 +33,14 @@ from zckpt.cli import app
 from zckpt.core import plan
 from zckpt.engine import batches
 from zckpt.jobs.convert import prepare
+from zckpt.jobs.declarations import CONVERT
+from zckpt.jobs.groups import Form
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.options import Options
 from zckpt.jobs.planned import execute
 from zckpt.jobs.to_dcp import to_dcp
 from zckpt.jobs.to_peft import to_peft
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.naming.transform import Form
 from zckpt.storage import fsspec_io, uploads
 from zckpt.storage.location import locate
 
@@ -154,7 +155,7 @@ def test_shards_at_several_addresses(root: str, tmp_path: Path) -> None:
         put(file, f"{root}/{int('rank_2' in file.name)}/{home.name}/{file.name}")
     with pytest.raises(IncompleteError, match="files are missing"):
         zckpt.convert(f"{root}/0", tmp_path / "out.bin")
-    prepared = prepare(f"{root}/0", str(tmp_path / "out.bin"), Options(also=[f"{root}/1"]))
+    prepared = prepare(f"{root}/0", str(tmp_path / "out.bin"), CONVERT.ask(also=[f"{root}/1"]))
     execute(prepared)
     zckpt.convert(checkpoint, tmp_path / "want.bin")
     assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
@@ -265,7 +266,7 @@ def test_files_of_ranks_are_opened_several_at_a_time(s3: S3Server, tmp_path: Pat
 
 def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
     address = put(FIXTURES / SMALL / "checkpoint", "s3://bkt/ckpt")
-    prepared = prepare(address, str(tmp_path / "out.bin"), Options())
+    prepared = prepare(address, str(tmp_path / "out.bin"), CONVERT.ask())
     fs = fsspec.filesystem("s3")
     name = next(name for name in fs.find("bkt/ckpt") if name.endswith("rank_1_mp_rank_00_optim_states.pt"))
     data = bytearray(fs.cat_file(name))

@@ -24,10 +24,11 @@ import zckpt
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
 from zckpt.engine.move import Mover, run
 from zckpt.jobs.convert import prepare
-from zckpt.jobs.options import LoraMerge, Options, ReshardOptions
+from zckpt.jobs.declarations import CONVERT, RESHARD
+from zckpt.jobs.groups import Form
+from zckpt.jobs.options import LoraMerge, Options
 from zckpt.jobs.reshard import prepare as prepare_reshard
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.naming.transform import Form
 from zckpt.team import together
 from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.partition import GRAIN, part_of
@@ -78,20 +79,20 @@ def test_parts_make_the_whole(
 ) -> None:
     monkeypatch.setattr("zckpt.team.partition.GRAIN", 16)
     if kind == "reshard":
-        options = ReshardOptions(world_size=3, stage=2)
+        options = RESHARD.ask(world_size=3, stage=2)
         plan = prepare_reshard(
             str(FIXTURES / "transformers/llama_zero3/checkpoint"), str(quick_path / "x"), options
         ).plan
     elif kind == "hf":
         checkpoint = str(FIXTURES / "megatron/llama_zero2_tp2_dp2/checkpoint")
-        options = Options(form=Form("hf:llama"), read_options=ReadOptions(tp_rules="megatron-swiglu"))
+        options = CONVERT.ask(form=Form("hf:llama"), read_options=ReadOptions(tp_rules="megatron-swiglu"))
         plan = prepare(checkpoint, str(quick_path / "x.bin"), options).plan
     elif kind == "lora":
         home = FIXTURES / "peft" / "dora_zero1"
-        options = Options(lora=LoraMerge(base=home / "base"), max_shard_size=1_500)
+        options = CONVERT.ask(lora=LoraMerge(base=home / "base"), max_shard_size=1_500)
         plan = prepare(str(home / "checkpoint"), str(quick_path / "x"), options).plan
     else:
-        options = Options(max_shard_size=30_000)
+        options = CONVERT.ask(max_shard_size=30_000)
         plan = prepare(str(FIXTURES / kind / "checkpoint"), str(quick_path / "x"), options).plan
     for name in ("one", "many"):
         (quick_path / name).mkdir()
@@ -116,7 +117,7 @@ def test_parts_make_the_whole(
 
 
 def test_parts_meet_at_pages(zero2: Path, tmp_path: Path) -> None:
-    plan = prepare(str(zero2), str(tmp_path / "x.safetensors"), Options()).plan
+    plan = prepare(str(zero2), str(tmp_path / "x.safetensors"), CONVERT.ask()).plan
     borders = []
     for index in range(4):
         runs = [f for _, entry in part_of(plan, index, 4).pairs for f in entry.fragments]

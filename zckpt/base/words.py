@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Sequence
 
 PAGE = 100
@@ -90,3 +91,8 @@ def as_html(lines: Iterable[str]) -> str:
     from html import escape
 
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def matches(name: str, globs: Sequence[str]) -> bool:
+    """Whether a name matches one of the globs."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zckpt import layouts
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.pace import Pace
 from zckpt.base.progress import JobWatch
@@ -26,16 +25,16 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.core.ledger import names_unread
 from zckpt.engine.batches import progress_after
-from zckpt.jobs.open import Opened, states_of
-from zckpt.jobs.opening import OpenOptions, output_dtype, to_dtype
+from zckpt.jobs.casting import output_dtype, to_dtype
+from zckpt.jobs.groups import Reading
+from zckpt.jobs.open import Opened
 from zckpt.layouts.places import Place
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
-from zckpt.quantized.configs import RECORDED
 from zckpt.storage.location import Location, location_of
 
 if TYPE_CHECKING:
-    from zckpt.jobs.options import LoraMerge
+    from zckpt.jobs.groups import LoraMerge
 
 
 def compare(
@@ -60,9 +59,7 @@ def compare(
         trust_reader: do without a second reader.
     """
     progress = progress_after(watch, done)
-    output = examined(
-        converted, OpenOptions(), whole=True, later=state.catalog is not None, pace=pace, progress=progress
-    )
+    output = examined(converted, Reading(), whole=True, later=state.catalog is not None, pace=pace, progress=progress)
     if state.catalog is None or output.catalog is None:
         add_output(state, output, converted)
         state.add("equal", "", ["not compared, because one of the two cannot be read"])
@@ -166,7 +163,7 @@ def check_order(checkpoint: Location, converted: Location, state: Examined) -> N
     if place is None or manifests.find(converted) is not None or state.catalog is None:
         return
     source = manifests.read(place).source
-    other = examined(converted, OpenOptions(), later=True).catalog
+    other = examined(converted, Reading(), later=True).catalog
     if other is None or other.source.layout in ("plain", state.catalog.source.layout):
         return
     mine = other.source.as_json(other.topology)
@@ -197,52 +194,17 @@ def _wanted(
     """The tensors that an output with the manifest's options holds, and the names of those that it leaves out."""
     if facts is None or not facts.options:
         return catalog, []
-    from zckpt.jobs.convert import select
-    from zckpt.jobs.options import Options
-
-    if facts.options.get("states") is True:
-        asked: dict[str, Any] = {name: facts.options.get(name, ()) for name in ("include", "exclude")}
-        states = states_of(Opened(layouts.read(place.listing), place)).catalog(catalog)
-        return select(states, Options(**asked)), sorted(catalog.tensors)
     if "average" in facts.options:
         raise UnsupportedError(
             "is made of several checkpoints, and not compared with one of them", file=manifests.NAME,
             remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
         )  # fmt: skip
-    options: dict[str, Any] = {
-        name: value
-        for name, value in facts.options.items()
-        if name not in ("overflow", "wishes", "form", "base", RECORDED)
-    }
-    form = facts.options.get("form")
-    if "rename" in options:
-        options["rename"] = [tuple(pair) for pair in options["rename"]]
-    left_out: tuple[str, ...] = ()
-    if isinstance(form, Mapping) and isinstance(merge := form.get("lora"), Mapping):
-        from zckpt.jobs.merged import merged_again
-        from zckpt.naming.adapter_names import found_in
+    from zckpt.jobs.steps import WorkingModel, steps_again
 
-        again = merged_again(Opened(catalog, place), merge, lora)
-        left_out = tuple(name for name in catalog if found_in(name))
-        catalog, place = again.catalog, again.place
-        form = {key: value for key, value in form.items() if key != "lora"} or None
-    if facts.options.get("base") is not None:
-        from zckpt.jobs.base_model import complete_again
-
-        catalog = complete_again(catalog, lora.base if lora else None, place.listing.directory)
+    model = WorkingModel(catalog, place, Opened(catalog, place))
     try:
-        chosen = Options(**options)
-        if isinstance(form, Mapping):
-            from zckpt.naming.transform import formed_again
-        if isinstance(form, Mapping) and "names" not in form:
-            formed = formed_again(catalog, place, form, chosen.exclude)
-            catalog, left_out = formed.catalog, (*left_out, *formed.left_out)
-        kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
-        dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
-        wanted = select(catalog, chosen)
-        if isinstance(form, Mapping) and "names" in form:  # here options mean the checkpoint's names
-            return formed_again(wanted, place, form).catalog, sorted(dropped)
-        return wanted, sorted({*left_out, *dropped})
+        for step in steps_again(facts.options, lora):
+            model = step.apply(model)
     except (TypeError, ValueError) as error:
         raise UnsupportedError(
             "records options that this version of zckpt does not know",
@@ -250,6 +212,7 @@ def _wanted(
             found=str(error)[:200],
             remedy="Verify with the version of zckpt that made the output.",
         ) from error
+    return model.catalog, sorted({*model.left_out})
 
 
 def _pairs(

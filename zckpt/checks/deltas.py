@@ -19,8 +19,8 @@ from zckpt.deltas.pieces import PieceReader, pieces
 from zckpt.deltas.read import DeltaDirectory, read_delta
 from zckpt.deltas.zstd import Decompressor, frame_bytes
 from zckpt.engine.checksums import crc32
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.opening import OpenOptions
 from zckpt.output import manifest as manifests
 from zckpt.storage.location import Location
 
@@ -31,7 +31,7 @@ _HEADER_BYTES = 18
 def verify_delta(
     place: Location,
     new: Location | None,
-    options: OpenOptions,
+    options: Reading,
     pace: Pace,
     progress: Callable[[int], None] | None = None,
     expect: Callable[[int], None] = lambda nbytes: None,

@@ -12,8 +12,8 @@ from typing import Any
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import BF16, DType
+from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.opened import dequantised, opened_as_stored
-from zckpt.jobs.opening import OpenOptions, to_dtype
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import read_config
 from zckpt.output.manifest import Manifest
@@ -51,7 +51,7 @@ def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest 
     was_made = facts is not None and RECORDED in facts.options
     if not was_made and any(is_fp8(entry.dtype) for entry in output.tensors.values()):
         return catalog
-    return dequantised(opened_as_stored(catalog, place), OpenOptions()).catalog
+    return dequantised(opened_as_stored(catalog, place)).catalog
 
 
 def quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
@@ -65,11 +65,11 @@ def quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expecte
     said = facts.options.get(RECORDED) if facts is not None else None
     if facts is None or not isinstance(said, Mapping):
         return Expected(wanted)
-    from zckpt.jobs.options import Fp8Options
+    from zckpt.jobs.own_groups import Fp8
     from zckpt.jobs.to_fp8 import fp8_weights
 
     asked: dict[str, Any] = {name: said[name] for name in ("scheme", "quantize", "keep") if name in said}
-    options = replace(Fp8Options(), **asked)
+    options = replace(Fp8(), **asked)
     config, dtype = read_config(output.home) or {}, to_dtype(facts.dtype) if facts.dtype else BF16
     weights = fp8_weights(wanted, config, options.scheme, options.quantize, options.keep, dtype)
     return Expected(weights.catalog, weights.dtypes)

@@ -21,8 +21,8 @@ from zckpt.checks.second import compare_places, unproved
 from zckpt.containers import open_container
 from zckpt.engine import replicas
 from zckpt.engine.early import EarlyReads
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.run.values import refuse_odd_values
@@ -36,7 +36,7 @@ from zckpt.storage.location import Location, locate
 
 def examined(
     path: Location,
-    options: OpenOptions,
+    options: Reading,
     *,
     deep: bool = False,
     whole: bool = False,
@@ -120,7 +120,7 @@ def _manifest_of(state: Examined, path: Location) -> Manifest | None:
     return facts
 
 
-def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError | None:
+def _open(state: Examined, path: Location, options: Reading) -> ZckptError | None:
     """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
     try:
         opened = open_catalog(path, options, as_stored=True)

@@ -19,7 +19,7 @@ from zckpt.engine.early import begun, likely_files
 
 if TYPE_CHECKING:
     from zckpt.core.catalog import Catalog
-    from zckpt.jobs.options import LoraMerge
+    from zckpt.jobs.groups import LoraMerge
     from zckpt.layouts.save.listing import ReadOptions
     from zckpt.storage.location import Location
 
@@ -72,10 +72,10 @@ def verify(
     with reported(progress, None, "verify") as watch, begun(likely, pace) as early:
         from zckpt.checks.soundness import examined
         from zckpt.deltas.form import is_delta_directory
-        from zckpt.jobs.opening import OpenOptions
+        from zckpt.jobs.groups import Reading
         from zckpt.storage.location import locate
 
-        options = OpenOptions(tag=tag, also=also, read_options=read_options, as_part=as_part)
+        options = Reading(tag=tag, also=also, read_options=read_options, as_part=as_part)
         path, delta = locate(checkpoint), locate(checkpoint if converted is None else converted)
         if is_delta_directory(delta):
             from zckpt.checks.deltas import verify_delta

@@ -4,115 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
-from zckpt.cli import options as o
 from zckpt.cli import push
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import Checkpoint, DryRun, Out, OutDirectory, ShownProgress
+from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
+from zckpt.core.dtypes import F32, SHORT_NAMES, DType
+from zckpt.jobs.declarations import CONVERT, TO_DCP, TO_MCORE, TO_PEFT
 
 if TYPE_CHECKING:
     from zckpt.jobs.convert import PlannedConversion
+    from zckpt.jobs.declarations import Asked
+    from zckpt.jobs.own_groups import Adapter, Dcp, Megatron
     from zckpt.jobs.planned import Report
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class WeightOptions(o.Group):
-    """The files of whole weights."""
-
-    format: Annotated[
-        o.Format | None, o.what("--format", help="Container of the output; by default what OUT's name says.")
-    ] = None
-    max_shard_size: o.MaxShardSize = o.SHARD_BYTES
-    overflow: o.Overflow = o.OverflowChoice.error
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class StateDict(o.Group):
-    """What a torch.distributed.checkpoint directory holds."""
-
-    dtype: Annotated[o.Dtype | None, o.what("--dtype", help="Of the weights; by default as they were saved.")] = None
-    under: Annotated[
-        str, o.what("--under", metavar="KEY", help="The state dict's key for the weights; '' puts them at its top.")
-    ] = "model"
-    optimizer: Annotated[
-        str | None, o.what("--optimizer", metavar="KEY", help="Write the optimizer's state too, under this key.")
-    ] = None
-    accelerate: Annotated[
-        bool,
-        o.what(
-            "--accelerate",
-            help="Write what accelerate's load_state and transformers' Trainer resume from under FSDP: pytorch_model_fsdp_0 and "
-            "optimizer_0.",
-        ),
-    ] = False
-    names: Annotated[
-        str | None,
-        o.what(
-            "--names", metavar="SCHEME", help="Name tensors as a program does: torchtitan, megatron-core, hf, hf:NAME."
-        ),
-    ] = None
-    config: Annotated[
-        str | None,
-        o.what("--config", metavar="FILE", help="The model's config.json for --names, if none is beside CKPT."),
-    ] = None
-    vocab_size: o.VocabSize = None
-    overflow: o.Overflow = o.OverflowChoice.error
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class MegatronModel(o.Group):
-    """What a Megatron-Core checkpoint holds."""
-
-    dtype: Annotated[o.Dtype | None, o.what("--dtype", help="Of the weights; by default as they were saved.")] = None
-    config: Annotated[
-        str | None, o.what("--config", metavar="FILE", help="The model's config.json, if none is beside CKPT.")
-    ] = None
-    vocab_size: o.VocabSize = None
-    tensor_parallel: Annotated[
-        int,
-        o.what("--tensor-parallel", metavar="N", callback=o.positive, help="Ranks for which the vocabulary is padded."),
-    ] = 1
-    make_vocab_size_divisible_by: Annotated[
-        int,
-        o.what(
-            "--make-vocab-size-divisible-by",
-            metavar="N",
-            callback=o.positive,
-            help="As Megatron's option: times --tensor-parallel, the vocabulary is a multiple of it.",
-        ),
-    ] = 128
-    numbered_layers: Annotated[
-        bool, o.what("--numbered-layers", help="Number layers in names (non_homogeneous_layers), not stack them.")
-    ] = False
-    optimizer: Annotated[
-        bool, o.what("--optimizer", help="Write the optimizer's states too, for Megatron-Core's distributed optimizer.")
-    ] = False
-    expert_parallel: Annotated[
-        int,
-        o.what(
-            "--expert-parallel",
-            metavar="N",
-            callback=o.positive,
-            help="Expert-parallel ranks that load the optimizer's states.",
-        ),
-    ] = 1
-    overflow: o.Overflow = o.OverflowChoice.error
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Adapter(o.Group):
-    """Which adapter is written."""
-
-    adapter: Annotated[str | None, o.what("--adapter", metavar="NAME", help="Which adapter, if there are several.")] = (
-        None
-    )
-    dtype: Annotated[o.Dtype, o.what("--dtype", help="Of the adapter's tensors.")] = o.Dtype.fp32
-    overflow: o.Overflow = o.OverflowChoice.error
 
 
 def register(app: typer.Typer) -> None:
@@ -124,6 +32,7 @@ def register(app: typer.Typer) -> None:
         "to-dcp",
         about="Write weights of any layout as a torch.distributed.checkpoint directory, which FSDP loads on any number of "
         "ranks.",
+        job=TO_DCP,
         example="zckpt to-dcp out/checkpoint-500 fsdp/ --optimizer optim",
     )(to_dcp)
     command(
@@ -131,12 +40,14 @@ def register(app: typer.Typer) -> None:
         "to-mcore",
         about="Write a model of transformers as a checkpoint of Megatron-Core (torch_dist), which loads at any tensor, "
         "pipeline and expert parallel sizes.",
+        job=TO_MCORE,
         example="zckpt to-mcore Qwen3-8B/ megatron/ --dtype bf16 --tensor-parallel 2",
     )(to_mcore)
     command(
         app,
         "to-peft",
         about="Write the adapter alone (LoRA and other PEFT methods), as PeftModel.from_pretrained loads it.",
+        job=TO_PEFT,
         example="zckpt to-peft out/checkpoint-500 adapter/",
     )(to_peft)
 
@@ -146,100 +57,67 @@ def _register(app: typer.Typer, dtype: str) -> None:
         app,
         f"to-{dtype}",
         about=f"Write a checkpoint's whole weights in {dtype}. Run the same command again to resume an interrupted run.",
+        job=CONVERT,
+        hidden=frozenset({"dtype"}),
         example=f"zckpt to-{dtype} out/checkpoint-500 weights/",
     )
     def convert(
-        ckpt: o.Checkpoint,
-        out: o.Out,
-        weights: WeightOptions,
-        merging: o.Merging,
-        selection: o.Selection,
-        names: o.HubNames,
-        source: o.SourceOptions,
-        speed: o.WriteSpeed,
-        writing: o.Writing,
-        shown: o.ShownProgress,
+        ckpt: Checkpoint, out: Out, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress
     ) -> None:
-        from zckpt.jobs.convert import prepare
-        from zckpt.jobs.options import Options, to_dtype
+        from zckpt.jobs.casting import to_dtype
 
         began = time.perf_counter()
-        groups = (weights, merging, selection, names, source, speed, writing)
-        options = o.chosen(Options, *groups, dtype=to_dtype(dtype))
+        asked = asked.having(dtype=to_dtype(dtype))
         if out.startswith("hf://"):
-            push.to_page(ckpt, out, options, shown.console, dry_run=writing.dry_run)
+            push.to_page(ckpt, out, asked, shown.console, dry_run=dry_run)
         else:
-            planned = prepare(ckpt, out, options)
-            finish(planned, words_of(planned, dtype), began, writing, shown)
+            planned = CONVERT.prepare(ckpt, out, asked)
+            finish(planned, words_of(planned, dtype), began, shown, dry_run=dry_run)
 
 
 def to_dcp(
-    ckpt: o.Checkpoint,
-    out: o.OutDirectory,
-    state: StateDict,
-    selection: o.Selection,
-    names: o.Names,
-    source: o.SourceOptions,
-    speed: o.WriteSpeed,
-    writing: o.Writing,
-    shown: o.ShownProgress,
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Dcp], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes a torch.distributed.checkpoint directory."""
-    from zckpt.jobs.options import DcpOptions
-    from zckpt.jobs.to_dcp import prepare
-
     began = time.perf_counter()
-    options = o.chosen(DcpOptions, state, selection, names, source, speed, writing)
-    planned = prepare(ckpt, out, options)
-    finish(planned, words_of(planned, state.dtype.value if state.dtype else "saved"), began, writing, shown)
+    planned = TO_DCP.prepare(ckpt, out, asked)
+    finish(planned, words_of(planned, name_of(asked.casting.dtype)), began, shown, dry_run=dry_run)
 
 
 def to_mcore(
-    ckpt: o.Checkpoint,
-    out: o.OutDirectory,
-    model: MegatronModel,
-    selection: o.Selection,
-    names: o.Names,
-    source: o.SourceOptions,
-    speed: o.WriteSpeed,
-    writing: o.Writing,
-    shown: o.ShownProgress,
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Megatron], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes a checkpoint of Megatron-Core."""
-    from zckpt.jobs.options import MegatronOptions
-    from zckpt.jobs.to_mcore import prepare
-
     began = time.perf_counter()
-    planned = prepare(ckpt, out, o.chosen(MegatronOptions, model, selection, names, source, speed, writing))
-    words = words_of(planned, model.dtype.value if model.dtype else "saved")
+    planned = TO_MCORE.prepare(ckpt, out, asked)
+    words = words_of(planned, name_of(asked.casting.dtype))
     words = replace(words, use=lambda files: f"load it with --load {out.rstrip('/') or '/'} --use-checkpoint-args")
-    finish(planned, words, began, writing, shown)
+    finish(planned, words, began, shown, dry_run=dry_run)
 
 
 def to_peft(
-    ckpt: o.Checkpoint,
-    out: o.OutDirectory,
-    adapter: Adapter,
-    source: o.SourceOptions,
-    speed: o.WriteSpeed,
-    writing: o.Writing,
-    shown: o.ShownProgress,
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Adapter], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes an adapter."""
-    from zckpt.jobs.options import PeftOptions
-    from zckpt.jobs.to_peft import AdapterReport, carry_out, prepare
+    from zckpt.jobs.to_peft import AdapterReport, carry_out
 
     def more(report: Report) -> dict[str, object]:
         return {"untrained": list(report.untrained)} if isinstance(report, AdapterReport) else {}
 
     began = time.perf_counter()
-    planned = prepare(ckpt, out, o.chosen(PeftOptions, adapter, source, speed, writing))
-    what = f"adapter {planned.adapter!r}, {count(len(planned.catalog), 'tensor')} as {adapter.dtype.value}"
-    facts: dict[str, object] = {"adapter": planned.adapter, "dtype": adapter.dtype.value}
+    planned = TO_PEFT.prepare(ckpt, out, asked)
+    dtype = SHORT_NAMES[asked.casting.dtype or F32]
+    what = f"adapter {planned.adapter!r}, {count(len(planned.catalog), 'tensor')} as {dtype}"
+    facts: dict[str, object] = {"adapter": planned.adapter, "dtype": dtype}
     words = Words(
         what, lambda files: f"load it with PeftModel.from_pretrained(base, {out.rstrip('/') or '/'!r})", facts
     )
-    finish(planned, words, began, writing, shown, carry_out, more)
+    finish(planned, words, began, shown, carry_out, more, dry_run=dry_run)
+
+
+def name_of(dtype: DType | None) -> str:
+    """A dtype in a sentence about weights; None leaves them as they were saved."""
+    return "saved" if dtype is None else SHORT_NAMES[dtype]
 
 
 def words_of(planned: PlannedConversion, dtype: str) -> Words:

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from zckpt.cli.declared import command
+from zckpt.cli.declare import command
 from zckpt.cli.output import Console
 
 _CONFIG: dict[str, Any] = {

@@ -8,34 +8,35 @@ from typing import Annotated
 import typer
 
 from zckpt.base.dataclass import dataclass
-from zckpt.cli import options as o
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import Shown
+from zckpt.cli.declare import command
+from zckpt.cli.texts import positive
 
 _run = partial(typer.Option, rich_help_panel="Run")
 _memory = partial(typer.Option, rich_help_panel="Memory")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PlannedRun(o.Group):
+class PlannedRun:
     """What is estimated for."""
 
-    gpus: Annotated[int, _run("--gpus", metavar="N", callback=o.positive, help="GPUs per node.")] = 1
-    nodes: Annotated[int, _run("--nodes", metavar="M", callback=o.positive, help="Nodes.")] = 1
+    gpus: Annotated[int, _run("--gpus", metavar="N", callback=positive, help="GPUs per node.")] = 1
+    nodes: Annotated[int, _run("--nodes", metavar="M", callback=positive, help="Nodes.")] = 1
     config: Annotated[
         str | None,
         _run("--config", metavar="FILE.json", help="DeepSpeed's config: what it asks for is estimated too."),
     ] = None
     optimizer: Annotated[str, _run("--optimizer", metavar="NAME", help="Without --config.")] = "Adam"
     micro_batch: Annotated[
-        int, _run("--micro-batch", metavar="N", callback=o.positive, help="Samples per GPU, where no config says it.")
+        int, _run("--micro-batch", metavar="N", callback=positive, help="Samples per GPU, where no config says it.")
     ] = 1
     accumulation: Annotated[
-        int, _run("--accumulation", metavar="N", callback=o.positive, help="Micro batches per step, likewise.")
+        int, _run("--accumulation", metavar="N", callback=positive, help="Micro batches per step, likewise.")
     ] = 1
     seq_length: Annotated[
         int | None,
         _run(
-            "--seq-length", metavar="N", callback=o.positive,
+            "--seq-length", metavar="N", callback=positive,
             help="Tokens of a sample; by default what the model was made for, at most 2,048.",
         ),
     ] = None  # fmt: skip
@@ -46,7 +47,7 @@ class PlannedRun(o.Group):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class MemoryGiven(o.Group):
+class MemoryGiven:
     """The memory that there is."""
 
     memory: Annotated[str | None, _memory("--memory", metavar="SIZE", help="Of a GPU, to say what fits.")] = None
@@ -70,7 +71,7 @@ def estimate(
     planned: PlannedRun,
     room: MemoryGiven,
     *,
-    shown: o.Shown,
+    shown: Shown,
 ) -> None:
     """Prints an estimate; exit status 1 if it does not fit in the memory that was given."""
     from zckpt.base.sizes import to_bytes

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zckpt.base.dataclass import dataclass
-from zckpt.cli import options as o
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import Shown, ShownProgress, output
+from zckpt.cli.declare import command
+from zckpt.jobs.declarations import DIFF, LOOK, VERIFY
 
 if TYPE_CHECKING:
+    from zckpt.jobs.declarations import Asked
+    from zckpt.jobs.groups import Reading
     from zckpt.jobs.inspection import Inspection
+    from zckpt.jobs.own_groups import MergedWith
     from zckpt.jobs.states import NamedStates
     from zckpt.pictures.terminal import Line
 
@@ -27,15 +31,15 @@ Converted = Annotated[
 ]
 SideA = Annotated[str, typer.Argument(metavar="A", help="Checkpoint or weights.", show_default=False)]
 SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)]
-Tensors = Annotated[bool, o.output("--tensors", help="List every tensor, and which files hold its elements.")]
-States = Annotated[bool, o.output("--states", help="List the optimizer's states and parameter groups.")]
-AllTensors = Annotated[bool, o.output("--tensors", help="List every tensor, also those that are the same.")]
+Tensors = Annotated[bool, output("--tensors", help="List every tensor, and which files hold its elements.")]
+States = Annotated[bool, output("--states", help="List the optimizer's states and parameter groups.")]
+AllTensors = Annotated[bool, output("--tensors", help="List every tensor, also those that are the same.")]
 DiffPage = Annotated[
     str | None,
-    o.output("--html", metavar="FILE", help="Write a page for a browser: largest differences first, with histograms."),
+    output("--html", metavar="FILE", help="Write a page for a browser: largest differences first, with histograms."),
 ]
 OpenPage = Annotated[
-    bool, o.output("--open", help="Show the page in the browser; without --html, from a temporary file.")
+    bool, output("--open", help="Show the page in the browser; without --html, from a temporary file.")
 ]
 Trusting = Annotated[
     bool,
@@ -47,7 +51,7 @@ Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copie
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Tolerance(o.Group):
+class Tolerance:
     """Which values count as equal."""
 
     atol: Annotated[
@@ -70,6 +74,7 @@ def register(app: typer.Typer) -> None:
         app,
         "inspect",
         about="Show what a checkpoint holds and what it lacks, and whether weights can be exported and training can resume.",
+        job=LOOK,
         example="zckpt inspect out/checkpoint-500",
         status="0 it can be exported, 1 it cannot, 2 error",
     )(inspect)
@@ -78,6 +83,7 @@ def register(app: typer.Typer) -> None:
         "verify",
         about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards are safe to "
         "delete. A directory with a zckpt.json is checked against it.",
+        job=VERIFY,
         example="zckpt verify out/checkpoint-500 weights/",
         status="0 nothing is wrong, 1 something is or cannot be told, 2 error",
     )(verify)
@@ -85,20 +91,22 @@ def register(app: typer.Typer) -> None:
         app,
         "diff",
         about="Compare two checkpoints or weights files, in any layouts: names, shapes, dtypes and values.",
+        job=DIFF,
         example="zckpt diff out/checkpoint-500 weights/ --rtol 0.004",
         status="0 the same, 1 different, 2 error",
     )(diff)
 
 
 def inspect(
-    ckpt: Looked, source: o.SourceOptions, tensors: Tensors = False, states: States = False, *, shown: o.Shown
+    ckpt: Looked, asked: Asked[None], tensors: Tensors = False, states: States = False, *, shown: Shown
 ) -> None:
     """Prints an inspection; exit status 1 if the checkpoint cannot be exported."""
     from zckpt.jobs.inspection import inspect_checkpoint
 
     sink = shown.console
-    inspection = inspect_checkpoint(ckpt, source.tag, source.also, source.read_options, as_part=source.as_part)
-    named = _states(ckpt, source) if states else None
+    how = asked.reading
+    inspection = inspect_checkpoint(ckpt, how.tag, how.also, how.read_options, as_part=how.as_part)
+    named = _states(ckpt, how) if states else None
     sink.result(
         lambda: {**inspection.as_json(slices=tensors), **(named.as_json() if named else {})},
         lambda: chain(inspection.lines(tensors=tensors, width=sink.width), named.lines() if named else ()),
@@ -116,11 +124,10 @@ def _picture(inspection: Inspection, width: int) -> list[Line]:
     return [[], *picture(file_grid(inspection, ranks_only=True), width, lead="  ")] if inspection.grid else []
 
 
-def _states(ckpt: str, source: o.SourceOptions) -> NamedStates:
+def _states(ckpt: str, how: Reading) -> NamedStates:
     from zckpt.jobs.open import open_catalog, states_of
-    from zckpt.jobs.options import OpenOptions
 
-    return states_of(open_catalog(ckpt, o.chosen(OpenOptions, source)))
+    return states_of(open_catalog(ckpt, how))
 
 
 def verify(
@@ -129,10 +136,8 @@ def verify(
     deep: Deep = False,
     trust_reader: Trusting = False,
     *,
-    merged: o.MergedWith,
-    source: o.SourceOptions,
-    speed: o.Speed,
-    shown: o.ShownProgress,
+    asked: Asked[MergedWith],
+    shown: ShownProgress,
 ) -> None:
     """Prints a verification; exit status 1 if anything is wrong, or the comparison was asked for and cannot be trusted."""
     from zckpt.checks.verify import verify
@@ -143,13 +148,13 @@ def verify(
             ckpt,
             converted,
             deep=deep,
-            tag=source.tag,
-            also=source.also,
-            read_options=source.read_options,
-            as_part=source.as_part,
-            **merged.options(),
+            tag=asked.reading.tag,
+            also=asked.reading.also,
+            read_options=asked.reading.read_options,
+            as_part=asked.reading.as_part,
+            lora=asked.own.lora,
             trust_reader=trust_reader,
-            pace=speed.pace,
+            pace=asked.pacing.pace,
             progress=progress or False,
         )
     sink.result(found.as_json, lambda: found.lines(sink.width))
@@ -161,13 +166,12 @@ def diff(
     a: SideA,
     b: SideB,
     tolerance: Tolerance,
-    joining: o.Joining,
-    speed: o.Speed,
+    asked: Asked[None],
     tensors: AllTensors = False,
     html: DiffPage = None,
     open_page: OpenPage = False,
     *,
-    shown: o.ShownProgress,
+    shown: ShownProgress,
 ) -> None:
     """Prints differences; exit status 1 if there are any."""
     from zckpt.jobs.diff import diff
@@ -183,8 +187,9 @@ def diff(
         check_place(html)
     with sink.progress(None, "diff") as progress:
         found = diff(
-            a, b, **tolerance.options(), read_options=joining.read_options, as_part=joining.as_part, spreads=html is not None,
-            pace=speed.pace, progress=progress or False,
+            a, b, atol=tolerance.atol, rtol=tolerance.rtol, read_options=asked.reading.read_options,
+            as_part=asked.reading.as_part, spreads=html is not None,
+            pace=asked.pacing.pace, progress=progress or False,
         )  # fmt: skip
     if html is not None:
         from zckpt.pictures.differences import differences_page

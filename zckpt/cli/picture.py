@@ -9,18 +9,21 @@ import typer
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.cli import options as o
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import Checkpoint, Shown
+from zckpt.cli.declare import command
+from zckpt.cli.texts import positive
+from zckpt.jobs.declarations import LOOK
 
 if TYPE_CHECKING:
     from zckpt.cli.output import Console
+    from zckpt.jobs.declarations import Asked
     from zckpt.pictures.checkpoint_map import CheckpointMap
 
 _shown = partial(typer.Option, rich_help_panel="What to draw")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Drawn(o.Group):
+class Drawn:
     """What is drawn, and where to."""
 
     html: Annotated[
@@ -34,7 +37,7 @@ class Drawn(o.Group):
         _shown(
             "--reshard",
             metavar="N",
-            callback=o.positive,
+            callback=positive,
             help="Also draw what 'zckpt reshard --world-size N' would write.",
         ),
     ] = None
@@ -52,11 +55,12 @@ def register(app: typer.Typer) -> None:
         about="Draw a checkpoint: its files by rank, as long as they are large, and which rows of which tensor each "
         "holds; what is missing is in red. With --html as a page to search and point at, otherwise as bars in the "
         "terminal. Reads indexes only, and changes nothing.",
+        job=LOOK,
         example="zckpt map out/checkpoint-500 --html map.html --open",
     )(draw_map)
 
 
-def draw_map(ckpt: o.Checkpoint, drawn: Drawn, source: o.SourceOptions, shown: o.Shown) -> None:
+def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -> None:
     """Draws a map."""
     from zckpt.pictures.checkpoint_map import checkpoint_map
 
@@ -68,12 +72,12 @@ def draw_map(ckpt: o.Checkpoint, drawn: Drawn, source: o.SourceOptions, shown: o
     sink = shown.console
     found = checkpoint_map(
         ckpt,
-        source.tag,
-        source.also,
-        source.read_options,
+        asked.reading.tag,
+        asked.reading.also,
+        asked.reading.read_options,
         world_size=drawn.reshard,
         stage=drawn.stage,
-        as_part=source.as_part,
+        as_part=asked.reading.as_part,
     )
     page = _written(found, drawn) if drawn.html is not None or drawn.open_page else None
     done = "" if page is None else f"The page {page} is complete."

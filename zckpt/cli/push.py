@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import unquote
@@ -14,15 +15,18 @@ import typer
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count, size
-from zckpt.cli import options as o
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import Checkpoint, ShownProgress, output
+from zckpt.cli.declare import command
 from zckpt.cli.output import Console
+from zckpt.cli.texts import size_in_bytes
 from zckpt.cli.written import duration, rate
+from zckpt.jobs.declarations import PUSH
+from zckpt.jobs.groups import WHAT
 
 if TYPE_CHECKING:
     from zckpt.hub import PageTarget, PushReport, Ready
     from zckpt.jobs.convert import PlannedConversion
-    from zckpt.jobs.options import Options
+    from zckpt.jobs.declarations import Asked
 
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/pr/\d+|[^/]+))?(?:/(?P<path>.*))?", re.DOTALL
@@ -38,24 +42,27 @@ _OTHERS = ("datasets", "spaces", "buckets", "kernels")
 RepoId = Annotated[
     str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME, or NAME for a page of your own.", show_default=False)
 ]
+
+
+class PageDtype(str, Enum):
+    """Dtypes that weights can be given."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+Dtype = Annotated[
+    PageDtype | None,
+    typer.Option("--dtype", rich_help_panel=WHAT, help="By default what config.json says, or that of plain weights."),
+]
 _page = partial(typer.Option, rich_help_panel="Page")
 _card = partial(typer.Option, rich_help_panel="Model card")
 _hub = partial(typer.Option, rich_help_panel="Hub")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PageWeights(o.Group):
-    """The files of whole weights."""
-
-    dtype: Annotated[
-        o.Dtype | None, o.what("--dtype", help="By default what config.json says, or that of plain weights.")
-    ] = None
-    max_shard_size: o.MaxShardSize = o.SHARD_BYTES
-    overflow: o.Overflow = o.OverflowChoice.error
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class PageOptions(o.Group):
+class PageOptions:
     """Where a push goes, and what it adds; the fields of `hub.PageTarget`."""
 
     revision: Annotated[str, _page("--revision", metavar="REV", help="Branch; made if it does not exist.")] = "main"
@@ -86,7 +93,7 @@ class PageOptions(o.Group):
         _hub(
             "--max-scratch",
             metavar="SIZE",
-            parser=o.size_in_bytes,
+            parser=size_in_bytes,
             help="Most bytes there; by default two of the largest shard.",
         ),
     ] = None
@@ -95,7 +102,7 @@ class PageOptions(o.Group):
         """The same as `hub` takes it."""
         from zckpt.hub import MESSAGE, PageTarget
 
-        given = o.Group.options(self)
+        given = asdict(self)
         given |= {"message": self.message or MESSAGE, "card": not given.pop("no_card")}
         return PageTarget(repo_id, **given)
 
@@ -107,32 +114,30 @@ def register(app: typer.Typer) -> None:
         "push",
         about="Make a model page on the Hugging Face hub of a checkpoint. Shards are sent while they are made; one commit makes "
         "all of them visible.",
+        job=PUSH,
+        hidden=frozenset(
+            {"strip_prefix", "rename", "to", "config", "layer_names", "vocab_size", "allow_unknown_layout"}
+        ),
         example="zckpt push out/checkpoint-500 me/my-model --dtype bf16",
     )(push)
 
 
 def push(
-    ckpt: o.Checkpoint,
+    ckpt: Checkpoint,
     repo_id: RepoId,
-    weights: PageWeights,
-    page: PageOptions,
-    merging: o.Merging,
-    selection: o.Selection,
-    source: o.SourceOptions,
-    speed: o.WriteSpeed,
-    dry_run: Annotated[bool, o.output("--dry-run", help="Print exactly what would be sent, and send nothing.")] = False,
-    sign: o.Sign = None,
+    dtype: Dtype = None,
     *,
-    shown: o.ShownProgress,
+    page: PageOptions,
+    asked: Asked[None],
+    dry_run: Annotated[bool, output("--dry-run", help="Print exactly what would be sent, and send nothing.")] = False,
+    shown: ShownProgress,
 ) -> None:
     """Pushes a checkpoint, or shows what would be pushed."""
     if page.endpoint:
         os.environ["HF_ENDPOINT"] = page.endpoint  # before huggingface_hub is imported, which reads it then
     from zckpt.hub import load
-    from zckpt.jobs.options import Options
 
-    options = o.chosen(Options, weights, merging, selection, source, speed, sign=sign)
-    planned = load(ckpt, weights.dtype.value if weights.dtype else None, options)
+    planned = load(ckpt, dtype.value if dtype else None, asked)
     carry_out(planned, page.target(repo_id), shown.console, dry_run=dry_run)
 
 
@@ -160,11 +165,11 @@ def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *,
     )
 
 
-def to_page(source: str, out: str, options: Options, sink: Console, *, dry_run: bool) -> None:
+def to_page(source: str, out: str, asked: Asked[None], sink: Console, *, dry_run: bool) -> None:
     """`to-*` with an OUT such as `hf://me/my-model@main/fp32`."""
     from zckpt.base.errors import UsageError
     from zckpt.hub import PageTarget
-    from zckpt.jobs.convert import prepare
+    from zckpt.jobs.declarations import CONVERT
 
     found = _ADDRESS.fullmatch(out.rstrip("/"))
     if not found or found["repo"].partition("/")[0] in _OTHERS:
@@ -173,13 +178,13 @@ def to_page(source: str, out: str, options: Options, sink: Console, *, dry_run: 
             remedy="Change OUT, or use zckpt push.",
         )  # fmt: skip
     path = found["path"] or ""
-    if path.endswith((".safetensors", ".bin", ".pt")) or options.format == "bin":
+    if path.endswith((".safetensors", ".bin", ".pt")) or asked.sharding.format == "bin":
         raise UsageError(
             "a page gets shards in safetensors, and no single file or .bin", file=out,
             remedy="Give the page, or a directory in it.",
         )  # fmt: skip
-    target = PageTarget(found["repo"], unquote(found["revision"] or "main"), path, yes=options.overwrite)
-    carry_out(prepare(source, "", replace(options, format=None)), target, sink, dry_run=dry_run)
+    target = PageTarget(found["repo"], unquote(found["revision"] or "main"), path, yes=asked.publishing.overwrite)
+    carry_out(CONVERT.prepare(source, "", asked.having(format=None)), target, sink, dry_run=dry_run)
 
 
 def _facts(ready: Ready) -> dict[str, object]:

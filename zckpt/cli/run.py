@@ -14,9 +14,9 @@ import typer
 
 from zckpt.base import collector
 from zckpt.base.errors import UsageError
-from zckpt.cli import options
-from zckpt.cli.declared import command
+from zckpt.cli.declare import command
 from zckpt.cli.desk import python_format
+from zckpt.cli.texts import positive
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +46,7 @@ def run(
     nproc: Annotated[
         int,
         typer.Option(
-            "--nproc", metavar="N", rich_help_panel="Run", callback=options.positive, help="Processes on this machine."
+            "--nproc", metavar="N", rich_help_panel="Run", callback=positive, help="Processes on this machine."
         ),
     ] = 1,
 ) -> None:

@@ -1,6 +1,6 @@
 """What the texts of options mean: sizes, counts, and pairs of a pattern and its replacement.
 
-For `options` and the commands.
+For `declare` and the commands.
 """
 
 from __future__ import annotations
@@ -43,3 +43,11 @@ def positive(value: int | None) -> int | None:
     if value is not None and value < 1:
         raise typer.BadParameter(f"{value} is less than 1")
     return value
+
+
+def split_numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.5,0.3,0.2") from error

@@ -16,10 +16,11 @@ from zckpt.base import collector
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, size
-from zckpt.cli import options
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import Shown
+from zckpt.cli.declare import command
 from zckpt.cli.output import Console
 from zckpt.cli.progress_lines import ProgressLines
+from zckpt.cli.texts import positive
 
 if TYPE_CHECKING:
     from zckpt.runtime.train.metrics import Step
@@ -30,7 +31,7 @@ _run = partial(typer.Option, rich_help_panel="Run")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class RunOptions(options.Group):
+class RunOptions:
     """What is trained, on what and how long; the fields of `TrainingJob`."""
 
     data: Annotated[str, _run("--data", metavar="FILE.txt", help="Text to train on.", show_default=False)]
@@ -39,14 +40,14 @@ class RunOptions(options.Group):
     ]
     steps: Annotated[
         int,
-        _run("--steps", metavar="N", callback=options.positive, help="Optimizer steps in all.", show_default=False),
+        _run("--steps", metavar="N", callback=positive, help="Optimizer steps in all.", show_default=False),
     ]
     model: Annotated[str, _run("--model", metavar="MODEL", help="tiny-gpt, a config.json, or a model's directory.")] = (
         "tiny-gpt"
     )
     save_every: Annotated[
         int | None,
-        _run("--save-every", metavar="N", callback=options.positive, help="Save a checkpoint every N steps."),
+        _run("--save-every", metavar="N", callback=positive, help="Save a checkpoint every N steps."),
     ] = None
     resume: Annotated[bool, _run("--resume", help="Resume from the last checkpoint in DIR.")] = False
     seed: Annotated[int, _run("--seed", metavar="N", help="For weights, data order and dropout.")] = 0
@@ -59,12 +60,10 @@ class RunOptions(options.Group):
     ] = None
     eval_every: Annotated[
         int | None,
-        _run(
-            "--eval-every", metavar="N", callback=options.positive, help="Evaluate every N steps, not only at the end."
-        ),
+        _run("--eval-every", metavar="N", callback=positive, help="Evaluate every N steps, not only at the end."),
     ] = None
     log_every: Annotated[
-        int, _run("--log-every", metavar="N", callback=options.positive, help="Print a line every N steps.")
+        int, _run("--log-every", metavar="N", callback=positive, help="Print a line every N steps.")
     ] = 10
 
 
@@ -81,11 +80,9 @@ def register(app: typer.Typer) -> None:
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG.json", help="DeepSpeed's config.", show_default=False)],
     asked: RunOptions,
-    nproc: Annotated[
-        int, _run("--nproc", metavar="N", callback=options.positive, help="Processes on this machine.")
-    ] = 1,
+    nproc: Annotated[int, _run("--nproc", metavar="N", callback=positive, help="Processes on this machine.")] = 1,
     *,
-    shown: options.Shown,
+    shown: Shown,
 ) -> None:
     """Starts the processes of a run, or is one of them."""
     try:
@@ -96,7 +93,7 @@ def train(
             "training needs libraries that are not installed", found=str(error),
             remedy="Run pip install 'zckpt[train]'.",
         ) from error  # fmt: skip
-    job = run.TrainingJob(config, **asked.options())
+    job = run.TrainingJob(config, **asdict(asked))
     if not is_worker(os.environ) and nproc > 1:
         run.check(job)
         words = [*job.arguments(), *(["--json"] if shown.as_json else []), *(["--quiet"] if shown.quiet else [])]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zckpt.base.dataclass import dataclass
-from zckpt.cli import options as o
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, Shown, ShownProgress, output
+from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
+from zckpt.jobs.declarations import PRUNE, SLIM
 
 if TYPE_CHECKING:
+    from zckpt.jobs.declarations import Asked
+    from zckpt.jobs.own_groups import Slim
     from zckpt.jobs.slim import PlannedSlim
 
 _rules = partial(typer.Option, rich_help_panel="Which saves stay")
@@ -23,12 +25,12 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory that holds th
 Measured = Annotated[
     str, typer.Argument(metavar="RUN|CKPT", help="Directory of a run, or a checkpoint.", show_default=False)
 ]
-Yes = Annotated[bool, o.output("--yes", help="Delete what goes. Without it, only print what would go.")]
-Deep = Annotated[bool, o.output("--deep", help="Read every byte of the saves that stay before any goes.")]
+Yes = Annotated[bool, output("--yes", help="Delete what goes. Without it, only print what would go.")]
+Deep = Annotated[bool, output("--deep", help="Read every byte of the saves that stay before any goes.")]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Kept(o.Group):
+class Kept:
     """Which saves stay."""
 
     keep_last: Annotated[int | None, _rules("--keep-last", metavar="N", help="The N newest.")] = None
@@ -48,24 +50,6 @@ class Kept(o.Group):
     ] = False
 
 
-class Dropped(str, Enum):
-    """What a smaller save leaves out."""
-
-    optimizer = "optimizer"
-    module_weights = "module-weights"
-    frozen = "frozen"
-
-
-Drop = Annotated[
-    list[Dropped] | None,
-    o.what(
-        "--drop",
-        help="Leave out the optimizer's states (fp32 weights stay), half-precision weights that fp32 weights give back, or "
-        "frozen parameters; repeatable.",
-    ),
-]
-
-
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     command(
@@ -80,6 +64,7 @@ def register(app: typer.Typer) -> None:
         "prune",
         about="Delete the saves of a run that no rule keeps, after verifying those that stay. Without --yes it only prints what "
         "would go. The newest complete save and what 'latest' names always stay.",
+        job=PRUNE,
         example="zckpt prune out/ --keep-last 3 --keep-best eval_loss --yes",
     )(prune)
 
@@ -88,11 +73,12 @@ def register(app: typer.Typer) -> None:
         "slim",
         about="Write a smaller save of the same layout: without what --drop names, and without bytes that no tensor uses. Its "
         "framework still loads what remains. Saves of DeepSpeed, rank files, and torch files.",
+        job=SLIM,
         example="zckpt slim out/checkpoint-500 slim/ --drop optimizer",
     )(slim)
 
 
-def du(run: Measured, shown: o.Shown) -> None:
+def du(run: Measured, shown: Shown) -> None:
     """Prints what lies where."""
     from zckpt.upkeep.usage import usage_of
 
@@ -102,7 +88,7 @@ def du(run: Measured, shown: o.Shown) -> None:
 
 
 def prune(
-    run: Run, kept: Kept, speed: o.Speed, yes: Yes = False, deep: Deep = False, *, shown: o.ShownProgress
+    run: Run, kept: Kept, asked: Asked[None], yes: Yes = False, deep: Deep = False, *, shown: ShownProgress
 ) -> None:
     """Prints which saves stay and which go, and deletes these with --yes."""
     from zckpt.upkeep.keep_rules import KeepRules
@@ -113,7 +99,7 @@ def prune(
     rules = KeepRules(kept.keep_last, kept.keep_every, best, kept.incomplete)
     sink = shown.console
     with sink.progress(None, "prune") as progress:
-        found = prune(run, rules, delete=yes, deep=deep, pace=speed.pace, progress=progress or False)
+        found = prune(run, rules, delete=yes, deep=deep, pace=asked.pacing.pace, progress=progress or False)
     sink.notes(found.notes)
     sink.result(
         found.as_json, lambda: found.lines(sink.width), done="The saves that no rule keeps are deleted." if yes else ""
@@ -121,25 +107,16 @@ def prune(
 
 
 def slim(
-    ckpt: o.Checkpoint,
-    out: o.OutDirectory,
-    source: o.SourceOptions,
-    speed: o.WriteSpeed,
-    writing: o.Writing,
-    drop: Drop = None,
-    *,
-    shown: o.ShownProgress,
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Slim], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes a smaller save."""
-    from zckpt.jobs.options import SlimOptions
-    from zckpt.jobs.slim import described, execute, prepare
+    from zckpt.jobs.slim import described, execute
 
     began = time.perf_counter()
-    dropped = tuple(dict.fromkeys(each.value for each in drop or ()))
-    planned = prepare(ckpt, out, o.chosen(SlimOptions, source, speed, writing, drop=dropped))
+    planned = SLIM.prepare(ckpt, out, asked)
     facts: dict[str, object] = {"dropped": dict(planned.dropped), "saved_bytes": planned.saved_bytes}
-    words = Words(described(planned), _loaded(planned, dropped), facts)
-    finish(planned, words, began, writing, shown, execute)
+    words = Words(described(planned), _loaded(planned, tuple(asked.own.drop)), facts)
+    finish(planned, words, began, shown, execute, dry_run=dry_run)
 
 
 def _loaded(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:

@@ -5,37 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count, size
-from zckpt.cli import options as o
-from zckpt.cli.declared import command
+from zckpt.cli.arguments import DryRun, ShownProgress
+from zckpt.cli.declare import command
 from zckpt.cli.output import peak_rss_bytes
 from zckpt.cli.written import Words, duration, file_lines, lack_of_space, show
+from zckpt.jobs.declarations import APPLY, DELTA
 
 if TYPE_CHECKING:
     from zckpt.jobs.apply_delta import PlannedApply
+    from zckpt.jobs.declarations import Asked
     from zckpt.jobs.delta import DeltaReport, PlannedDelta
+    from zckpt.jobs.own_groups import Delta
 
-
-class EncodingChoice(str, Enum):
-    """How a difference is written."""
-
-    xor = "xor"
-    overwrite = "overwrite"
-
-
-class ChecksumChoice(str, Enum):
-    """What proves a tensor's new bytes."""
-
-    xxh3 = "xxh3-128"
-    blake3 = "blake3"
-    adler32 = "adler32"
+_NO_SELECTION = frozenset({"include", "exclude", "exclude_frozen"})
 
 
 OldVersion = Annotated[
@@ -58,43 +46,6 @@ Chain = Annotated[
 ]
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class DeltaKind(o.Group):
-    """What kind of delta is written."""
-
-    version: Annotated[
-        int | None,
-        o.what("--version", metavar="N", callback=o.positive, help="Of NEW; by default the one in OUT's name, or 1."),
-    ] = None
-    encoding: Annotated[
-        EncodingChoice, o.what("--encoding", help="xor is smaller; overwrite may be applied more than once.")
-    ] = EncodingChoice.xor
-    checksum: Annotated[ChecksumChoice, o.what("--checksum", help="Of each tensor's new bytes.")] = ChecksumChoice.xxh3
-    dtype: Annotated[
-        o.Dtype | None, o.what("--dtype", help="Of the weights; by default as in OLD, or bf16 if OLD is a checkpoint.")
-    ] = None
-    max_shard_size: Annotated[
-        int,
-        o.what(
-            "--max-shard-size", metavar="SIZE", parser=o.size_in_bytes, show_default=False,
-            help="Most bytes of weights whose differences one file holds; by default 5GB.",
-        ),
-    ] = o.SHARD_BYTES  # fmt: skip
-    old_tag: Annotated[
-        str | None, o.which("--old-tag", metavar="TAG", help="Which save of OLD, if there are several.")
-    ] = None
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class NewWeights(o.Group):
-    """How the new weights are written."""
-
-    dtype: Annotated[
-        o.Dtype | None, o.what("--dtype", help="Of the weights; by default what the deltas were made for.")
-    ] = None
-    max_shard_size: o.MaxShardSize = o.SHARD_BYTES
-
-
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     command(
@@ -102,12 +53,16 @@ def register(app: typer.Typer) -> None:
         "delta",
         about="Write what changed in weights since an older version, as SGLang's weight pull reads it. OLD and NEW may have "
         "any layouts; options for reading and names are for checkpoints, and plain weights keep their names.",
+        job=DELTA,
+        hidden=_NO_SELECTION,
         example="zckpt delta weights/ out/checkpoint-500 updates/weight_v000001",
     )(delta)
     command(
         app,
         "apply",
         about="Write the weights that deltas, in order, make of an older version. Every tensor is proved by its checksum.",
+        job=APPLY,
+        hidden=_NO_SELECTION,
         example="zckpt apply weights/ updates/weight_v000001 weights-1/",
     )(apply)
 
@@ -116,19 +71,17 @@ def delta(
     old: OldVersion,
     new: NewVersion,
     out: DeltaOut,
-    kind: DeltaKind,
-    names: o.HubNames,
-    source: o.SourceOptions,
-    speed: o.Speed,
-    writing: o.Writing,
-    shown: o.ShownProgress,
+    asked: Asked[Delta],
+    dry_run: DryRun = False,
+    *,
+    shown: ShownProgress,
 ) -> None:
     """Writes a delta."""
-    from zckpt.jobs.delta import DeltaOptions, execute, prepare
+    from zckpt.jobs.delta import execute
 
     began, sink = time.perf_counter(), shown.console
-    job = prepare(old, new, out, o.chosen(DeltaOptions, kind, names, source, speed, writing))
-    if writing.dry_run:
+    job = DELTA.prepare(old, new, out, asked)
+    if dry_run:
         sink.notes(job.notes)
         sink.result(lambda: _delta_plan(job), lambda: _delta_plan_lines(job))
         return
@@ -185,18 +138,10 @@ def _lines(out: str, report: DeltaReport, seconds: float) -> Iterator[str]:
     yield f"apply it with zckpt apply OLD {out} NEW, or let SGLang pull it"
 
 
-def apply(
-    paths: Chain,
-    weights: NewWeights,
-    names: o.HubNames,
-    source: o.SourceOptions,
-    speed: o.Speed,
-    writing: o.Writing,
-    shown: o.ShownProgress,
-) -> None:
+def apply(paths: Chain, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress) -> None:
     """Writes the weights that deltas make of an older version."""
     from zckpt.cli.loading import loading_line
-    from zckpt.jobs.apply_delta import ApplyOptions, execute, prepare
+    from zckpt.jobs.apply_delta import execute
 
     if len(paths) < 3:
         raise UsageError(
@@ -205,8 +150,8 @@ def apply(
         )  # fmt: skip
     began, sink = time.perf_counter(), shown.console
     old, *deltas, out = paths
-    job = prepare(old, deltas, out, o.chosen(ApplyOptions, weights, names, source, speed, writing))
-    if writing.dry_run:
+    job = APPLY.prepare(old, deltas, out, asked)
+    if dry_run:
         sink.notes((*job.old.notes, *lack_of_space(job.out, job.nbytes)))
         sink.result(lambda: _apply_plan(job), lambda: _apply_plan_lines(job))
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.base.words import count, examples, size
-from zckpt.cli.options import Shown, Writing
+from zckpt.cli.arguments import Shown
 from zckpt.cli.output import Console, peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -45,10 +45,11 @@ def finish(
     planned: P,
     words: Words,
     began: float,
-    writing: Writing,
     shown: Shown,
     execute: Callable[[P, Callable[[int], None] | None, Callable[[str], None]], Report] | None = None,
     more: Callable[[Report], dict[str, object]] = lambda report: {},
+    *,
+    dry_run: bool = False,
 ) -> None:
     """Carries a job out, or prints its plan.
 
@@ -56,13 +57,13 @@ def finish(
         planned: the job.
         words: how to speak of it.
         began: when the command began, by `time.perf_counter`.
-        writing: whether this is a dry run.
         shown: what to print.
         execute: what carries it out; None for `jobs.planned.execute`.
         more: facts of the report, for `--json`.
+        dry_run: print the plan.
     """
     sink = shown.console
-    if writing.dry_run:
+    if dry_run:
         sink.notes(planned.notes)
         sink.notes(lack_of_space(planned.order.out, planned.order.bytes_written))
         sink.result(lambda: _plan_facts(planned, words), lambda: _plan_lines(planned, words))

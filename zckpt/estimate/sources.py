@@ -15,8 +15,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UsageError
 from zckpt.estimate.adapters import with_adapter
 from zckpt.estimate.sizes import ModelSize, ParameterSize, model_of
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.companions import config_of
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.storage.location import Location, locate
@@ -57,7 +57,7 @@ class NamedModel:
         return model if self.adapter is None else with_adapter(model, *self.adapter)
 
 
-def find_source(name: str, adapter: str | None = None, options: OpenOptions | None = None) -> NamedModel:
+def find_source(name: str, adapter: str | None = None, options: Reading | None = None) -> NamedModel:
     """Finds a model.
 
     Args:
@@ -96,7 +96,7 @@ def find_source(name: str, adapter: str | None = None, options: OpenOptions | No
     if place.is_file() and place.name.endswith(".json") and "index" not in place.name:
         return NamedModel(_by_config(config_of(str(place)), str(place), name), found)
     try:
-        model = _by_checkpoint(str(place), name, options or OpenOptions())
+        model = _by_checkpoint(str(place), name, options or Reading())
     except NotACheckpointError:
         if not (directory / _CONFIG).is_file():
             raise
@@ -164,7 +164,7 @@ def known_model(config: Mapping[str, Any], name: str) -> ModelSize | None:
     return model_of(sizes, name=name, counted="config.json, by formula", tied=known.tied, config=config)
 
 
-def _by_checkpoint(path: str, name: str, options: OpenOptions) -> ModelSize:
+def _by_checkpoint(path: str, name: str, options: Reading) -> ModelSize:
     opened = open_catalog(path, options)
     catalog, _ = strip_wrappers(opened.catalog)
     entries = list(catalog.tensors.values())

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from zckpt.base.progress import Progress, reported
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, cargo_of, shards_of
 from zckpt.hub.target import MESSAGE, PageTarget
 from zckpt.hub.transfer import PushReport, Ready, execute, prepare
+from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as plan_conversion
+from zckpt.jobs.declarations import PUSH, Asked
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.opened import dequantised
-from zckpt.jobs.options import Options, refuse_unused, to_dtype
+from zckpt.jobs.options import Options
 from zckpt.layouts.save.companions import read_config
 
 __all__ = [
@@ -96,23 +97,21 @@ def push_to_hub(
         None if scratch is None else os.fspath(scratch), max_scratch, card, license, base_model,
     )  # fmt: skip
     options = options or Options()
-    refuse_unused("push_to_hub", options)
-    chosen = replace(options, tag=tag or options.tag, also=also or options.also)
-    prepared = load(os.fspath(source), dtype, chosen)
+    asked = options.split(PUSH, tag=tag or options.tag, also=also or options.also)
+    prepared = load(os.fspath(source), dtype, asked)
     ready = prepare(cargo_of(prepared), target, tell)
     prepared.check()
     with reported(progress, sum(shard.nbytes for shard in ready.cargo.shards), "push") as watch:
         return execute(ready, watch)
 
 
-def load(source: str, dtype: str | DType | None, options: Options) -> PlannedConversion:
+def load(source: str, dtype: str | DType | None, asked: Asked[None]) -> PlannedConversion:
     """Plans the conversion of a push; the arguments are those of `push_to_hub`."""
-    opened = open_catalog(source, options, as_stored=True)
+    opened = open_catalog(source, asked.reading, as_stored=True)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
-    options = replace(options, dtype=chosen, format="safetensors")
     if chosen is not None:
-        opened = dequantised(opened, options)
-    return plan_conversion(source, "", options, opened=opened)
+        opened = dequantised(opened)
+    return plan_conversion(source, "", asked.having(dtype=chosen, format="safetensors"), opened=opened)
 
 
 def _usual_dtype(opened: Opened) -> DType | None:

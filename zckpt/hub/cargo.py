@@ -16,8 +16,10 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine.move import Mode, run
 from zckpt.hub import privacy
+from zckpt.jobs.casting import output_dtype
 from zckpt.jobs.convert import PlannedConversion
-from zckpt.jobs.options import Options, output_dtype
+from zckpt.jobs.declarations import Asked
+from zckpt.jobs.groups import Sharding
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.output.order import fingerprint, named, overflows_of
 from zckpt.output.signature import Signing
@@ -116,14 +118,14 @@ INDEX = "model.safetensors.index.json"
 _KEPT_IN_MEMORY = 1 << 20
 
 
-def shards_of(plan: Plan, options: Options) -> list[Shard]:
+def shards_of(plan: Plan, asked: Asked[object]) -> list[Shard]:
     """The shards of a plan: its files that hold tensors. The engine writes and hashes each at the same time."""
     shards: list[Shard] = []
     for part in plan.by_file():
         output = part.files[0][0]
         if _holds_tensors(output.path):
-            identity = fingerprint(part, (), options.overflow)
-            make = partial(_write_shard, part, options)
+            identity = fingerprint(part, (), asked.casting.overflow)
+            make = partial(_write_shard, part, asked)
             shards.append(Shard(output.path, output.size, output.size, output.literals[0][1], identity, make))
     return shards
 
@@ -132,14 +134,14 @@ def _holds_tensors(path: str) -> bool:
     return path.endswith(".safetensors")
 
 
-def _write_shard(plan: Plan, options: Options, directory: str, progress: Progress) -> tuple[str, str]:
+def _write_shard(plan: Plan, asked: Asked[object], directory: str, progress: Progress) -> tuple[str, str]:
     """`Shard.make` of a plan of one file."""
     name, hashed = plan.files[0][0].path, hashlib.sha256()
     moved = run(
-        plan, directory, overflow=options.overflow, progress=progress, window=options.buffer,
-        consumers={name: hashed.update}, mode=Mode.PASSING, **options.pace,
+        plan, directory, overflow=asked.casting.overflow, progress=progress, window=asked.pacing.buffer,
+        consumers={name: hashed.update}, mode=Mode.PASSING, **asked.pacing.pace,
     )  # fmt: skip
-    overflows_of([named(moved.overflows, [entry.name for _, entry in plan.pairs])], plan, options.overflow)
+    overflows_of([named(moved.overflows, [entry.name for _, entry in plan.pairs])], plan, asked.casting.overflow)
     return os.path.join(directory, name), hashed.hexdigest()
 
 
@@ -179,17 +181,17 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
             small.append(SmallFile(name, nbytes, file.path, "copied from beside the checkpoint"))
         else:
             add(name, file.read(), "copied from beside the checkpoint")
-    shards = ready or shards_of(prepared.plan, prepared.options)
+    shards = ready or shards_of(prepared.plan, prepared.asked)
     dtype, config = _dtype(prepared), _config(small)
     return Cargo(shards, tuple(small), prepared.catalog, dtype, config, tuple(notes), prepared.signing())
 
 
 def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
     """The files of a converted directory, as they are, if the conversion would not change them; otherwise nothing."""
-    options, opened = prepared.options, prepared.opened
+    asked, opened = prepared.asked, prepared.opened
     listing, before = opened.place.listing, opened.catalog
-    changes = options.max_shard_size != Options().max_shard_size or any(
-        (known := before.tensors.get(name)) is None or output_dtype(known, options.dtype) != known.dtype
+    changes = asked.sharding.max_shard_size != Sharding().max_shard_size or any(
+        (known := before.tensors.get(name)) is None or output_dtype(known, asked.casting.dtype) != known.dtype
         for name in prepared.catalog
     )
     is_plain = before.source.layout == "plain" and not listing.directory.is_remote
@@ -228,8 +230,8 @@ def _hash(path: str, progress: Progress) -> tuple[str, str]:
 
 
 def _dtype(prepared: PlannedConversion) -> str:
-    if prepared.options.dtype is not None:
-        return prepared.options.dtype.torch_name
+    if prepared.asked.casting.dtype is not None:
+        return prepared.asked.casting.dtype.torch_name
     kinds = {entry.dtype.torch_name for entry in prepared.catalog.tensors.values() if entry.dtype.kind == "float"}
     return kinds.pop() if len(kinds) == 1 else ""
 

@@ -26,8 +26,10 @@ from zckpt.deltas.read import DeltaDirectory, read_delta
 from zckpt.deltas.zstd import Decompressor
 from zckpt.engine.checksums import Partial, crc32, seal
 from zckpt.engine.output_files import create
+from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.convert import usual_dtype
-from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.declarations import APPLY, Asked
+from zckpt.jobs.options import ApplyOptions
 from zckpt.jobs.planned import Report, protected
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
@@ -54,17 +56,6 @@ Pair = tuple[TensorEntry, TensorEntry]
 
 _RECORDED = "version"
 """Under `options` of the manifest: the version of the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyOptions(Options):
-    """What `apply_delta` is to do; of what `Options` has, what concerns reading, names and the output counts.
-
-    Attributes:
-        dtype: of floating parameters; None for what the delta says, or else as in `DeltaOptions`.
-    """
-
-    dtype: DType | None = None
 
 
 def apply_delta(
@@ -100,9 +91,8 @@ def apply_delta(
     began = time.perf_counter()
     several = [deltas] if isinstance(deltas, str | os.PathLike) else list(deltas)
     options = options or ApplyOptions()
-    if dtype is not None:
-        options = replace(options, dtype=to_dtype(dtype))
-    job = prepare(old, several, out, options)
+    asked = options.split(APPLY, dtype=options.dtype if dtype is None else to_dtype(dtype))
+    job = prepare(old, several, out, asked)
     with reported(progress, job.nbytes, "apply") as watch:
         return replace(execute(job, watch), seconds=time.perf_counter() - began)
 
@@ -119,7 +109,7 @@ class PlannedApply:
         pairs: the tensors of the plan.
         copies: small files that are copied: (where, name).
         names: for each delta, name in the old version -> name in the delta.
-        options: what was asked for.
+        asked: what was asked for.
         job: fingerprint of all that the output's bytes depend on.
     """
 
@@ -130,7 +120,7 @@ class PlannedApply:
     pairs: tuple[Pair, ...]
     copies: tuple[tuple[Location, str], ...]
     names: tuple[Mapping[str, str], ...]
-    options: ApplyOptions
+    asked: Asked[None]
     job: str = field(repr=False)
     shared: Callable[[], str] = field(default=str, repr=False)
 
@@ -160,24 +150,24 @@ def prepare(
     old: str | os.PathLike[str],
     deltas: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
-    options: ApplyOptions,
+    asked: Asked[None],
 ) -> PlannedApply:
     """Everything but the work: opens all, lays the output out, and refuses what cannot succeed. Writes nothing."""
     if not deltas:
         raise UsageError("there is no delta to apply", remedy="Give at least one, between OLD and OUT.")
     place, places = locate(out), [locate(path) for path in deltas]
     found = tuple(read_delta(one) for one in places)
-    version = opened_version(os.fspath(old), options)
+    version = opened_version(os.fspath(old), asked)
     _check_chain(version, found)
     inputs = {*protected(version.opened, locate(old)), *places}
-    check_output(place, single=False, overwrite=options.overwrite, protected=inputs)
+    check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
     names = tuple(_names(version, one) for one in found)
     for one in found:
         hasher_of(one.form.checksum)
     Decompressor(lambda nbytes, at: b"", place.path, "")
-    wanted = options.dtype or _recorded_dtype(places[0])
+    wanted = asked.casting.dtype or _recorded_dtype(places[0])
     entries = [(entry, dtype_in(version, entry, wanted)) for entry in version.catalog.tensors.values()]
-    target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size)
+    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size)
     destination = lay_out(entries, version.catalog.aliases, target)
     home = version.opened.place.home
     config = config_file(
@@ -190,15 +180,21 @@ def prepare(
     version = replace(version, notes=(*version.notes, *left_out))
     states = [(name, *(one.place / name).state()) for one in found for name in one.names]
     facts = ["apply", [one.form.metadata for one in found]]
-    job = fingerprint(plan, copies, *facts, states, signed_by(options.sign))
+    job = fingerprint(plan, copies, *facts, states, signed_by(asked.signing_key.sign))
 
     def shared() -> str:
         digests = [[(name, one.digest_of(name)) for name in (*one.changed, *one.unchanged)] for one in found]
         return fingerprint(
-            plan, (), *facts, digests, sorted(name for _, name in copies), options.overwrite, state=facts_seen_by_all
+            plan,
+            (),
+            *facts,
+            digests,
+            sorted(name for _, name in copies),
+            asked.publishing.overwrite,
+            state=facts_seen_by_all,
         )
 
-    return PlannedApply(place, version, found, plan, pairs, tuple(copies), names, options, job, shared)
+    return PlannedApply(place, version, found, plan, pairs, tuple(copies), names, asked, job, shared)
 
 
 def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:
@@ -284,18 +280,19 @@ def execute(
         chain = [one.form.metadata for one in job.deltas]
         return Manifest(
             version=__version__, source={**catalog.source_facts(), "deltas": chain},
-            dtype=SHORT_NAMES[job.options.dtype] if job.options.dtype else "", options={_RECORDED: job.version},
+            dtype=SHORT_NAMES[job.asked.casting.dtype] if job.asked.casting.dtype else "", options={_RECORDED: job.version},
             tensors=len(job.old.catalog), numel=job.old.catalog.numel, files=tuple(made[name] for name in names),
         )  # fmt: skip
 
     check_space(job.out, job.plan.bytes_written)
     names = (*files, *(name for _, name in job.copies))
     large = [path for path, (_, store) in files.items() if id(store) in inside]
-    with PieceReader(share_of(job.options.pace), job.plan.bytes_read + job.plan.bytes_written) as reader:
+    with PieceReader(share_of(job.asked.pacing.pace), job.plan.bytes_read + job.plan.bytes_written) as reader:
         source = (job.old.opened.place.listing, job.old.opened.catalog)
-        signing = signing_of(job.options.sign, lambda: provenance([source], _files_of(job)))
+        signing = signing_of(job.asked.signing_key.sign, lambda: provenance([source], _files_of(job)))
         order = FileOrder(
-            job.out, job.job, names, make, end, job.options.overwrite, job.options.pace, job.shared, large=large, signing=signing,
+            job.out, job.job, names, make, end, job.asked.publishing.overwrite, job.asked.pacing.pace, job.shared,
+            large=large, signing=signing,
         )  # fmt: skip
         done = publish(order, progress, on_note)
     return Report(

@@ -24,11 +24,15 @@ from zckpt.core.evidence import weakest
 from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derived
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
-from zckpt.jobs.convert import PlannedConversion, check_wanted, usual_dtype
+from zckpt.jobs.casting import to_dtype
+from zckpt.jobs.convert import PlannedConversion, usual_dtype
 from zckpt.jobs.convert import prepare as prepare_conversion
-from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import AverageOptions, Options, extended, refuse_unused, to_dtype
+from zckpt.jobs.declarations import AVERAGE, Asked
+from zckpt.jobs.open import Opened, open_asked, strip_wrappers
+from zckpt.jobs.options import Options
+from zckpt.jobs.own_groups import Average
 from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.selection import check_wanted
 from zckpt.layouts.run_saves import saves_of
 from zckpt.output.checks import keep_apart
 from zckpt.storage.location import locate
@@ -101,29 +105,28 @@ def average(
     """
     began = time.perf_counter()
     options = options or Options()
-    refuse_unused("average", options)
-    chosen = extended(
-        options, AverageOptions, dtype=None if dtype is None else to_dtype(dtype), ema=ema, last=last, slerp=slerp,
+    asked = options.split(
+        AVERAGE, dtype=None if dtype is None else to_dtype(dtype), ema=ema, last=last, slerp=slerp,
         weights=None if weights is None else tuple(weights), task_vector=task_vector,
     )  # fmt: skip
-    return carried_out(prepare(checkpoints, out, chosen), progress, "average", began)
+    return carried_out(prepare(checkpoints, out, asked), progress, "average", began)
 
 
 def prepare(
-    checkpoints: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], options: AverageOptions
+    checkpoints: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], asked: Asked[Average]
 ) -> PlannedAverage:
     """Everything but the work; arguments as for `average`. Writes nothing."""
     named = [_split(os.fspath(path)) for path in checkpoints]
-    if options.last is not None:
-        named = _last_of(named, options.last)
-    base = [] if options.task_vector is None else [_split(os.fspath(options.task_vector))]
-    weights = _weights(len(named), options)
-    opened = [open_catalog(path, replace(options, tag=tag)) for path, tag in (*base, *named)]
+    if asked.own.last is not None:
+        named = _last_of(named, asked.own.last)
+    base = [] if asked.own.task_vector is None else [_split(os.fspath(asked.own.task_vector))]
+    weights = _weights(len(named), asked.own)
+    opened = [open_asked(path, asked.having(tag=tag)) for path, tag in (*base, *named)]
     for (path, _), one in zip((*base, *named), opened, strict=True):
-        keep_apart(locate(out), protected(one, locate(path), beside=options.beside))
+        keep_apart(locate(out), protected(one, locate(path), beside=asked.publishing.beside))
     bare = [strip_wrappers(one.catalog)[0] for one in opened]
     for one, tensors_of in zip(opened, bare, strict=True):
-        check_wanted(one, tensors_of, options)
+        check_wanted(one, tensors_of, asked.selecting)
     last = bare[-1]
     aliases = {name: kept for name, kept in last.aliases.items() if all(_is_tied(name, kept, one) for one in bare)}
     names = [name for name in (*last.tensors, *last.aliases) if name not in aliases]
@@ -133,20 +136,20 @@ def prepare(
     for name in names:
         inputs = tuple(one[name] for one in bare)
         if inputs[-1].dtype.kind == "float":
-            recipe = _recipe(inputs, options, weights)
+            recipe = _recipe(inputs, asked.own, weights)
             tensors[name] = derived(name, inputs[-1].shape, F32, recipe, inputs[-1].role)
         else:
             tensors[name] = replace_name(inputs[-1], name)
             copied.append(inputs)
     usual = usual_dtype(last.tensors.values())
-    how = replace(options, dtype=options.dtype or (usual if usual in CAST_TARGETS else F32))
+    how = asked.having(dtype=asked.casting.dtype or (usual if usual in CAST_TARGETS else F32))
     computed = replace(
         opened[-1], catalog=Catalog(tensors, last.source, weakest(one.evidence for one in bare), aliases)
     )
     planned = prepare_conversion(named[-1][0], out, how, computed)
     facts = {
         "of": [one.catalog.source_facts() for one in opened],
-        "task_vector": bool(base), "weights": weights, "ema": options.ema, "slerp": options.slerp,
+        "task_vector": bool(base), "weights": weights, "ema": asked.own.ema, "slerp": asked.own.slerp,
     }  # fmt: skip
     order = replace(planned.order, options={**planned.order.options, "average": facts})
     notes = (*(note for one in opened[:-1] for note in one.catalog.source.notes), *planned.notes, *_differing(copied))
@@ -191,15 +194,15 @@ def _last_of(named: Sequence[tuple[str, str | None]], wanted: int) -> list[tuple
     return [(save.path.path, None) for save in saves[-wanted:]]
 
 
-def _weights(number: int, options: AverageOptions) -> tuple[float, ...] | None:
+def _weights(number: int, how: Average) -> tuple[float, ...] | None:
     """What each checkpoint counts; None where that is not said.
 
     Raises:
         UsageError: options contradict each other or the number of checkpoints.
     """
     given = {
-        "--weights": options.weights is not None, "--ema": options.ema is not None,
-        "--slerp": options.slerp is not None, "--task-vector": options.task_vector is not None,
+        "--weights": how.weights is not None, "--ema": how.ema is not None,
+        "--slerp": how.slerp is not None, "--task-vector": how.task_vector is not None,
     }  # fmt: skip
     wanted = [name for name, is_given in given.items() if is_given]
     if len(wanted) > 1 and wanted != ["--weights", "--task-vector"]:
@@ -207,21 +210,21 @@ def _weights(number: int, options: AverageOptions) -> tuple[float, ...] | None:
             "options for an average contradict each other", found=" and ".join(wanted),
             expected="one of them, or --weights with --task-vector", remedy="Leave out all but one.",
         )  # fmt: skip
-    least = 1 if options.task_vector is not None else 2
-    if number < least or (options.slerp is not None and number != 2):
+    least = 1 if how.task_vector is not None else 2
+    if number < least or (how.slerp is not None and number != 2):
         raise UsageError(
             "the number of checkpoints does not fit", found=count(number, "checkpoint"),
-            expected="two, for --slerp" if options.slerp is not None else f"{least} or more",
+            expected="two, for --slerp" if how.slerp is not None else f"{least} or more",
             remedy="Name the checkpoints one after another, before OUT.",
         )  # fmt: skip
-    for name, value in (("--ema", options.ema), ("--slerp", options.slerp)):
+    for name, value in (("--ema", how.ema), ("--slerp", how.slerp)):
         if value is not None and not 0 <= value <= 1:
             raise UsageError(
                 f"{name} is impossible", found=str(value), expected="a number from 0 to 1", remedy=f"Change {name}."
             )
-    weights = options.weights
+    weights = how.weights
     if weights is None:
-        return (1.0,) * number if options.task_vector is not None else None
+        return (1.0,) * number if how.task_vector is not None else None
     if len(weights) != number or not all(map(math.isfinite, weights)):
         raise UsageError(
             "--weights does not fit the checkpoints", found=f"{', '.join(map(str, weights))} for {count(number, 'checkpoint')}",
@@ -230,14 +233,14 @@ def _weights(number: int, options: AverageOptions) -> tuple[float, ...] | None:
     return tuple(weights)
 
 
-def _recipe(inputs: tuple[TensorEntry, ...], options: AverageOptions, weights: tuple[float, ...] | None) -> Recipe:
-    if options.slerp is not None:
-        return Interpolated((inputs[0], inputs[1]), options.slerp)
-    if options.ema is not None:
-        return MovingAverage(inputs, options.ema)
+def _recipe(inputs: tuple[TensorEntry, ...], how: Average, weights: tuple[float, ...] | None) -> Recipe:
+    if how.slerp is not None:
+        return Interpolated((inputs[0], inputs[1]), how.slerp)
+    if how.ema is not None:
+        return MovingAverage(inputs, how.ema)
     if weights is None:
         return Mean(inputs)
-    return WeightedSum(inputs, weights) if options.task_vector is None else Moved(inputs, weights)
+    return WeightedSum(inputs, weights) if how.task_vector is None else Moved(inputs, weights)
 
 
 def _check_same(catalogs: Sequence[Catalog], names: Sequence[str]) -> None:

@@ -97,15 +97,9 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
     return Completion(completed, opened, (note,), {RECORDED: facts})
 
 
-def complete_again(catalog: Catalog, base: str | os.PathLike[str] | None, path: object) -> Catalog:
-    """What an output that was completed from a base model was made of.
-
-    Raises:
-        UsageError: it is not said where the base is.
-    """
-    if base is None:
-        raise UsageError(
-            "the output was made of more than the checkpoint", file=str(path), found="no --base",
-            expected="the same base model as when it was made", remedy="Pass --base as to the command that made it.",
-        )  # fmt: skip
-    return complete(catalog, base).catalog
+def refuse_no_base(path: object) -> UsageError:
+    """The error for an output that was completed from a base model, where it is not said where that is."""
+    return UsageError(
+        "the output was made of more than the checkpoint", file=str(path), found="no --base",
+        expected="the same base model as when it was made", remedy="Pass --base as to the command that made it.",
+    )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,19 +14,21 @@ from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.plan import Plan
+from zckpt.core.fragments import FileStore
+from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine import replicas
-from zckpt.jobs.base_model import complete
+from zckpt.jobs.casting import dtype_of, to_dtype
+from zckpt.jobs.declarations import CONVERT, Asked
+from zckpt.jobs.groups import Form
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.merged import kept_dtype, merged_with, with_merge
-from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import Options, output_dtype, to_dtype
+from zckpt.jobs.open import Opened, open_asked
+from zckpt.jobs.options import Options
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
-from zckpt.jobs.selection import settled
+from zckpt.jobs.selection import check_wanted
+from zckpt.jobs.steps import WorkingModel, open_model, record_of, steps_of
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
-from zckpt.naming.adapter_names import is_adapter_file, unmerged
-from zckpt.naming.transform import Form, formed, matches
+from zckpt.naming.adapter_names import is_adapter_file
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
 from zckpt.output.publish import check_output
@@ -41,12 +42,12 @@ class PlannedConversion(Planned):
     """A conversion that is planned but not begun; further attributes as in `Planned`.
 
     Attributes:
-        options: what was asked for.
+        asked: what was asked for.
         sources: what the written tensors are computed from, where they are no copies.
         beside: what the output is made from beside the checkpoint: a base model, adapters.
     """
 
-    options: Options
+    asked: Asked[object]
     sources: tuple[Catalog, ...] = field(default=(), kw_only=True)
     beside: tuple[Opened, ...] = field(default=(), kw_only=True)
 
@@ -57,7 +58,7 @@ class PlannedConversion(Planned):
 
     def check(self) -> tuple[str, ...]:
         """As in `Planned`; with `allow_unknown_layout`, a contradiction is a sentence and not an error."""
-        if not self.options.allow_unknown_layout:
+        if not self.asked.reading.allow_unknown_layout:
             for source in self.sources:
                 replicas.check(source)
             return Planned.check(self)
@@ -107,19 +108,19 @@ def convert(
     """
     began = time.perf_counter()
     options = options or Options()
-    chosen = replace(options, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
-    return carried_out(prepare(checkpoint, out, chosen), progress, "convert", began)
+    asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
+    return carried_out(prepare(checkpoint, out, asked), progress, "convert", began)
 
 
 def prepare(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: Options, opened: Opened | None = None
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[object], opened: Opened | None = None
 ) -> PlannedConversion:
     """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
 
     Args:
         checkpoint: as for `convert`.
         out: as for `convert`; empty for a directory whose files the caller makes and takes one by one.
-        options: what is to be done.
+        asked: what is to be done.
         opened: the checkpoint, where it is open already.
     """
     source, place = locate(checkpoint), locate(out)
@@ -127,93 +128,71 @@ def prepare(
         raise UsageError(
             "OUT cannot be a page of the hub here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
         )
-    if opened is None:
-        opened = open_catalog(source, options)
-    target, single = _target(place, options)
-    catalog, stripped = strip_wrappers(opened.catalog)
-    bare = catalog
-    is_copy = options.dtype is None and opened.quantization is not None  # which is as good as what it is copied from
-    if options.lora is None and not is_copy:
-        check_wanted(opened, catalog, options)
-    merge = None if options.lora is None else merged_with(opened, catalog, options.lora)
-    if place.path:
-        named = (options.form.config, options.form.layer_names)
-        inputs = protected(opened, source, beside=options.beside, named=named)
-        for other in () if merge is None else merge.made_from:
-            inputs |= {other.place.home, *protected(other, other.place.home)}
-        check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
-    if merge is None and not single and is_adapter_file(catalog) and options.form == Form():
+    opened = open_asked(source, asked) if opened is None else opened
+    target, single = _target(place, asked)
+    model = open_model(opened)
+    bare = model.catalog
+    is_copy = opened.quantization is not None and asked.casting.dtype is None  # as good as what it is copied from
+    if asked.merging.lora is None and not is_copy:
+        check_wanted(opened, bare, asked.selecting)
+    named = (asked.naming.form.config, asked.naming.form.layer_names)
+    inputs = protected(opened, source, beside=asked.publishing.beside, named=named)
+    _check_output(place, asked, inputs, single=single)
+    if not single and asked.merging.lora is None and asked.naming.form == Form() and is_adapter_file(bare):
         raise UsageError(
-            "is an adapter of PEFT, and no model", file=source, found=f"tensors such as {examples(catalog)}",
+            "is an adapter of PEFT, and no model", file=source, found=f"tensors such as {examples(bare)}",
             expected="a model, or an adapter and its base",
             remedy="Use to-peft, which writes the adapter with its config; or --merge-lora --base MODEL for merged weights; or "
             "give OUT the name of one file.",
         )  # fmt: skip
-    if merge is not None:
-        catalog, stripped = merge.catalog, (*stripped, *merge.notes)
-    elif note := unmerged(catalog):
-        stripped = (*stripped, note)
-    if not single and opened.other_class:
-        note = f"The config names a causal language model; the weights have the head of {opened.other_class}, which is written."
-        stripped = (*stripped, note)
-    completion = None
-    if options.base is not None and merge is None:
-        completion = complete(catalog, options.base)
-        catalog, stripped = completion.catalog, (*stripped, *completion.notes)
-        if place.path:
-            inputs = protected(completion.base, completion.base.place.home, beside=True)
-            check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
-    home = merge.place if merge else opened.place
-    form = formed(catalog, home, options.form, to_directory=not single, exclude=options.exclude)
-    options, said = settled(form.catalog, options, before=catalog)
-    catalog = select(form.catalog, options)
-    wanted = [(entry, output_dtype(entry, options.dtype or kept_dtype(entry))) for entry in catalog.tensors.values()]
+    for step in steps_of(asked, to_directory=not single):
+        model = step.apply(model)
+    for other in model.made_from:
+        inputs |= {other.place.home, *protected(other, other.place.home, beside=not model.is_merged)}
+    if model.made_from:
+        _check_output(place, asked, inputs, single=single)
+    asked, catalog = replace(asked, naming=model.naming), model.catalog
+    wanted = [(entry, dtype_of(entry, asked.casting, is_merged=model.is_merged)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
+    copies: Sequence[tuple[Location, str]] = ()
+    notes = model.notes
     if not single:
-        usual = options.dtype or usual_dtype(destination.entries.values())
-        known = opened.config(form.config or (merge.config if merge else None))
-        if merge is not None:
-            known = read_own_config(home.home, home.named) if known is None else without(known)
-        config = config_file(known, usual)
+        config = _config_of(model, asked.casting.dtype or usual_dtype(destination.entries.values()))
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
+        copies, left_out = opened.companions() if model.copies is None else (model.copies, ())
+        notes += left_out
+        if opened.other_class:
+            notes += (f"{_OTHER_CLASS} {opened.other_class}, which is written.",)
     if not is_copy:
         opened.check_read(catalog.tensors.values())
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
-    copies: Sequence[tuple[Location, str]] = ()
-    if not single:
-        copies, left_out = (merge.copies, ()) if merge else opened.companions()
-        stripped = (*stripped, *left_out)
-    recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
-    recorded = recorded if completion is None else {**recorded, **completion.recorded}
-    others = {} if merge is None else dict(merge.given_up)
-    others |= {name: "original" for name in bare if merge is not None and ".original_module." in name}
-    if merge is not None and opened.packed is not None:
-        others |= dict.fromkeys(bare.tensors.keys() - opened.without_packed(bare).tensors.keys(), "packed")
-    fates = find_left_out(
-        bare, catalog.tensors, options, selectable=form.catalog.tensors, rules={**others, **form.dropped}
-    )
-    order = replace(order_for(options, plan, place, catalog, copies, recorded, single=single), left_out=fates)
-    notes = opened.catalog.source.notes + stripped + form.notes + said
-    if completion is not None:
-        return PlannedConversion(opened, order, notes, options, beside=(completion.base,))
-    if merge is None:
-        return PlannedConversion(opened, order, notes, options)
-    return PlannedConversion(opened, order, notes, options, sources=merge.sources, beside=merge.made_from)
+    recorded = {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}
+    fates = find_left_out(bare, catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up)
+    order = replace(order_for(asked, plan, place, catalog, copies, recorded, single=single), left_out=fates)
+    return PlannedConversion(opened, order, notes, asked, sources=model.sources, beside=model.made_from)
 
 
-_SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
+_OTHER_CLASS = "The config names a causal language model; the weights have the head of"
 
 
-def _recorded(options: Options) -> dict[str, object]:
-    """What the manifest says was asked for: all that changes tensors, and is not as it always is."""
-    usual = Options()
-    asked = {name: getattr(options, name) for name in _SELECTION}
-    recorded = {name: value for name, value in asked.items() if value and value != getattr(usual, name)}
-    return recorded | ({} if options.read_options is None else {"wishes": options.read_options.as_json()})
+def _check_output(place: Location, asked: Asked[object], inputs: set[Location], *, single: bool) -> None:
+    """As `output.delivery.check_output`; nothing where the caller takes the files."""
+    if place.path:
+        how = asked.publishing
+        check_output(place, single=single, overwrite=how.overwrite, protected=inputs, merge=how.merge)
+
+
+def _config_of(model: WorkingModel, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+    """The model's config, with the dtype of its weights; None where there is none."""
+    known = model.opened.config(model.config)
+    if model.is_merged:
+        home = model.place
+        known = read_own_config(home.home, home.named) if known is None else without(known)
+    return config_file(known, dtype)
 
 
 def order_for(
-    options: Options,
+    asked: Asked[object],
     plan: Plan,
     out: Location,
     catalog: Catalog,
@@ -227,23 +206,23 @@ def order_for(
         plan=plan,
         out=out,
         catalog=catalog,
-        dtype=options.dtype,
-        options={**_recorded(options), **(recorded or {})},
+        dtype=asked.casting.dtype,
+        options={**record_of(asked), **(recorded or {})},
         single=single,
         copies=tuple(copies),
-        overflow=options.overflow,
-        overwrite=options.overwrite,
-        merge=options.merge,
-        buffer=options.buffer,
-        pace=options.pace,
-        signing=signing_of(options.sign),
+        overflow=asked.casting.overflow,
+        overwrite=asked.publishing.overwrite,
+        merge=asked.publishing.merge,
+        buffer=asked.pacing.buffer,
+        pace=asked.pacing.pace,
+        signing=signing_of(asked.signing_key.sign),
     )
 
 
-def _target(out: Location, options: Options) -> tuple[WeightsTarget, bool]:
+def _target(out: Location, asked: Asked[object]) -> tuple[WeightsTarget, bool]:
     suffix = os.path.splitext(out.name)[1]
     single = suffix in FILES and not out.path.endswith("/")
-    wanted = options.format
+    wanted = asked.sharding.format
     if single:
         if wanted is not None and wanted != FILES[suffix]:
             raise UsageError(
@@ -251,63 +230,7 @@ def _target(out: Location, options: Options) -> tuple[WeightsTarget, bool]:
                 remedy="Leave --format out, or change the name.",
             )  # fmt: skip
         return WeightsTarget(FILES[suffix], file=out.resolved().name), True
-    return WeightsTarget(wanted or "safetensors", max_shard_size=options.max_shard_size), False
-
-
-def select(catalog: Catalog, options: Options) -> Catalog:
-    """The tensors that are wanted, under their new names.
-
-    Raises:
-        UsageError: none is left, or a wish makes no sense. InconsistentError: two would have one name.
-    """
-    try:
-        patterns = [(re.compile(pattern), new) for pattern, new in options.rename]
-
-        def renamed(name: str) -> str:
-            name = name.removeprefix(options.strip_prefix)
-            for pattern, new in patterns:
-                name = pattern.sub(new, name)
-            return name
-
-        selected = catalog.select(lambda entry: _is_wanted(entry, options)).rename(renamed)
-    except re.error as error:
-        raise UsageError(
-            "--rename is not a regular expression",
-            found=str(error),
-            remedy="Write --rename as PATTERN=REPLACEMENT, in the syntax of Python's re.",
-        ) from error
-    if not selected.tensors:
-        raise UsageError(
-            "there is nothing to convert", file=catalog.source.path, found=f"none of {len(catalog):,} tensors selected",
-            remedy=f"Check --include and --exclude; names look like {examples(catalog)}.",
-        )  # fmt: skip
-    if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
-        raise UsageError(
-            "--rename or --strip-prefix would leave a tensor without a name", remedy="Change these options."
-        )
-    return selected
-
-
-def _is_wanted(entry: TensorEntry, options: Options) -> bool:
-    if options.exclude_frozen and entry.role == "frozen":
-        return False
-    if options.include and not matches(entry.name, options.include):
-        return False
-    return not matches(entry.name, options.exclude)
-
-
-def check_wanted(opened: Opened, catalog: Catalog, options: Options) -> None:
-    """Makes sure that nothing that is wanted is packed, before a form of names meets tensors that it cannot understand.
-
-    Args:
-        opened: the checkpoint.
-        catalog: its tensors, without what wrappers put into their names.
-        options: which are wanted.
-
-    Raises:
-        UnsupportedError: one is packed; it names the quantisation.
-    """
-    opened.check_read(entry for entry in catalog.tensors.values() if _is_wanted(entry, options))
+    return WeightsTarget(wanted or "safetensors", max_shard_size=asked.sharding.max_shard_size), False
 
 
 def usual_dtype(entries: Iterable[TensorEntry]) -> DType:

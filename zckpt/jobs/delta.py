@@ -22,7 +22,10 @@ from zckpt.deltas.form import Checksum, DeltaForm, Encoding, hasher_of, version_
 from zckpt.deltas.pieces import PieceReader, pieces
 from zckpt.deltas.write import DeltaCounts, data_name, end_delta, facts_name, grouped, needed_by, write_group
 from zckpt.deltas.zstd import Compressor
-from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.casting import to_dtype
+from zckpt.jobs.declarations import DELTA, Asked
+from zckpt.jobs.options import DeltaOptions
+from zckpt.jobs.own_groups import Delta
 from zckpt.jobs.planned import protected
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, paired
@@ -35,25 +38,6 @@ from zckpt.output.publish import check_output, publish
 from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.location import Location, locate
 from zckpt.team.agreement import share_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaOptions(Options):
-    """What `delta` is to do; of what `Options` has, what concerns reading, names and the output counts.
-
-    Attributes:
-        dtype: of floating parameters; None for those of the old version, or bf16 if that is no plain weights.
-        version: of the new weights; None for the one in OUT's name, as in `weight_v000007`, or 1.
-        encoding: of each tensor's difference: "xor" or "overwrite".
-        checksum: of each tensor's new bytes: "xxh3-128", "blake3" or "adler32".
-        old_tag: which save of the old version, where there are several.
-    """
-
-    dtype: DType | None = None
-    version: int | None = None
-    encoding: Encoding = "xor"
-    checksum: Checksum = "xxh3-128"
-    old_tag: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +120,11 @@ def delta(
     """
     began = time.perf_counter()
     options = options or DeltaOptions()
-    chosen = replace(
-        options, version=options.version if version is None else version, encoding=encoding, checksum=checksum,
+    asked = options.split(
+        DELTA, version=options.version if version is None else version, encoding=encoding, checksum=checksum,
         dtype=options.dtype if dtype is None else to_dtype(dtype),
     )  # fmt: skip
-    job = prepare(old, new, out, chosen)
+    job = prepare(old, new, out, asked)
     with reported(progress, job.nbytes, "delta") as watch:
         return replace(execute(job, watch), seconds=time.perf_counter() - began)
 
@@ -155,7 +139,7 @@ class PlannedDelta:
         old: the version that it changes.
         new: the version that it leads to.
         groups: tensors by file.
-        options: what was asked for.
+        asked: what was asked for.
         notes: sentences for a person.
     """
 
@@ -164,7 +148,7 @@ class PlannedDelta:
     old: WeightsVersion
     new: WeightsVersion
     groups: Sequence[Sequence[TensorPair]]
-    options: DeltaOptions
+    asked: Asked[Delta]
     notes: tuple[str, ...]
     job: str = field(default="", repr=False)
     shared: Callable[[], str] = field(default=str, repr=False)
@@ -186,28 +170,28 @@ class PlannedDelta:
 
 
 def prepare(
-    old: str | os.PathLike[str], new: str | os.PathLike[str], out: str | os.PathLike[str], options: DeltaOptions
+    old: str | os.PathLike[str], new: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Delta]
 ) -> PlannedDelta:
     """Everything but the work: opens both versions, and refuses what cannot succeed. Writes nothing; errors as in `delta`."""
     place = locate(out)
-    form = form_for(place, options.version, options.encoding, options.checksum)
+    form = form_for(place, asked.own.version, asked.own.encoding, asked.own.checksum)
     hasher_of(form.checksum)
     Compressor(0, lambda data: None)
-    first = opened_version(os.fspath(old), replace(options, tag=options.old_tag, also=()))
-    second = opened_version(os.fspath(new), options)
+    first = opened_version(os.fspath(old), asked.having(tag=asked.own.old_tag, also=()))
+    second = opened_version(os.fspath(new), asked)
     inputs = protected(first.opened, locate(old)) | protected(second.opened, locate(new))
-    check_output(place, single=False, overwrite=options.overwrite, protected=inputs)
-    pairs = paired(first, second, options.dtype)
-    groups = grouped(((pair, pair.nbytes) for pair in pairs), to_bytes(options.max_shard_size))
+    check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
+    pairs = paired(first, second, asked.casting.dtype)
+    groups = grouped(((pair, pair.nbytes) for pair in pairs), to_bytes(asked.sharding.max_shard_size))
     plan = Plan((), [(entry, entry) for pair in pairs for entry in (pair.old, pair.new)])
     facts = [form.metadata, [pair.dtype.name for pair in pairs], [len(group) for group in groups]]
-    job = fingerprint(plan, (), "delta", *facts, signed_by(options.sign))
+    job = fingerprint(plan, (), "delta", *facts, signed_by(asked.signing_key.sign))
     notes = (*(f"OLD: {note}" for note in first.notes), *(f"NEW: {note}" for note in second.notes))
 
     def shared() -> str:
-        return fingerprint(plan, (), "delta", *facts, options.overwrite, state=facts_seen_by_all)
+        return fingerprint(plan, (), "delta", *facts, asked.publishing.overwrite, state=facts_seen_by_all)
 
-    return PlannedDelta(place, form, first, second, groups, options, notes, job, shared)
+    return PlannedDelta(place, form, first, second, groups, asked, notes, job, shared)
 
 
 def form_for(out: Location, version: int | None, encoding: Encoding, checksum: Checksum) -> DeltaForm:
@@ -263,15 +247,17 @@ def execute(
         source = {**new.source_facts(), "base": job.old.catalog.source_facts()}
         manifest, counts = end_delta(directory, of, job.form, source, renames=not job.out.is_remote)
         ended.append(counts)
-        dtype = SHORT_NAMES.get(job.options.dtype, "") if job.options.dtype else ""
+        dtype = SHORT_NAMES.get(job.asked.casting.dtype, "") if job.asked.casting.dtype else ""
         return replace(manifest, dtype=dtype)
 
-    with PieceReader(share_of(job.options.pace), 2 * job.nbytes) as reader:
+    with PieceReader(share_of(job.asked.pacing.pace), 2 * job.nbytes) as reader:
         order = FileOrder(
-            job.out, job.job, tuple(numbers), make, end, job.options.overwrite, job.options.pace, job.shared,
+            job.out, job.job, tuple(numbers), make, end, job.asked.publishing.overwrite, job.asked.pacing.pace, job.shared,
             lambda directory, name: needed_by(directory, name, of), helpers=numbers.keys(),
             large=[data_name(number, of) for number in numbers.values()],
-            signing=signing_of(job.options.sign, lambda: provenance([(v.opened.place.listing, v.opened.catalog) for v in both])),
+            signing=signing_of(
+                job.asked.signing_key.sign, lambda: provenance([(v.opened.place.listing, v.opened.catalog) for v in both])
+            ),
         )  # fmt: skip
         made = publish(order, progress, on_note)
     counts = ended[0] if ended else _counts(job.out)

@@ -18,11 +18,11 @@ from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import ScanRequest, comparisons
 from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
+from zckpt.jobs.groups import Form, Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.naming.transform import Form, formed
+from zckpt.naming.transform import formed
 
 _MOST_LISTED = 20
 
@@ -206,7 +206,7 @@ def diff(
     Example:
         assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
     """
-    (left, notes_a), (right, notes_b) = _both(a, b, OpenOptions(read_options=read_options, as_part=as_part))
+    (left, notes_a), (right, notes_b) = _both(a, b, Reading(read_options=read_options, as_part=as_part))
     names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}
     pairs: dict[tuple[int, int], tuple[str, TensorEntry, TensorEntry]] = {}
     for name in names_a:
@@ -237,21 +237,21 @@ def diff(
 
 
 def _both(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], options: OpenOptions
+    a: str | os.PathLike[str], b: str | os.PathLike[str], reading: Reading
 ) -> tuple[tuple[Catalog, tuple[str, ...]], tuple[Catalog, tuple[str, ...]]]:
     """Both sides' tensors and notes; if one of them alone is GGUF, its tensors have transformers' names."""
-    left, right = _opened(a, options), _opened(b, options)
+    left, right = _opened(a, reading), _opened(b, reading)
     if (METADATA in left[0].extras) == (METADATA in right[0].extras):
         return left, right
     if METADATA in left[0].extras:
-        return _opened(a, options, with_hub_names=True), right
-    return left, _opened(b, options, with_hub_names=True)
+        return _opened(a, reading, with_hub_names=True), right
+    return left, _opened(b, reading, with_hub_names=True)
 
 
 def _opened(
-    path: str | os.PathLike[str], options: OpenOptions, *, with_hub_names: bool = False
+    path: str | os.PathLike[str], reading: Reading, *, with_hub_names: bool = False
 ) -> tuple[Catalog, tuple[str, ...]]:
-    opened = open_catalog(os.fspath(path), options)
+    opened = open_catalog(os.fspath(path), reading)
     catalog, stripped = strip_wrappers(opened.catalog)
     if not with_hub_names:
         return catalog, opened.catalog.source.notes + stripped

@@ -17,10 +17,11 @@ from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, row, size
 from zckpt.core.catalog import Catalog, Role, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
+from zckpt.jobs.casting import output_dtype
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import Opened, open_place, strip_wrappers
 from zckpt.jobs.opened import dequantised, scaled_in
-from zckpt.jobs.opening import OpenOptions, output_dtype
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, lost_files, slices_as_json
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
@@ -239,8 +240,8 @@ def inspect_checkpoint(
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
-        options = OpenOptions(tag=tag, also=also, read_options=read_options, as_part=as_part)
-        opened = open_place(place, options, as_stored=True)
+        reading = Reading(tag=tag, also=also, read_options=read_options, as_part=as_part)
+        opened = open_place(place, reading, as_stored=True)
         text = about(opened.quantization, scaled_in(opened))
     except ZckptError as error:
         exportable = _refusal(error, place)
@@ -273,7 +274,7 @@ def _refusal(error: ZckptError, place: Place) -> Verdict:
 
 def _judge_packed(opened: Opened) -> Verdict | None:
     """Why whole weights cannot be made, if that is because of how they are quantised; None if that is no hindrance."""
-    numbers = dequantised(opened, OpenOptions())
+    numbers = dequantised(opened)
     try:
         numbers.check_read(numbers.catalog.tensors.values())
     except ZckptError as error:

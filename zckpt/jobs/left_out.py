@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from zckpt.base.words import matches
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.ledger import Fate, check_closed, names_unread
-from zckpt.jobs.options import Options
-from zckpt.naming.transform import matches
+from zckpt.jobs.groups import Selecting
 
 
 def find_left_out(
     source: Catalog,
     written: Mapping[str, TensorEntry],
-    options: Options,
+    selecting: Selecting,
     *,
     selectable: Mapping[str, TensorEntry] | None = None,
     rules: Mapping[str, str] | None = None,
@@ -26,7 +26,7 @@ def find_left_out(
     Args:
         source: the checkpoint.
         written: the tensors of the output.
-        options: what was asked for.
+        selecting: what was asked for.
         selectable: the tensors from which `include` and `exclude` chose; None for the checkpoint's.
         rules: name of a tensor -> the key of `RULES` that left it out.
 
@@ -37,20 +37,20 @@ def find_left_out(
     if not unread:
         return ()
     lost = set[str]() if selectable is None else set(names_unread(source, selectable))
-    fates = tuple(_fates(source, unread, options, lost, rules or {}))
+    fates = tuple(_fates(source, unread, selecting, lost, rules or {}))
     check_closed(source, unread, fates)
     return fates
 
 
 def _fates(
-    source: Catalog, unread: Sequence[str], options: Options, lost: set[str], rules: Mapping[str, str]
+    source: Catalog, unread: Sequence[str], selecting: Selecting, lost: set[str], rules: Mapping[str, str]
 ) -> Iterator[Fate]:
     for name in unread:
         if name in rules:
             yield Fate(name, "rule", rules[name])
-        elif options.exclude_frozen and source.tensors[name].role == "frozen":
+        elif selecting.exclude_frozen and source.tensors[name].role == "frozen":
             yield Fate(name, "option", "--exclude-frozen")
-        elif matches(name, options.exclude) or (name not in lost and options.exclude):
+        elif matches(name, selecting.exclude) or (name not in lost and selecting.exclude):
             yield Fate(name, "option", "--exclude")
-        elif name not in lost and options.include:
+        elif name not in lost and selecting.include:
             yield Fate(name, "option", "--include")

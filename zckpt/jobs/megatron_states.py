@@ -20,7 +20,7 @@ from zckpt.layouts.megatron_core.write import MegatronOptimizer
 from zckpt.layouts.places import Place
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import number_in
-from zckpt.naming.writers import Naming, RenamedModel, named
+from zckpt.naming.writers import RenamedModel, SchemeNames, named
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -30,7 +30,7 @@ def megatron_states(
     chosen: Catalog,
     known: Mapping[str, str],
     model: RenamedModel,
-    naming: Naming,
+    naming: SchemeNames,
     *,
     experts_apart: bool,
     allow_unknown: bool = False,

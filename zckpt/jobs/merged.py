@@ -15,12 +15,10 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples, joined
-from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import DType
-from zckpt.core.fragments import DerivedStore
+from zckpt.core.catalog import Catalog
 from zckpt.jobs.adapters import CONFIG, chosen, config_path, looked_at, made_config, read_adapter_config
+from zckpt.jobs.groups import LoraMerge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import LoraMerge
 from zckpt.jobs.trained import check_copies, trained_in, trained_with, without_copies
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, read_config
@@ -168,12 +166,12 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     )
 
 
-def merged_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | None) -> Merged:
-    """What an output with these facts in its manifest was made of.
+def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | None) -> LoraMerge:
+    """Which adapters, on which base, an output with these facts in its manifest was made of.
 
     Args:
         opened: the checkpoint.
-        facts: that `with_merge` recorded.
+        facts: that `Merged.recorded` has.
         lora: the base and the adapters, where they are not in the checkpoint.
 
     Raises:
@@ -197,19 +195,7 @@ def merged_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | 
         )  # fmt: skip
     if not given.adapters and not is_adapter_file(opened.catalog):
         given = replace(given, adapters=tuple(inside))
-    return merged_with(opened, opened.catalog, replace(given, allow_untrained=True))
-
-
-def kept_dtype(entry: TensorEntry) -> DType | None:
-    """The dtype of the base weight that adapters were merged into; None for a tensor that is not computed."""
-    stores = [fragment.store for fragment in entry.fragments[:1]]
-    return stores[0].recipe.inputs[0].dtype if stores and isinstance(stores[0], DerivedStore) else None
-
-
-def with_merge(recorded: Mapping[str, object], facts: Mapping[str, object]) -> dict[str, object]:
-    """What the manifest records of the output's form, with what was merged."""
-    form = recorded.get("form")
-    return {**recorded, "form": {**(form if isinstance(form, Mapping) else {}), "lora": dict(facts)}}
+    return replace(given, allow_untrained=True)
 
 
 def _untied(config: Mapping[str, object]) -> dict[str, object]:

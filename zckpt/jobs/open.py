@@ -22,9 +22,9 @@ from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.opened import Opened as Opened
 from zckpt.jobs.opened import dequantised, opened_as_stored
-from zckpt.jobs.opening import OpenOptions
 from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
+    from zckpt.jobs.declarations import Asked
+
     Tensor = torch.Tensor | numpy.ndarray[Any, Any]
 
 
@@ -44,36 +46,45 @@ _COMPARED_NAMES = 10_000
 
 
 def open_catalog(
-    path: str | os.PathLike[str], options: OpenOptions | None = None, *, as_stored: bool = False
+    path: str | os.PathLike[str],
+    reading: Reading | None = None,
+    *,
+    as_stored: bool = False,
+    keeps_dtypes: bool = False,
 ) -> Opened:
     """Finds the save, chooses the layout and reads the catalog.
 
     Args:
         path: a checkpoint in any of the forms `layouts.places` knows, or plain weights.
-        options: which save, and how it is read; None for the usual. Where they have a `dtype` that is None, quantised tensors
-            become bf16 instead of fp32.
+        reading: which save, and how it is read; None for the usual.
         as_stored: leave quantised tensors and their scales as they are.
+        keeps_dtypes: what is made of it keeps the dtypes that it has: quantised tensors become bf16 instead of fp32.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    options = options or OpenOptions()
+    reading = reading or Reading()
     named = locate(path)
-    place = find(named, options.tag, [locate(root) for root in options.also], as_part=options.as_part)
-    return open_place(replace(place, named=named), options, as_stored=as_stored)
+    place = find(named, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)
+    return open_place(replace(place, named=named), reading, as_stored=as_stored, keeps_dtypes=keeps_dtypes)
 
 
-def open_place(place: Place, options: OpenOptions, *, as_stored: bool = False) -> Opened:
+def open_asked(path: str | os.PathLike[str], asked: Asked[object]) -> Opened:
+    """The same for what a job is asked."""
+    return open_catalog(path, asked.reading, keeps_dtypes=asked.casting.dtype is None)
+
+
+def open_place(place: Place, reading: Reading, *, as_stored: bool = False, keeps_dtypes: bool = False) -> Opened:
     """As `open_catalog`, of a save that was found."""
-    if options.read_options is not None:
-        place = replace(place, listing=replace(place.listing, options=options.read_options))
-    catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)
+    if reading.read_options is not None:
+        place = replace(place, listing=replace(place.listing, options=reading.read_options))
+    catalog = layouts.read(place.listing, allow_unknown=reading.allow_unknown_layout)
     part = place.listing.part
     source = replace(catalog.source, notes=place.notes + catalog.source.notes, part=part)
     evidence = Evidence("unknown", f"it is {part}, taken alone", "the others") if part else catalog.evidence
     catalog = replace(catalog, source=source, evidence=evidence)
     opened = opened_as_stored(catalog, place)
-    return opened if as_stored else dequantised(opened, options)
+    return opened if as_stored else dequantised(opened, keeps_dtypes=keeps_dtypes)
 
 
 def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
@@ -400,5 +411,5 @@ def open_checkpoint(
             weight = ckpt["model.embed_tokens.weight"]
             rows = ckpt.get_slice("lm_head.weight")[:16]
     """
-    options = OpenOptions(tag=tag, also=also, read_options=read_options)
-    return Checkpoint(open_catalog(path, options, as_stored=True), framework)
+    reading = Reading(tag=tag, also=also, read_options=read_options)
+    return Checkpoint(open_catalog(path, reading, as_stored=True), framework)

@@ -12,7 +12,6 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16
-from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
 from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
@@ -111,12 +110,12 @@ def scaled_in(opened: Opened) -> dict[str, Scaled]:
     return scaled(opened.catalog, opened.quantization, opened.packed.members if opened.packed is not None else ())
 
 
-def dequantised(opened: Opened, options: OpenOptions) -> Opened:
+def dequantised(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
     """A checkpoint that was opened as stored, with the numbers that quantised tensors stand for.
 
     Args:
         opened: the checkpoint.
-        options: as for `open_catalog`.
+        keeps_dtypes: as for `open_catalog`.
 
     Raises:
         InconsistentError, IncompleteError: scales do not fit, or are missing.
@@ -125,7 +124,7 @@ def dequantised(opened: Opened, options: OpenOptions) -> Opened:
     if not found:  # a config that speaks of fp8 where all is plain is from before the training
         stale = opened.quantization is not None and opened.quantization.is_read
         return replace(opened, is_plain=True) if stale else opened
-    catalog = plain(opened.catalog, found, BF16 if options.keeps_dtypes else None)
+    catalog = plain(opened.catalog, found, BF16 if keeps_dtypes else None)
     note = f"The weights are quantised, {about(opened.quantization, found)}; here they are the numbers that these stand for."
     source = replace(catalog.source, notes=(*catalog.source.notes, note))
     return replace(opened, catalog=replace(catalog, source=source), is_plain=True)

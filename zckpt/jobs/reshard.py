@@ -19,8 +19,10 @@ from zckpt.base.progress import Progress
 from zckpt.core.catalog import Catalog, Source
 from zckpt.core.dtypes import BF16, F16, DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.jobs.open import Opened, open_catalog
-from zckpt.jobs.options import ReshardOptions, WriteOptions, to_dtype
+from zckpt.jobs.casting import to_dtype
+from zckpt.jobs.declarations import RESHARD, Asked
+from zckpt.jobs.open import Opened, open_asked
+from zckpt.jobs.own_groups import TargetWorld
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
@@ -67,46 +69,44 @@ class PlannedReshard(Planned, Generic[T_co]):
     target: T_co
 
 
-def opened_run(source: Location, out: Location, options: WriteOptions) -> tuple[Opened, Training]:
+def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[Opened, Training]:
     """A checkpoint with all that a run needs to resume, once it is clear that `out` may be written.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    opened = open_catalog(source, options)
-    training = layouts.read_training(opened.place.listing, allow_unknown=options.allow_unknown_layout)
-    check_path(out, single=False, overwrite=options.overwrite, protected=protected(opened, source))
+    opened = open_asked(source, asked)
+    training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
+    check_path(out, single=False, overwrite=asked.publishing.overwrite, protected=protected(opened, source))
     return opened, training
 
 
 def prepare(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: ReshardOptions
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[TargetWorld]
 ) -> PlannedReshard[ZeroTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
         checkpoint: any form of a ZeRO checkpoint.
         out: the directory for the new one: a tag directory, `latest`, and what is beside the old one.
-        options: what is to be done.
+        asked: what is to be done.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
     source, place = locate(checkpoint), locate(out)
-    opened, training = opened_run(source, place, options)
-    target, laid = laid_out(opened, training, options)
-    return planned(opened, target, laid, place, "latest", options, options.world_size)
+    opened, training = opened_run(source, place, asked)
+    target, laid = laid_out(opened, training, asked.own)
+    return planned(opened, target, laid, place, "latest", asked, asked.own.world_size)
 
 
-def laid_out(opened: Opened, training: Training, options: ReshardOptions) -> tuple[ZeroTarget, Laid]:
+def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[ZeroTarget, Laid]:
     """The save that is asked for, and its files.
 
     Raises:
         ZckptError: one of its kinds says why there can be none.
     """
-    target = target_of(
-        opened.catalog, training, options.world_size, options.stage, options.precision or training.precision
-    )
+    target = target_of(opened.catalog, training, world.world_size, world.stage, world.precision or training.precision)
     target = replace(target, no_frozen=_has_no_frozen(opened))
     training = replace(training, model=_with_config(training.model, target, training.precision))
     return target, lay_out(opened.catalog, training, target)
@@ -118,7 +118,7 @@ def planned(
     laid: Laid,
     out: Location,
     pointer: str,
-    options: WriteOptions,
+    asked: Asked[object],
     world_size: int | None = None,
 ) -> PlannedReshard[T]:
     """A save with the file that names its tag, the model's config with the dtype of the weights, and a trainer's own files.
@@ -129,18 +129,18 @@ def planned(
         laid: its files.
         out: the output.
         pointer: the file that names the tag.
-        options: how the output is written.
+        asked: how the output is written.
         world_size: ranks that will resume; None for any number.
     """
     home = opened.place.home
     config = config_file(read_own_config(home, opened.place.named), target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
-    copies, notes = run_files(home, map(locate, options.also), world_size, opened.place.named)
+    copies, notes = run_files(home, map(locate, asked.reading.also), world_size, opened.place.named)
     small, left_out = opened.companions()
     order = Order(
         plan=Plan(files, laid.pairs), out=out, catalog=opened.catalog, options=target.as_json(),
-        copies=(*small, *copies), overwrite=options.overwrite, buffer=options.buffer, pace=options.pace,
-        signing=signing_of(options.sign),
+        copies=(*small, *copies), overwrite=asked.publishing.overwrite, buffer=asked.pacing.buffer, pace=asked.pacing.pace,
+        signing=signing_of(asked.signing_key.sign),
     )  # fmt: skip
     return PlannedReshard(opened, order, opened.catalog.source.notes + notes + left_out, target)
 
@@ -258,8 +258,8 @@ def reshard(
     """
     began = time.perf_counter()
     dtype = None if precision == "keep" else to_dtype(precision)
-    options = ReshardOptions(
+    asked = RESHARD.ask(
         world_size=world_size, stage=stage, precision=dtype, tag=tag, also=also, overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout, read_options=read_options,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, options), progress, "reshard", began)
+    return carried_out(prepare(checkpoint, out, asked), progress, "reshard", began)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import TypeVar
 
-from zckpt.base.words import examples
-from zckpt.core.catalog import Catalog
-from zckpt.jobs.options import Options
-from zckpt.naming.transform import matches
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples, matches
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.jobs.groups import Naming, Selecting
+from zckpt.jobs.opened import Opened
 
 AUTO = "auto"
 """The value of `strip_prefix` for which the prefix is found; a prefix of this word would be `auto.`."""
@@ -26,41 +26,42 @@ _BODIES = frozenset(
 )
 """What models call the part that holds their layers: a prefix that belongs to them."""
 
-O_co = TypeVar("O_co", bound=Options)
 
-
-def settled(catalog: Catalog, options: O_co, before: Iterable[str] = ()) -> tuple[O_co, tuple[str, ...]]:
-    """The options with the prefix that `auto` finds, and sentences on it and on wishes that match nothing.
+def settled(
+    catalog: Catalog, selecting: Selecting, naming: Naming, before: Iterable[str] = ()
+) -> tuple[Naming, tuple[str, ...]]:
+    """The options for names with the prefix that `auto` finds, and sentences on it and on wishes that match nothing.
 
     Args:
         catalog: the tensors, under the names that the options are about.
-        options: what was asked for.
+        selecting: which tensors are wanted.
+        naming: how they are to be called.
         before: names that the tensors had earlier, which `exclude` may name too.
     """
     names = [*catalog, *catalog.aliases]
     notes: list[str] = []
-    if options.strip_prefix == AUTO:
+    if naming.strip_prefix == AUTO:
         prefix = common_prefix(names)
-        options = replace(options, strip_prefix=prefix)
+        naming = replace(naming, strip_prefix=prefix)
         notes.append(
             f"The leading {prefix!r} was stripped from the names (--strip-prefix auto)."
             if prefix
             else f"--strip-prefix auto stripped nothing: no prefix is known to wrap all names, such as {examples(names)}."
         )
-    elif options.strip_prefix and not any(name.startswith(options.strip_prefix) for name in names):
-        notes.append(f"--strip-prefix {options.strip_prefix!r} is at the start of no name, such as {examples(names)}.")
+    elif naming.strip_prefix and not any(name.startswith(naming.strip_prefix) for name in names):
+        notes.append(f"--strip-prefix {naming.strip_prefix!r} is at the start of no name, such as {examples(names)}.")
     known = {"include": names, "exclude": [*names, *before]}
     for option, among in known.items():
-        for glob in getattr(options, option):
+        for glob in getattr(selecting, option):
             if not any(matches(name, [glob]) for name in among):
                 notes.append(f"--{option} {glob!r} matches no tensor: names look like {examples(names)}.")
-    return options, (*notes, *_unused_renames(names, options))
+    return naming, (*notes, *_unused_renames(names, naming))
 
 
-def _unused_renames(names: Collection[str], options: Options) -> Iterable[str]:
-    """Sentences on patterns of `rename` that replace nothing in any name; what is no pattern, `convert.select` refuses."""
-    renamed = [name.removeprefix(options.strip_prefix) for name in names]
-    for text, new in options.rename:
+def _unused_renames(names: Collection[str], naming: Naming) -> Iterable[str]:
+    """Sentences on patterns of `rename` that replace nothing in any name; what is no pattern, `select` refuses."""
+    renamed = [name.removeprefix(naming.strip_prefix) for name in names]
+    for text, new in naming.rename:
         try:
             pattern = re.compile(text)
             if not any(pattern.search(name) for name in renamed):
@@ -68,6 +69,64 @@ def _unused_renames(names: Collection[str], options: Options) -> Iterable[str]:
             renamed = [pattern.sub(new, name) for name in renamed]
         except re.error:
             return
+
+
+def select(catalog: Catalog, selecting: Selecting, naming: Naming | None = None) -> Catalog:
+    """The tensors that are wanted, under their new names.
+
+    Raises:
+        UsageError: none is left, or a wish makes no sense. InconsistentError: two would have one name.
+    """
+    naming = naming or Naming()
+    try:
+        patterns = [(re.compile(pattern), new) for pattern, new in naming.rename]
+
+        def renamed(name: str) -> str:
+            name = name.removeprefix(naming.strip_prefix)
+            for pattern, new in patterns:
+                name = pattern.sub(new, name)
+            return name
+
+        selected = catalog.select(lambda entry: is_wanted(entry, selecting)).rename(renamed)
+    except re.error as error:
+        raise UsageError(
+            "--rename is not a regular expression",
+            found=str(error),
+            remedy="Write --rename as PATTERN=REPLACEMENT, in the syntax of Python's re.",
+        ) from error
+    if not selected.tensors:
+        raise UsageError(
+            "there is nothing to convert", file=catalog.source.path, found=f"none of {len(catalog):,} tensors selected",
+            remedy=f"Check --include and --exclude; names look like {examples(catalog)}.",
+        )  # fmt: skip
+    if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
+        raise UsageError(
+            "--rename or --strip-prefix would leave a tensor without a name", remedy="Change these options."
+        )
+    return selected
+
+
+def is_wanted(entry: TensorEntry, selecting: Selecting) -> bool:
+    """Whether a tensor is to be written."""
+    if selecting.exclude_frozen and entry.role == "frozen":
+        return False
+    if selecting.include and not matches(entry.name, selecting.include):
+        return False
+    return not matches(entry.name, selecting.exclude)
+
+
+def check_wanted(opened: Opened, catalog: Catalog, selecting: Selecting) -> None:
+    """Makes sure that nothing that is wanted is packed, before a form of names meets tensors that it cannot understand.
+
+    Args:
+        opened: the checkpoint.
+        catalog: its tensors, without what wrappers put into their names.
+        selecting: which are wanted.
+
+    Raises:
+        UnsupportedError: one is packed; it names the quantisation.
+    """
+    opened.check_read(entry for entry in catalog.tensors.values() if is_wanted(entry, selecting))
 
 
 def common_prefix(names: Collection[str]) -> str:

@@ -26,8 +26,9 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan, literal_file
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
-from zckpt.jobs.open import Opened, open_catalog
-from zckpt.jobs.options import SlimOptions
+from zckpt.jobs.declarations import Asked
+from zckpt.jobs.open import Opened, open_asked
+from zckpt.jobs.own_groups import Slim
 from zckpt.jobs.planned import Planned, Report, protected
 from zckpt.jobs.planned import execute as written
 from zckpt.jobs.slim_files import Cut, is_copied, place_of, slimmed, swapped_in, swapped_states
@@ -61,13 +62,13 @@ class PlannedSlim(Planned):
     stage: int | None
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: SlimOptions) -> PlannedSlim:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Slim]) -> PlannedSlim:
     """Everything but the work. Writes nothing.
 
     Args:
         checkpoint: of DeepSpeed, torch.distributed.checkpoint, rank files of FSDP, or torch files of weights.
         out: the directory for the new one.
-        options: what is to be left out.
+        asked: what is to be left out.
 
     Raises:
         UnsupportedError: the layout cannot be made smaller.
@@ -75,10 +76,10 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         ZckptError: another kind says what is wrong.
     """
     source, place = locate(checkpoint), locate(out)
-    opened = open_catalog(source, options)
-    check_path(place, single=False, overwrite=options.overwrite, protected=protected(opened, source))
+    opened = open_asked(source, asked)
+    check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=protected(opened, source))
     listing, family = opened.place.listing, family_of(opened.place.listing)
-    cut = Cut("optimizer" in options.drop, "frozen" in options.drop)
+    cut = Cut("optimizer" in asked.own.drop, "frozen" in asked.own.drop)
     prefix = f"{listing.tag}/" if listing.tag and family.tagged else ""
     files: list[tuple[OutputFile, FileStore]] = []
     pairs: list[Pair] = []
@@ -86,12 +87,12 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     left_out: set[str] = set()
     others: list[str] = []
     before = sum(file.size() for file in listing.files.values())
-    if (fewer := fewer_items(opened, options)) is not None:
+    if (fewer := fewer_items(opened, asked)) is not None:
         files, pairs, before, others = fewer.files, [*fewer.pairs], fewer.nbytes, [*fewer.left_out]
         cut.bytes.update(fewer.dropped)
     else:
-        containers = _containers(opened, options)
-        equal = _chosen(opened.catalog, listing, containers, cut, options)
+        containers = _containers(opened, asked)
+        equal = _chosen(opened.catalog, listing, containers, cut, asked)
         left_out = _optimizer_files(listing, containers) if cut.optimizer else set()
         for name, file in listing.files.items():
             if name in left_out:
@@ -106,7 +107,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             made_file, filled = made or copied(prefix + name, file.store())
             files.append(made_file)
             pairs += filled
-    _check_dropped(opened, options, cut, left_out)
+    _check_dropped(opened, asked, cut, left_out)
     saved = before - sum(file.size for file, _ in files)
     if saved <= 0 and not cut.bytes:
         raise UsageError(
@@ -122,9 +123,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         copies.append((config, "config.json"))
     there = {file.path for file, _ in files}
     order = Order(
-        plan=Plan(tuple(files), pairs), out=place, catalog=opened.catalog, options={"drop": sorted(options.drop)},
-        copies=tuple((file, name) for file, name in copies if name not in there), overwrite=options.overwrite,
-        buffer=options.buffer, pace=options.pace, signing=signing_of(options.sign),
+        plan=Plan(tuple(files), pairs), out=place, catalog=opened.catalog, options={"drop": sorted(asked.own.drop)},
+        copies=tuple((file, name) for file, name in copies if name not in there), overwrite=asked.publishing.overwrite,
+        buffer=asked.pacing.buffer, pace=asked.pacing.pace, signing=signing_of(asked.signing_key.sign),
     )  # fmt: skip
     notes = (*opened.catalog.source.notes, *_notes(cut), *not_copied, *note_of_links(others))
     return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal), opened.catalog.source.zero_stage)
@@ -162,7 +163,7 @@ def _notes(cut: Cut) -> Iterator[str]:
         yield "Frozen parameters are in the base model only: load it into a model that has them."
 
 
-def _containers(opened: Opened, options: SlimOptions) -> dict[str, Container]:
+def _containers(opened: Opened, asked: Asked[Slim]) -> dict[str, Container]:
     """The torch files of the save by name.
 
     Raises:
@@ -171,10 +172,10 @@ def _containers(opened: Opened, options: SlimOptions) -> dict[str, Container]:
     listing = opened.place.listing
     family = family_of(listing)
     if family is universal.FAMILY:
-        if {*options.drop} - {"optimizer"}:
+        if {*asked.own.drop} - {"optimizer"}:
             raise UnsupportedError(
                 "DeepSpeed loads a universal checkpoint by the model files in it, so that these stay whole",
-                file=listing.directory, found=f"--drop {' '.join(options.drop)}", expected="--drop optimizer",
+                file=listing.directory, found=f"--drop {' '.join(asked.own.drop)}", expected="--drop optimizer",
                 remedy="Run zckpt slim on the save that it was made of.",
             )  # fmt: skip
         if opened.catalog.source.zero_stage == 3:
@@ -191,15 +192,15 @@ def _containers(opened: Opened, options: SlimOptions) -> dict[str, Container]:
             remedy="Leave these weights as they are, or write others: zckpt to-bf16.",
         )  # fmt: skip
     stage = opened.catalog.source.zero_stage
-    if stage is None and {*options.drop} - {"optimizer"}:
+    if stage is None and {*asked.own.drop} - {"optimizer"}:
         raise UnsupportedError(
             "only saves of DeepSpeed have module weights beside masters, or say which parameters are frozen",
-            file=listing.directory, found=f"{family.name}, --drop {' '.join(options.drop)}",
+            file=listing.directory, found=f"{family.name}, --drop {' '.join(asked.own.drop)}",
             remedy="Leave --drop module-weights and --drop frozen out.",
         )  # fmt: skip
     topology = opened.catalog.topology
     is_split = max(topology.tp, topology.pp, topology.ep) > 1 or any(map(EXPERT_NAME.fullmatch, listing.files))
-    if is_split and {*options.drop} - {"optimizer"}:
+    if is_split and {*asked.own.drop} - {"optimizer"}:
         raise UnsupportedError(
             "a rank of a split model needs all of its own weights", file=listing.directory,
             found="a model that is split over ranks, or has experts in files of their own",
@@ -236,12 +237,12 @@ def _optimizer_files(listing: Listing, containers: Mapping[str, Container]) -> s
 
 
 def _chosen(
-    catalog: Catalog, listing: Listing, containers: Mapping[str, Container], cut: Cut, options: SlimOptions
+    catalog: Catalog, listing: Listing, containers: Mapping[str, Container], cut: Cut, asked: Asked[Slim]
 ) -> list[tuple[TensorEntry, TensorEntry]]:
     """Marks the tensors that are left out; returns what must be equal for that."""
     equal: list[tuple[TensorEntry, TensorEntry]] = []
     roots = [container.root for container in containers.values() if isinstance(container.root, Mapping)]
-    if "module-weights" in options.drop:
+    if "module-weights" in asked.own.drop:
         equal += _module_weights(catalog, listing, roots, cut)
     frozen = {name for name, entry in catalog.tensors.items() if entry.role == "frozen"}
     frozen |= {dropped for dropped, kept in catalog.aliases.items() if kept in frozen}
@@ -296,9 +297,9 @@ def _module_weights(
         yield entry, copy
 
 
-def _check_dropped(opened: Opened, options: SlimOptions, cut: Cut, left_out: set[str]) -> None:
+def _check_dropped(opened: Opened, asked: Asked[Slim], cut: Cut, left_out: set[str]) -> None:
     """Raises UsageError for what is to be left out and is not there."""
-    for what in options.drop:
+    for what in asked.own.drop:
         if not cut.bytes.get(what) and not (what == "optimizer" and left_out):
             raise UsageError(
                 f"holds no {what.replace('-', ' ')}" + (" states" if what == "optimizer" else ""),

@@ -14,8 +14,9 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.plan import literal_file
+from zckpt.jobs.declarations import Asked
 from zckpt.jobs.open import Opened
-from zckpt.jobs.options import SlimOptions
+from zckpt.jobs.own_groups import Slim
 from zckpt.jobs.slim_files import is_copied
 from zckpt.layouts import dcp, family_of, megatron_core
 from zckpt.layouts.dcp.metadata import read_metadata
@@ -46,7 +47,7 @@ class FewerItems:
     left_out: Sequence[str]
 
 
-def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
+def fewer_items(opened: Opened, asked: Asked[Slim]) -> FewerItems | None:
     """The files without what `options` leave out; None for a save of another kind.
 
     Raises:
@@ -55,10 +56,10 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
     listing, family = opened.place.listing, family_of(opened.place.listing)
     if family not in (dcp.FAMILY, megatron_core.FAMILY):
         return None
-    if {*options.drop} - {"optimizer"} or ".metadata" not in listing.files:
+    if {*asked.own.drop} - {"optimizer"} or ".metadata" not in listing.files:
         raise UnsupportedError(
             "slim leaves the optimizer out of such saves, and nothing else", file=listing.directory,
-            found=f"{family.name}, --drop {' '.join(options.drop)}" if ".metadata" in listing.files else "no .metadata",
+            found=f"{family.name}, --drop {' '.join(asked.own.drop)}" if ".metadata" in listing.files else "no .metadata",
             expected="--drop optimizer, of a save with one .metadata: there are no module weights beside masters, and no "
             "record of what is frozen", remedy="Write the weights alone: zckpt to-dcp, with --exclude-frozen or --exclude.",
         )  # fmt: skip
@@ -66,7 +67,7 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
     nbytes = sum(file.size() for file in listing.files.values())
     is_megatron = family is megatron_core.FAMILY
     owned = frozenset[str]()
-    if "optimizer" in options.drop:
+    if "optimizer" in asked.own.drop:
         if is_megatron and (buckets := sorted_items(metadata).buckets):
             raise UnsupportedError(
                 "the fp32 weights would be lost with the optimizer, because its items do not name parameters",
@@ -79,7 +80,7 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
     home, beside = "", optimizer_beside(listing.directory)
     if beside is not None and opened.place.home != listing.directory:
         home = f"{listing.directory.name}/"
-        if "optimizer" in options.drop and beside.is_dir():
+        if "optimizer" in asked.own.drop and beside.is_dir():
             dropped += (more := sum(file.size() for file in list_files(beside, "").files.values()))
             nbytes += more
     if is_megatron and OF_MEGATRON.fullmatch(listing.directory.absolute().name):

@@ -20,12 +20,16 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select, usual_dtype
+from zckpt.jobs.casting import output_dtype, to_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for, usual_dtype
+from zckpt.jobs.declarations import TO_DCP, Asked
+from zckpt.jobs.groups import Form, Naming
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import DcpOptions, Options, extended, output_dtype, refuse_unused, to_dtype
+from zckpt.jobs.open import Opened, open_asked, strip_wrappers
+from zckpt.jobs.options import Options
+from zckpt.jobs.own_groups import Dcp
 from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.jobs.selection import settled
+from zckpt.jobs.selection import check_wanted, select, settled
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.dcp.write import DcpWriter
@@ -35,8 +39,8 @@ from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
 from zckpt.layouts.save.companions import config_file
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.save.run_files import run_files
-from zckpt.naming.transform import Form, Formed, formed
-from zckpt.naming.writers import Naming, named
+from zckpt.naming.transform import Formed, formed
+from zckpt.naming.writers import SchemeNames, named
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
@@ -101,88 +105,96 @@ def to_dcp(
     """
     began = time.perf_counter()
     options = options or Options()
-    refuse_unused("to_dcp", options)
-    chosen = extended(
-        options, DcpOptions, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
+    asked = options.split(
+        TO_DCP, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
         accelerate=accelerate, names=names, config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
         vocab_size=vocab_size, tag=tag or options.tag, also=also or options.also,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, chosen), progress, "to dcp", began)
+    return carried_out(prepare(checkpoint, out, asked), progress, "to dcp", began)
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: DcpOptions) -> PlannedConversion:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Dcp]) -> PlannedConversion:
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
-    opened = open_catalog(source, options)
-    inputs = protected(opened, source, beside=options.beside, named=(options.config,))
-    check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
+    opened = open_asked(source, asked)
+    inputs = protected(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))
+    check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
-    check_wanted(opened, stripped, options)
-    form, options = _renamed(stripped, opened, options)
+    check_wanted(opened, stripped, asked.selecting)
+    form, naming = _renamed(stripped, opened, asked)
+    asked = replace(asked, naming=naming)
     catalog = form.catalog
-    save = other = DcpWriter(options.max_file_bytes)
-    if options.accelerate:
-        save = DcpWriter(options.max_file_bytes, directory=FIRST_MODEL)
-        other = DcpWriter(options.max_file_bytes, directory=FIRST_OPTIMIZER)
-    key = _path(options.under)
+    save = other = DcpWriter(asked.own.max_file_bytes)
+    if asked.own.accelerate:
+        save = DcpWriter(asked.own.max_file_bytes, directory=FIRST_MODEL)
+        other = DcpWriter(asked.own.max_file_bytes, directory=FIRST_OPTIMIZER)
+    key = _path(asked.own.under)
     for name, entry in catalog.tensors.items():
-        save.tensor((*key, name), entry, output_dtype(entry, options.dtype))
+        save.tensor((*key, name), entry, output_dtype(entry, asked.casting.dtype))
     for dropped, kept in catalog.aliases.items():
         save.again((*key, dropped), (*key, kept))
-    optimizer = "optimizer" if options.accelerate else options.optimizer
+    optimizer = "optimizer" if asked.own.accelerate else asked.own.optimizer
     if optimizer is not None:
-        _add_optimizer(other, _path(optimizer), key, opened, stripped, catalog, options)
+        _add_optimizer(other, _path(optimizer), key, opened, stripped, catalog, asked)
     files, pairs = save.finish()
     if other is not save:
         more, moved = other.finish()
         files, pairs = [*files, *more], [*pairs, *moved]
-    usual = options.dtype or usual_dtype(catalog.tensors.values())
+    usual = asked.casting.dtype or usual_dtype(catalog.tensors.values())
     if (config := config_file(opened.config(form.config), usual)) is not None:
         files.append(config)
     home = opened.place.home
-    copies, said = run_files(home, map(locate, options.also), named=opened.place.named)
+    copies, said = run_files(home, map(locate, asked.reading.also), named=opened.place.named)
     small, left_out = opened.companions()
     copies = [*small, *copies]
     notes += said + left_out
-    order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, form.recorded)
-    fates = find_left_out(stripped, form.catalog.tensors, options, selectable=stripped.tensors, rules=form.dropped)
+    order = order_for(asked, Plan(tuple(files), pairs), place, catalog, copies, form.recorded)
+    fates = find_left_out(
+        stripped, form.catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=form.dropped
+    )
     order = replace(order, left_out=fates)
     notes += form.notes
     carried = {name for _, name in copies}
-    if options.accelerate and "trainer_state.json" in carried and "scheduler.pt" not in carried:
+    if asked.own.accelerate and "trainer_state.json" in carried and "scheduler.pt" not in carried:
         notes += (NO_SCHEDULE,)
-    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, options)
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, asked)
 
 
-def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> tuple[Formed, DcpOptions]:
-    """The tensors that are wanted, under the names that are wanted, and the options with the prefix that was found.
+def _renamed(catalog: Catalog, opened: Opened, asked: Asked[Dcp]) -> tuple[Formed, Naming]:
+    """The tensors that are wanted, under the names that are wanted, and the option with the prefix that was found.
 
     Raises:
         UsageError: the optimizer's states are wanted too, or no scheme is called so.
     """
-    names = options.names
+    names = asked.own.names
     if names is None:
-        if options.vocab_size is not None:
+        if asked.own.vocab_size is not None:
             raise UsageError(
                 "--vocab-size is of use only with --names", found="--vocab-size without --names",
                 remedy="Add --names, or leave out --vocab-size.",
             )  # fmt: skip
-        options, said = settled(catalog, options)
-        return Formed(select(catalog, options), notes=said), options
-    if options.optimizer is not None:
+        naming, said = settled(catalog, asked.selecting, asked.naming)
+        return Formed(select(catalog, asked.selecting, naming), notes=said), naming
+    if asked.own.optimizer is not None:
         raise UsageError(
             "optimizer states would keep names that the weights do not have", found=f"--optimizer with --names {names}",
             remedy="Leave one of these out.",
         )  # fmt: skip
     if names == "hf" or names.startswith("hf:"):
-        form = Form(to=names, config=options.config, vocab_size=options.vocab_size)
-        found = formed(catalog, opened.place, form, to_directory=True, exclude=options.exclude)
-        options, said = settled(found.catalog, options, before=catalog)
-        return replace(found, catalog=select(found.catalog, options), notes=(*found.notes, *said)), options
-    options, said = settled(catalog, options)
-    model = named(select(catalog, options), opened.place, Naming(names, options.config, vocab_size=options.vocab_size))
+        form = Form(names, asked.own.config, None, asked.own.vocab_size)
+        found = formed(catalog, opened.place, form, to_directory=True, exclude=asked.selecting.exclude)
+        naming, said = settled(found.catalog, asked.selecting, asked.naming, before=catalog)
+        return replace(
+            found, catalog=select(found.catalog, asked.selecting, naming), notes=(*found.notes, *said)
+        ), naming
+    naming, said = settled(catalog, asked.selecting, asked.naming)
+    model = named(
+        select(catalog, asked.selecting, naming),
+        opened.place,
+        SchemeNames(names, asked.own.config, vocab_size=asked.own.vocab_size),
+    )
     said = (*model.notes, *said)
-    return Formed(model.catalog, model.config, said, model.recorded, dropped=model.dropped), options
+    return Formed(model.catalog, model.config, said, model.recorded, dropped=model.dropped), naming
 
 
 def _path(key: str) -> Path:
@@ -204,7 +216,7 @@ def _add_optimizer(
     opened: Opened,
     stripped: Catalog,
     catalog: Catalog,
-    options: DcpOptions,
+    asked: Asked[Dcp],
 ) -> None:
     """The optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
 
@@ -224,7 +236,7 @@ def _add_optimizer(
             found="--include, --exclude, --exclude-frozen, --strip-prefix or --rename",
             remedy="Leave these options out, or leave --optimizer out.",
         )
-    training = layouts.read_training(opened.place.listing, allow_unknown=options.allow_unknown_layout)
+    training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
     names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
     for group in training.groups:
         _add_states(save, key, group, training, names)
@@ -234,7 +246,7 @@ def _add_optimizer(
             found=f"--optimizer {dotted(key)!r}",
             remedy="Pass --under, such as --under model, or another --optimizer.",
         )
-    complete = options.accelerate and layouts.family_of(opened.place.listing).tagged
+    complete = asked.own.accelerate and layouts.family_of(opened.place.listing).tagged
     for number, group in enumerate(training.groups):
         for setting, value in _settings(group, complete=complete).items():
             _add_value(save, (*key, "param_groups", number, setting), value)

@@ -16,20 +16,24 @@ from typing import Any
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
 from zckpt.base.progress import Progress
-from zckpt.base.words import count, examples
+from zckpt.base.words import count, examples, matches
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
+from zckpt.jobs.casting import output_dtype, to_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for
+from zckpt.jobs.declarations import TO_FP8, Asked
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, refuse_unused, to_dtype
+from zckpt.jobs.open import open_asked, strip_wrappers
+from zckpt.jobs.options import Options
+from zckpt.jobs.own_groups import Fp8
 from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
-from zckpt.naming.transform import formed, matches
+from zckpt.naming.transform import formed
 from zckpt.output.publish import check_output
 from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, without, written
 from zckpt.quantized.grids import Grid, blocks_of, stacked
@@ -131,15 +135,14 @@ def to_fp8(
     """
     began = time.perf_counter()
     options = options or Options()
-    refuse_unused("to_fp8", options)
-    chosen = extended(
-        options, Fp8Options, dtype=to_dtype(dtype), scheme=scheme, quantize=tuple(quantize), keep=tuple(keep),
+    asked = options.split(
+        TO_FP8, dtype=to_dtype(dtype), scheme=scheme, quantize=tuple(quantize), keep=tuple(keep),
         tag=tag or options.tag, also=also or options.also,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, chosen), progress, "to fp8", began)
+    return carried_out(prepare(checkpoint, out, asked), progress, "to fp8", began)
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: Fp8Options) -> PlannedFp8:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8]) -> PlannedFp8:
     """Everything but the work; arguments as for `to_fp8`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     if place.path.lower().startswith("hf://") or place.name.endswith((".safetensors", ".bin", ".pt")):
@@ -147,13 +150,17 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             "the output must be a directory", file=place, expected="a directory, which holds config.json beside the weights",
             remedy="Write to a directory, and load or push it as a whole.",
         )  # fmt: skip
-    opened = open_catalog(source, options)
-    inputs = protected(opened, source, beside=options.beside, named=(options.form.config, options.form.layer_names))
-    check_output(place, single=False, overwrite=options.overwrite, protected=inputs, merge=options.merge)
+    opened = open_asked(source, asked)
+    inputs = protected(
+        opened, source, beside=asked.publishing.beside, named=(asked.naming.form.config, asked.naming.form.layer_names)
+    )
+    check_output(
+        place, single=False, overwrite=asked.publishing.overwrite, protected=inputs, merge=asked.publishing.merge
+    )
     bare, stripped = strip_wrappers(opened.catalog)
-    check_wanted(opened, bare, options)
-    form = formed(bare, opened.place, options.form, to_directory=True, exclude=options.exclude)
-    catalog = select(form.catalog, options)
+    check_wanted(opened, bare, asked.selecting)
+    form = formed(bare, opened.place, asked.naming.form, to_directory=True, exclude=asked.selecting.exclude)
+    catalog = select(form.catalog, asked.selecting, asked.naming)
     opened.check_read(catalog.tensors.values())
     config = opened.config(form.config)
     if config is None:
@@ -162,26 +169,30 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             found="no config.json", expected="the model's config.json beside the checkpoint",
             remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
         )  # fmt: skip
-    weights = fp8_weights(catalog, config, options.scheme, options.quantize, options.keep, options.dtype or BF16)
+    weights = fp8_weights(
+        catalog, config, asked.own.scheme, asked.own.quantize, asked.own.keep, asked.casting.dtype or BF16
+    )
     wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
-    target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size, narrow_first=True)
+    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, narrow_first=True)
     destination = lay_out(wanted, weights.catalog.aliases, target)
-    config = {**without(config), "quantization_config": written(options.scheme, weights.kept)}
-    file = config_file(config, options.dtype or BF16)
+    config = {**without(config), "quantization_config": written(asked.own.scheme, weights.kept)}
+    file = config_file(config, asked.casting.dtype or BF16)
     copies, left_out = opened.companions()
     destination = replace(destination, files=(*destination.files, *([file] if file else [])))
     pairs = [(weights.catalog.tensors[name], entry) for name, entry in destination.entries.items()]
-    recorded = {"scheme": options.scheme, "quantize": list(options.quantize), "keep": list(options.keep)}
+    recorded = {"scheme": asked.own.scheme, "quantize": list(asked.own.quantize), "keep": list(asked.own.keep)}
     order = order_for(
-        options, Plan(destination.files, pairs), place, weights.catalog, copies,
+        asked, Plan(destination.files, pairs), place, weights.catalog, copies,
         {**form.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
     )  # fmt: skip
-    fates = find_left_out(bare, weights.catalog.tensors, options, selectable=form.catalog.tensors, rules=form.dropped)
+    fates = find_left_out(
+        bare, weights.catalog.tensors, asked.selecting, selectable=form.catalog.tensors, rules=form.dropped
+    )
     order = replace(order, left_out=fates)
     notes = (*opened.catalog.source.notes, *stripped, *form.notes, *weights.notes, *left_out)
     of_quantised = replace(catalog, tensors={name: catalog.tensors[name] for name in weights.quantisers}, aliases={})
     return PlannedFp8(
-        opened, order, notes, options, sources=(of_quantised,), quantisers=weights.quantisers,
+        opened, order, notes, asked, sources=(of_quantised,), quantisers=weights.quantisers,
         others=len(catalog) - len(weights.quantisers),
     )  # fmt: skip
 

@@ -18,18 +18,21 @@ from zckpt.base.sizes import to_bytes
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import DerivedStore
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select
+from zckpt.jobs.convert import PlannedConversion, order_for
+from zckpt.jobs.declarations import TO_GGUF, Asked
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import GgufOptions, Options, extended, refuse_unused
+from zckpt.jobs.open import Opened, open_asked, strip_wrappers
+from zckpt.jobs.options import Options
+from zckpt.jobs.own_groups import Gguf
 from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import completed, vocabulary_rows
-from zckpt.naming.writers import GGUF, Naming, named
+from zckpt.naming.writers import GGUF, SchemeNames, named
 from zckpt.output.publish import check_output
 from zckpt.storage.location import Location, locate
 
@@ -83,68 +86,71 @@ def to_gguf(
     """
     began = time.perf_counter()
     options = options or Options()
-    refuse_unused("to_gguf", options)
-    chosen = extended(
-        options, GgufOptions, dtype=None, type=type, split_max_size=split_max_size, tag=tag or options.tag,
+    asked = options.split(
+        TO_GGUF, type=type, split_max_size=split_max_size, tag=tag or options.tag,
         tokenizer=None if tokenizer is None else os.fspath(tokenizer), pre_tokenizer=pre_tokenizer, model_name=model_name,
         config=config if config is None or isinstance(config, Mapping) else os.fspath(config), also=also or options.also,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, chosen), progress, "to gguf", began)
+    return carried_out(prepare(checkpoint, out, asked), progress, "to gguf", began)
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: GgufOptions) -> PlannedConversion:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Gguf]) -> PlannedConversion:
     """Everything but the work; arguments as for `to_gguf`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
-    single = _is_single(place, options)
+    single = _is_single(place)
     library()
-    opened = open_catalog(source, options)
+    opened = open_asked(source, asked)
     if METADATA in opened.catalog.extras:
         raise UnsupportedError(
             "is GGUF already",
             file=source,
             remedy="Use llama.cpp's llama-quantize, or write it as transformers has it (to-bf16).",
         )
-    home = _tokenizer_of(opened, options)
+    home = _tokenizer_of(opened, asked.own.tokenizer)
     tokenizer, left_out = ([], ()) if home is None else companions(home, opened.place.named)
     files = [file for file, _ in tokenizer]
-    inputs = protected(opened, source, beside=options.beside, named=(options.config, *files))
-    check_output(place, single=single, overwrite=options.overwrite, protected=inputs)
+    inputs = protected(opened, source, beside=asked.publishing.beside, named=(asked.own.config, *files))
+    check_output(place, single=single, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
-    check_wanted(opened, stripped, options)
-    model = named(select(stripped, options), opened.place, Naming(GGUF, options.config, by_own_job=True))
+    check_wanted(opened, stripped, asked.selecting)
+    model = named(
+        select(stripped, asked.selecting, asked.naming),
+        opened.place,
+        SchemeNames(GGUF, asked.own.config, by_own_job=True),
+    )
     architecture_of(model.config, opened.catalog.source.path)
     filled_in(model.config, opened.catalog.source.path)  # which says what is no usable config
     rows = vocabulary_rows(model.config, home)
     tensors = completed(model.catalog.tensors, model.config, rows)
-    asked = TYPES[options.type]
-    described = [(entry.name, entry.shape, type_of(entry, asked).name) for entry in tensors]
+    ggml = TYPES[asked.own.type]
+    described = [(entry.name, entry.shape, type_of(entry, ggml).name) for entry in tensors]
     beside = GgufModel(
         model.config,
         home,
-        options.model_name or "",
-        options.pre_tokenizer or "",
+        asked.own.model_name or "",
+        asked.own.pre_tokenizer or "",
         described,
-        FILE_TYPES[options.type],
+        FILE_TYPES[asked.own.type],
         opened.place.named,
     )
     metadata, more, stem = metadata_of(beside)
-    most = None if options.split_max_size is None else to_bytes(options.split_max_size)
-    layout = lay_out(tensors, asked, metadata, os.path.splitext(place.resolved().name)[0] if single else stem, most)
+    most = None if asked.own.split_max_size is None else to_bytes(asked.own.split_max_size)
+    layout = lay_out(tensors, ggml, metadata, os.path.splitext(place.resolved().name)[0] if single else stem, most)
     if single and len(layout.files) > 1:
         raise UsageError(
             "the model does not fit into one file of that size", file=place, found=f"{len(layout.files):,} files",
             remedy="Give a directory as OUT, or a greater --split-max-size.",
         )  # fmt: skip
     catalog = replace(model.catalog, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
-    form = {**model.recorded["form"], "type": options.type, **({} if rows is None else {"rows": rows})}
+    form = {**model.recorded["form"], "type": asked.own.type, **({} if rows is None else {"rows": rows})}
     plan = Plan(layout.files, layout.pairs)
-    fates = find_left_out(stripped, catalog.tensors, options, selectable=stripped.tensors, rules=model.dropped)
-    order = replace(order_for(options, plan, place, catalog, (), {"form": form}, single=single), left_out=fates)
+    fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=model.dropped)
+    order = replace(order_for(asked, plan, place, catalog, (), {"form": form}, single=single), left_out=fates)
     said = (*opened.catalog.source.notes, *notes, *model.notes, *more, *left_out)
     held = {id(entry) for entry in tensors}
     sources = (entry for entry in _sources(model.catalog.tensors.values()) if id(entry) not in held)
     read = replace(model.catalog, tensors={str(number): entry for number, entry in enumerate(sources)}, aliases={})
-    return PlannedConversion(opened, order, said, options, sources=(read,))
+    return PlannedConversion(opened, order, said, asked, sources=(read,))
 
 
 def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
@@ -157,7 +163,7 @@ def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
             yield from _sources(recipe.inputs)
 
 
-def _is_single(out: Location, options: GgufOptions) -> bool:
+def _is_single(out: Location) -> bool:
     """Whether OUT is one file.
 
     Raises:
@@ -178,17 +184,17 @@ def _is_single(out: Location, options: GgufOptions) -> bool:
     return suffix == SUFFIX and not out.path.endswith("/")
 
 
-def _tokenizer_of(opened: Opened, options: GgufOptions) -> Location | None:
+def _tokenizer_of(opened: Opened, wanted: str | None) -> Location | None:
     """The directory with the tokenizer; None for no vocabulary.
 
     Raises:
         UsageError: there is no such directory.
     """
-    if options.tokenizer is None:
+    if wanted is None:
         return opened.place.home
-    if options.tokenizer == NO_VOCABULARY:
+    if wanted == NO_VOCABULARY:
         return None
-    home = locate(options.tokenizer)
+    home = locate(wanted)
     if not home.is_dir():
         raise UsageError(
             "no such directory",

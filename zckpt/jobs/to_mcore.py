@@ -16,17 +16,20 @@ from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, check_wanted, order_for, select, usual_dtype
+from zckpt.jobs.casting import output_dtype, to_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for, usual_dtype
+from zckpt.jobs.declarations import TO_MCORE, Asked
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.megatron_states import megatron_states
-from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, refuse_unused, to_dtype
+from zckpt.jobs.open import open_asked, strip_wrappers
+from zckpt.jobs.options import Options
+from zckpt.jobs.own_groups import Megatron
 from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.jobs.selection import settled
+from zckpt.jobs.selection import check_wanted, select, settled
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.megatron_arguments import megatron_arguments, megatron_notes
-from zckpt.naming.writers import NUMBERED, Naming, named
+from zckpt.naming.writers import NUMBERED, SchemeNames, named
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
@@ -83,38 +86,38 @@ def to_mcore(
     """
     began = time.perf_counter()
     options = options or Options()
-    refuse_unused("to_mcore", options)
-    chosen = extended(
-        options, MegatronOptions, dtype=None if dtype is None else to_dtype(dtype), tag=tag or options.tag,
+    asked = options.split(
+        TO_MCORE, dtype=None if dtype is None else to_dtype(dtype), tag=tag or options.tag,
         config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
         also=also or options.also, vocab_size=vocab_size, tensor_parallel=tensor_parallel,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by, numbered_layers=numbered_layers,
         optimizer=optimizer, expert_parallel=expert_parallel,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, chosen), progress, "to mcore", began)
+    return carried_out(prepare(checkpoint, out, asked), progress, "to mcore", began)
 
 
 def prepare(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: MegatronOptions
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Megatron]
 ) -> PlannedConversion:
     """Everything but the work; arguments as for `to_mcore`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
-    opened = open_catalog(source, options)
-    inputs = protected(opened, source, beside=options.beside, named=(options.config,))
-    check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
+    opened = open_asked(source, asked)
+    inputs = protected(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))
+    check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
-    multiple = options.make_vocab_size_divisible_by * options.tensor_parallel
-    layers = NUMBERED if options.numbered_layers else None
-    naming = Naming("megatron-core", options.config, layers, multiple, options.vocab_size)
-    options, said = settled(stripped, options)
-    check_wanted(opened, stripped, options)
-    chosen = select(stripped, options)
-    model = named(chosen, opened.place, naming)
+    multiple = asked.own.make_vocab_size_divisible_by * asked.own.tensor_parallel
+    layers = NUMBERED if asked.own.numbered_layers else None
+    names = SchemeNames("megatron-core", asked.own.config, layers, multiple, asked.own.vocab_size)
+    naming, said = settled(stripped, asked.selecting, asked.naming)
+    asked = replace(asked, naming=naming)
+    check_wanted(opened, stripped, asked.selecting)
+    chosen = select(stripped, asked.selecting, naming)
+    model = named(chosen, opened.place, names)
     catalog = model.catalog
     states: MegatronOptimizer | None = None
     more: tuple[str, ...] = ()
     recorded = model.recorded
-    if options.optimizer:
+    if asked.own.optimizer:
         if chosen.tensors.keys() != stripped.tensors.keys():
             raise UsageError(
                 "the optimizer states would not fit the weights",
@@ -123,8 +126,8 @@ def prepare(
             )
         known = dict(zip(stripped.tensors, opened.catalog.tensors, strict=True))
         states, more = megatron_states(
-            opened.place, chosen, known, model, naming, experts_apart=options.expert_parallel > 1,
-            allow_unknown=options.allow_unknown_layout,
+            opened.place, chosen, known, model, names, experts_apart=asked.own.expert_parallel > 1,
+            allow_unknown=asked.reading.allow_unknown_layout,
         )  # fmt: skip
         recorded = {"form": {**recorded["form"], "optimizer": True}}
     spellings: dict[str, list[str]] = {}
@@ -132,28 +135,28 @@ def prepare(
         spellings.setdefault(name, []).append(spelling)
     tensors = [
         MegatronTensor(
-            entry, output_dtype(entry, options.dtype), model.stacked.get(name, 0), tuple(spellings.get(name, ()))
+            entry, output_dtype(entry, asked.casting.dtype), model.stacked.get(name, 0), tuple(spellings.get(name, ()))
         )
         for name, entry in catalog.tensors.items()
     ]
-    usual = options.dtype or usual_dtype(catalog.tensors.values())
-    arguments = megatron_arguments(model.facts, model.parts, model.config, options.make_vocab_size_divisible_by)
+    usual = asked.casting.dtype or usual_dtype(catalog.tensors.values())
+    arguments = megatron_arguments(model.facts, model.parts, model.config, asked.own.make_vocab_size_divisible_by)
     arguments |= {
-        "tensor_model_parallel_size": options.tensor_parallel,
+        "tensor_model_parallel_size": asked.own.tensor_parallel,
         "bf16": usual.torch_name == "bfloat16",
         "fp16": usual.torch_name == "float16",
     }
     if states is not None:
         arguments |= {"no_save_optim": False, "use_distributed_optimizer": True, "iteration": states.step}
     files, pairs = lay_out(
-        tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=options.max_file_bytes,
+        tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=asked.own.max_file_bytes,
         optimizer=states,
     )  # fmt: skip
     if (config := config_file(opened.config(model.config), usual)) is not None:
         files.append(config)
     copies, left_out = opened.companions()
-    order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, recorded)
-    fates = find_left_out(stripped, catalog.tensors, options, selectable=stripped.tensors, rules=model.dropped)
+    order = order_for(asked, Plan(tuple(files), pairs), place, catalog, copies, recorded)
+    fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=model.dropped)
     order = replace(order, left_out=fates)
     notes = (
         *opened.catalog.source.notes,
@@ -162,4 +165,4 @@ def prepare(
         *megatron_notes(arguments, model.config.get("model_type")),
         *left_out,
     )
-    return PlannedConversion(opened, order, (*notes, *more, *said), options)
+    return PlannedConversion(opened, order, (*notes, *more, *said), asked)

@@ -22,10 +22,12 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
 from zckpt.jobs.adapters import CONFIG, WEIGHTS, chosen, config_path, made_config, read_adapter_config
+from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
+from zckpt.jobs.declarations import TO_PEFT, Asked
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
+from zckpt.jobs.open import open_asked, strip_wrappers
+from zckpt.jobs.own_groups import Adapter
 from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import is_own, note_of_links
@@ -103,22 +105,22 @@ def to_peft(
         zckpt.to_peft("out/checkpoint-500", "adapter/")
     """
     began = time.perf_counter()
-    options = PeftOptions(dtype=to_dtype(dtype), adapter=adapter, tag=tag, also=also, overwrite=overwrite)
-    planned = prepare(checkpoint, out, options)
+    asked = TO_PEFT.ask(dtype=to_dtype(dtype), adapter=adapter, tag=tag, also=also, overwrite=overwrite)
+    planned = prepare(checkpoint, out, asked)
     with reported(progress, planned.plan.bytes_written, "to peft") as watch:
         return replace(carry_out(planned, watch), seconds=time.perf_counter() - began)
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: PeftOptions) -> PlannedAdapter:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Adapter]) -> PlannedAdapter:
     """Everything but the work. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
-    opened = open_catalog(source, options)
-    shielded = protected(opened, source, beside=options.beside)
-    check_path(place, single=False, overwrite=options.overwrite, protected=shielded)
+    opened = open_asked(source, asked)
+    shielded = protected(opened, source, beside=asked.publishing.beside)
+    check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
     found = adapters_in(catalog)
     names = ["default"] if is_adapter_file(catalog) else sorted({it.adapter for it in found.values()})
-    adapter = chosen(options.adapter, names, catalog)
+    adapter = chosen(asked.own.adapter, names, catalog)
     said = config_path(opened, adapter, alone=len(names) == 1)
     copies, left_out = opened.companions()
     if said and not is_own(locate(said), opened.place.home, opened.place.named):
@@ -128,7 +130,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     bias = str(config.get("bias") or "none")
     own, others = only_adapter(catalog, adapter, bias)
     selected = own.tensors
-    wanted = [(entry, output_dtype(entry, options.dtype)) for entry in selected.values()]
+    wanted = [(entry, output_dtype(entry, asked.casting.dtype)) for entry in selected.values()]
     destination = lay_out(wanted, {}, WeightsTarget("safetensors", file=WEIGHTS))
     made = None if said else made_config(opened, adapter, selected, found)
     if said:
@@ -139,7 +141,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     if not said:
         notes.append(made[0] if made else _without_config(adapter, selected))
     order = order_for(
-        options,
+        asked,
         Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
         place,
         own,
@@ -147,8 +149,10 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         {"form": {"adapter": adapter, "bias": bias}},
     )
     rules = dict.fromkeys(others, "not adapter")
-    order = replace(order, left_out=find_left_out(catalog, selected, options, selectable=own.tensors, rules=rules))
-    return PlannedAdapter(opened, order, tuple(notes), options, adapter)
+    order = replace(
+        order, left_out=find_left_out(catalog, selected, asked.selecting, selectable=own.tensors, rules=rules)
+    )
+    return PlannedAdapter(opened, order, tuple(notes), asked, adapter)
 
 
 def carry_out(

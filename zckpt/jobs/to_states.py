@@ -9,16 +9,16 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.core.plan import Plan, literal_file
-from zckpt.jobs.convert import PlannedConversion, order_for, select
-from zckpt.jobs.open import open_catalog, states_of
-from zckpt.jobs.options import Options, refuse_unused
+from zckpt.jobs.convert import PlannedConversion, order_for
+from zckpt.jobs.declarations import TO_STATES, Asked
+from zckpt.jobs.open import open_asked, states_of
+from zckpt.jobs.options import Options
 from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.jobs.selection import settled
+from zckpt.jobs.selection import select, settled
 from zckpt.layouts.plain.read import OPTIMIZER, WeightsTarget, lay_out
 from zckpt.output.publish import check_output
 from zckpt.storage.location import locate
@@ -58,12 +58,11 @@ def to_states(
     """
     began = time.perf_counter()
     options = options or Options()
-    refuse_unused("to_states", options)
-    chosen = replace(options, tag=tag or options.tag, also=also or options.also)
-    return carried_out(prepare(checkpoint, out, chosen), progress, "to states", began)
+    asked = options.split(TO_STATES, tag=tag or options.tag, also=also or options.also)
+    return carried_out(prepare(checkpoint, out, asked), progress, "to states", began)
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: Options) -> PlannedConversion:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[None]) -> PlannedConversion:
     """Everything but the work; arguments as for `to_states`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     if os.path.splitext(place.name)[1] in (".safetensors", ".bin", ".pt"):
@@ -71,15 +70,15 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             "states are written to a directory", file=place, found="the name of a file",
             remedy="Give OUT a name without such an ending.",
         )  # fmt: skip
-    opened = open_catalog(source, options)
-    check_output(place, single=False, overwrite=options.overwrite, protected=protected(opened, source))
-    named = states_of(opened, allow_unknown=options.allow_unknown_layout)
-    options, notes = settled(named.catalog(opened.catalog), replace(options, dtype=None, strip_prefix="", rename=()))
-    catalog = select(named.catalog(opened.catalog), options)
-    target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size, stem=OPTIMIZER)
+    opened = open_asked(source, asked)
+    check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=protected(opened, source))
+    named = states_of(opened, allow_unknown=asked.reading.allow_unknown_layout)
+    _, notes = settled(named.catalog(opened.catalog), asked.selecting, asked.naming)
+    catalog = select(named.catalog(opened.catalog), asked.selecting)
+    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, stem=OPTIMIZER)
     destination = lay_out([(entry, entry.dtype) for entry in catalog.tensors.values()], catalog.aliases, target)
     text = json.dumps({"steps": dict(named.steps), "param_groups": list(named.groups)}, indent=1, ensure_ascii=False)
     files = (*destination.files, literal_file(GROUPS, f"{text}\n".encode()))
     plan = Plan(files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
-    order = order_for(options, plan, place, catalog, (), {"states": True})
-    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, options)
+    order = order_for(asked, plan, place, catalog, (), {"states": True})
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, asked)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
-from zckpt.jobs.options import WriteOptions
+from zckpt.jobs.declarations import TO_UNIVERSAL, Asked
 from zckpt.jobs.planned import Report, carried_out
 from zckpt.jobs.reshard import PlannedReshard, opened_run, planned, tag_of
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
@@ -25,20 +25,20 @@ _ACCELERATE = re.compile(r"pytorch_model(?:_\d+)?")
 
 
 def prepare(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: WriteOptions
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[object]
 ) -> PlannedReshard[UniversalTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
         checkpoint: any form of a ZeRO checkpoint.
         out: the directory for the new one: `<tag>_universal/`, `latest_universal`, and what lies beside the old one.
-        options: which save is read, and how the output is written.
+        asked: which save is read, and how the output is written.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
     source, place = locate(checkpoint), locate(out)
-    opened, training = opened_run(source, place, options)
+    opened, training = opened_run(source, place, asked)
     if opened.catalog.source.layout == "universal":
         raise UsageError(
             "is universal already", file=source,
@@ -48,7 +48,7 @@ def prepare(
     tag = tag if _ACCELERATE.fullmatch(tag) else f"{tag}_universal"
     target = UniversalTarget(tag, training.precision)
     laid = lay_out(opened.catalog, training, opened.place.listing, target)
-    return planned(opened, target, laid, place, UNIVERSAL_POINTER, options)
+    return planned(opened, target, laid, place, UNIVERSAL_POINTER, asked)
 
 
 def to_universal(
@@ -88,7 +88,7 @@ def to_universal(
         zckpt.to_universal("out/checkpoint-500", "universal/")
     """
     began = time.perf_counter()
-    options = WriteOptions(
+    asked = TO_UNIVERSAL.ask(
         tag=tag, also=also, overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, read_options=read_options
     )
-    return carried_out(prepare(checkpoint, out, options), progress, "to universal", began)
+    return carried_out(prepare(checkpoint, out, asked), progress, "to universal", began)

@@ -18,11 +18,12 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, CAST_TARGETS, DType
 from zckpt.engine import replicas
-from zckpt.jobs.convert import select
+from zckpt.jobs.casting import output_dtype
+from zckpt.jobs.declarations import Asked
+from zckpt.jobs.groups import Form
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import Options, output_dtype
-from zckpt.jobs.selection import settled
-from zckpt.naming.transform import Form, formed
+from zckpt.jobs.selection import select, settled
+from zckpt.naming.transform import formed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +66,29 @@ def is_plain(version: WeightsVersion) -> bool:
     return version.opened.catalog.source.layout == "plain"
 
 
-def opened_version(path: str, options: Options) -> WeightsVersion:
+def opened_version(path: str, asked: Asked[object]) -> WeightsVersion:
     """Opens a version. Names, rows and selection that the options ask for are those of checkpoints: plain weights keep theirs.
 
     Raises:
         ZckptError: it cannot be read, contradicts itself, or the options do not fit it.
     """
-    opened = open_catalog(path, options, as_stored=True)
+    opened = open_catalog(path, asked.reading, as_stored=True)
     catalog, stripped = strip_wrappers(opened.catalog)
     plain = opened.catalog.source.layout == "plain"
-    form = formed(catalog, opened.place, Form() if plain else options.form, to_directory=True, exclude=options.exclude)
+    form = formed(
+        catalog,
+        opened.place,
+        Form() if plain else asked.naming.form,
+        to_directory=True,
+        exclude=asked.selecting.exclude,
+    )
     said: tuple[str, ...] = ()
-    if not plain:
-        options, said = settled(form.catalog, options, before=catalog)
-    catalog = form.catalog if plain else select(form.catalog, options)
-    if not plain or options.dtype is not None:
+    if plain:
+        catalog = form.catalog
+    else:
+        naming, said = settled(form.catalog, asked.selecting, asked.naming, before=catalog)
+        catalog = select(form.catalog, asked.selecting, naming)
+    if not plain or asked.casting.dtype is not None:
         opened.check_read(catalog.tensors.values())
     replicas.check(catalog)
     return WeightsVersion(opened, catalog, (*opened.catalog.source.notes, *stripped, *form.notes, *said))

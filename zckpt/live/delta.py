@@ -34,8 +34,9 @@ from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding
 from zckpt.deltas.pieces import PieceReader, pieces
 from zckpt.deltas.write import end_delta, grouped, write_group
+from zckpt.jobs.casting import to_dtype
+from zckpt.jobs.declarations import APPLY
 from zckpt.jobs.delta import DeltaReport, form_for
-from zckpt.jobs.options import Options, to_dtype
 from zckpt.jobs.planned import protected
 from zckpt.jobs.versions import WeightsVersion, opened_version, paired_with
 from zckpt.live.assignment import (
@@ -110,7 +111,7 @@ def export_delta(
     """
     directory = old.directory if isinstance(old, HeldWeights) else os.fspath(old)
     given = attempt(lambda: local_model(engine_or_model))
-    before = attempt(lambda: opened_version(directory, Options()))
+    before = attempt(lambda: opened_version(directory, APPLY.ask()))
     world = Ranks("export_delta", digest_of_names(given))
     offers = given if isinstance(given, Exception) else given.offers
     assigned = assign(world, before if isinstance(before, Exception) else offers)

@@ -32,7 +32,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
 from zckpt.core.plan import Plan, literal_file
 from zckpt.engine.checksums import element_ranges, of_zeros
-from zckpt.jobs.options import output_dtype, to_dtype
+from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import with_dtype
 from zckpt.live.assignment import ElementPlace, assign, contributions, digest_of_names

@@ -6,56 +6,40 @@ writers become models of transformers (`--to hf`); weights that transformers has
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
-from typing import Any
+from dataclasses import field
+from typing import Any, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
+from zckpt.base.words import matches
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, find_config, read_config
-from zckpt.naming.adapter_names import only_adapter
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
 from zckpt.naming.facts import facts_of, with_parts
 from zckpt.naming.families import check_config, make_config, model_types
 from zckpt.naming.gguf_config import config_of_gguf, is_known
-from zckpt.naming.gguf_tensors import as_read
 from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.layer_names import read_layer_names, with_layer_names
 from zckpt.naming.recognise import by_config, by_parts
-from zckpt.naming.schemes import families, scheme, scheme_of
-from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
-from zckpt.naming.writers import GGUF, named, naming_of
+from zckpt.naming.schemes import scheme, scheme_of
+from zckpt.naming.vocabulary import recorded_vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Options: the names and rows of an output.
+class FormAsked(Protocol):
+    """The names and rows that an output is to have: `jobs.groups.Form`."""
 
-    Attributes:
-        to: "hf" for a model of transformers, whose family is found, or "hf:NAME" for the family NAME (`naming.schemes.families`).
-        config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
-        layer_names: names for a pipeline's layers, or the path of a file with them.
-        vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
-    """
-
-    to: str | None = None
-    config: str | Mapping[str, Any] | None = None
-    layer_names: str | Mapping[str, str] | None = None
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raises UsageError for an unknown architecture or an impossible vocabulary, before a checkpoint is opened."""
-        check_vocabulary(self.vocab_size)
-        if self.to not in (None, "hf") and self.to not in (known := [f"hf:{name}" for name in families()]):
-            raise UsageError(
-                "the architecture is unknown", found=f"--to {self.to}", expected=f"hf, or one of {', '.join(known)}",
-                remedy="Pass one of these with --to.",
-            )  # fmt: skip
+    @property
+    def to(self) -> str | None: ...  # noqa: D102
+    @property
+    def config(self) -> str | Mapping[str, Any] | None: ...  # noqa: D102
+    @property
+    def layer_names(self) -> str | Mapping[str, str] | None: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +50,7 @@ class Formed:
         catalog: with its new names.
         config: its config; None for the one beside the checkpoint, if there is one.
         notes: sentences for the user.
-        recorded: facts for the manifest, from which `formed_again` finds the same.
+        recorded: facts for the manifest, from which `verify` finds the same.
         left_out: tensors of the checkpoint that are not in it.
         dropped: those that no option left out -> the rule of `core.ledger` that did.
     """
@@ -79,12 +63,9 @@ class Formed:
     dropped: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def matches(name: str, globs: Sequence[str]) -> bool:
-    """Whether a name matches one of the globs."""
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
-def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, exclude: Sequence[str] = ()) -> Formed:
+def formed(
+    catalog: Catalog, place: Place, form: FormAsked, *, to_directory: bool, exclude: Sequence[str] = ()
+) -> Formed:
     """The catalog in the form that the options ask for.
 
     Args:
@@ -107,7 +88,7 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, ex
         prefixes = read_layer_names(said) if isinstance(said, str) else said
         return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
     if form.to is not None or is_known(_mapping(catalog.extras.get(METADATA))):
-        return _converted(catalog, place, replace(form, to=form.to or "hf"), exclude)
+        return _converted(catalog, place, form, exclude)
     if form.vocab_size is not None:
         raise UsageError(
             "--vocab-size is of use only with --to",
@@ -127,20 +108,7 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, ex
     return Formed(found, notes=notes, recorded={} if found is catalog else {"form": {"hub": True}})
 
 
-def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], exclude: Sequence[str] = ()) -> Formed:
-    """The form of an output, by the facts in its manifest; other arguments and errors as in `formed`."""
-    if "adapter" in recorded:
-        own, others = only_adapter(catalog, str(recorded["adapter"]), str(recorded.get("bias")))
-        return Formed(own, left_out=others)
-    if "names" in recorded:
-        model = named(catalog, place, naming_of(recorded))
-        written = as_read(model.catalog, model.config, recorded) if recorded["names"] == GGUF else model.catalog
-        return Formed(written, model.config, model.notes)
-    form = Form(recorded.get("to"), recorded.get("config"), recorded.get("layer_names"), recorded.get("vocab_size"))
-    return formed(catalog, place, form, to_directory=recorded.get("hub") is True, exclude=exclude)
-
-
-def _converted(catalog: Catalog, place: Place, form: Form, exclude: Sequence[str]) -> Formed:
+def _converted(catalog: Catalog, place: Place, form: FormAsked, exclude: Sequence[str]) -> Formed:
     """The catalog as a model of transformers."""
     to, config = form.to or "hf", form.config
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))

@@ -41,7 +41,7 @@ STACKED, NUMBERED = "stacked", "numbered"
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class SchemeNames:
     """Options: whose names tensors get.
 
     Attributes:
@@ -106,7 +106,7 @@ def writers() -> tuple[str, ...]:
     return tuple(name for name, each in own if not each.has_local_names and not each.has_own_job)
 
 
-def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
+def named(catalog: Catalog, place: Place, naming: SchemeNames) -> RenamedModel:
     """The tensors with a writer's names.
 
     Args:
@@ -148,16 +148,16 @@ def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
     return RenamedModel(catalog, found.parts, facts, config, stacked, said, {"form": recorded}, found.rules)
 
 
-def naming_of(recorded: Mapping[str, Any]) -> Naming:
+def naming_of(recorded: Mapping[str, Any]) -> SchemeNames:
     """The options, by the facts in a manifest."""
-    return Naming(
+    return SchemeNames(
         recorded["names"], recorded.get("config"), recorded.get("layers"), recorded.get("vocabulary_multiple", 1),
         recorded.get("vocab_size"), recorded["names"] == GGUF,
     )  # fmt: skip
 
 
 def _in_parts(
-    catalog: Catalog, place: Place, naming: Naming
+    catalog: Catalog, place: Place, naming: SchemeNames
 ) -> tuple[Decomposed, Facts, Mapping[str, object], tuple[str, ...]]:
     """The model's parts, facts and config, and notes on it."""
     config = naming.config

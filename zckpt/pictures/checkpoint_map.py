@@ -14,9 +14,9 @@ from zckpt import layouts
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import TensorEntry
+from zckpt.jobs.declarations import RESHARD
 from zckpt.jobs.inspection import Inspection, inspect_checkpoint
 from zckpt.jobs.open import Opened, states_of
-from zckpt.jobs.options import ReshardOptions
 from zckpt.jobs.rank_files import experts_as_json
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.pictures.incomplete import Lack, incomplete, lacking, make_room
@@ -199,7 +199,7 @@ def checkpoint_map(
         lacks = lacking(layers, grid)
     after = None
     if world_size is not None:
-        options = ReshardOptions(tag=tag, also=also, read_options=read_options, world_size=world_size, stage=stage)
-        after = resharded(os.fspath(path), options, names)
+        asked = RESHARD.ask(tag=tag, also=also, read_options=read_options, world_size=world_size, stage=stage)
+        after = resharded(os.fspath(path), asked, names)
     unseen = {} if known is None else known.unseen
     return CheckpointMap(inspection, grid, tuple(layers), after, unread, tuple(lacks), unseen)

@@ -10,8 +10,9 @@ from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
-from zckpt.jobs.open import open_catalog
-from zckpt.jobs.options import ReshardOptions
+from zckpt.jobs.declarations import Asked
+from zckpt.jobs.open import open_asked
+from zckpt.jobs.own_groups import TargetWorld
 from zckpt.jobs.reshard import laid_out
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME
@@ -43,21 +44,21 @@ class Resharded:
         return contents_of(self.grid, self.layers)
 
 
-def resharded(path: str, options: ReshardOptions, numbers: Sequence[str]) -> Resharded:
-    """The checkpoint that `options` ask for.
+def resharded(path: str, asked: Asked[TargetWorld], numbers: Sequence[str]) -> Resharded:
+    """The checkpoint that `asked` says for.
 
     Args:
         path: of the checkpoint.
-        options: as for `zckpt reshard`.
+        asked: as for `zckpt reshard`.
         numbers: names of the checkpoint's tensors as it has them, in the order in which they are numbered.
 
     Raises:
         UnsupportedError: the checkpoint has no optimizer states that zckpt reads.
         ZckptError: another kind says what is wrong.
     """
-    opened = open_catalog(path, options)
-    training = layouts.read_training(opened.place.listing, allow_unknown=options.allow_unknown_layout)
-    target, laid = laid_out(opened, training, options)
+    opened = open_asked(path, asked)
+    training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
+    target, laid = laid_out(opened, training, asked.own)
     grid = _grid(laid)
     number_of = {name: number for number, name in enumerate(numbers)}
     parts = _parts(laid, training, number_of)

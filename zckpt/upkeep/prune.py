@@ -16,7 +16,7 @@ from zckpt.base.progress import JobWatch, Progress, reported
 from zckpt.base.words import count, examples, size, wrapped
 from zckpt.checks.soundness import examined
 from zckpt.engine.batches import progress_after
-from zckpt.jobs.options import OpenOptions
+from zckpt.jobs.groups import Reading
 from zckpt.layouts.run_saves import RunSave, named_by_pointers, saves_of, tags_in
 from zckpt.storage.location import LocalPath, Location, locate
 from zckpt.upkeep.keep_rules import KeepRules, reasons_to_stay
@@ -240,7 +240,7 @@ def _problem(save: RunSave, *, deep: bool, pace: Pace, progress: Callable[[int],
     """What is wrong with a save; empty if it is complete, and intact as far as it was read."""
     try:
         for tag in tags_in(save):
-            found = examined(save.path, OpenOptions(tag=tag), deep=deep, pace=pace, progress=progress)
+            found = examined(save.path, Reading(tag=tag), deep=deep, pace=pace, progress=progress)
             if not found.ok:
                 return next(problem for check in found.checks for problem in check.problems)
             if found.catalog is not None and found.catalog.evidence.complete is None:

@@ -24,8 +24,8 @@ from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.places import find
 from zckpt.layouts.run_saves import saves_of
 from zckpt.layouts.save.family import Family
@@ -205,7 +205,7 @@ def _count_tensors(path: Location, counted: _Count) -> None:
     place = find(path)
     inside = len(place.tags) > 1 and place.home.is_within(path) and place.listing.tag != path.name
     for tag in place.tags if inside else (None,):
-        opened = open_catalog(path, OpenOptions(tag=tag), as_stored=True)
+        opened = open_catalog(path, Reading(tag=tag), as_stored=True)
         listing = opened.place.listing
         family = layouts.family_by_names(listing)
         optim = _optimizer_files(family, listing.files)

@@ -23,8 +23,8 @@ from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.overlaps import clip
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.listing import Listing, list_files
 from zckpt.runtime.random_state import set_rng_state
 from zckpt.runtime.saves.agreed_attempt import Attempt
@@ -105,12 +105,12 @@ def _open(
     local = run.settings.config.checkpoint.use_node_local_storage
     nodes = gather_indexes(run, directory, tag) if local else None
     if nodes is None:
-        opened = open_catalog(directory, OpenOptions(tag=tag))
+        opened = open_catalog(directory, Reading(tag=tag))
         saved = read(run, opened, options, opened.place.listing)
         return saved, _fill, saved.directory
     stack.callback(nodes.close)
     place = locate(directory) / nodes.tag
-    opened = open_catalog(nodes.directory, OpenOptions(tag=nodes.tag))
+    opened = open_catalog(nodes.directory, Reading(tag=nodes.tag))
     here = list_files(place, nodes.tag) if place.is_dir() else Listing(place, nodes.tag, {})
     return read(run, opened, options, here), nodes.fill, place.path
 

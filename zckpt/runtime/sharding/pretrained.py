@@ -28,8 +28,8 @@ from zckpt import live
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.overlaps import clip
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.options import OpenOptions
 from zckpt.runtime.sharding.deferred import Recorder, Rows, recording, room, rows_held_by
 from zckpt.runtime.world import rows_of
 
@@ -121,7 +121,7 @@ def _in_turn() -> Iterator[None]:
 def _stored(file: str, recorder: Recorder) -> dict[str, _Stored] | None:
     """The tensors of a file by name, unread; None for a file that zckpt does not read."""
     try:
-        catalog = open_catalog(file, OpenOptions(allow_unknown_layout=True), as_stored=True).catalog
+        catalog = open_catalog(file, Reading(allow_unknown_layout=True), as_stored=True).catalog
     except ZckptError:
         return None
     names = (*catalog, *catalog.aliases)

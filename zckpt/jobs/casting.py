@@ -1,44 +1,17 @@
-"""Which save is opened and how, and which dtype its tensors get in an output.
+"""Which dtype a tensor gets in an output.
 
-For every job. It stands apart from `options`, so that a look at a checkpoint imports nothing of what is written.
+For every job that writes tensors, and for what says beforehand what it would write.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
-from zckpt.layouts.save.listing import ReadOptions
+from zckpt.core.fragments import DerivedStore
+from zckpt.jobs.groups import Casting
 
 _DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenOptions:
-    """Which save is read, and how.
-
-    Attributes:
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint: its parts from other nodes' disks.
-        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
-        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
-        as_part: take one part of a save (a shard, one rank's file or directory) alone, as if it were a whole one.
-    """
-
-    tag: str | None = None
-    also: Sequence[str | os.PathLike[str]] = ()
-    read_options: ReadOptions | None = None
-    allow_unknown_layout: bool = False
-    as_part: bool = False
-
-    @property
-    def keeps_dtypes(self) -> bool:
-        """Whether what is made of the save has the dtypes that the save has: of what is only looked at, nothing is made."""
-        return False
 
 
 def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
@@ -69,3 +42,14 @@ def to_dtype(dtype: str | DType) -> DType:
             remedy="Use one of these, or their names in torch.",
         )  # fmt: skip
     return found
+
+
+def kept_dtype(entry: TensorEntry) -> DType | None:
+    """The dtype of the base weight that adapters were merged into; None for a tensor that is not computed."""
+    stores = [fragment.store for fragment in entry.fragments[:1]]
+    return stores[0].recipe.inputs[0].dtype if stores and isinstance(stores[0], DerivedStore) else None
+
+
+def dtype_of(entry: TensorEntry, casting: Casting, *, is_merged: bool = False) -> DType:
+    """The dtype that a conversion gives a tensor; one that adapters were merged into has that of its weight if none is asked."""
+    return output_dtype(entry, casting.dtype or (kept_dtype(entry) if is_merged else None))

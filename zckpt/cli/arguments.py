@@ -1,0 +1,66 @@
+"""Arguments and options that many commands have, beside those of their jobs: where from, where to, and what is printed."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from zckpt.base.dataclass import dataclass
+from zckpt.cli.output import Console
+from zckpt.jobs.groups import OUTPUT
+
+output = partial(typer.Option, rich_help_panel=OUTPUT)
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(metavar="CKPT", help="Checkpoint, tag or trainer output directory, or weights.", show_default=False),
+]
+Out = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="A file (.safetensors, .bin, .pt), a directory for shards, or an address (s3://..., hf://OWNER/NAME).",
+        show_default=False,
+    ),
+]
+OutDirectory = Annotated[
+    str, typer.Argument(metavar="OUT", help="Directory for the output, or an address.", show_default=False)
+]
+DryRun = Annotated[bool, output("--dry-run", help="Print what would be written, and write nothing.")]
+
+
+class ProgressForm(str, Enum):
+    """How progress is shown."""
+
+    bar = "bar"
+    json = "json"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Shown:
+    """What a command prints. It has no repr and no comparison, which would cost time whenever zckpt starts."""
+
+    as_json: Annotated[bool, output("--json", help="Print one JSON object on stdout.")] = False
+    quiet: Annotated[bool, output("--quiet", help="Print errors only.")] = False
+
+    @property
+    def console(self) -> Console:
+        """Where the command prints."""
+        return Console(as_json=self.as_json, quiet=self.quiet)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ShownProgress(Shown):
+    """The same of commands that work for long, and show how far they are."""
+
+    progress_form: Annotated[
+        ProgressForm, output("--progress", help="A bar in a terminal, or JSON lines on stderr for programs.")
+    ] = ProgressForm.bar
+
+    @property
+    def console(self) -> Console:  # noqa: D102
+        lines = self.progress_form is ProgressForm.json
+        return Console(as_json=self.as_json, quiet=self.quiet, progress_lines=lines)

@@ -1,0 +1,248 @@
+"""How a command is declared: the options of its job arrive as one value, and help shows them in groups.
+
+For the modules of commands. A parameter called `asked` stands for what the command's job can be asked, by `jobs.groups`. One
+whose type is a dataclass stands for its fields, each declared as typer has it: `Annotated[type, typer.Option(...)]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import lru_cache, wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from zckpt.cli.commands import COMMANDS
+from zckpt.cli.texts import positive, size_in_bytes, split_numbers, split_rename
+from zckpt.core.dtypes import SHORT_NAMES
+from zckpt.jobs.declarations import Job
+from zckpt.jobs.groups import OUTPUT
+
+DONE = "0 done, 2 error"
+"""The exit status of commands that write something."""
+
+
+class Command(TyperCommand):
+    """A command whose help shows arguments, then options under the `rich_help_panel` that each declares."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What the usage line shows after the command's name."""
+        params: list[Any] = self.get_params(ctx)
+        arguments = [param.metavar for param in params if param.param_type_name == "argument"]
+        return [*arguments, "[OPTIONS]"] if ctx.allow_interspersed_args else ["[OPTIONS]", *arguments]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the groups, in the order in which the command declares them; --help is in the last one."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        params: list[Any] = self.get_params(ctx)
+        for param in params:
+            if param.param_type_name == "argument":
+                groups.setdefault("Arguments", []).append((param.metavar, param.help))
+            elif (record := param.get_help_record(ctx)) is not None:
+                last = list(groups)[-1] if groups else "Options"
+                groups.setdefault(param.rich_help_panel or last, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    *,
+    about: str,
+    example: str,
+    job: Job[Any] | None = None,
+    hidden: frozenset[str] = frozenset(),
+    status: str = DONE,
+    passes_on: bool = False,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a function to the commands.
+
+    Args:
+        app: gets the command.
+        name: of the command, which `commands.COMMANDS` lists.
+        about: what it does, in a sentence or two.
+        example: one call, with a comment if needed.
+        job: whose options it has, as its parameter `asked`.
+        hidden: options of the job that it does not have.
+        status: what each exit status means.
+        passes_on: everything after the first argument is an argument too, also what looks like an option.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        epilog = f"Exit status: {status}\n\nExample: {example}"
+        settings = {"allow_interspersed_args": not passes_on}
+        app.command(
+            name, cls=Command, short_help=COMMANDS[name][1], help=about, epilog=epilog, context_settings=settings
+        )(expand_groups(function, job, hidden))
+        return function
+
+    return register
+
+
+@dataclasses.dataclass
+class _Option:
+    """An option of a job: the class that has it, its field, and what typer is told."""
+
+    holder: type
+    field: dataclasses.Field[Any]
+    parameter: inspect.Parameter
+    read: Callable[[Any], object]
+
+
+def expand_groups(
+    function: Callable[..., None], job: Job[Any] | None = None, hidden: frozenset[str] = frozenset()
+) -> Callable[..., None]:
+    """The same function with the options of its job and of its groups as keyword parameters, for typer."""
+    hints = get_type_hints(function, include_extras=True) if job is None else _hints_of(function)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    options = [] if job is None else [_option_of(job, *one) for one in job.options() if one[1].name not in hidden]
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "asked" and job is not None:
+            parameters += [one.parameter for one in options]
+        elif name in groups:
+            parameters += _parameters_of(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
+
+    @wraps(function)
+    def call(**values: object) -> None:
+        arguments = {name: value for name, value in values.items() if name in hints}
+        for name, kind in groups.items():
+            arguments[name] = kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+        if job is not None:
+            arguments["asked"] = job.ask(**_fields_of(options, values))
+        function(**arguments)
+
+    call.__signature__ = inspect.Signature(_in_order(parameters))  # type: ignore[attr-defined]
+    call.__annotations__ = {}
+    return call
+
+
+def _hints_of(function: Callable[..., None]) -> dict[str, Any]:
+    """The types of a function's parameters but `asked`, which is none of typer's."""
+    scope = inspect.unwrap(function).__globals__
+    return {
+        name: eval(of, scope) if isinstance(of, str) else of
+        for name, of in function.__annotations__.items()
+        if name not in ("asked", "return")
+    }
+
+
+def _fields_of(options: list[_Option], values: Mapping[str, object]) -> dict[str, Any]:
+    """Fields of a job's groups, by what was given on the command line."""
+    found: dict[str, Any] = {}
+    parts: dict[type, dict[str, Any]] = {}
+    for one in options:
+        value = one.read(values[one.field.name])
+        (parts.setdefault(one.holder, {}) if hasattr(one.holder, "as_fields") else found)[one.field.name] = value
+    for kind, its in parts.items():
+        found |= kind(**its).as_fields()
+    return found
+
+
+_LATE = ("overflow", "layer_names", "dry_run", "overwrite", "allow_unknown_layout", "sign")
+"""Options that come last under their heading, in this order; what is printed comes after them."""
+
+
+def _in_order(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Options under their headings: these in the order of their first options, those of reading that are on the output aside."""
+    panels = [_panel_of(one) for one in parameters if one.name != "allow_unknown_layout"]
+
+    def place(one: inspect.Parameter) -> tuple[int, int]:
+        panel = _panel_of(one)
+        rank = _LATE.index(one.name) + 1 if one.name in _LATE else (len(_LATE) + 1) * (panel == OUTPUT)
+        return panels.index(panel), rank
+
+    return sorted(parameters, key=place)
+
+
+def _panel_of(parameter: inspect.Parameter) -> str:
+    """The heading of an option; empty for an argument."""
+    (info,) = getattr(parameter.annotation, "__metadata__", (None,))
+    return getattr(info, "rich_help_panel", None) or ""
+
+
+@lru_cache
+def _words(*words: str) -> Any:
+    """What typer takes as a choice of words."""
+    return Enum("Choice", {word.replace("-", "_"): word for word in words}, type=str)
+
+
+_KINDS: Mapping[str, tuple[Any, dict[str, Any], Callable[[Any], object]]] = {
+    "text": (str, {}, lambda value: value),
+    "texts": (list[str], {}, tuple),
+    "flag": (bool, {}, lambda value: value),
+    "number": (int, {}, lambda value: value),
+    "positive": (int, {"callback": positive}, lambda value: value),
+    "real": (float, {}, lambda value: value),
+    "reals": (str, {}, lambda value: None if value is None else split_numbers(value)),
+    "size": (int, {"parser": size_in_bytes, "show_default": False}, lambda value: value),
+    "renames": (list[str], {}, lambda value: tuple(map(split_rename, value))),
+}
+"""What an option takes -> its type, what typer is told of it, and its value for the job."""
+
+
+def _option_of(job: Job[Any], holder: type, field: dataclasses.Field[Any]) -> _Option:
+    """An option of a job as typer has it."""
+    said, of = field.metadata, field.metadata["of"]
+    own = job.words.get(field.name, ())
+    text, panel = own[0] if own else said["help"], own[1] if len(own) > 1 else said["panel"]
+    default: Any = job.usual.get(field.name, field.default)
+    if of in ("dtype", "precision") or isinstance(of, tuple):
+        kind, more, read, default = _choice(of, default)
+    else:
+        kind, more, read = _KINDS[of]
+        if kind == list[str]:
+            default = list(default)
+    if default is None:
+        kind = kind | None
+    told = {"metavar": said["metavar"], "help": text, "rich_help_panel": panel, **more, **said["more"]}
+    annotated: Any = Annotated
+    annotation = annotated[kind, typer.Option(said["flag"], **told)]
+    empty = inspect.Parameter.empty if default is dataclasses.MISSING else default
+    parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=empty)
+    return _Option(holder, field, parameter, read)
+
+
+def _choice(of: Any, default: Any) -> tuple[Any, dict[str, Any], Callable[[Any], object], Any]:
+    """The same of an option that takes words: one of them, several where the last is `...`, or names of dtypes."""
+    if of == "dtype":
+        kind = _words("fp32", "fp16", "bf16")
+        return kind, {}, _dtype, None if default is None else kind(SHORT_NAMES[default])
+    if of == "precision":
+        kind = _words("keep", "fp32", "fp16", "bf16")
+        return kind, {}, _dtype, kind("keep")
+    if of[-1] == "...":
+        return list[_words(*of[:-1])] | None, {}, _distinct, None  # type: ignore[misc]
+    kind = _words(*of)
+    return kind, {}, lambda value: getattr(value, "value", value), None if default is None else kind(default)
+
+
+def _dtype(value: Any) -> object:
+    from zckpt.jobs.casting import to_dtype
+
+    return None if value is None or value.value == "keep" else to_dtype(value.value)
+
+
+def _distinct(values: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.value for one in values or ()))
+
+
+@lru_cache
+def _parameters_of(kind: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    found: list[inspect.Parameter] = []
+    for field in dataclasses.fields(kind):
+        known = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = inspect.Parameter.empty if known is dataclasses.MISSING else known
+        found.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name], default=default)
+        )
+    return found

@@ -1,0 +1,478 @@
+"""What a user can ask for, in groups of options: each is declared here once, with its help, its panel and what its value is.
+
+For every job, the command line and `zckpt.Options`, which are made of these. Nothing of layouts and names is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, Literal
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UsageError
+from zckpt.base.pace import Pace, thread_count, window_bytes
+from zckpt.base.sizes import file_bytes
+from zckpt.core.dtypes import F32, DType
+
+if TYPE_CHECKING:
+    from zckpt.layouts.save.listing import ReadOptions
+
+AnyPath = str | os.PathLike[str]
+Overflow = Literal["error", "inf", "clamp"]
+Format = Literal["safetensors", "bin"]
+Scheme = Literal["block128", "channel", "tensor"]
+Encoding = Literal["xor", "overwrite"]
+Checksum = Literal["xxh3-128", "blake3", "adler32"]
+Precision = Literal["keep", "fp32", "fp16", "bf16"]
+
+SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+DROPPED = ("optimizer", "module-weights", "frozen")
+"""What `slim` may leave out."""
+
+WHICH, SPLIT = "Which checkpoint", "Models split over ranks (tensor and pipeline parallelism)"
+WHAT, TENSORS, NAMES, LORA, SPEED, OUTPUT = (
+    "What to write", "Which tensors", "Names", "Adapters (LoRA)", "Speed", "Output",
+)  # fmt: skip
+
+
+def option(
+    flag: str, of: str | tuple[str, ...], about: str, panel: str = WHAT, *, metavar: str | None = None, **more: object
+) -> dict[str, Any]:
+    """The metadata of a field that is an option of commands.
+
+    Args:
+        flag: how it is called.
+        of: what it takes: "text", "texts", "flag", "number", "positive", "real", "reals", "size", "renames", "dtype", or words.
+        about: the sentence for `--help`.
+        panel: the heading under which it stands there.
+        metavar: what stands for the value.
+        more: further arguments of `typer.Option`.
+    """
+    return {"flag": flag, "of": of, "help": about, "panel": panel, "metavar": metavar, "more": more}
+
+
+CONFIG_HELP = "The model's config.json, if none is beside CKPT."
+_DTYPE = "Of the weights; by default as they were saved."
+
+
+def vocabulary_option() -> dict[str, Any]:
+    """The metadata of `--vocab-size`."""
+    text = "Words of the vocabulary: further rows are padding. By default what config, run or tokenizer say."
+    return option("--vocab-size", "positive", text, NAMES, metavar="N")
+
+
+def base_option() -> dict[str, Any]:
+    """The metadata of `--base`."""
+    text = "The model that the run began with, for what CKPT lacks: a directory, or a name in the hub's local cache."
+    return option("--base", "text", text, LORA, metavar="MODEL")
+
+
+def adapter_option() -> dict[str, Any]:
+    """The metadata of `--adapter`, of what is merged."""
+    text = "PEFT directory, or an adapter's name in CKPT. Repeatable."
+    return option("--adapter", "texts", text, LORA, metavar="DIR[:WEIGHT]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """What a checkpoint does not say of itself, as commands ask for it.
+
+    Attributes: those of `ReadOptions`.
+    """
+
+    key: str | None = field(
+        default=None,
+        metadata=option(
+            "--key", "text", "Which state dict, where a save holds several, such as ema.", WHICH, metavar="KEY"
+        ),
+    )
+    shapes: str | None = field(
+        default=None,
+        metadata=option(
+            "--shapes", "text", "Weights, JSON or a config that say the shapes in FSDP's flat parameters, or the heads in "
+            "torchtitan's states.", WHICH, metavar="FROM",
+        ),
+    )  # fmt: skip
+    tp_rules: str | None = field(
+        default=None,
+        metadata=option(
+            "--tp-rules", "text", "How slices are joined: megatron, megatron-swiglu, neox, bloom, or a JSON file.", SPLIT,
+            metavar="RULES",
+        ),
+    )  # fmt: skip
+    tp: int | None = field(
+        default=None,
+        metadata=option("--tp", "positive", "Tensor-parallel ranks, if the files do not say.", SPLIT, metavar="N"),
+    )
+    pp: int | None = field(
+        default=None,
+        metadata=option("--pp", "positive", "Pipeline stages, if the files do not say.", SPLIT, metavar="N"),
+    )
+
+    def as_fields(self) -> dict[str, Any]:
+        """The fields of `Reading` that it says."""
+        if not (self.tp_rules or self.tp or self.pp or self.key or self.shapes):
+            return {}
+        from zckpt.layouts.save.listing import ReadOptions
+
+        return {"read_options": ReadOptions(self.tp_rules, self.tp, self.pp, self.key or "", self.shapes or "")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Which save is read, and how.
+
+    Attributes:
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        as_part: take one part of a save (a shard, one rank's file or directory) alone, as if it were a whole one.
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
+    """
+
+    read_options: ReadOptions | None = field(default=None, metadata={"parts": Joining})
+    as_part: bool = field(
+        default=False,
+        metadata=option(
+            "--as-part", "flag", "Take one shard, or one rank's file or directory, alone; it is no whole model.", WHICH
+        ),
+    )
+    tag: str | None = field(
+        default=None,
+        metadata=option(
+            "--tag", "text", "Which save, if there are several; by default that of 'latest'.", WHICH, metavar="TAG"
+        ),
+    )
+    also: Sequence[AnyPath] = field(
+        default=(),
+        metadata=option(
+            "--also",
+            "texts",
+            "Directory with other parts of CKPT, from another node. Repeatable.",
+            WHICH,
+            metavar="DIR",
+        ),
+    )
+    allow_unknown_layout: bool = field(
+        default=False,
+        metadata=option(
+            "--allow-unknown-layout", "flag", "Go on if zckpt cannot prove that it reads the layout correctly.", OUTPUT
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selecting:
+    """Which tensors are written.
+
+    Attributes:
+        include: globs; only tensors that match one are kept.
+        exclude: globs; tensors that match one are left out.
+        exclude_frozen: leave out parameters that were not trained.
+    """
+
+    include: Sequence[str] = field(
+        default=(),
+        metadata=option("--include", "texts", "Write only tensors that match. Repeatable.", TENSORS, metavar="GLOB"),
+    )
+    exclude: Sequence[str] = field(
+        default=(),
+        metadata=option("--exclude", "texts", "Leave out tensors that match. Repeatable.", TENSORS, metavar="GLOB"),
+    )
+    exclude_frozen: bool = field(
+        default=False,
+        metadata=option("--exclude-frozen", "flag", "Leave out parameters that were not trained.", TENSORS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Options: the names and rows of an output.
+
+    Attributes:
+        to: "hf" for a model of transformers, whose family is found, or "hf:NAME" for the family NAME (`naming.schemes.families`).
+        config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
+        layer_names: names for a pipeline's layers, or the path of a file with them.
+        vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
+    """
+
+    to: str | None = field(
+        default=None,
+        metadata=option(
+            "--to", "text", "Write the model as transformers has it; NAME is its family, such as llama.", NAMES,
+            metavar="hf[:NAME]",
+        ),
+    )  # fmt: skip
+    config: str | Mapping[str, Any] | None = field(
+        default=None,
+        metadata=option(
+            "--config",
+            "text",
+            "The model's config.json for --to, if the checkpoint lacks some of it.",
+            NAMES,
+            metavar="FILE",
+        ),
+    )
+    layer_names: str | Mapping[str, str] | None = field(
+        default=None,
+        metadata=option(
+            "--layer-names", "text", "JSON file with names for a pipeline's layers.", NAMES, metavar="FILE"
+        ),
+    )
+    vocab_size: int | None = field(default=None, metadata=vocabulary_option())
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for an unknown architecture or an impossible vocabulary, before a checkpoint is opened."""
+        if self.vocab_size is not None:
+            from zckpt.naming.vocabulary import check_vocabulary
+
+            check_vocabulary(self.vocab_size)
+        if self.to not in (None, "hf"):
+            from zckpt.naming.schemes import families
+
+            if self.to not in (known := [f"hf:{name}" for name in families()]):
+                raise UsageError(
+                    "the architecture is unknown", found=f"--to {self.to}", expected=f"hf, or one of {', '.join(known)}",
+                    remedy="Pass one of these with --to.",
+                )  # fmt: skip
+
+    def as_fields(self) -> dict[str, Any]:
+        """The field of `Naming` that it is."""
+        return {"form": self}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How tensors are called in the output.
+
+    Attributes:
+        strip_prefix: taken off every name that has it; "auto" for what wraps all names.
+        rename: (regular expression, replacement) pairs, applied in order to every name.
+        form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
+    """
+
+    strip_prefix: str = field(
+        default="",
+        metadata=option(
+            "--strip-prefix", "text", "Remove PREFIX, or with 'auto' what wraps all names.", NAMES, metavar="PREFIX"
+        ),
+    )
+    rename: Sequence[tuple[str, str]] = field(
+        default=(),
+        metadata=option(
+            "--rename", "renames", "Replace in every name, in the order given. Repeatable.", NAMES, metavar="REGEX=REPL"
+        ),
+    )
+    form: Form = field(default=Form(), metadata={"parts": Form})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Casting:
+    """Which dtype the numbers get.
+
+    Attributes:
+        dtype: of floating parameters in the output; None keeps each as it is.
+        overflow: what to do with numbers too large for the dtype.
+    """
+
+    dtype: DType | None = field(default=F32, metadata=option("--dtype", "dtype", _DTYPE))
+    overflow: Overflow = field(
+        default="error",
+        metadata=option(
+            "--overflow",
+            ("error", "inf", "clamp"),
+            "For numbers too large for the dtype: stop, write infinity, or clamp.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraMerge:
+    """Adapters that are merged into the weights.
+
+    Attributes:
+        base: the weights that they were trained on: a directory in any layout, or the name of a model in the hub's cache on this
+            machine; None where the checkpoint holds them.
+        adapters: names of adapters in the checkpoint, or directories of PEFT; with a weight as `"style:0.5"` or `("style", 0.5)`.
+            Empty for the checkpoint's only one.
+        allow_untrained: merge an adapter whose matrices are all zeros, too.
+    """
+
+    base: AnyPath | None = None
+    adapters: Sequence[AnyPath | tuple[AnyPath, float]] = ()
+    allow_untrained: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeAsked:
+    """A base and adapters, as commands ask for them; attributes as in `Merging` and `LoraMerge`."""
+
+    merge_lora: bool = field(
+        default=False,
+        metadata=option(
+            "--merge-lora", "flag", "Merge LoRA adapters into the weights: those of CKPT, or --adapter.", LORA
+        ),
+    )
+    base: str | None = field(default=None, metadata=base_option())
+    adapter: Sequence[str] = field(default=(), metadata=adapter_option())
+    allow_untrained: bool = field(
+        default=False,
+        metadata=option("--allow-untrained", "flag", "Merge an adapter whose matrices are all zeros, too.", LORA),
+    )
+
+    def as_fields(self) -> dict[str, Any]:
+        """The fields of `Merging` that it says.
+
+        Raises:
+            UsageError: adapters are named, and not to be merged.
+        """
+        if self.merge_lora:
+            lora = LoraMerge(base=self.base, adapters=tuple(self.adapter), allow_untrained=self.allow_untrained)
+            return {"lora": lora}
+        given = {"--adapter": self.adapter, "--allow-untrained": self.allow_untrained}
+        if others := [name for name, value in given.items() if value]:
+            raise UsageError(
+                f"{others[0]} is of use only with --merge-lora", found=f"{others[0]} without --merge-lora",
+                remedy=f"Add --merge-lora, or leave out {others[0]}.",
+            )  # fmt: skip
+        return {} if self.base is None else {"base": self.base}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merging:
+    """What the checkpoint is completed with.
+
+    Attributes:
+        lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write whole weights.
+        base: the model that the run began with, for the parameters that the save leaves out; without `lora`, which has its own.
+    """
+
+    lora: LoraMerge | None = field(default=None, metadata={"parts": MergeAsked})
+    base: AnyPath | None = None
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.lora is not None:
+            raise UsageError(
+                "base is given twice",
+                found="Options(base=..., lora=...)",
+                remedy="Say the base in LoraMerge(base=...).",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """The files of an output.
+
+    Attributes:
+        format: container; None for what OUT's suffix says, safetensors for a directory.
+        max_shard_size: of a directory's shards.
+    """
+
+    format: Format | None = field(
+        default=None,
+        metadata=option(
+            "--format", ("safetensors", "bin"), "Container of the output; by default what OUT's name says."
+        ),
+    )
+    max_shard_size: int | str = field(
+        default="5GB",
+        metadata=option("--max-shard-size", "size", "Most bytes in one shard; by default 5GB.", metavar="SIZE"),
+    )
+
+    def __post_init__(self) -> None:
+        file_bytes(self.max_shard_size, "max_shard_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publishing:
+    """What an output may replace, and where it may be.
+
+    Attributes:
+        overwrite: replace an existing output.
+        merge: put the files into an existing directory instead of replacing it.
+        beside: allow an output beside the input's tag directories.
+    """
+
+    overwrite: bool = field(
+        default=False,
+        metadata=option(
+            "--overwrite", "flag", "Replace what zckpt wrote to OUT, when the new files are complete.", OUTPUT
+        ),
+    )
+    merge: bool = False
+    beside: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pacing:
+    """How hard to work.
+
+    Attributes:
+        threads: that move data; None for the default.
+        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
+        limit_rate: at most so many bytes a second are read and written, together.
+        buffer: bytes that each thread gathers and writes at once; None for the default.
+    """
+
+    threads: int | None = field(
+        default=None,
+        metadata=option("--threads", "number", "Threads that move data; by default 2 to 4.", SPEED, metavar="N"),
+    )
+    keep_cache: bool | None = field(
+        default=None,
+        metadata=option(
+            "--keep-cache/--no-cache-pollution", "flag",
+            "Whether the page cache keeps what is read; by default unless the job is larger than memory.", SPEED,
+            show_default=False,
+        ),
+    )  # fmt: skip
+    limit_rate: int | None = field(
+        default=None,
+        metadata=option(
+            "--limit-rate", "size", "Most bytes per second, read and written, e.g. 500MB.", SPEED, metavar="SIZE"
+        ),
+    )
+    buffer: int | None = field(
+        default=None,
+        metadata=option(
+            "--buffer", "size", "Bytes that each thread gathers and writes at once.", SPEED, metavar="SIZE"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        thread_count(self.threads)
+        window_bytes(self.buffer)
+
+    @property
+    def pace(self) -> Pace:
+        """How hard to work, as engines take it."""
+        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigningKey:
+    """With what the output is signed.
+
+    Attributes:
+        sign: file with a private key; None for no signature.
+    """
+
+    sign: AnyPath | None = field(
+        default=None,
+        metadata=option(
+            "--sign", "text", "Sign OUT with a private key: model.sig, for model_signing.", OUTPUT, metavar="KEY"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if self.sign is not None:
+            from zckpt.output.signature import signer_of
+
+            signer_of(self.sign)
+
+
+SHARED = (Reading, Selecting, Naming, Casting, Merging, Sharding, Publishing, Pacing, SigningKey)
+"""The groups that jobs share; each of them is a base of `zckpt.Options`."""

@@ -1,0 +1,394 @@
+"""The groups of options that one job has for itself, declared as those in `groups`.
+
+For these jobs and their commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import UsageError
+from zckpt.base.sizes import file_bytes
+from zckpt.core.dtypes import DType
+from zckpt.jobs.groups import (
+    CONFIG_HELP,
+    DROPPED,
+    GGUF_TYPES,
+    SCHEMES,
+    WHICH,
+    AnyPath,
+    Checksum,
+    Encoding,
+    LoraMerge,
+    Scheme,
+    adapter_option,
+    base_option,
+    option,
+    vocabulary_option,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """How `average` makes one model of several.
+
+    Attributes:
+        weights: what each checkpoint counts; None for all the same.
+        ema: decay of an exponential moving average.
+        last: so many of the newest saves of one directory.
+        task_vector: a base model; differences from it are added to it.
+        slerp: fraction of the way between two checkpoints.
+    """
+
+    weights: tuple[float, ...] | None = field(
+        default=None,
+        metadata=option(
+            "--weights",
+            "reals",
+            "What each checkpoint counts, such as 0.7,0.3; by default all the same.",
+            metavar="LIST",
+        ),
+    )
+    ema: float | None = field(
+        default=None,
+        metadata=option(
+            "--ema", "real", "Exponential moving average, oldest first: D of what was before stays.", metavar="D"
+        ),
+    )
+    last: int | None = field(
+        default=None, metadata=option("--last", "number", "Take the newest N saves of the only CKPT.", metavar="N")
+    )
+    task_vector: AnyPath | None = field(
+        default=None,
+        metadata=option(
+            "--task-vector", "text", "Write BASE plus the weighted differences of CKPT... from it.", metavar="BASE"
+        ),
+    )
+    slerp: float | None = field(
+        default=None,
+        metadata=option(
+            "--slerp", "real", "Of two: the point at T (0 to 1) of the way along the arc between them.", metavar="T"
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dcp:
+    """What a directory of torch.distributed.checkpoint holds.
+
+    Attributes:
+        under: the state dict's key for the weights; empty for its top.
+        optimizer: its key for the optimizer's states and groups; None leaves them out.
+        accelerate: whether weights and optimizer are saves of their own, where accelerate looks for those of FSDP.
+        names: whose names the tensors get: a scheme that can be written, "hf" or "hf:NAME"; None keeps the checkpoint's.
+        config: the model's config or the path of its `config.json`, for `names`; None for the one beside the checkpoint.
+        vocab_size: words of the vocabulary, for `names`; None for what config, run and tokenizer say.
+        max_file_bytes: of a data file, unless one chunk is larger.
+    """
+
+    under: str = field(
+        default="model",
+        metadata=option(
+            "--under", "text", "The state dict's key for the weights; '' puts them at its top.", metavar="KEY"
+        ),
+    )
+    optimizer: str | None = field(
+        default=None,
+        metadata=option("--optimizer", "text", "Write the optimizer's state too, under this key.", metavar="KEY"),
+    )
+    accelerate: bool = field(
+        default=False,
+        metadata=option(
+            "--accelerate", "flag", "Write what accelerate's load_state and transformers' Trainer resume from under FSDP: "
+            "pytorch_model_fsdp_0 and optimizer_0.",
+        ),
+    )  # fmt: skip
+    names: str | None = field(
+        default=None,
+        metadata=option(
+            "--names",
+            "text",
+            "Name tensors as a program does: torchtitan, megatron-core, hf, hf:NAME.",
+            metavar="SCHEME",
+        ),
+    )
+    config: str | Mapping[str, Any] | None = field(
+        default=None,
+        metadata=option(
+            "--config", "text", "The model's config.json for --names, if none is beside CKPT.", metavar="FILE"
+        ),
+    )
+    vocab_size: int | None = field(default=None, metadata=vocabulary_option())
+    max_file_bytes: int = 5 * 10**9
+
+    def __post_init__(self) -> None:
+        file_bytes(self.max_file_bytes, "max_file_bytes")
+        if self.accelerate and (self.under != "model" or self.optimizer is not None or self.names is not None):
+            raise UsageError(
+                "accelerate says itself what the keys of the weights and of the optimizer are",
+                found="--accelerate with --under, --optimizer or --names", remedy="Leave these out, or leave --accelerate out.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron:
+    """What a checkpoint of Megatron-Core holds.
+
+    Attributes:
+        config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
+        vocab_size: words of the vocabulary; None for what config, run and tokenizer say.
+        tensor_parallel: tensor-parallel ranks that the vocabulary is padded for.
+        make_vocab_size_divisible_by: as Megatron's option.
+        numbered_layers: number layers in names instead of stacking them.
+        optimizer: write the optimizer's states too.
+        expert_parallel: expert-parallel ranks of the run that loads them; with several, experts have an optimizer of their own.
+        max_file_bytes: of a data file, unless one chunk is larger.
+    """
+
+    config: str | Mapping[str, Any] | None = field(
+        default=None, metadata=option("--config", "text", CONFIG_HELP, metavar="FILE")
+    )
+    vocab_size: int | None = field(default=None, metadata=vocabulary_option())
+    tensor_parallel: int = field(
+        default=1,
+        metadata=option("--tensor-parallel", "positive", "Ranks for which the vocabulary is padded.", metavar="N"),
+    )
+    make_vocab_size_divisible_by: int = field(
+        default=128,
+        metadata=option(
+            "--make-vocab-size-divisible-by", "positive",
+            "As Megatron's option: times --tensor-parallel, the vocabulary is a multiple of it.", metavar="N",
+        ),
+    )  # fmt: skip
+    numbered_layers: bool = field(
+        default=False,
+        metadata=option(
+            "--numbered-layers", "flag", "Number layers in names (non_homogeneous_layers), not stack them."
+        ),
+    )
+    optimizer: bool = field(
+        default=False,
+        metadata=option(
+            "--optimizer", "flag", "Write the optimizer's states too, for Megatron-Core's distributed optimizer."
+        ),
+    )
+    expert_parallel: int = field(
+        default=1,
+        metadata=option(
+            "--expert-parallel", "positive", "Expert-parallel ranks that load the optimizer's states.", metavar="N"
+        ),
+    )
+    max_file_bytes: int = 5 * 10**9
+
+    def __post_init__(self) -> None:
+        file_bytes(self.max_file_bytes, "max_file_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """What `to_fp8` quantises, and how.
+
+    Attributes:
+        scheme: what each scale is for: a block of 128 x 128 elements, a row ("channel") or a tensor.
+        quantize: globs; only matrices that match one are quantised. Where zckpt does not know the model, they name the weights
+            of its linear layers.
+        keep: globs; matrices that match one are not quantised.
+    """
+
+    scheme: Scheme = field(
+        default="block128",
+        metadata=option(
+            "--scheme", SCHEMES, "A scale for 128 x 128 elements (DeepSeek's form), for a row or for a tensor "
+            "(compressed-tensors' form).",
+        ),
+    )  # fmt: skip
+    quantize: Sequence[str] = field(
+        default=(),
+        metadata=option(
+            "--quantize", "texts", "Quantise only weights of linear layers that match. Repeatable.", metavar="GLOB"
+        ),
+    )
+    keep: Sequence[str] = field(
+        default=(),
+        metadata=option("--keep", "texts", "Do not quantise weights that match. Repeatable.", metavar="GLOB"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise UsageError(
+                "the scheme is unknown", found=f"scheme {self.scheme!r}",
+                expected=f"a scheme of {', '.join(SCHEMES)}", remedy="Choose one of these.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gguf:
+    """What a GGUF file holds.
+
+    Attributes:
+        type: of the matrices: f32, f16, bf16 or q8_0.
+        split_max_size: the most bytes of tensors in one of several files; None for one file.
+        tokenizer: the directory with the tokenizer, or "none"; None for the checkpoint's own.
+        pre_tokenizer: llama.cpp's name of it; None to find it.
+        model_name: what the file says; None for what the model's directory is called.
+        config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
+    """
+
+    type: str = field(
+        default="f16",
+        metadata=option("--type", GGUF_TYPES, "Of the matrices; norms, biases and routers are always f32."),
+    )
+    split_max_size: int | str | None = field(
+        default=None,
+        metadata=option(
+            "--split-max-size", "size", "Most bytes of tensors in one file, e.g. 40GB; OUT is then a directory.",
+            metavar="SIZE",
+        ),
+    )  # fmt: skip
+    tokenizer: str | None = field(
+        default=None,
+        metadata=option(
+            "--tokenizer", "text", "Directory with the tokenizer, if none is beside CKPT; or none.", metavar="DIR"
+        ),
+    )
+    pre_tokenizer: str | None = field(
+        default=None,
+        metadata=option(
+            "--pre-tokenizer", "text", "llama.cpp's name of it, such as llama-bpe, if it is not known.", metavar="NAME"
+        ),
+    )
+    model_name: str | None = field(
+        default=None,
+        metadata=option("--model-name", "text", "What the file says that the model is called.", metavar="NAME"),
+    )
+    config: str | Mapping[str, Any] | None = field(
+        default=None, metadata=option("--config", "text", CONFIG_HELP, metavar="FILE")
+    )
+
+    def __post_init__(self) -> None:
+        if self.type not in GGUF_TYPES:
+            raise UsageError(
+                f"{self.type!r} is not a type that zckpt writes", expected=f"one of {', '.join(GGUF_TYPES)}",
+                remedy="Use one of these; llama.cpp's llama-quantize makes others of a file in f16.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """Which adapter `to_peft` writes.
+
+    Attributes:
+        adapter: its name, where there are several.
+    """
+
+    adapter: str | None = field(
+        default=None, metadata=option("--adapter", "text", "Which adapter, if there are several.", metavar="NAME")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetWorld:
+    """What a resharded checkpoint is for.
+
+    Attributes:
+        world_size: data-parallel ranks that will resume.
+        stage: 1, 2 or 3; None for the one that the checkpoint has.
+        precision: dtype of the module's own weights; None for the one that they have.
+    """
+
+    world_size: int = field(
+        metadata=option("--world-size", "positive", "Data-parallel ranks.", metavar="N", show_default=False)
+    )
+    stage: int | None = field(
+        default=None,
+        metadata=option("--stage", "number", "ZeRO stage; by default CKPT's.", metavar="1|2|3", min=1, max=3),
+    )
+    precision: DType | None = field(
+        default=None, metadata=option("--precision", "precision", "Dtype of the model's own weights.")
+    )
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.stage not in (None, 1, 2, 3):
+            raise UsageError(
+                "the target is impossible",
+                found=f"world size {self.world_size}, stage {self.stage}",
+                remedy="Change --world-size or --stage.",
+                expected="a world size of 1 or more, and stage 1, 2 or 3",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slim:
+    """What `slim` leaves out.
+
+    Attributes:
+        drop: kinds, of `DROPPED`.
+    """
+
+    drop: Sequence[str] = field(
+        default=(),
+        metadata=option(
+            "--drop", (*DROPPED, "..."), "Leave out the optimizer's states (fp32 weights stay), half-precision weights that "
+            "fp32 weights give back, or frozen parameters; repeatable.",
+        ),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if unknown := [what for what in self.drop if what not in DROPPED]:
+            raise UsageError(
+                f"{unknown[0]!r} cannot be left out",
+                expected=", ".join(DROPPED),
+                remedy="Correct --drop, or leave it out.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What kind of delta is written.
+
+    Attributes:
+        version: of the new weights; None for the one in OUT's name, as in `weight_v000007`, or 1.
+        encoding: of each tensor's difference: "xor" or "overwrite".
+        checksum: of each tensor's new bytes: "xxh3-128", "blake3" or "adler32".
+        old_tag: which save of the old version, where there are several.
+    """
+
+    version: int | None = field(
+        default=None,
+        metadata=option("--version", "positive", "Of NEW; by default the one in OUT's name, or 1.", metavar="N"),
+    )
+    encoding: Encoding = field(
+        default="xor",
+        metadata=option("--encoding", ("xor", "overwrite"), "xor is smaller; overwrite may be applied more than once."),
+    )
+    checksum: Checksum = field(
+        default="xxh3-128",
+        metadata=option("--checksum", ("xxh3-128", "blake3", "adler32"), "Of each tensor's new bytes."),
+    )
+    old_tag: str | None = field(
+        default=None,
+        metadata=option("--old-tag", "text", "Which save of OLD, if there are several.", WHICH, metavar="TAG"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedWith:
+    """What was merged into an output, and is not in the checkpoint.
+
+    Attributes:
+        base: the model that the run began with, or that the adapters were trained on.
+        adapter: the adapters.
+    """
+
+    base: AnyPath | None = field(default=None, metadata=base_option())
+    adapter: Sequence[AnyPath] = field(default=(), metadata=adapter_option())
+
+    @property
+    def lora(self) -> LoraMerge | None:
+        """The same as `verify` takes it."""
+        return (
+            None if self.base is None and not self.adapter else LoraMerge(base=self.base, adapters=tuple(self.adapter))
+        )

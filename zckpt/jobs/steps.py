@@ -1,0 +1,274 @@
+"""What is done to a checkpoint's catalog before it is laid out, in steps: each made of one group of options.
+
+For `convert`, and for `verify`, which applies the same steps to the source by the records of a manifest. A step changes names,
+rows and dtypes, and never bytes. What a step needs is imported when something asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Any, Protocol
+
+from zckpt.base.dataclass import dataclass
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.jobs.declarations import CONVERT, Asked
+from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting
+from zckpt.jobs.open import Opened, strip_wrappers
+from zckpt.jobs.selection import is_wanted, select, settled
+from zckpt.layouts.places import Place
+from zckpt.layouts.save.companions import read_config
+from zckpt.naming.adapter_names import unmerged
+from zckpt.storage.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingModel:
+    """What is known so far of the model that is written.
+
+    Attributes:
+        catalog: its tensors.
+        place: where its config is.
+        opened: the checkpoint.
+        config: what its `config.json` is to say, where a step says it; None for the one that is there.
+        notes: sentences for the user.
+        recorded: facts for the manifest, beside the options themselves.
+        given_up: tensor of the checkpoint -> the rule of the ledger by which the model does not have it.
+        left_out: names that a step took out of the catalog, as they were then.
+        earlier: names before the last change of form, which `exclude` may name too.
+        selectable: the tensors from which the selection chose.
+        made_from: what beside the checkpoint the model is made of.
+        sources: catalogs whose tensors must not contradict themselves.
+        copies: (location, name in the output) of tokenizer files and the like; None for those beside the checkpoint.
+        is_merged: whether tensors are computed of weights and adapters, and so keep the dtype of the weights where none is asked.
+        naming: the options for names, with the prefix that was found.
+    """
+
+    catalog: Catalog
+    place: Place
+    opened: Opened
+    config: Mapping[str, object] | None = None
+    notes: tuple[str, ...] = ()
+    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
+    given_up: Mapping[str, str] = field(default_factory=dict[str, str])
+    left_out: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    selectable: Mapping[str, TensorEntry] = field(default_factory=dict[str, TensorEntry])
+    made_from: tuple[Opened, ...] = ()
+    sources: tuple[Catalog, ...] = ()
+    copies: tuple[tuple[Location, str], ...] | None = None
+    is_merged: bool = False
+    naming: Naming = Naming()
+
+
+class ModelStep(Protocol):
+    """One thing that is done to a model; it writes into the model what it did."""
+
+    def apply(self, model: WorkingModel) -> WorkingModel:
+        """The model after it."""
+        ...
+
+
+def steps_of(asked: Asked[object], *, to_directory: bool) -> tuple[ModelStep, ...]:
+    """The steps of a conversion, in the order in which they are applied."""
+    first: tuple[ModelStep, ...] = (NoteAdapters(),)
+    if asked.merging != Merging():
+        from zckpt.jobs.merge_steps import Complete, Merge
+
+        lora, base = asked.merging.lora, asked.merging.base
+        first = (NoteAdapters(), Complete(base)) if lora is None else (Merge(lora),)
+    form = Reform(asked.naming.form, to_directory, tuple(asked.selecting.exclude))
+    return (*first, form, Select(asked.selecting, asked.naming))
+
+
+def open_model(opened: Opened) -> WorkingModel:
+    """A checkpoint as a model, without what wrappers put into its names."""
+    catalog, notes = strip_wrappers(opened.catalog)
+    return WorkingModel(catalog, opened.place, opened, notes=(*opened.catalog.source.notes, *notes))
+
+
+@dataclass(frozen=True, slots=True)
+class NoteAdapters:
+    """Says that there are adapters which are not merged."""
+
+    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        note = unmerged(model.catalog)
+        return replace(model, notes=(*model.notes, note)) if note else model
+
+
+@dataclass(frozen=True, slots=True)
+class Reform:
+    """Gives tensors other names and rows.
+
+    Attributes:
+        form: which.
+        to_directory: whether the output is one that `from_pretrained` loads; a single file keeps the model's own names.
+        exclude: globs of tensors to leave out, which may have no place in another architecture.
+    """
+
+    form: Form
+    to_directory: bool
+    exclude: tuple[str, ...] = ()
+
+    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        if self.form == Form() and _gguf_in(model.catalog) is None:
+            return self._in_hub_form(model) if self.to_directory else model
+        from zckpt.naming.transform import formed
+
+        found = formed(model.catalog, model.place, self.form, to_directory=self.to_directory, exclude=self.exclude)
+        return replace(
+            model, catalog=found.catalog, config=found.config or model.config, notes=(*model.notes, *found.notes),
+            recorded=with_form(model.recorded, found.recorded), given_up={**model.given_up, **found.dropped},
+            left_out=(*model.left_out, *found.left_out), earlier=tuple(model.catalog),
+        )  # fmt: skip
+
+    def _in_hub_form(self, model: WorkingModel) -> WorkingModel:
+        """The model under the names that transformers gives it in a save, where its config says that these are others."""
+        config = read_config(model.place.home)
+        if config is None:
+            return model
+        from zckpt.naming.hub_form import in_hub_form
+
+        found, notes = in_hub_form(model.catalog, config)
+        recorded = {} if found is model.catalog else {"form": {"hub": True}}
+        return replace(
+            model,
+            catalog=found,
+            notes=(*model.notes, *notes),
+            recorded=with_form(model.recorded, recorded),
+            earlier=tuple(model.catalog),
+        )
+
+
+def _gguf_in(catalog: Catalog) -> object:
+    """What a GGUF file says of itself; None for another checkpoint."""
+    return catalog.extras.get("gguf")
+
+
+def with_form(recorded: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:
+    """Facts for the manifest, with further ones of the output's form."""
+    both = [form for facts in (more, recorded) if isinstance(form := facts.get("form"), Mapping)]
+    form = {key: value for one in both for key, value in one.items()}
+    return {**recorded, **more, **({"form": form} if form else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """Leaves out what is not wanted, and renames the rest."""
+
+    selecting: Selecting
+    naming: Naming
+
+    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        before = model.catalog
+        naming, notes = settled(before, self.selecting, self.naming, before=model.earlier)
+        catalog = select(before, self.selecting, naming)
+        kept = before if self.selecting == Selecting() else before.select(lambda one: is_wanted(one, self.selecting))
+        dropped = before.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
+        return replace(
+            model, catalog=catalog, notes=(*model.notes, *notes), selectable=before.tensors, naming=naming,
+            left_out=(*model.left_out, *dropped),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TakeAdapter:
+    """Leaves one adapter of the model, under PEFT's names.
+
+    Attributes:
+        adapter: its name.
+        bias: which biases belong to it, as its config says.
+    """
+
+    adapter: str
+    bias: str
+
+    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        from zckpt.naming.adapter_names import only_adapter
+
+        own, others = only_adapter(model.catalog, self.adapter, self.bias)
+        return replace(model, catalog=own, left_out=(*model.left_out, *others))
+
+
+@dataclass(frozen=True, slots=True)
+class WriteNames:
+    """Gives tensors another program's names; attribute: the facts of it in a manifest."""
+
+    recorded: Mapping[str, Any]
+
+    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        from zckpt.naming.gguf_tensors import as_read
+        from zckpt.naming.writers import GGUF, named, naming_of
+
+        found = named(model.catalog, model.place, naming_of(self.recorded))
+        is_gguf = self.recorded["names"] == GGUF
+        catalog = as_read(found.catalog, found.config, self.recorded) if is_gguf else found.catalog
+        return replace(model, catalog=catalog, config=found.config, notes=(*model.notes, *found.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStates:
+    """Leaves the optimizer's states that are wanted, and no weight."""
+
+    selecting: Selecting
+
+    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        from zckpt import layouts
+        from zckpt.jobs.open import states_of
+
+        opened = Opened(layouts.read(model.place.listing), model.place)
+        states = select(states_of(opened).catalog(model.catalog), self.selecting)
+        return replace(model, catalog=states, left_out=(*model.left_out, *model.catalog.tensors))
+
+
+RECORDED = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
+"""Fields of groups that a manifest records under their own names, in this order."""
+
+OTHERS = ("wishes", "form", "base", "fp8", "states")
+"""What else a manifest may record: how the checkpoint was read, and what steps did."""
+
+
+def record_of(asked: Asked[object]) -> dict[str, object]:
+    """What the manifest says was asked for: all that changes tensors, and is not as it always is."""
+    found: dict[str, object] = {}
+    for name in RECORDED:
+        group = next(group for group in (asked.selecting, asked.naming, asked.casting) if hasattr(group, name))
+        value = getattr(group, name)
+        if value and value != getattr(type(group)(), name):
+            found[name] = value
+    return found | ({} if asked.reading.read_options is None else {"wishes": asked.reading.read_options.as_json()})
+
+
+def steps_again(recorded: Mapping[str, Any], given: LoraMerge | None) -> tuple[ModelStep, ...]:
+    """The steps that made an output, by what its manifest records.
+
+    Args:
+        recorded: the options in the manifest.
+        given: the base and the adapters, where they are not in the checkpoint.
+
+    Raises:
+        TypeError, ValueError: it records what this version of zckpt does not know.
+    """
+    options = {name: value for name, value in recorded.items() if name not in OTHERS}
+    options |= {"rename": [tuple(pair) for pair in options["rename"]]} if "rename" in options else {}
+    asked = CONVERT.ask(**options)
+    form = recorded.get("form")
+    form = dict(form) if isinstance(form, Mapping) else {}
+    lora = form.pop("lora", None)
+    steps: list[ModelStep] = []
+    if isinstance(lora, Mapping) or recorded.get("base") is not None:
+        from zckpt.jobs.merge_steps import Complete, Merge
+
+        steps += [Merge(given, lora)] if isinstance(lora, Mapping) else []
+        steps += [Complete(given.base if given else None)] if recorded.get("base") is not None else []
+    chosen = Select(asked.selecting, asked.naming)
+    if recorded.get("states") is True:
+        return (*steps, TakeStates(asked.selecting))
+    if "names" in form:  # here options mean the checkpoint's names
+        return (*steps, chosen, WriteNames(form))
+    if "adapter" in form:
+        steps.append(TakeAdapter(str(form["adapter"]), str(form.get("bias"))))
+    elif form:
+        wanted = Form(form.get("to"), form.get("config"), form.get("layer_names"), form.get("vocab_size"))
+        steps.append(Reform(wanted, form.get("hub") is True, tuple(asked.selecting.exclude)))
+    return (*steps, chosen)
