@@ -20,6 +20,7 @@ import zckpt.runtime as deepspeed
 from zckpt import runtime
 from zckpt.base.errors import UnsupportedError
 from zckpt.runtime.engine import Engine
+from zckpt.runtime.engine_parts.answers import UNBUILT as UNBUILT_METHODS
 from zckpt.runtime.names import finder, surface, table
 from zckpt.runtime.names.unbuilt import INSTEAD, Unbuilt
 
@@ -48,6 +49,10 @@ CALLED = {
 }  # fmt: skip
 CALLED["scripts"] = CALLED["scripts"].replace("monitor_is_elsewhere ", "")
 NAMES = sorted({name for names in CALLED.values() for name in names.split()})
+
+# What DeepSpeed's engine has for a while only: while it profiles, or with a feature that is not built.
+ONLY_IN_THE_MIDST = {"autotuning_model_info", "first_dataloader_check", "flops", "fwd_duration", "random_ltd_scheduler"}
+ONLY_IN_THE_MIDST |= {"summary_events", "update_interval"}
 
 # What differs from DeepSpeed on purpose: its default, or an argument that is added at the end.
 OWN_DEFAULTS = {
@@ -193,6 +198,57 @@ def theirs() -> Any:
 
     batches = {name: getattr(PipelineEngine, name) for name in ("train_batch", "eval_batch", "set_dataiterator")}
     return type("DeepSpeeds", (DeepSpeedEngine,), batches)
+
+
+def test_the_engine_has_every_name_of_deepspeeds(engine: Engine, theirs: Any) -> None:
+    """Its public methods, and the attributes that its methods set; or a word on what to do instead."""
+    source = Path(inspect.getfile(theirs.__mro__[1])).read_text()
+    whole = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "DeepSpeedEngine")
+    methods = {node.name for node in getattr(whole, "body", ()) if isinstance(node, ast.FunctionDef)}
+    stored = [node for node in ast.walk(whole) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    attributes = {node.attr for node in stored if getattr(node.value, "id", "") == "self"}
+    public = {name for name in methods | attributes if not name.startswith("_")}
+    missing = {name for name in public if not hasattr(engine, name)}
+    assert missing - ONLY_IN_THE_MIDST == set(engine.instead)
+    for name in missing & set(engine.instead):
+        with pytest.raises(AttributeError, match=re.escape(engine.instead[name])):
+            getattr(engine, name)
+
+
+@pytest.mark.parametrize("name", sorted(UNBUILT_METHODS))
+def test_what_the_engine_cannot_do_says_what_to_do(engine: Engine, name: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        getattr(engine, name)(1, two=2)
+    assert name in caught.value.what and caught.value.remedy == UNBUILT_METHODS[name]
+
+
+def test_the_engine_answers_as_deepspeeds_does(engine: Engine) -> None:
+    assert engine.flops_profiler_enabled() is False and engine.flops_profiler_top_modules() == 1
+    assert engine.zero_nvme_offload_optimizer() is False and engine.get_batch_info() == (4, 4, 1)
+    assert engine.aio_config()["queue_depth"] == 8 and engine.get_type() == [0.0]
+    scale = engine.dynamic_loss_scale_args()
+    assert scale["init_scale"] == 65536 and scale["delayed_shift"] == 2
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    assert not engine.inside_no_sync_ctxt and engine.mpu is None
+
+
+def test_samples_per_second_are_counted_and_can_be_told_of_epochs() -> None:
+    engine = engine_of({"gradient_accumulation_steps": 2, "steps_per_print": 3})
+    timer = engine.tput_timer
+    lines: list[str] = []
+    timer.logging = lines.append
+    for _ in range(8):
+        engine.backward(engine(torch.ones(2, 3)).mean())
+        engine.step()
+    assert (timer.global_step_count, timer.micro_step_count, timer.epoch_count) == (4, 8, 0)
+    assert timer.avg_samples_per_sec() == pytest.approx(4 * 2 / timer.total_elapsed_time)
+    assert [line.split(", ")[0] for line in lines] == ["epoch=0/micro_step=6/global_step=3"]
+    timer.update_epoch_count()
+    timer.start()  # a script of its own may time a step too
+    timer.stop(global_step=True, report_speed=False)
+    timer.stop(global_step=True)  # one that was not begun
+    assert (timer.global_step_count, timer.micro_step_count, timer.epoch_count) == (5, 1, 1)
 
 
 def differences(ours: Any, real: Any, name: str) -> list[str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,33 +20,81 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from zckpt.base.errors import UsageError
+from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
-from zckpt.live import save_pretrained
-from zckpt.runtime.engine_parts.states import DeepSpeedRun
-from zckpt.runtime.monitors.monitor import MonitorMaster
+from zckpt.live.device import accelerator
+from zckpt.runtime.engine_parts.answers import add_answers
+from zckpt.runtime.engine_parts.batches import Batches
+from zckpt.runtime.engine_parts.offload import Offload
+from zckpt.runtime.engine_parts.weights import Weights
 from zckpt.runtime.observe.observer import Observer
-from zckpt.runtime.observe.timer import SynchronizedWallClockTimer
 from zckpt.runtime.optimizers.lion_lamb import Lamb
+from zckpt.runtime.parameters import remember_optimizer
+from zckpt.runtime.saves.engine_part import Saves
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
 from zckpt.runtime.sharding.ungathered import explained
+from zckpt.runtime.training_run import TrainingRun
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = logging.getLogger("zckpt.runtime")
 
 
-class Engine(DeepSpeedRun):
+def of_part(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of the engine that is one of its part's.
+
+    Args:
+        part: the attribute that holds the part.
+        method: the part's.
+    """
+
+    @wraps(method)
+    def forward(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(engine, part), *args, **kwargs)
+
+    return forward
+
+
+class Engine(TrainingRun):
     """A sharded model with its optimizer, made by `initialize`: call it, then `backward`, then `step`.
 
         loss = engine(batch)
         engine.backward(loss)
         engine.step()
 
-    Attributes that the engine does not have are those of the model. `TrainingRun` lists the engine's own.
+    Attributes that the engine does not have are those of the model. `TrainingRun` lists the engine's own; `answers` has
+    DeepSpeed's names of what the config says.
+
+    Attributes:
+        config: the JSON, with every "auto" filled in.
+        client_optimizer: what the script passed as optimizer; None if the config's is used.
+        client_lr_scheduler: what it passed as schedule.
+        training_data: the dataset that it passed.
+        collate_fn: makes a batch of its samples.
+        is_compiled: whether `compile` was called.
+        observer: shows what the config wants to see of the run.
+        monitor: writes events to the monitors that the config switches on: `monitor.write_events([(name, value, samples)])`.
+        timers: by name, in milliseconds: `timers("fwd").elapsed()`.
+        tput_timer: samples per second.
+        flops_profiler: counts operations; None if the config does not ask for it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.config = self.settings.raw
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
+        self.training_data: Any = None
+        self.collate_fn: Any = None
+        self.is_compiled = False
+        self._saves, self._weights, self._batches, self._offload = (
+            Saves(self),
+            Weights(self),
+            Batches(self),
+            Offload(self),
+        )
         self._backwards = 0
         self._replicated = [one for one in self.sharded.parameters if one.replicated]
         self._masters = [one.master for one in self.sharded.parameters if one.master is not None]
@@ -54,12 +102,36 @@ class Engine(DeepSpeedRun):
         self._direct: DirectBackwards | None = None
         if self.optimizer is not None:
             self.optimizer.belong_to(self)
+            remember_optimizer(self.sharded.parameters, self.optimizer)
             self._direct = DirectBackwards(self.module, self.sharded.parameters, self._begin_direct)
             self.module.register_forward_hook(self._forward_ended)
         if isinstance(self.basic_optimizer, Lamb):
             self.basic_optimizer.sum_over_shards = self._sum_over_shards
         self.observer = Observer(self)
+        self.monitor, self.timers = self.observer.monitor, self.observer.timers
+        self.tput_timer, self.flops_profiler = self.observer.tput_timer, self.observer.flops_profiler
         self.observer.describe(vars(self))
+
+    save_checkpoint = of_part("_saves", Saves.save_checkpoint)
+    wait_for_checkpoint = of_part("_saves", Saves.wait_for_checkpoint)
+    load_checkpoint = of_part("_saves", Saves.load_checkpoint)
+    push_to_hub = of_part("_saves", Saves.push_to_hub)
+    module_state_dict = of_part("_weights", Weights.module_state_dict)
+    load_module_state_dict = of_part("_weights", Weights.load_module_state_dict)
+    save_16bit_model = of_part("_weights", Weights.save_16bit_model)
+    save_fp16_model = of_part("_weights", Weights.save_fp16_model)
+    _consolidated_16bit_state_dict = of_part("_weights", Weights.consolidated_16bit_state_dict)
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+    set_dataiterator = of_part("_batches", Batches.set_dataiterator)
+    train_batch = of_part("_batches", Batches.train_batch)
+    eval_batch = of_part("_batches", Batches.eval_batch)
+    deepspeed_io = of_part("_batches", Batches.deepspeed_io)
+    set_train_batch_size = of_part("_batches", Batches.set_train_batch_size)
+    set_train_micro_batch_size = of_part("_batches", Batches.set_train_micro_batch_size)
+    offload_states = of_part("_offload", Offload.offload_states)
+    reload_states = of_part("_offload", Offload.reload_states)
+    set_lr = of_part("_batches", Batches.set_lr)
+    coalesce_grad_reduction = of_part("_batches", Batches.coalesce_grad_reduction)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments and its result. Every rank calls it.
@@ -110,14 +182,14 @@ class Engine(DeepSpeedRun):
         _check_loss(loss, "backward")
         if scale_wrt_gas:
             loss = loss / self.batch.accumulation
-        self.observer.backward_begins(loss)
+        self.observer.begin_backward(loss)
         self._reduce_next()
         with of_engine():
             (loss.float() * self.cur_scale).backward(retain_graph=retain_graph)
-        self.observer.backward_reduces()
+        self.observer.begin_reductions()
         for parameter in self._replicated:
             parameter.take_gradient()
-        self.observer.backward_ended()
+        self.observer.end_backward()
         self._backwards += 1
         self._counted = True
         return loss
@@ -135,7 +207,7 @@ class Engine(DeepSpeedRun):
         self._need_optimizer("step")
         assert self.optimizer is not None
         self._applied, self._stepping, before = False, True, self.global_steps
-        self.observer.step_begins()
+        self.observer.begin_step()
         try:
             last = self.is_gradient_accumulation_boundary()
             if last:
@@ -145,7 +217,7 @@ class Engine(DeepSpeedRun):
                 self._count_step()
         finally:
             self._stepping = False
-        self.observer.step_ended(last, before)
+        self.observer.end_step(last, before)
         self.micro_steps += 1
         self.pending_micro_steps = 0 if last else self.pending_micro_steps + 1
 
@@ -159,44 +231,55 @@ class Engine(DeepSpeedRun):
             self._update()
         else:  # the script decides when a step is complete
             before = self.global_steps
-            self.observer.step_begins()
+            self.observer.begin_step()
             self._update()
             managed = self.settings.config.managed_gradient_accumulation
             self.micro_steps += self.batch.accumulation - self.pending_micro_steps if managed else self._backwards
             self.pending_micro_steps = 0
             self._count_step()
-            self.observer.step_ended(True, before)
-
-    @property
-    def monitor(self) -> MonitorMaster:
-        """Writes events to the monitors that the config switches on: `engine.monitor.write_events([(name, value, samples)])`."""
-        return self.observer.monitor
-
-    @property
-    def timers(self) -> SynchronizedWallClockTimer:
-        """Timers by name, in milliseconds: `engine.timers("fwd").elapsed()`."""
-        return self.observer.timers
+            self.observer.end_step(True, before)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last step's parts by name; empty without `wall_clock_breakdown`."""
         return self.observer.wall_clock
 
-    def save_16bit_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Writes the whole weights in the dtype of the computation, between two steps. Every rank calls it and writes a part.
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the module's forward with `torch.compile`; once.
 
         Args:
-            save_dir: the directory to write; transformers' `from_pretrained` loads it.
-            save_filename: the name of the only weights file, such as `pytorch_model.bin`; without it, safetensors in shards.
-            exclude_frozen_parameters: leave out parameters that are not trained.
+            backend: of torch.compile.
+            compile_kwargs: its further arguments.
+            schedule: of DeepSpeed's own compiler passes, which are not built.
+            compiled_autograd_enabled: compile the backward too; not built.
 
-        Returns:
-            True: all ranks wrote, whatever the stage.
+        Raises:
+            UnsupportedError: `schedule` or `compiled_autograd_enabled` is given.
         """
-        dtype = self.settings.config.precision
-        save_pretrained(self, save_dir, dtype, exclude_frozen=exclude_frozen_parameters, file=save_filename)
-        return True
+        if schedule is not None or compiled_autograd_enabled:
+            what = "a schedule" if schedule is not None else "compiled_autograd_enabled"
+            raise UnsupportedError(f"engine.compile with {what} is not built", remedy="Call it without that argument.")
+        if not self.is_compiled:
+            self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
+            self.is_compiled = True
+
+    def empty_partition_cache(self) -> None:
+        """Frees gathered parameters, and gives memory that torch keeps back to the device."""
+        if self.whole is None:
+            self.reshard()
+        kind = accelerator()
+        if kind is not None:
+            torch.get_device_module(kind).empty_cache()
+
+    def destroy(self) -> None:
+        """Ends the run: a save in the background is completed, and gradients are dropped."""
+        self.wait_for_checkpoint()
+        self.zero_grad()
 
     def _update(self) -> None:
         assert self.optimizer is not None
@@ -311,7 +394,7 @@ class Engine(DeepSpeedRun):
                 expected=f"a loss multiplied by {self.cur_scale:g}",
                 remedy="Call engine.backward(loss) or engine.scale(loss).backward() instead.",
             )
-        self.observer.backward_begins(None)
+        self.observer.begin_backward(None)
         self._reduce_next()
         if not self._counted:
             self._backwards += 1
@@ -336,6 +419,9 @@ class Engine(DeepSpeedRun):
                 f"{what} needs an optimizer, and this engine has none",
                 remedy="Pass an optimizer to initialize, or add a section 'optimizer' to the config.",
             )
+
+
+add_answers(Engine)
 
 
 def _check_loss(loss: torch.Tensor, what: str) -> None:

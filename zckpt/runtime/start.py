@@ -23,7 +23,7 @@ from zckpt.runtime.arguments import config_of, refuse_parallel
 from zckpt.runtime.config.read import Settings, batch_of, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
-from zckpt.runtime.monitors.monitor import check_libraries
+from zckpt.runtime.observe.monitor import check_libraries
 from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
@@ -132,7 +132,8 @@ def initialize(
         drop_last = settings.config.dataloader_drop_last
         loader = Loader(training_data, batch.micro, world, collate_fn=collate_fn, drop_last=drop_last)
     engine = Engine(model, settings, batch, world, sharded, built, schedule, loader)
-    engine.remember_arguments(optimizer, lr_scheduler, training_data, collate_fn)
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
+    engine.training_data, engine.collate_fn = training_data, collate_fn
     return engine, built, loader, schedule
 
 

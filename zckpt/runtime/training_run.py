@@ -6,7 +6,7 @@ For `engine`, which trains a run, and `saves`, which save and load one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,14 +32,17 @@ class MissingAttribute(AttributeError):
         name: of the attribute.
     """
 
-    def __init__(self, engine: nn.Module, name: str) -> None:
+    def __init__(self, engine: TrainingRun, name: str) -> None:
         super().__init__(name=name, obj=engine)
         self._own = [own for own in dir(type(engine)) if not own.startswith("_")]
         model = type(engine.module)
+        self._instead = engine.instead
         self._model = (model.__bases__[-1] if issubclass(model, FSDPModule) else model).__name__
 
     def __str__(self) -> str:
         text = f"'Engine' object has no attribute {self.name!r}, and neither has its model, a {self._model}"
+        if self.name is not None and self.name in self._instead:
+            return f"'Engine' has no {self.name!r}, an inner part of DeepSpeed's engine. {self._instead[self.name]}"
         near = difflib.get_close_matches(str(self.name), self._own, 1)
         return f"{text}. The engine has {near[0]!r}." if near else text
 
@@ -54,7 +57,7 @@ class TrainingRun(nn.Module):
         sharded: what this rank holds.
         optimizer: what scripts hold of the one on the masters of `sharding`; None for inference.
         lr_scheduler: stepped after each step that was not skipped; None without one.
-        loader: of `training_data`; None without it.
+        training_dataloader: of `training_data`; None without it.
         scaler: the loss scale.
         whole: keeps parameters whole between steps, at stages 0 to 2.
         device: of the computation.
@@ -63,7 +66,11 @@ class TrainingRun(nn.Module):
         micro_steps: calls of `step`.
         pending_micro_steps: those since the last optimizer step.
         skipped_steps: steps whose gradients overflowed.
+        inside_no_sync_ctxt: this is inside `no_sync`.
+        instead: DeepSpeed's attributes that are not here, and what to do instead.
     """
+
+    instead: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class TrainingRun(nn.Module):
         super().__init__()
         self.module = module
         self.settings, self.batch, self.world, self.sharded = settings, batch, world, sharded
-        self.optimizer, self.lr_scheduler, self.loader = optimizer, lr_scheduler, loader
+        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, loader
         self.scaler = loss_scaler(settings.config.fp16)
         self.device = world.device
         self.whole: WholeParameters | None = None
@@ -92,7 +99,7 @@ class TrainingRun(nn.Module):
         self._norm: float | None = None
         self._applied = False
         self._boundary: bool | None = None
-        self._stepping = False
+        self._stepping = self.inside_no_sync_ctxt = False
 
     @property
     def global_rank(self) -> int:
@@ -171,11 +178,12 @@ class TrainingRun(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside reduce no gradients between ranks; the next backward outside reduces all of them."""
-        before, self._boundary = self._boundary, False
+        before = self._boundary, self.inside_no_sync_ctxt
+        self._boundary, self.inside_no_sync_ctxt = False, True
         try:
             yield
         finally:
-            self._boundary = before
+            self._boundary, self.inside_no_sync_ctxt = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those of the micro batches since the last step too."""

@@ -61,8 +61,8 @@ class FlopsProfilerSection(Section):
     )
     profile_step: int = used(1, "the step that is counted, from 0", ge=0)
     module_depth: int = used(-1, "the table has modules down to this depth; -1: all", ge=-1)
-    top_modules: int = used(1, "modules named at each depth", ge=0)
-    detailed: bool = used(True, "print every module too")
+    top_modules: int = used(1, "modules of each depth, without `detailed`", ge=0)
+    detailed: bool = used(True, "all modules in the table; otherwise the costliest of each depth")
     output_file: str | None = used(None, "a file for the table; by default stdout")
 
 
@@ -80,7 +80,7 @@ class TimersSection(Section):
 
 
 class ActivationSection(Section):
-    """What `zckpt.runtime.activations.checkpoint` does, which computes activations again in the backward."""
+    """What `zckpt.runtime.checkpointing.checkpoint` does, which computes activations again in the backward."""
 
     partition_activations: bool = missed(False, "there are no tensor-parallel ranks to share kept activations out over")
     number_checkpoints: int | None = unused(None, "only for the size of the buffer of `contiguous_memory_optimization`")

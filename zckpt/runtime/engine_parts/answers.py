@@ -1,191 +1,215 @@
-"""What an engine says of its config: DeepSpeed's methods without arguments, such as `engine.fp16_enabled()`.
+"""What an engine says of its config and of itself, under the names that DeepSpeed's engine has.
 
-For `engine`. Each is one line of `ANSWERS`; `AnsweringRun` has them as methods.
-Source: DeepSpeed 0.19.8, runtime/engine.py.
+For `engine`, which gets a method for each name of `ANSWERS` and `UNBUILT`, and an attribute for each of `CONSTANTS` and
+`VALUES`. What DeepSpeed has and this trainer has not is answered as DeepSpeed answers when it is switched off.
+Source: DeepSpeed 0.19.8, runtime/engine.py; a test compares the names.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
+from torch import distributed as dist
 
 from zckpt.runtime.config.attributes import DTYPES, DeepSpeedConfig, torch_dtype
-from zckpt.runtime.config.read import Settings
-from zckpt.runtime.saves.engine_part import CheckpointedRun
+from zckpt.runtime.names.unbuilt import refuse
+from zckpt.runtime.training_run import TrainingRun
 
-ANSWERS: dict[str, Callable[[Settings], Any]] = {
-    "fp16_enabled": lambda s: s.config.fp16.enabled,
-    "fp16_auto_cast": lambda s: s.config.fp16.auto_cast,
-    "fp16_master_weights_and_gradients": lambda s: False,
-    "bfloat16_enabled": lambda s: s.bf16.enabled,
-    "bf16_master_weights_and_gradients": lambda s: False,
-    "bf16_optimizer_states": lambda s: False,
-    "loss_scale": lambda s: s.config.fp16.loss_scale,
-    "dynamic_loss_scale": lambda s: s.config.fp16.enabled and not s.config.fp16.loss_scale,
-    "initial_dynamic_scale": lambda s: 2**s.config.fp16.initial_scale_power,
-    "torch_autocast_enabled": lambda s: False,
-    "gradient_clipping": lambda s: s.config.gradient_clipping,
-    "gradient_predivide_factor": lambda s: s.config.gradient_predivide_factor,
-    "postscale_gradients": lambda s: not s.config.prescale_gradients,
-    "managed_gradient_accumulation": lambda s: s.config.managed_gradient_accumulation,
-    "steps_per_print": lambda s: s.config.steps_per_print,
-    "dataloader_drop_last": lambda s: s.config.dataloader_drop_last,
-    "wall_clock_breakdown": lambda s: s.config.wall_clock_breakdown,
-    "memory_breakdown": lambda s: s.config.memory_breakdown,
-    "dump_state": lambda s: s.config.dump_state,
-    "log_level": lambda s: s.config.log_level,
-    "optimizer_name": lambda s: s.config.optimizer.type,
-    "optimizer_params": lambda s: dict(s.config.optimizer.params) if s.config.optimizer.type else None,
-    "scheduler_name": lambda s: s.config.scheduler.type,
-    "scheduler_params": lambda s: dict(s.config.scheduler.params) if s.config.scheduler.type else None,
-    "checkpoint_serialization_enabled": lambda s: True,
-    "checkpoint_tag_validation_enabled": lambda s: s.config.checkpoint.tag_validation != "IGNORE",
-    "checkpoint_tag_validation_fail": lambda s: s.config.checkpoint.tag_validation == "FAIL",
-    "load_universal_checkpoint": lambda s: s.config.checkpoint.load_universal,
-    "use_node_local_storage": lambda s: s.config.checkpoint.use_node_local_storage,
-    "get_data_types": lambda s: (
-        DTYPES[s.config.precision],
-        torch_dtype(s.config.data_types.grad_accum_dtype) or torch.float32,
+Answer = Callable[[TrainingRun], Any]
+
+_KEYS = (
+    ("config", "", "gradient_clipping gradient_predivide_factor managed_gradient_accumulation steps_per_print log_level "
+     "dataloader_drop_last wall_clock_breakdown memory_breakdown dump_state zero_allow_untested_optimizer "
+     "zero_force_ds_cpu_optimizer"),
+    ("config.fp16", "fp16_", "enabled auto_cast"),
+    ("config.flops_profiler", "flops_profiler_", "enabled detailed module_depth output_file profile_step recompute_fwd_factor "
+     "top_modules"),
+    ("zero", "zero_", "offload_optimizer offload_param sub_group_size reduce_scatter reduce_bucket_size overlap_comm "
+     "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients round_robin_gradients legacy_stage1 "
+     "load_from_fp32_weights elastic_checkpoint max_live_parameters max_reuse_distance prefetch_bucket_size parameter_alignment "
+     "param_persistence_threshold model_persistence_threshold module_granularity_threshold log_trace_cache_warnings "
+     "gather_16bit_weights_on_model_save ignore_unused_parameters compute_grad_norm save_muon_momentum_buffer_in_memory"),
+)  # fmt: skip
+"""Section of the settings, what DeepSpeed's methods put before its keys, the keys."""
+
+_SWITCHED_OFF = (
+    (False, "fp16_master_weights_and_gradients bf16_master_weights_and_gradients bf16_optimizer_states torch_autocast_enabled "
+     "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights is_deepcompile_enabled "
+     "is_deepcompile_active compile_autosp compile_autotp autotuning_enabled autotuning_profile_model_info "
+     "curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled random_ltd_enabled checkpoint_writer_enabled "
+     "optimizer_legacy_fusion uses_parallelization_pass_only super_offload"),
+    (True, "checkpoint_serialization_enabled zero_multi_rank_bucket_allreduce"),
+    (0, "autotp_size get_model_parallel_rank get_tensor_parallel_rank"),
+    (None, "get_sequence_parallel_group torch_autocast_dtype zenflow_config"),
+)  # fmt: skip
+"""What DeepSpeed answers without a feature -> its methods."""
+
+
+def _always(value: Any) -> Answer:
+    return lambda run: value
+
+
+def _scale_arguments(run: TrainingRun) -> dict[str, Any] | None:
+    fp16 = run.settings.config.fp16
+    return {
+        "init_scale": 2**fp16.initial_scale_power,
+        "scale_window": fp16.loss_scale_window,
+        "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        "min_scale": fp16.min_loss_scale,
+    }
+
+
+ANSWERS: dict[str, Answer] = {
+    **{f"{before}{key}": attrgetter(f"settings.{at}.{key}") for at, before, keys in _KEYS for key in keys.split()},
+    **{name: _always(value) for value, names in _SWITCHED_OFF for name in names.split()},
+    "bfloat16_enabled": lambda run: run.settings.bf16.enabled,
+    "loss_scale": lambda run: run.settings.config.fp16.loss_scale,
+    "dynamic_loss_scale": lambda run: run.settings.config.fp16.enabled and not run.settings.config.fp16.loss_scale,
+    "initial_dynamic_scale": lambda run: 2**run.settings.config.fp16.initial_scale_power,
+    "dynamic_loss_scale_args": _scale_arguments,
+    "communication_data_type": lambda run: DTYPES[
+        run.settings.config.communication_data_type or run.settings.config.precision
+    ],
+    "get_data_types": lambda run: (
+        DTYPES[run.settings.config.precision],
+        torch_dtype(run.settings.config.data_types.grad_accum_dtype) or torch.float32,
     ),
-    "zero_optimization": lambda s: s.zero.stage > 0,
-    "zero_optimization_partition_gradients": lambda s: s.zero.stage >= 2,
-    "zero_optimization_partition_weights": lambda s: s.zero.stage >= 3,
-    "zero_allow_untested_optimizer": lambda s: s.config.zero_allow_untested_optimizer,
-    "zero_force_ds_cpu_optimizer": lambda s: s.config.zero_force_ds_cpu_optimizer,
-    "zero_offload_optimizer": lambda s: s.zero.offload_optimizer,
-    "zero_offload_param": lambda s: s.zero.offload_param,
-    "zero_cpu_offload": lambda s: s.zero.offloads_optimizer,
-    "zero_use_cpu_optimizer": lambda s: s.zero.offloads_optimizer,
-    "zero_sub_group_size": lambda s: s.zero.sub_group_size,
-    "zero_reduce_scatter": lambda s: s.zero.reduce_scatter,
-    "zero_reduce_bucket_size": lambda s: s.zero.reduce_bucket_size,
-    "zero_allgather_bucket_size": lambda s: s.zero.allgather_bucket_size,
-    "zero_overlap_comm": lambda s: s.zero.overlap_comm,
-    "zero_contiguous_gradients": lambda s: s.zero.contiguous_gradients,
-    "zero_round_robin_gradients": lambda s: s.zero.round_robin_gradients,
-    "zero_load_from_fp32_weights": lambda s: s.zero.load_from_fp32_weights,
-    "zero_elastic_checkpoint": lambda s: s.zero.elastic_checkpoint,
-    "zero_max_live_parameters": lambda s: s.zero.max_live_parameters,
-    "zero_max_reuse_distance": lambda s: s.zero.max_reuse_distance,
-    "zero_prefetch_bucket_size": lambda s: s.zero.prefetch_bucket_size,
-    "zero_param_persistence_threshold": lambda s: s.zero.param_persistence_threshold,
-    "zero_model_persistence_threshold": lambda s: s.zero.model_persistence_threshold,
-    "zero_gather_16bit_weights_on_model_save": lambda s: s.zero.gather_16bit_weights_on_model_save,
-    "zero_ignore_unused_parameters": lambda s: s.zero.ignore_unused_parameters,
-    "zero_compute_grad_norm": lambda s: s.zero.compute_grad_norm,
-    "zero_hpz_partition_size": lambda s: s.zero.zero_hpz_partition_size,
-    "zero_quantized_weights": lambda s: False,
-    "zero_quantized_gradients": lambda s: False,
-    "is_deepcompile_enabled": lambda s: False,
-    "autotuning_enabled": lambda s: False,
-    "autotp_size": lambda s: 0,
-    "curriculum_learning_enabled": lambda s: False,
-    "data_efficiency_enabled": lambda s: False,
-    "random_ltd_enabled": lambda s: False,
+    "postscale_gradients": lambda run: not run.settings.config.prescale_gradients,
+    "optimizer_name": lambda run: run.settings.config.optimizer.type,
+    "optimizer_params": lambda run: (
+        dict(run.settings.config.optimizer.params) if run.settings.config.optimizer.type else None
+    ),
+    "scheduler_name": lambda run: run.settings.config.scheduler.type,
+    "scheduler_params": lambda run: (
+        dict(run.settings.config.scheduler.params) if run.settings.config.scheduler.type else None
+    ),
+    "checkpoint_tag_validation_enabled": lambda run: run.settings.config.checkpoint.tag_validation != "IGNORE",
+    "checkpoint_tag_validation_fail": lambda run: run.settings.config.checkpoint.tag_validation == "FAIL",
+    "load_universal_checkpoint": lambda run: run.settings.config.checkpoint.load_universal,
+    "use_node_local_storage": lambda run: run.settings.config.checkpoint.use_node_local_storage,
+    "aio_config": lambda run: run.settings.config.aio.model_dump(),
+    "zero_optimization": lambda run: run.settings.zero.stage > 0,
+    "zero_optimization_partition_gradients": lambda run: run.settings.zero.stage >= 2,
+    "zero_optimization_partition_weights": lambda run: run.settings.zero.stage >= 3,
+    "is_first_weights_partition_group": lambda run: run.settings.zero.stage >= 3,
+    "is_sanity_checks_enabled": lambda run: run.settings.zero.enable_sanity_checks,
+    "zero_cpu_offload": lambda run: run.settings.zero.offloads_optimizer,
+    "zero_use_cpu_optimizer": lambda run: run.settings.zero.offloads_optimizer,
+    "zero_nvme_offload_optimizer": lambda run: "offload_optimizer" in run.settings.zero.nvme,
+    "zero_partial_offload": lambda run: getattr(run.settings.zero.offload_optimizer, "ratio", 1.0),
+    "cpuadam_cores_perc": lambda run: getattr(run.settings.zero.offload_optimizer, "cpuadam_cores_perc", 0.9),
+    "zero_hpz_partition_size": lambda run: run.settings.zero.zero_hpz_partition_size,
+    "get_data_parallel_rank": lambda run: run.world.rank,
+    "get_batch_info": lambda run: (run.batch.total, run.batch.micro, run.batch.accumulation),
+    "get_type": lambda run: [group.get("type", 0.0) for group in run.groups],
+    "get_compile_time": lambda run: [],
+    "collect_python_gc": lambda run: gc.collect(),
 }
-"""DeepSpeed's name -> what the config says."""
+"""DeepSpeed's method without arguments -> what it gives."""
+
+CONSTANTS = {
+    name: value
+    for value, names in (
+        (None, "mpu seq_parallel_group all_to_all_group local_all_to_all_group mesh_device losses scale_wrt_gas "
+         "torch_autocast_z0_gradscaler loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size"),
+        (False, "pipeline_parallelism has_moe_layers dont_change_device optimized_linear_base_weight_sharding "
+         "optimized_linear_lora_enabled use_ds_comm zenflow"),
+        (True, "enable_backward_allreduce warn_unscaled_loss"),
+        (0, "checkpoint_mp_rank"),
+        (1, "mp_world_size sequence_parallel_size"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""DeepSpeed's attribute -> what its engine has without experts, parallelism inside a model and so on."""
+
+VALUES: dict[str, Answer] = {
+    **dict.fromkeys(("num_experts", "moe_layers", "gate_modules"), lambda run: []),
+    **dict.fromkeys(("expert_parallel_group", "expert_data_parallel_group"), lambda run: {}),
+    **dict.fromkeys(("dp_world_size", "seq_dp_world_size"), lambda run: run.world.size),
+    **dict.fromkeys(("data_parallel_group", "seq_data_parallel_group"), lambda run: dist.group.WORLD),
+    "dist_backend": lambda run: dist.get_backend(),
+    "_config": lambda run: DeepSpeedConfig.of(run.settings, run.batch, run.world.size),
+    "gradient_average": lambda run: run.settings.config.gradient_allreduce_op != "sum",
+    "save_zero_checkpoint": lambda run: run.settings.zero.stage > 0,
+    "save_non_zero_checkpoint": lambda run: run.world.rank == 0 or run.settings.zero.stage == 3,
+    "param_names": lambda run: {
+        (one.weight if one.whole is None else one.whole): one.name for one in run.sharded.parameters
+    },
+}
+"""DeepSpeed's attribute -> what it is."""
+
+_REDUCED = "Remove the call: engine.backward(loss) reduces the gradients."
+_PASSES = "Call engine.compile() without a schedule: it is torch.compile."
+_TUNED = "Count what fits before a run: zckpt.runtime.estimate(model, config)."
+_DATA = "Choose the samples in the dataset, or in a sampler: engine.deepspeed_io(dataset, data_sampler=...)."
+_EXPERTS = "Call engine.load_checkpoint: experts are loaded as any other parameters."
+_LOOKED = "Ask isinstance(dataset, torch.utils.data.IterableDataset)."
+
+UNBUILT = {
+    name: remedy
+    for remedy, names in (
+        (_REDUCED, "allreduce_gradients allreduce_and_copy allreduce_bucket allreduce_no_retain buffered_allreduce_fallback "
+         "all_gather_scalar sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain"),
+        (_PASSES, "compile_zero_optimization_stage get_autosp_backend get_autotp_backend get_deepcompile_backend "
+         "get_deepspeed_compile_backend register_compile_pass torch_autocast_lower_precision_safe_modules"),
+        (_TUNED, "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info_path "
+         "autotuning_start_profile_step"),
+        (_DATA, "curriculum_learning_config data_efficiency_config data_sampling_config random_ltd_config random_ltd_initialize "
+         "set_custom_curriculum_learning_schedule set_data_post_process_func"),
+        (_EXPERTS, "load_moe_state_dict"),
+        (_LOOKED, "is_map_style_dataset is_iterable_style_dataset"),
+        ("Set gradient_clipping in the config: engine.step() clips.", "clip_fp32_gradients"),
+        ("Read engine.get_wall_clock_timers(), with wall_clock_breakdown in the config.", "print_forward_breakdown"),
+        ("Read engine.optimizer.param_groups.", "get_optimizer_configuration"),
+        ("Read engine.config: files of device nvme need no config of their own.", "swap_tensor_config"),
+        ("Train with autotp_size 0: ranks are data-parallel.", "tensor_parallel_config"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""DeepSpeed's method that is not built -> what to do instead."""
 
 
-class AnsweringRun(CheckpointedRun):
-    """A run that says what its config asks for, and where it is among the ranks.
+_HOOKS = "Register a hook of your own: engine.module.register_forward_hook."
+_INNER = "Read engine.timers and engine.get_wall_clock_timers()."
 
-    Attributes:
-        config: the JSON, with every "auto" filled in.
-        mpu: None: there is no model parallelism.
-        client_optimizer: what the script passed as optimizer; None if the config's is used.
-        client_lr_scheduler: what it passed as schedule.
-        training_data: the dataset that it passed.
-        collate_fn: makes a batch of its samples.
-    """
-
-    mpu = None
-    mp_world_size = sequence_parallel_size = 1
-    seq_parallel_group = None
-    pipeline_parallelism = has_moe_layers = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.config = self.settings.raw
-        self.num_experts: list[int] = []
-        self.remember_arguments(None, None, None, None)
-
-    def remember_arguments(self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Any) -> None:
-        """Keeps what `initialize` got, under the names that DeepSpeed's engine has for it."""
-        self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
-        self.training_data, self.collate_fn = training_data, collate_fn
-
-    @property
-    def _config(self) -> DeepSpeedConfig:
-        return DeepSpeedConfig.of(self.settings, self.batch, self.world_size)
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of ranks that see other samples: all."""
-        return self.world_size
-
-    @property
-    def seq_dp_world_size(self) -> int:
-        """Likewise."""
-        return self.world_size
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The group of all ranks."""
-        return torch.distributed.group.WORLD
-
-    @property
-    def dist_backend(self) -> str:
-        """The name of the backend between ranks."""
-        return torch.distributed.get_backend()
-
-    @property
-    def training_dataloader(self) -> Any:
-        """The loader of `training_data`; None without it."""
-        return self.loader
-
-    @training_dataloader.setter
-    def training_dataloader(self, loader: Any) -> None:
-        self.loader = loader
-
-    @property
-    def param_names(self) -> dict[torch.nn.Parameter, str]:
-        """The module's parameters with their names."""
-        return {(one.weight if one.whole is None else one.whole): one.name for one in self.sharded.parameters}
-
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype of gradient reductions."""
-        return DTYPES[self.settings.config.communication_data_type or self.settings.config.precision]
-
-    def get_data_parallel_rank(self) -> int:
-        """The number of this process among all."""
-        return self.world.rank
-
-    def get_model_parallel_rank(self) -> int:
-        """0: there is no model parallelism."""
-        return 0
-
-    def get_tensor_parallel_rank(self) -> int:
-        """0, likewise."""
-        return 0
-
-    def get_sequence_parallel_group(self) -> None:
-        """None, likewise."""
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per optimizer step over all ranks, samples per rank and forward, forwards per step."""
-        return self.batch.total, self.batch.micro, self.batch.accumulation
+ABSENT = {
+    "checkpoint_engine": "Call engine.save_checkpoint, and engine.wait_for_checkpoint before you read its files.",
+    "engine_timers": _INNER,
+    "engine_timers_cache": _INNER,
+    "flatten": "Call torch._utils._flatten_dense_tensors.",
+    "module_forward_post_hook": _HOOKS,
+    "module_forward_pre_hook": _HOOKS,
+    "unflatten": "Call torch._utils._unflatten_dense_tensors.",
+}
+"""DeepSpeed's attribute that has no meaning here -> what to do instead."""
 
 
-def _method(name: str, answer: Callable[[Settings], Any]) -> Callable[[AnsweringRun], Any]:
-    def method(self: AnsweringRun) -> Any:
-        return answer(self.settings)
+def add_answers(engine: type[TrainingRun]) -> None:
+    """Gives the engine's class what the tables say."""
+    engine.instead = ABSENT
+    for name, value in CONSTANTS.items():
+        setattr(engine, name, value)
+    for name, answer in VALUES.items():
+        setattr(engine, name, property(answer, doc="What DeepSpeed's engine has under this name."))
+    for name, answer in ANSWERS.items():
+        setattr(engine, name, _method(name, answer, "What the run's config says; docs/config.md has each key."))
+    for name, remedy in UNBUILT.items():
+        setattr(engine, name, _method(name, partial(_refuse, name), f"Not built. {remedy}"))
 
-    method.__name__, method.__qualname__ = name, f"AnsweringRun.{name}"
-    method.__doc__ = "What the config says; docs/config.md has each key."
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    refuse(f"engine.{name}", UNBUILT[name])
+
+
+def _method(name: str, answer: Callable[..., Any], doc: str) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return answer(*args, **kwargs)
+
+    method.__name__, method.__qualname__, method.__doc__ = name, f"Engine.{name}", doc
     return method
-
-
-for _name, _answer in ANSWERS.items():
-    setattr(AnsweringRun, _name, _method(_name, _answer))

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.engine_parts.batches import BatchedRun
 from zckpt.runtime.sharding.gradients import units_of
+from zckpt.runtime.training_run import TrainingRun
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -40,8 +40,15 @@ _WEIGHTS = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params)
 _HOST = torch.device("cpu")
 
 
-class OffloadableRun(BatchedRun):
-    """A run whose states can leave the device."""
+class Offload:
+    """Moves a run's states from the device and back.
+
+    Args:
+        run: whose states.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
 
     def offload_states(
         self,
@@ -68,7 +75,7 @@ class OffloadableRun(BatchedRun):
             raise UsageError(
                 "offload_states moves to host memory only", found="device nvme", remedy="Pass OffloadDeviceEnum.cpu."
             )
-        if self.settings.zero.offloads_param:
+        if self.run.settings.zero.offloads_param:
             raise UsageError(
                 "offload_states does not go with offload_param, which keeps the states in host memory anyway",
                 remedy="Remove the call, or offload_param from the config.",
@@ -82,29 +89,28 @@ class OffloadableRun(BatchedRun):
         Args:
             non_blocking: return before the copies are done.
         """
-        self._move(self.device, list(OffloadStateTypeEnum), non_blocking)
-        self.gather()
-        self.gather()
+        self._move(self.run.device, list(OffloadStateTypeEnum), non_blocking)
+        self.run.gather()
 
     @torch.no_grad()
     def _move(self, device: torch.device, wanted: list[OffloadStateTypeEnum], non_blocking: bool) -> None:
-        self.reshard()
-        in_host_memory = self.settings.zero.offloads_optimizer
+        self.run.reshard()
+        in_host_memory = self.run.settings.zero.offloads_optimizer
         if any(kind in wanted for kind in _WEIGHTS) and not in_host_memory:
             self._move_weights(device, non_blocking)
         if OffloadStateTypeEnum.lp_grads in wanted:
-            for one in self.sharded.parameters:
+            for one in self.run.sharded.parameters:
                 grad: Any = one.weight.grad
                 if isinstance(grad, DTensor) and not in_host_memory:
                     grad._local_tensor = grad._local_tensor.to(device, non_blocking=non_blocking)
-        if OffloadStateTypeEnum.optim_states in wanted and self.optimizer is not None and not in_host_memory:
-            for states in self.optimizer.state.values():
+        if OffloadStateTypeEnum.optim_states in wanted and self.run.optimizer is not None and not in_host_memory:
+            for states in self.run.optimizer.state.values():
                 for name, value in states.items():
                     if isinstance(value, torch.Tensor) and value.ndim:
                         states[name] = value.to(device, non_blocking=non_blocking)
 
     def _move_weights(self, device: torch.device, non_blocking: bool) -> None:
-        for one in self.sharded.parameters:
+        for one in self.run.sharded.parameters:
             weight: Any = one.weight
             if not isinstance(weight, DTensor):
                 weight.data = weight.data.to(device, non_blocking=non_blocking)
@@ -112,8 +118,8 @@ class OffloadableRun(BatchedRun):
                     one.master.data = one.master.data.to(device, non_blocking=non_blocking)
             elif weight._local_tensor.device != device:
                 weight._local_tensor = weight._local_tensor.to(device, non_blocking=non_blocking)
-        for unit in units_of(self.module):  # what `fully_shard` keeps of each weight
+        for unit in units_of(self.run.module):  # what `fully_shard` keeps of each weight
             for parameter in unit.fsdp_params:
                 parameter.reset_sharded_param()
-        for one in self.sharded.parameters:
+        for one in self.run.sharded.parameters:
             one.bind()

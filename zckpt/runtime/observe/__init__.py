@@ -1,1 +1,1 @@
-"""What a step costs: times, memory, operations."""
+"""What a run shows of itself: events for monitors, times, memory, operations."""

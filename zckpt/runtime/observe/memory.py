@@ -1,6 +1,6 @@
 """How much memory this process and its machine use, in DeepSpeed's two lines.
 
-For `observer` (`memory_breakdown`), and for scripts as `see_memory_usage`.
+For `observer` (`memory_breakdown`), `timer`, and scripts as `see_memory_usage`.
 """
 
 from __future__ import annotations
@@ -12,39 +12,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zckpt.base.dataclass import dataclass
 from zckpt.live.device import accelerator
 
-_GB = 1 << 30
+GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes on the device; on a CPU, of the process, of which there is no cache.
-
-    Attributes:
-        allocated: held by tensors now.
-        most_allocated: the most that tensors held.
-        cached: held by torch's allocator now.
-        most_cached: the most that it held.
-    """
-
-    allocated: int
-    most_allocated: int
-    cached: int
-    most_cached: int
-
-
-def device_memory() -> DeviceMemory:
-    """What this process holds of its device."""
+def device_memory() -> dict[str, int]:
+    """Bytes of the device: `MA` of tensors, `CA` of torch's allocator, and the most of each; on a CPU, of this process."""
     kind = accelerator()
     if kind is None:
-        now, most = _process()
-        return DeviceMemory(now, most, now, most)
+        facts = _read_kilobytes("/proc/self/status")
+        now, most = facts.get("VmRSS", 0), facts.get("VmHWM", 0)
+        return {"MA": now, "Max_MA": most, "CA": now, "Max_CA": most}
     module: Any = torch.get_device_module(kind)
-    return DeviceMemory(
-        module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved(), module.max_memory_reserved()
-    )
+    return {
+        "MA": module.memory_allocated(),
+        "Max_MA": module.max_memory_allocated(),
+        "CA": module.memory_reserved(),
+        "Max_CA": module.max_memory_reserved(),
+    }
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -57,16 +43,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     gc.collect()
-    found = device_memory()
-    pairs = zip(
-        ("MA", "Max_MA", "CA", "Max_CA"),
-        (found.allocated, found.most_allocated, found.cached, found.most_cached),
-        strict=True,
-    )
-    total, available = _machine()
-    percent = 100 * (total - available) / total if total else 0.0
-    lines = [message, " ".join(f"{name} {round(value / _GB, 2)} GB" for name, value in pairs)]
-    lines += [f"CPU Virtual Memory: used = {round((total - available) / _GB, 2)} GB, percent = {percent:.1f}%"]
+    machine = _read_kilobytes("/proc/meminfo")
+    total = machine.get("MemTotal", 1)
+    used = total - machine.get("MemAvailable", 0)
+    lines = [message, " ".join(f"{name} {round(value / GIB, 2)} GB" for name, value in device_memory().items())]
+    lines += [f"CPU Virtual Memory: used = {round(used / GIB, 2)} GB, percent = {100 * used / total:.1f}%"]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
     kind = accelerator()
@@ -74,17 +55,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         torch.get_device_module(kind).reset_peak_memory_stats()
 
 
-def _process() -> tuple[int, int]:
-    facts = _kilobytes("/proc/self/status")
-    return facts.get("VmRSS", 0), facts.get("VmHWM", 0)
-
-
-def _machine() -> tuple[int, int]:
-    facts = _kilobytes("/proc/meminfo")
-    return facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
-
-
-def _kilobytes(path: str) -> dict[str, int]:
+def _read_kilobytes(path: str) -> dict[str, int]:
     """The lines "name: number kB" of a file of the kernel, in bytes."""
     with open(path, encoding="ascii", errors="replace") as file:
         parts = [line.replace(":", " ").split() for line in file]

@@ -8,7 +8,6 @@ runtime/engine.py), and `Train/Samples/train_loss`, which its pipeline engine wr
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import weakref
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.live.device import synchronize
-from zckpt.runtime.monitors.monitor import MonitorMaster
 from zckpt.runtime.observe.flops_profiler import FlopsProfiler
-from zckpt.runtime.observe.memory import device_memory, see_memory_usage
+from zckpt.runtime.observe.memory import see_memory_usage
+from zckpt.runtime.observe.monitor import MonitorMaster
 from zckpt.runtime.observe.timer import (
     BACKWARD,
     FORWARD,
@@ -36,8 +34,8 @@ from zckpt.runtime.observe.timer import (
 if TYPE_CHECKING:
     from zckpt.runtime.training_run import TrainingRun
 
-_log = logging.getLogger("zckpt.runtime")
-_GB = 1 << 30
+_EVENTS = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+"""What events call the times of `GLOBAL_TIMERS`."""
 
 
 class Observer:
@@ -46,6 +44,7 @@ class Observer:
     Attributes:
         monitor: writes events.
         timers: of forward, backward and step; they have times only if the config asks for them.
+        tput_timer: samples per second.
         flops_profiler: None if it is off.
         wall_clock: the times of the last step in milliseconds, by name; empty without `wall_clock_breakdown`.
     """
@@ -53,100 +52,99 @@ class Observer:
     def __init__(self, run: TrainingRun) -> None:
         self._run: Any = weakref.proxy(run)  # a TrainingRun, which the observer does not keep alive
         config = run.settings.config
-        self._config, self._first, self._device = config, run.global_rank == 0, run.device
+        profile, breakdown = config.flops_profiler, config.wall_clock_breakdown
+        self._config, self._first = config, run.global_rank == 0
         self.monitor = MonitorMaster(config)
         self.timers = SynchronizedWallClockTimer(run.device)
-        self.flops_profiler: FlopsProfiler | None = None
-        profile = config.flops_profiler
-        if profile.enabled:
-            self.flops_profiler = FlopsProfiler(run.module, self._run, profile.recompute_fwd_factor)
-        self._timed: dict[str, tuple[str, ...]] = {
-            name: ((f"{name}_microstep",) if config.wall_clock_breakdown else ())
-            + ((name,) if config.wall_clock_breakdown or profile.enabled else ())
-            for name in GLOBAL_TIMERS
-        }
-        self.wall_clock: dict[str, float] = {}
-        throughput = config.timers.throughput
-        wait = self._synchronize if throughput.synchronized else (lambda: None)
-        self.throughput = (
-            ThroughputTimer(run.batch.total, wait) if throughput.enabled and config.steps_per_print else None
+        self.tput_timer = ThroughputTimer(
+            config.timers.throughput, run.batch.total, steps_per_output=config.steps_per_print, device=run.device
         )
+        self.flops_profiler = (
+            FlopsProfiler(run.module, self._run, profile.recompute_fwd_factor) if profile.enabled else None
+        )
+        self._micro = MICRO_TIMERS if breakdown else ()
+        self._global = GLOBAL_TIMERS if breakdown or profile.enabled else ()
+        self.wall_clock: dict[str, float] = {}
         self._loss: torch.Tensor | None = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward. One without gradients, such as an evaluation, is not a part of any step."""
+        """Watches a forward. One without gradients, such as an evaluation, is not a part of any step."""
         if not torch.is_grad_enabled():
             yield
             return
-        self._direct_ended()
-        self._memory("before forward")
-        profiled = self._profiled
-        if profiled is not None:
-            profiled.start_profile()
-        if self.throughput is not None:
-            self.throughput.start()
+        self._stop(INNER, REDUCE, BACKWARD)  # of a backward that the script has begun itself, whose end nobody sees
+        self._show_memory("before forward")
+        wanted = self._first and self._run.global_steps == self._config.flops_profiler.profile_step
+        profiler = self.flops_profiler if wanted else None
+        if profiler is not None:
+            profiler.start_profile()
+        self.tput_timer.start()
         self._start(FORWARD)
         try:
             yield
         finally:
             self._stop(FORWARD)
-            if profiled is not None:
-                profiled.stop_profile()
-        self._memory("after forward")
+            if profiler is not None:
+                profiler.stop_profile()
+        self._show_memory("after forward")
 
-    def backward_begins(self, loss: torch.Tensor | None) -> None:
-        """Before the gradients of a micro batch are computed.
+    def begin_backward(self, loss: torch.Tensor | None) -> None:
+        """Watches what computes the gradients of a micro batch.
 
         Args:
             loss: its part of the step's mean loss; None if the script has begun the backward itself.
         """
         self._start(BACKWARD)
-        self._memory("before backward")
+        self._show_memory("before backward")
         if loss is not None and self._first and self.monitor.enabled:
             part = loss.detach().float()
             self._loss = part if self._loss is None else self._loss + part
         self._start(INNER)
 
-    def backward_reduces(self) -> None:
-        """After autograd, whose reductions overlap with it, and before what the engine reduces itself."""
+    def begin_reductions(self) -> None:
+        """Watches what the engine reduces itself, after autograd, whose reductions overlap with it."""
         self._stop(INNER)
         self._start(REDUCE)
 
-    def backward_ended(self) -> None:
-        """After a backward."""
-        self._memory("after backward")
-        self._stop(REDUCE)
-        self._stop(BACKWARD)
+    def end_backward(self) -> None:
+        """Ends what `begin_backward` has begun."""
+        self._show_memory("after backward")
+        self._stop(REDUCE, BACKWARD)
 
-    def step_begins(self) -> None:
-        """Before `step`."""
-        self._direct_ended()
-        self._memory("before step")
+    def begin_step(self) -> None:
+        """Watches a call of `step`."""
+        self._stop(INNER, REDUCE, BACKWARD)
+        self._show_memory("before step")
         self._start(STEP)
 
-    def step_ended(self, last: bool, profiled_step: int) -> None:
-        """After `step`.
+    def end_step(self, last: bool, step: int) -> None:
+        """Ends what `begin_step` has begun, and shows what the config wants to see.
 
         Args:
             last: it was called for the last micro batch, so the weights were updated.
-            profiled_step: the steps before this one.
+            step: the steps before this one.
         """
-        if self.throughput is not None:
-            self._log_throughput(self.throughput.stop(last))
+        self.tput_timer.stop(last, report_speed=self._first)
         self._stop(STEP)
         if last and self.monitor.enabled:
             self._write_step()
-        if last and self.flops_profiler is not None and self.flops_profiler.started:
-            self._print_profile(self.flops_profiler, profiled_step)
-        if self._config.wall_clock_breakdown:
+        profiler, section = self.flops_profiler, self._config.flops_profiler
+        if last and profiler is not None and profiler.started:
+            profiler.print_model_profile(
+                step, section.module_depth, section.top_modules, section.detailed, section.output_file
+            )
+            profiler.end_profile()
+        if self._micro:
             self.wall_clock = {name: self.timers(name).elapsed(reset=False) for name in (*MICRO_TIMERS, *GLOBAL_TIMERS)}
-            self._log_times(MICRO_TIMERS)
-        if last and self._timed[STEP]:
+        self._show_times(self._micro)
+        if last and self._global:
             if self.monitor.enabled:
-                self._write_times()
-            self._log_times(GLOBAL_TIMERS)
-        self._memory("after step")
+                samples, times = self._run.global_samples, [self.timers(name).elapsed(False) for name in self._global]
+                pairs = zip(_EVENTS, times, strict=True)
+                self.monitor.write_events([(f"Train/Samples/elapsed_time_ms_{n}", time, samples) for n, time in pairs])
+            self._show_times(self._global)
+        self._show_memory("after step")
 
     def describe(self, state: dict[str, Any]) -> None:
         """Prints the run's attributes and its config on rank 0, if `dump_state` is set.
@@ -161,38 +159,32 @@ class Observer:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
 
-    @property
-    def _profiled(self) -> FlopsProfiler | None:
-        """The profiler, if this is the step and the rank that it measures."""
-        wanted = self._first and self._run.global_steps == self._config.flops_profiler.profile_step
-        return self.flops_profiler if wanted else None
-
-    def _direct_ended(self) -> None:
-        """Ends the time of a backward that the script has begun itself, whose end the engine does not see."""
-        for part in (INNER, REDUCE, BACKWARD):
-            self._stop(part)
+    def _timers_of(self, part: str) -> list[str]:
+        return [name for name in (*self._micro, *self._global) if name.removesuffix("_microstep") == part]
 
     def _start(self, part: str) -> None:
-        for name in self._timed[part]:
+        for name in self._timers_of(part):
             self.timers(name).start()
 
-    def _stop(self, part: str) -> None:
-        for name in self._timed[part]:
+    def _stop(self, *parts: str) -> None:
+        for name in (name for part in parts for name in self._timers_of(part)):
             self.timers(name).stop()
 
-    def _memory(self, moment: str) -> None:
+    def _show_memory(self, moment: str) -> None:
         if self._config.memory_breakdown:
             see_memory_usage(f"Engine {moment}", force=True)
 
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            synchronize()
+    def _show_times(self, names: tuple[str, ...]) -> None:
+        if names and self._first:
+            self.timers.log(names)
+        for name in names:
+            self.timers(name).reset()
 
     def _write_step(self) -> None:
         loss, self._loss = self._loss, None
-        run, samples = self._run, self._run.global_samples
         if not self._first:
             return
+        run, samples = self._run, self._run.global_samples
         events: list[tuple[str, Any, int]] = []
         if loss is not None:
             events.append(("Train/Samples/train_loss", loss.item(), samples))
@@ -201,40 +193,3 @@ class Observer:
         if self._config.fp16.enabled:
             events.append(("Train/Samples/loss_scale", run.cur_scale, samples))
         self.monitor.write_events(events)
-
-    def _write_times(self) -> None:
-        labels = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
-        samples = self._run.global_samples
-        times = [self.timers(name).elapsed(reset=False) for name in GLOBAL_TIMERS]
-        self.monitor.write_events(
-            [
-                (f"Train/Samples/elapsed_time_ms_{label}", value, samples)
-                for label, value in zip(labels, times, strict=True)
-            ]
-        )
-
-    def _log_times(self, names: tuple[str, ...]) -> None:
-        if self._first:
-            self.timers.log(names)
-        else:
-            for name in names:
-                self.timers(name).reset()
-
-    def _print_profile(self, profiler: FlopsProfiler, step: int) -> None:
-        section = self._config.flops_profiler
-        profiler.print_model_profile(
-            step, section.module_depth, section.top_modules, section.detailed, section.output_file
-        )
-        profiler.end_profile()
-
-    def _log_throughput(self, spent_s: float | None) -> None:
-        every, timer = self._config.steps_per_print, self.throughput
-        if spent_s is None or timer is None or not every or timer.global_step_count % every or not self._first:
-            return
-        memory = device_memory()
-        _log.info(
-            "epoch=0/micro_step=%d/global_step=%d, RunningAvgSamplesPerSec=%.6g, CurrSamplesPerSec=%.6g, MemAllocated=%.2fGB, "
-            "MaxMemAllocated=%.2fGB",
-            timer.micro_step_count, timer.global_step_count, timer.avg_samples_per_sec(), timer.batch_size / (spent_s or 1e-6),
-            memory.allocated / _GB, memory.most_allocated / _GB,
-        )  # fmt: skip

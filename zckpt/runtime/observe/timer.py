@@ -1,11 +1,12 @@
 """How long the parts of a step take, under DeepSpeed's names.
 
-For `observer`, and for scripts (`engine.timers("fwd")`). Source of names and units: DeepSpeed 0.19.8, utils/timer.py.
+For `observer`, and for scripts (`engine.timers("fwd")`, `engine.tput_timer`). Source: DeepSpeed 0.19.8, utils/timer.py.
 On a device that works asynchronously, times are taken by its own events, and waited for when they are read.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 
-from zckpt.live.device import CPU, accelerator
+from zckpt.live.device import CPU, accelerator, synchronize
+from zckpt.runtime.observe.memory import GIB, device_memory
+
+_log = logging.getLogger("zckpt.runtime")
 
 FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
 GLOBAL_TIMERS = (FORWARD, BACKWARD, INNER, REDUCE, STEP)
@@ -42,13 +46,12 @@ class WallClockTimer:
         self._from, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stops it, and keeps the time since `start`; one that does not run stays as it is.
+        """Keeps the time since `start`, if it runs.
 
         Args:
             reset: drop the times before.
             record: without effect, as in DeepSpeed.
         """
-        del record
         if reset:
             self._spans.clear()
         if self.started_:
@@ -111,7 +114,7 @@ class SynchronizedWallClockTimer:
         return self.timers[name]
 
     def get_timers(self) -> dict[str, WallClockTimer]:
-        """All of them."""
+        """All timers by their names."""
         return self.timers
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, more: str = "") -> None:
@@ -124,66 +127,98 @@ class SynchronizedWallClockTimer:
             more: added to the line.
         """
         times = [(name, self.timers[name].elapsed(reset=reset) / normalizer) for name in names if name in self.timers]
-        sys.stdout.write(
-            "[Rank 0] time (ms)" + "".join(f" | {name}: {value:.2f}" for name, value in times) + more + "\n"
-        )
+        line = "".join(f" | {name}: {value:.2f}" for name, value in times)
+        sys.stdout.write(f"[Rank 0] time (ms){line}{more}\n")
         sys.stdout.flush()
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """The mean of each timer's times in milliseconds, divided by `normalizer`; `reset` drops them."""
-        found = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
-        if reset:
-            for name in found:
-                self.timers[name].reset()
-        return found
+        timers = {name: self.timers[name] for name in names if name in self.timers}
+        means = {name: timer.mean() / normalizer for name, timer in timers.items()}
+        for timer in timers.values() if reset else ():
+            timer.reset()
+        return means
 
 
 class ThroughputTimer:
-    """Samples per second, from the third step on; the first two warm up.
+    """Samples per second of the steps from `start_step` on: the first ones warm up.
 
     Args:
+        config: the section `timers.throughput`: `enabled`, and `synchronized`, which waits for the device.
         batch_size: samples of a step.
-        synchronize: called before the clock is read.
+        start_step: the first step that counts.
+        steps_per_output: log after each so many steps; None never.
+        monitor_memory: for DeepSpeed's sake.
+        logging_fn: gets the line; by default the trainer's log.
+        device: what is timed; by default the accelerator that this process uses, or the CPU.
     """
 
-    WARM = 2
-
-    def __init__(self, batch_size: int, synchronize: Callable[[], None]) -> None:
-        self.batch_size = batch_size
-        self.global_step_count = self.micro_step_count = 0
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int | None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.config, self.batch_size, self.start_step = config, batch_size or 1, start_step
+        self.steps_per_output, self.monitor_memory = steps_per_output, monitor_memory
+        self.logging = logging_fn or _log.info
+        self.started = False
+        self.epoch_count = self.global_step_count = self.micro_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
-        self._synchronize = synchronize
+        self._device = device or accelerator() or CPU
         self._from: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """Begins the next epoch, in which micro batches are counted from 0."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
 
     def start(self) -> None:
         """A micro batch begins."""
-        if self.global_step_count >= self.WARM:
-            self._synchronize()
-            self._from = time.perf_counter()
+        if self.config.enabled:
+            self.started = True
+            if self.global_step_count >= self.start_step:
+                self._from = self._now()
 
-    def stop(self, global_step: bool) -> float | None:
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro batch is done.
 
         Args:
             global_step: it was the last of its step.
-
-        Returns:
-            At the end of a step the seconds that its micro batches took; None in between and while it warms up.
+            report_speed: log the speed, if this is a step for it.
         """
+        if not self.started:
+            return
+        self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
         if self._from is None:
-            return None
-        self._synchronize()
-        self.step_elapsed_time += time.perf_counter() - self._from
-        self._from = None
-        if not global_step:
-            return None
-        spent, self.step_elapsed_time = self.step_elapsed_time, 0.0
+            return
+        spent, self._from = self._now() - self._from, None
         self.total_elapsed_time += spent
-        return spent
+        self.step_elapsed_time += spent
+        if not global_step:
+            return
+        if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+            memory = device_memory()
+            self.logging(
+                f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.6g}, "
+                f"CurrSamplesPerSec={self.batch_size / (self.step_elapsed_time + 1e-6):.6g}, "
+                f"MemAllocated={memory['MA'] / GIB:.2f}GB, MaxMemAllocated={memory['Max_MA'] / GIB:.2f}GB"
+            )
+        self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
         """Samples per second over all steps since the warm-up; -inf before."""
-        steps = self.global_step_count - self.WARM
+        steps = self.global_step_count - self.start_step
         return self.batch_size * steps / self.total_elapsed_time if self.total_elapsed_time else float("-inf")
+
+    def _now(self) -> float:
+        if self.config.synchronized and self.steps_per_output and self._device.type != "cpu":
+            synchronize()
+        return time.perf_counter()

@@ -38,11 +38,15 @@ _log = logging.getLogger("zckpt.runtime")
 _numbers = count()
 
 
-class CheckpointedRun(TrainingRun):
-    """A run that can be saved, loaded and published."""
+class Saves:
+    """Saves, loads and publishes a run.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
         self._series: dict[str, Meetings] = {}
         self._number = next(_numbers)
         self._saving: Saving | None = None
@@ -76,9 +80,9 @@ class CheckpointedRun(TrainingRun):
             OutputError: a file cannot be written, on this or on another rank. Earlier saves are unchanged after any error.
         """
         self.wait_for_checkpoint()
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        name = f"global_step{self.run.global_steps}" if tag is None else str(tag)
         options = SaveOptions(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
-        self._saving = save(self, self._meetings("save"), options, client_state or {})
+        self._saving = save(self.run, self._meetings("save"), options, client_state or {})
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -136,7 +140,7 @@ class CheckpointedRun(TrainingRun):
             counters=not load_module_only,
             strict=load_module_strict,
         )
-        found = load(self, self._meetings("load"), path, chosen or None, options)
+        found = load(self.run, self._meetings("load"), path, chosen or None, options)
         if custom_load_fn is not None:
             self._load_by(path, chosen or None, custom_load_fn)
         return found
@@ -147,18 +151,18 @@ class CheckpointedRun(TrainingRun):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Lets a function put whole weights into the module. Returns the directory of the save and an empty client state."""
         meetings = self._meetings("load")
-        meetings.begin(f"{self.micro_steps}")
-        self.reshard()
-        whole = GatheredParameters([one.weight for one in self.sharded.parameters], modifier_rank=0)
+        meetings.begin(f"{self.run.micro_steps}")
+        self.run.reshard()
+        whole = GatheredParameters([one.weight for one in self.run.sharded.parameters], modifier_rank=0)
         with whole, Attempt() as tried, open_checkpoint(path, tag=tag) as opened:
-            custom_load_fn(src=opened, dst=self.module)
+            custom_load_fn(src=opened, dst=self.run.module)
         state = "The weights may have been changed in part: load a checkpoint before you go on."
         meetings.agree("load_checkpoint with custom_load_fn", tried.error, within_s=LOAD_S, state=state)
-        self.gather()
+        self.run.gather()
         return (path if tag is None else os.path.join(path, tag)), {}
 
     def push_to_hub(
-        self, repo_id: str, dtype: str | None = None, *, scratch: str | None = None, **options: Any
+        self, /, repo_id: str, dtype: str | None = None, *, scratch: str | None = None, **options: Any
     ) -> PushReport | None:
         """Publishes the model as it is now, between two steps, as a page on the hub. Every rank calls it.
 
@@ -178,18 +182,18 @@ class CheckpointedRun(TrainingRun):
         from zckpt.hub import push_to_hub
 
         meetings = self._meetings("push")
-        meetings.begin(f"{self.micro_steps}")
+        meetings.begin(f"{self.run.micro_steps}")
         place = None
-        if self.global_rank == 0:
+        if self.run.global_rank == 0:
             if scratch is not None:
                 os.makedirs(scratch, exist_ok=True)
             place = tempfile.mkdtemp(prefix="zckpt-push-", dir=scratch)
         try:
             home = meetings.meet("push_to_hub", place, within_s=ENTRY_S)[0]
-            save_pretrained(self, home, dtype or self.settings.config.precision)
+            save_pretrained(self.run, home, dtype or self.run.settings.config.precision)
             report: PushReport | None = None
             with Attempt() as tried:
-                if self.global_rank == 0:
+                if self.run.global_rank == 0:
                     report = push_to_hub(home, repo_id, scratch=scratch, **options)
             meetings.agree("push_to_hub", tried.error)
             meetings.part()
@@ -205,7 +209,7 @@ class CheckpointedRun(TrainingRun):
             InconsistentError: some ranks see a save and others do not, or they want different tags.
         """
         meetings = self._meetings("load")
-        meetings.begin(f"{self.micro_steps}")
+        meetings.begin(f"{self.run.micro_steps}")
         word: list[Any] = []
         with Attempt() as tried:
             word = [tag, has_saves(locate(path)) or tag is not None, latest_of(locate(path))]
@@ -219,7 +223,7 @@ class CheckpointedRun(TrainingRun):
             )  # fmt: skip
         if len(blind) == len(words):
             return None
-        if self.settings.config.checkpoint.use_node_local_storage:
+        if self.run.settings.config.checkpoint.use_node_local_storage:
             return tag or ""
         if blind:
             raise InconsistentError(
@@ -237,5 +241,5 @@ class CheckpointedRun(TrainingRun):
         """
         if kind not in self._series:
             name = f"engine {self._number} {kind}"
-            self._series[kind] = Meetings(name, self.global_rank, self.world_size)
+            self._series[kind] = Meetings(name, self.run.global_rank, self.run.world_size)
         return self._series[kind]

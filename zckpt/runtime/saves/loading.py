@@ -222,8 +222,8 @@ def _set_counters(run: TrainingRun, saved: SavedRun, *, begins_step_again: bool)
         run.skipped_steps = counters.skipped_steps
         run.micro_steps = counters.micro_steps - again
         run.pending_micro_steps = counters.pending - again
-        if run.loader is not None and counters.data is not None:
-            run.loader.load_state_dict({**counters.data, "batch": max(0, counters.data["batch"] - again)})
+        if run.training_dataloader is not None and counters.data is not None:
+            run.training_dataloader.load_state_dict({**counters.data, "batch": max(0, counters.data["batch"] - again)})
         if again and run.global_rank == 0:
             _log.warning(
                 "%s was saved after %s of a step. Their gradients cannot be used in this run, so the step begins again, "

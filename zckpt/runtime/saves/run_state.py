@@ -117,7 +117,7 @@ def capture(run: TrainingRun) -> RunState:
         counters={name: getattr(run, name) for name in _COUNTERS},
         scaler=run.scaler.state(),
         scheduler=None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
-        data=None if run.loader is None else run.loader.state_dict(),
+        data=None if run.training_dataloader is None else run.training_dataloader.state_dict(),
         rng=rng_state(),
         gradients=taken(run.module, run.sharded.parameters),
     )

@@ -288,9 +288,9 @@ def _begin(job: TrainingJob, settings: Settings, world: World, found: Model) -> 
     if found.weights is not None:
         live.load_into(engine.module, open_catalog(found.weights).catalog)
     blocks: Blocks = read_corpus(job.data, found.length, found.tokenizer, engine.batch.micro * world.size)
-    engine.loader = Loader(blocks, engine.batch.micro, world, drop_last=True, seed=job.seed)
+    loader = engine.training_dataloader = Loader(blocks, engine.batch.micro, world, drop_last=True, seed=job.seed)
     torch.manual_seed(job.seed + 1 + world.rank)
-    return engine, engine.loader
+    return engine, loader
 
 
 def _describe(engine: Engine, found: Model, out: str) -> None:

@@ -1,0 +1,127 @@
+"""What an engine gives away and takes of its model: `module_state_dict`, `save_16bit_model`.
+
+For `engine`. Source: DeepSpeed 0.19.8, runtime/engine.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
+from zckpt.live import consolidate, save_pretrained
+from zckpt.runtime.init_context import GatheredParameters
+from zckpt.runtime.saves.run_state import buffers_of
+from zckpt.runtime.training_run import TrainingRun
+
+
+class Weights:
+    """Gives a run's weights away, and takes new ones.
+
+    Args:
+        run: whose weights.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's `state_dict`, as it gives it at this stage.
+
+        Args:
+            destination: a dict to fill; by default a new one.
+            prefix: put before every name.
+            keep_vars: leave tensors attached to the graph.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+        """
+        given = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.run.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+        if exclude_frozen_parameters:
+            for name, parameter in self.run.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(f"{prefix}{name}", None)
+        return state
+
+    @torch.no_grad()
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Puts whole weights into the module, at every stage. Every rank calls it with the same ones.
+
+        Args:
+            checkpoint: the state dict is its value under "module".
+            strict: the names have to be those of the model.
+            custom_load_fn: puts them into the module itself, which is whole then: `custom_load_fn(src=..., dst=module)`.
+            fetch_z3_params: for DeepSpeed's sake: parameters are always gathered.
+            z3_params_to_fetch: likewise.
+            allowed_missing_keys: names that may be missing although `strict` is set.
+
+        Raises:
+            UsageError: names differ, and `strict` is set.
+        """
+        state = checkpoint["module"]
+        self.run.reshard()
+        with GatheredParameters([one.weight for one in self.run.sharded.parameters], modifier_rank=0):
+            if custom_load_fn is not None:
+                custom_load_fn(src=state, dst=self.run.module)
+            else:
+                self._put_whole(state, strict, set(allowed_missing_keys or ()))
+        self.run.gather()
+
+    def _put_whole(self, state: Mapping[str, Any], strict: bool, may_lack: set[str]) -> None:
+        own = {name for name, _ in self.run.module.named_parameters(remove_duplicate=False)}
+        kept = own | buffers_of(self.run).keys()
+        own |= {name for name, _ in self.run.module.named_buffers(remove_duplicate=False)}
+        if strict and (wrong := (kept ^ set(state)) - may_lack):
+            raise UsageError(
+                "the state dict has other names than the model", found=examples(sorted(wrong)),
+                remedy="Pass the state dict of such a model, or strict=False.",
+            )  # fmt: skip
+        tensors: dict[str, torch.Tensor] = {}
+        tensors.update(self.run.module.named_parameters(remove_duplicate=False))
+        tensors.update(self.run.module.named_buffers(remove_duplicate=False))
+        for name in own & set(state):
+            tensors[name].data.copy_(state[name])
+
+    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole weights in the dtype of the computation, on rank 0 in host memory; None on others. Every rank calls it."""
+        dtype = self.run.settings.config.precision
+        found = consolidate(self.run, None if dtype == "fp32" else dtype, exclude_frozen=exclude_frozen_parameters)
+        return found if self.run.global_rank == 0 else None
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the whole weights in the dtype of the computation, between two steps. Every rank calls it and writes a part.
+
+        Args:
+            save_dir: the directory to write; transformers' `from_pretrained` loads it.
+            save_filename: the name of the only weights file, such as `pytorch_model.bin`; without it, safetensors in shards.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+
+        Returns:
+            True: all ranks wrote, whatever the stage.
+        """
+        dtype = self.run.settings.config.precision
+        save_pretrained(self.run, save_dir, dtype, exclude_frozen=exclude_frozen_parameters, file=save_filename)
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """An old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
