@@ -25,8 +25,8 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.core.ledger import names_unread
 from zckpt.engine.batches import progress_after
-from zckpt.jobs.casting import output_dtype, to_dtype
-from zckpt.jobs.groups import Reading
+from zckpt.jobs.casting import dtype_of, to_dtype
+from zckpt.jobs.groups import Casting, Reading
 from zckpt.jobs.open import Opened
 from zckpt.layouts.places import Place
 from zckpt.output import manifest as manifests
@@ -222,6 +222,10 @@ def _pairs(
     wanted = expected.catalog
     names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
     dtype = to_dtype(facts.dtype) if facts is not None and facts.dtype else None
+    options = {} if facts is None else facts.options
+    casting = Casting(dtype=dtype, keep_dtype=options.get("keep_dtype") or ())
+    form = options.get("form")
+    is_merged = isinstance(form, Mapping) and "lora" in form
     problems: list[str] = []
     untied = sorted(name for name in wanted.aliases if name not in there and wanted.aliases[name] in there)
     missing = sorted(names - there - set(untied))
@@ -239,7 +243,9 @@ def _pairs(
         castable = a.dtype == b.dtype or (a.dtype.kind == "float" and b.dtype in CAST_TARGETS)
         if a.shape != b.shape:
             problems.append(f"{name!r} has shape {list(b.shape)} in the output, {list(a.shape)} in the checkpoint")
-        elif not castable or (dtype is not None and b.dtype != expected.dtypes.get(a.name, output_dtype(a, dtype))):
+        elif not castable or (
+            dtype is not None and b.dtype != expected.dtypes.get(a.name, dtype_of(a, casting, is_merged=is_merged))
+        ):
             problems.append(f"{name!r} is {b.dtype} in the output, {a.dtype} in the checkpoint")
         else:
             pairs[id(a), id(b)] = a, b

@@ -16,7 +16,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine.move import Mode, run
 from zckpt.hub import privacy
-from zckpt.jobs.casting import output_dtype
+from zckpt.jobs.casting import dtype_of
 from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.declarations import Asked
 from zckpt.jobs.groups import Sharding
@@ -191,7 +191,7 @@ def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
     asked, opened = prepared.asked, prepared.opened
     listing, before = opened.place.listing, opened.catalog
     changes = asked.sharding.max_shard_size != Sharding().max_shard_size or any(
-        (known := before.tensors.get(name)) is None or output_dtype(known, asked.casting.dtype) != known.dtype
+        (known := before.tensors.get(name)) is None or dtype_of(known, asked.casting) != known.dtype
         for name in prepared.catalog
     )
     is_plain = before.source.layout == "plain" and not listing.directory.is_remote
@@ -230,7 +230,7 @@ def _hash(path: str, progress: Progress) -> tuple[str, str]:
 
 
 def _dtype(prepared: PlannedConversion) -> str:
-    if prepared.asked.casting.dtype is not None:
+    if prepared.asked.casting.dtype is not None and not prepared.asked.casting.keep_dtype:
         return prepared.asked.casting.dtype.torch_name
     kinds = {entry.dtype.torch_name for entry in prepared.catalog.tensors.values() if entry.dtype.kind == "float"}
     return kinds.pop() if len(kinds) == 1 else ""

@@ -5,7 +5,10 @@ For every job that writes tensors, and for what says beforehand what it would wr
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from zckpt.base.errors import UsageError
+from zckpt.base.words import examples, matches
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.core.fragments import DerivedStore
@@ -52,4 +55,21 @@ def kept_dtype(entry: TensorEntry) -> DType | None:
 
 def dtype_of(entry: TensorEntry, casting: Casting, *, is_merged: bool = False) -> DType:
     """The dtype that a conversion gives a tensor; one that adapters were merged into has that of its weight if none is asked."""
-    return output_dtype(entry, casting.dtype or (kept_dtype(entry) if is_merged else None))
+    kept = kept_dtype(entry) if is_merged else None
+    if matches(entry.name, casting.keep_dtype):
+        return kept or entry.dtype
+    return output_dtype(entry, casting.dtype or kept)
+
+
+def check_kept(names: Collection[str], casting: Casting) -> None:
+    """Makes sure that every glob of `keep_dtype` matches a name.
+
+    Raises:
+        UsageError: one does not.
+    """
+    for glob in casting.keep_dtype:
+        if not any(matches(name, [glob]) for name in names):
+            raise UsageError(
+                f"--keep-dtype {glob!r} matches no tensor", found=f"names such as {examples(names)}",
+                expected="a pattern that matches a name in the output", remedy="Correct --keep-dtype, or leave it out.",
+            )  # fmt: skip

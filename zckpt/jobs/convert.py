@@ -17,7 +17,7 @@ from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine import replicas
-from zckpt.jobs.casting import dtype_of, to_dtype
+from zckpt.jobs.casting import check_kept, dtype_of, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form
 from zckpt.jobs.left_out import find_left_out
@@ -152,6 +152,7 @@ def prepare(
     if model.made_from:
         _check_output(place, asked, inputs, single=single)
     asked, catalog = replace(asked, naming=model.naming), model.catalog
+    check_kept(catalog.tensors, asked.casting)
     wanted = [(entry, dtype_of(entry, asked.casting, is_merged=model.is_merged)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     copies: Sequence[tuple[Location, str]] = ()

@@ -133,6 +133,7 @@ _OUTPUT = (Reading, Pacing, Publishing, SigningKey)
 _NAMED = (Selecting, Naming, *_OUTPUT)
 _STATES = ("Write only states that match, as exp_avg/*. Repeatable.", "Leave out states that match. Repeatable.")
 _RUN = frozenset({"merge", "beside"})
+_CAST = frozenset({"keep_dtype"})
 
 CONVERT: Job[None] = Job("convert", (Sharding, Casting, Merging, *_NAMED), "convert")
 PUSH: Job[None] = Job(
@@ -140,29 +141,29 @@ PUSH: Job[None] = Job(
     without=frozenset({"dtype", "format", "overwrite", "merge", "beside"}),
 )  # fmt: skip
 TO_DCP: Job[Dcp] = Job(
-    "to_dcp", (Casting, Dcp, *_NAMED), "to_dcp", Dcp, frozenset({"merge", "form"}), {"dtype": None},
+    "to_dcp", (Casting, Dcp, *_NAMED), "to_dcp", Dcp, frozenset({"merge", "form"}) | _CAST, {"dtype": None},
 )  # fmt: skip
 TO_MCORE: Job[Megatron] = Job(
-    "to_mcore", (Casting, Megatron, *_NAMED), "to_mcore", Megatron, frozenset({"merge", "form"}), {"dtype": None},
+    "to_mcore", (Casting, Megatron, *_NAMED), "to_mcore", Megatron, frozenset({"merge", "form"}) | _CAST, {"dtype": None},
 )  # fmt: skip
 TO_FP8: Job[Fp8] = Job(
-    "to_fp8", (Fp8, Casting, Sharding, *_NAMED), "to_fp8", Fp8, frozenset({"format"}), {"dtype": BF16},
+    "to_fp8", (Fp8, Casting, Sharding, *_NAMED), "to_fp8", Fp8, frozenset({"format"}) | _CAST, {"dtype": BF16},
     {"dtype": ("Of what is not quantised.",)},
 )  # fmt: skip
 TO_GGUF: Job[Gguf] = Job(
-    "to_gguf", (Gguf, Casting, *_NAMED), "to_gguf", Gguf, frozenset({"dtype", "merge", "form"}), {"dtype": None},
+    "to_gguf", (Gguf, Casting, *_NAMED), "to_gguf", Gguf, frozenset({"dtype", "merge", "form"}) | _CAST, {"dtype": None},
 )  # fmt: skip
 TO_PEFT: Job[Adapter] = Job(
-    "to_peft", (Adapter, Casting, *_OUTPUT), "to_peft", Adapter, frozenset({"merge"}), {"dtype": F32},
+    "to_peft", (Adapter, Casting, *_OUTPUT), "to_peft", Adapter, frozenset({"merge"}) | _CAST, {"dtype": F32},
     {"dtype": ("Of the adapter's tensors.",)},
 )  # fmt: skip
 TO_STATES: Job[None] = Job(
     "to_states", (Sharding, Selecting, Casting, *_OUTPUT), "to_states", None,
-    frozenset({"dtype", "overflow", "format", "exclude_frozen", *_RUN}), {"dtype": None},
+    frozenset({"dtype", "overflow", "format", "exclude_frozen", *_RUN, *_CAST}), {"dtype": None},
     {"include": (_STATES[0], WHAT), "exclude": (_STATES[1], WHAT)},
 )  # fmt: skip
 AVERAGE: Job[Average] = Job(
-    "average", (Average, Casting, Sharding, *_NAMED), "average", Average, frozenset({"tag"}), {"dtype": None},
+    "average", (Average, Casting, Sharding, *_NAMED), "average", Average, frozenset({"tag"}) | _CAST, {"dtype": None},
     {
         "dtype": ("Of the output; by default that of the last checkpoint's weights.",),
         "also": ("Directory with other parts of the CKPTs, from another node. Repeatable.",),
@@ -173,7 +174,7 @@ TO_UNIVERSAL: Job[None] = Job("to_universal", _OUTPUT, "to_universal", None, _RU
 SLIM: Job[Slim] = Job("slim", (*_OUTPUT, Slim), "slim", Slim, _RUN)
 DELTA: Job[Delta] = Job(
     "delta", (Delta, Casting, Sharding, Naming, Selecting, *_OUTPUT), "delta", Delta,
-    frozenset({"overflow", "format", "buffer", *_RUN}), {"dtype": None},
+    frozenset({"overflow", "format", "buffer", *_RUN, *_CAST}), {"dtype": None},
     {
         "dtype": ("Of the weights; by default as in OLD, or bf16 if OLD is a checkpoint.",),
         "max_shard_size": ("Most bytes of weights whose differences one file holds; by default 5GB.",),
@@ -181,7 +182,7 @@ DELTA: Job[Delta] = Job(
 )  # fmt: skip
 APPLY: Job[None] = Job(
     "apply_delta", (Casting, Sharding, Naming, Selecting, *_OUTPUT), "apply_delta", None,
-    frozenset({"overflow", "format", "buffer", *_RUN}), {"dtype": None},
+    frozenset({"overflow", "format", "buffer", *_RUN, *_CAST}), {"dtype": None},
     {"dtype": ("Of the weights; by default what the deltas were made for.",)},
 )  # fmt: skip
 

@@ -275,10 +275,20 @@ class Casting:
 
     Attributes:
         dtype: of floating parameters in the output; None keeps each as it is.
+        keep_dtype: globs; tensors whose name in the output matches one keep the dtype that they have.
         overflow: what to do with numbers too large for the dtype.
     """
 
     dtype: DType | None = field(default=F32, metadata=option("--dtype", "dtype", _DTYPE))
+    keep_dtype: Sequence[str] = field(
+        default=(),
+        metadata=option(
+            "--keep-dtype",
+            "texts",
+            "Tensors that match keep the dtype that they have in CKPT. Repeatable.",
+            metavar="GLOB",
+        ),
+    )
     overflow: Overflow = field(
         default="error",
         metadata=option(

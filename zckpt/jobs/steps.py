@@ -221,7 +221,7 @@ class TakeStates:
         return replace(model, catalog=states, left_out=(*model.left_out, *model.catalog.tensors))
 
 
-RECORDED = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
+RECORDED = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow", "keep_dtype")
 """Fields of groups that a manifest records under their own names, in this order."""
 
 OTHERS = ("wishes", "form", "base", "fp8", "states")
