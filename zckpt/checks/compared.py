@@ -223,7 +223,8 @@ def _pairs(
     names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
     dtype = to_dtype(facts.dtype) if facts is not None and facts.dtype else None
     options = {} if facts is None else facts.options
-    casting = Casting(dtype=dtype, keep_dtype=options.get("keep_dtype") or ())
+    kept = options.get("keep_dtype")
+    casting = Casting(dtype=dtype, keep_dtype=tuple(map(str, kept)) if isinstance(kept, list) else ())
     form = options.get("form")
     is_merged = isinstance(form, Mapping) and "lora" in form
     problems: list[str] = []
