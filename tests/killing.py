@@ -145,7 +145,7 @@ def main() -> None:
         nth += step
         was_killed = trials.trial(mode, nth, chance.uniform(0, trials.seconds))
         if mode != "time" and not was_killed:  # there are no more such points
-            for one in range(nth - step + 1, nth):
+            for one in range(max(nth - 2 * step, 0) + 1, nth):
                 trials.trial(mode, one, 0.0)
             break
     print(json.dumps({**trials.told, "seconds": trials.seconds, "files": len(trials.all or ())}))
