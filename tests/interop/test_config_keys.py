@@ -23,7 +23,7 @@ import zckpt
 from zckpt.base.errors import UnsupportedError, ZckptError
 from zckpt.naming import config_keys
 from zckpt.naming.families import OFF, OFF_WITH_EXPERTS, mapped_arguments, model_types
-from zckpt.naming.megatron_arguments import KEYS
+from zckpt.naming.megatron_arguments import KEYS, _unsaid_routing
 from zckpt.naming.rotary import rotary_of
 from zckpt.naming.schemes import families, scheme
 
@@ -206,6 +206,26 @@ def test_a_model_comes_back_the_same_or_is_refused(kind: str, word: str, tmp_pat
         assert any(is_named(found, key) for key in inner), found
     else:
         assert found == 0, found
+
+
+GROUPS = [(6, 8, 3), (4, 4, 2), (2, 4, 2), (3, 4, 2), (1, 4, 1), (4, 4, 1)]
+"""Experts of a token, groups, and groups of a token; DeepSeek-V2's own first."""
+
+
+@pytest.mark.parametrize(("chosen", "groups", "some"), GROUPS)
+def test_groups_of_experts_are_written_where_megatron_core_routes_alike(chosen: int, groups: int, some: int) -> None:
+    """DeepSeek-V2 judges a group by its best expert; Megatron-Core by as many as a token takes from a group."""
+    utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    own = {"n_group": groups, "topk_group": some, "num_experts_per_tok": chosen, "topk_method": "group_limited_greedy"}
+    config = transformers.DeepseekV2Config(n_routed_experts=32, hidden_size=32, routed_scaling_factor=1.0, **own)
+    router = transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2TopkRouter(config)
+    hidden = torch.randn(500, 32, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
+        logits, _, theirs = router(hidden)
+    _, found = utils.group_limited_topk(logits.softmax(-1), chosen, 500, 32, groups, some)
+    is_alike = torch.equal(found.sort(-1).values, theirs.sort(-1).values)
+    assert is_alike == (not _unsaid_routing("deepseek_v2", own))
 
 
 @functools.cache

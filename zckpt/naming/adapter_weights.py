@@ -136,7 +136,7 @@ class AdapterWeights:
             if not entry.numel:
                 raise IncompleteError(
                     f"tensor {name!r} of adapter {self.name!r} is empty", file=self.file, found=f"shape {list(entry.shape)}",
-                    remedy="It was saved without gathering the shards of ZeRO-3 or FSDP. Merge the checkpoint itself instead.",
+                    remedy="Merge the checkpoint itself: an adapter saved without gathering ZeRO-3's or FSDP's shards is empty.",
                 )  # fmt: skip
             if match := _FACTOR.fullmatch(own):
                 kind = "embedding" if "lora_embedding" in match["kind"] else "linear"

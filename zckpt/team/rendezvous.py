@@ -178,8 +178,8 @@ def _in_touch() -> Iterator[None]:
     except RuntimeError as error:
         raise OutputError(
             "lost touch with the other processes", found=f"torch.distributed's store: {_first_line(error)}",
-            remedy="The process that holds the store (rank 0 or torchrun) or its machine has ended. See what it printed, "
-            "and start again. Nothing was published.",
+            remedy="The process that holds the store (rank 0 or torchrun) may have ended, or is out of reach. See what it "
+            "printed, and start again. Nothing was published.",
         ) from error  # fmt: skip
 
 

@@ -160,7 +160,9 @@ class _Pickled:
             data = source.read(0, source.size, "the metadata")
         if not data:
             raise CorruptError(
-                "the metadata are empty", file=self.file, remedy="Use an older save: this one did not finish."
+                "the metadata are empty",
+                file=self.file,
+                remedy="Copy the file again, or use an older save: one that did not finish has such a file.",
             )
         most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
         data = without_plans(data)

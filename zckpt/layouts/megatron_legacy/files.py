@@ -147,7 +147,7 @@ def ranks_of(listing: Listing, split: RunSplit) -> dict[ModelRank, str]:
                 "is of no rank of this save", file=listing.files[name].path,
                 found=f"{name.partition('/')[0]!r} in a run of {_described(split)}",
                 expected=f"directories such as {split.directory_of(ModelRank(0, 0, 0))!r}",
-                remedy="Move the directory away: it is of another save.",
+                remedy="Move the directory away if it is of another save; if not, pass --tp and --pp as the run had them.",
             )  # fmt: skip
         found[rank] = name.partition("/")[0]
     missing = [rank for rank in split.writers() if rank not in found]

@@ -238,7 +238,7 @@ def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = N
         raise InconsistentError(
             "holds files of experts that the model does not have", file=listing.directory, found=examples(strange),
             expected=f"layers of experts 0-{len(counts) - 1}, of {examples(counts)} experts",
-            remedy="Move them away: another save left them over.",
+            remedy="Move them away if another save left them over; if not, copy all files of one save again.",
         )  # fmt: skip
     first = mp_ranks[0] if mp_ranks else 0
     layers = [_layer(listing, n, count, recorded.get(n), files, first) for n, count in enumerate(counts)]

@@ -163,7 +163,7 @@ class Split(model_parallel.ParallelSave):
             raise InconsistentError(
                 "holds files of experts that the model does not have", file=self.listing.directory, found=examples(strange),
                 expected=f"no experts of mp_rank {rank:02d}, a pipeline stage without experts",
-                remedy="Move them away: another save left them over.",
+                remedy="Move them away if another save left them over; if not, copy all files of one save again.",
             )  # fmt: skip
 
     def _of_all(self, ranks: range) -> MixtureReader:

@@ -208,7 +208,7 @@ class ParallelSave:
             if all(model.is_zero() for model in models) and str(layer) not in owned and self._layer_tensors(file):
                 raise InconsistentError(
                     "no pipeline stage uses this layer file", file=self.listing.files[file].path,
-                    remedy="Move it away: it is of another save or run.",
+                    remedy="Move it away if it is of another save or run; if not, copy all files of one save again.",
                 )  # fmt: skip
 
     def _rules(self, model: ModelStates) -> Rules | None:

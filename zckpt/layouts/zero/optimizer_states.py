@@ -212,7 +212,7 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
             file=listing.directory,
             found=f"optimizer files of {words.ranks(extra)}",
             expected=f"{words.ranks(range(recorded))} (world size {recorded})",
-            remedy="Move these files away: an earlier save with more ranks left them over.",
+            remedy="Move these files away if an earlier save left them over; if not, copy all files of one save again.",
         )
     return recorded
 
