@@ -24,8 +24,9 @@ from exchange_scale import exponent, shapes
 
 from zckpt.core.catalog import TensorPart
 from zckpt.core.dtypes import BF16, F32
-from zckpt.core.fragments import FileStore, Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import clip
+from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.layouts.plain import read as plain
 from zckpt.live.assignment import ElementPlace, _packed, assign, contributions
 from zckpt.live.parts import Offer

@@ -8,8 +8,9 @@ import numpy as np
 
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F32
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import Checksum, OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.storage.location import locate
 
 NUMEL = 6_001

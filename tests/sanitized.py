@@ -43,14 +43,16 @@ import numpy as np  # noqa: E402
 from zckpt.base.errors import ZckptError  # noqa: E402
 from zckpt.core.catalog import Replica, TensorEntry  # noqa: E402
 from zckpt.core.dtypes import ALL, BF16, F8_E4M3, F16, F32, F64, DType  # noqa: E402
-from zckpt.core.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
+from zckpt.core.folds import MatrixBlocks  # noqa: E402
+from zckpt.core.fragments import Fragment  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
-from zckpt.core.recipes import MatrixBlocks, Mean, Moved, MovingAverage, derived  # noqa: E402
+from zckpt.core.recipes import Mean, Moved, MovingAverage, derived  # noqa: E402
+from zckpt.core.stores import FileStore, MemoryStore  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.independent import derived_again  # noqa: E402
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
-from zckpt.engine.reference import cast  # noqa: E402
+from zckpt.engine.rounding import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
 from zckpt.engine.scan_requests import CrcRange, comparisons, requests_of  # noqa: E402
 from zckpt.engine.tensor_statistics import Relation  # noqa: E402

@@ -13,7 +13,8 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.evidence import OWN_INDEX
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
     BesideMaster,

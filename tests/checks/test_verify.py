@@ -28,7 +28,7 @@ from zckpt.base.words import size
 from zckpt.checks.verdict import Verification
 from zckpt.containers import torch_zip
 from zckpt.core import plan
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.engine import scan as scan_module
 from zckpt.engine.scan_requests import AGAINST, CrcRange, request_of_bytes
 from zckpt.jobs.open import open_catalog

@@ -21,7 +21,7 @@ from zckpt.base.errors import ZckptError
 from zckpt.containers import AlikePickles, NumpyArray, Placeholder, StorageRef, TensorRef, open_container, torch_zip
 from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import Input, open_input
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -8,7 +8,8 @@ import pytest
 
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore
 
 RIGHT: dict[str, Any] = {
     "name": "w",

@@ -18,7 +18,8 @@ from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import F32
 from zckpt.core.evidence import LIVE
-from zckpt.core.fragments import ComputedStore, FileStore, Fragment
+from zckpt.core.fragments import ComputedStore, Fragment
+from zckpt.core.stores import FileStore
 
 STORE = FileStore("f", 1 << 20)
 

@@ -11,9 +11,10 @@ import zckpt
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.evidence import LIVE
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.ledger import Fate, check_closed, names_unread
 from zckpt.core.recipes import Mean, derived
+from zckpt.core.stores import FileStore
 from zckpt.jobs.steps import WorkingModel
 
 STORE = FileStore("weights", 4000)

@@ -16,9 +16,10 @@ from zckpt.core import plan
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import BF16, F32
-from zckpt.core.fragments import Block, FileStore, Fragment
+from zckpt.core.fragments import Block, Fragment
 from zckpt.core.overlaps import clip, embed, first_gap, place, shifted
 from zckpt.core.plan import Move, Plan, route
+from zckpt.core.stores import FileStore
 from zckpt.core.views import transposed
 
 Place = tuple[str, int]

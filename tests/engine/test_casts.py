@@ -17,12 +17,13 @@ from zckpt._core import cast as native_cast
 from zckpt._core import use_vector_paths
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.engine.elements import ElementReader
 from zckpt.engine.move import run
-from zckpt.engine.reference import cast as reference_cast
 from zckpt.engine.replicas import first_difference
+from zckpt.engine.rounding import cast as reference_cast
 from zckpt.engine.rounding import rounded
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons

@@ -25,8 +25,9 @@ from zckpt._core import inject
 from zckpt.containers import torch_zip
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.engine.move import run
 from zckpt.storage.location import locate
 

@@ -22,7 +22,7 @@ from zckpt.engine import independent
 from zckpt.engine.checksums import join
 from zckpt.engine.confirm import can_confirm
 from zckpt.engine.independent import derived_again, differences
-from zckpt.engine.reference import cast
+from zckpt.engine.rounding import cast
 from zckpt.engine.scan_requests import CrcRange
 from zckpt.storage.location import locate
 

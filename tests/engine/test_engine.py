@@ -24,8 +24,9 @@ from zckpt.base import pace as tuning
 from zckpt.base.errors import UsageError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.engine.move import Mode, run
 from zckpt.engine.scan import scan
 from zckpt.storage.location import locate

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zckpt.core.recipes import MatrixBlocks
+from zckpt.core.folds import MatrixBlocks
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 
 KERNELS = (NativeKernels(), ReferenceKernels())

@@ -28,13 +28,14 @@ from zckpt.base.errors import CorruptError, InconsistentError, OutputError, Unsu
 from zckpt.core import dtypes
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_NAME, F16, F32, F64, DType
-from zckpt.core.fragments import Block, FileStore, Fragment, MemoryStore
+from zckpt.core.fragments import Block, Fragment
 from zckpt.core.overlaps import embed, place
 from zckpt.core.plan import Checksum, OutputFile, Plan
+from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.core.views import transposed
 from zckpt.engine.move import Mover, run
 from zckpt.engine.output_files import output_failed
-from zckpt.engine.reference import cast as reference_cast
+from zckpt.engine.rounding import cast as reference_cast
 from zckpt.storage.location import locate
 from zckpt.team.part_move import begin, move
 from zckpt.team.partition import part_of

@@ -17,9 +17,10 @@ from zckpt.base.errors import CorruptError, InconsistentError
 from zckpt.core import plan as plans
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
-from zckpt.core.fragments import DerivedStore, FileStore, Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, WeightedSum, derived
+from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derived
+from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run

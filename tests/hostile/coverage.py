@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["zckpt.containers", "zckpt.storage.json
 
 from zckpt.base.errors import ZckptError  # noqa: E402
 from zckpt.core.dtypes import F32  # noqa: E402
-from zckpt.core.fragments import FileStore  # noqa: E402
+from zckpt.core.stores import FileStore  # noqa: E402
 from zckpt.storage.location import locate  # noqa: E402
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -22,7 +22,7 @@ from zckpt.containers.meanings import MEANINGS
 from zckpt.containers.opcodes import OPCODES
 from zckpt.containers.pickles import load_pickle
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.layouts.joining.patterns import Patterns
 
 MAX_PEAK_BYTES = 64 << 20

@@ -17,7 +17,8 @@ from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.evidence import LIVE
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import MemoryStore
 from zckpt.jobs.groups import Form
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import rearranged
+from zckpt.core.stores import MemoryStore
 from zckpt.core.views import strided, transposed
 from zckpt.jobs.open import read_tensor
 

@@ -20,7 +20,7 @@ from zckpt.checks.second import compare_places
 from zckpt.cli import app
 from zckpt.containers import TensorRef
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.save.state_names import WRAPPERS, match_names
 

@@ -21,7 +21,8 @@ from zckpt.base.errors import IncompleteError, InconsistentError, UnsafeError, U
 from zckpt.checks.verify import verify
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import MemoryStore
 from zckpt.engine import replicas
 from zckpt.jobs.convert import convert, prepare
 from zckpt.jobs.declarations import CONVERT

@@ -318,7 +318,7 @@ def dtensor(size: Any, mesh: Any, at: Any, placements: Any, local: torch.Tensor)
     """What the pickle machine makes of a DTensor."""
     from zckpt.containers.tensor_ref import TensorRef
     from zckpt.core.dtypes import I64
-    from zckpt.core.fragments import FileStore
+    from zckpt.core.stores import FileStore
 
     store = FileStore("f", 1 << 20)
     ref = TensorRef(store, 0, I64, tuple(local.shape), tuple(local.stride()), "0", 0, 1 << 10, 0)

@@ -14,7 +14,8 @@ from hangs import HANG_S
 from zckpt.base.errors import IncompleteError, InconsistentError, UsageError
 from zckpt.core.catalog import TensorPart
 from zckpt.core.dtypes import BF16, F32, DType
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import MemoryStore
 from zckpt.live.assignment import Assignment, assign
 from zckpt.live.parts import Offer
 from zckpt.live.ranks import Ranks

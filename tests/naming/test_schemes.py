@@ -16,7 +16,8 @@ from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, 
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.evidence import LIVE
-from zckpt.core.fragments import FileStore, Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed

@@ -28,8 +28,8 @@ from zckpt._core import inject
 from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsafeError
 from zckpt.cli import app
 from zckpt.core.dtypes import BF16
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.engine.move import run
 from zckpt.jobs.convert import prepare
 from zckpt.jobs.declarations import CONVERT

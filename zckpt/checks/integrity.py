@@ -19,7 +19,7 @@ from zckpt.checks.scan_order import ScanOrder
 from zckpt.containers import TensorRef, torch_zip
 from zckpt.containers.container import Container, open_input
 from zckpt.core.catalog import Catalog, Padding, Replica, TensorEntry
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.engine.checksums import Partial, join
 from zckpt.engine.early import EarlyFile, EarlyReads
 from zckpt.engine.scan import scan

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from zckpt.core.catalog import Catalog, Padding, TensorEntry
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import Move
+from zckpt.core.stores import FileStore
 from zckpt.engine.early import EarlyFile
 from zckpt.engine.scan_requests import (
     AGAINST,

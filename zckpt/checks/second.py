@@ -17,7 +17,8 @@ from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.fragments import ComputedStore, DerivedStore, Fragment
+from zckpt.core.fragments import ComputedStore, Fragment
+from zckpt.core.recipes import DerivedStore
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import BesideMaster, SecondLook, StoredRows, UnprovedFamily, hold_whole

@@ -13,7 +13,7 @@ from typing import Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.storage.location import Location, OpenFile, locate
 
 _HEAD_BYTES, _TAIL_BYTES = 2048, 1024

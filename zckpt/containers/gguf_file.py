@@ -26,7 +26,7 @@ from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.skeleton import Skeleton
 from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef, TensorRef
 from zckpt.core.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, U8, DType
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 
 MAGIC = b"GGUF"
 VERSION = 3

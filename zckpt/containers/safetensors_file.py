@@ -30,7 +30,7 @@ from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.skeleton import Skeleton, TensorSpec, check_names
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef
 from zckpt.core.dtypes import BY_NAME, IN_SAFETENSORS
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.storage.json_files import check_size
 
 MAX_HEADER_BYTES = 100_000_000

@@ -17,7 +17,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.containers.inert import brief
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import Block, FileStore, Fragment, fragment_of
+from zckpt.core.fragments import Block, Fragment, fragment_of
+from zckpt.core.stores import FileStore
 
 MAX_NUMBER = 2**63 - 1
 """torch's shapes, strides and offsets are signed 64-bit numbers."""

@@ -32,8 +32,8 @@ from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec, check_names
 from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef
 from zckpt.containers.zip_directory import END, END64, ENTRY, LOCAL_HEADER, LOCATOR, MAX16, MAX32, Directory
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import Checksum
+from zckpt.core.stores import FileStore
 
 ALIGNMENT = 64
 PAGE = 4096

@@ -19,8 +19,9 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, Inconsi
 from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import DType
 from zckpt.core.evidence import Evidence
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import first_gap
+from zckpt.core.stores import FileStore
 
 Role = Literal["parameter", "frozen", "buffer"]
 _ROLES = frozenset(get_args(Role))

@@ -20,8 +20,9 @@ from operator import le
 from typing import NamedTuple
 
 from zckpt.base.errors import COPY_AGAIN, InconsistentError, UnsupportedError
-from zckpt.core.fragments import Block, ComputedStore, FileStore, Fragment, MemoryStore, Store
+from zckpt.core.fragments import Block, ComputedStore, Fragment
 from zckpt.core.overlaps import are_other_cells, overlaps
+from zckpt.core.stores import FileStore, MemoryStore, Store
 
 _MOST_COMPARED = 2_000_000
 """The most rows of claims that are compared one by one, in one store. Real files need none."""
@@ -145,7 +146,7 @@ def _key(store: Store) -> Hashable:
     """Equal for all stores of the same file, and for all memory."""
     if isinstance(store, MemoryStore):
         return MemoryStore
-    return store.path if type(store) is FileStore else store
+    return store.path if type(store) is FileStore else id(store)
 
 
 def _base(store: Store) -> int:

@@ -1,4 +1,4 @@
-"""Fragments: pitched runs of a tensor's elements, and the stores (files or memory) that hold them.
+"""Fragments: pitched runs of a tensor's elements in a store.
 
 For catalogs and the router. Pure arithmetic; no file is opened here.
 
@@ -15,68 +15,13 @@ whose elements are apart is written as runs of one element (count 1, pitch 1), s
 from __future__ import annotations
 
 import heapq
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError
-
-if TYPE_CHECKING:
-    from zckpt.core.folds import Uptake
-    from zckpt.core.recipes import Recipe
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FileStore:
-    """A file that holds elements.
-
-    Attributes:
-        path: where the file is.
-        size: its size in bytes when it was opened.
-        identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the engine refuses a file that changed since.
-        byteorder: byte order of the numbers in it.
-        is_remote: whether `path` is an address.
-        fellow: of a file that is missing, the path of the one that it is taken to be built as (`storage.stand_in`); a single
-            number may be read there. Empty for all others.
-        at_hand: whether an engine reads it itself; if not, it works on a copy in memory of what a batch needs.
-    """
-
-    path: str
-    size: int
-    identity: tuple[int, int, int] = (0, 0, 0)
-    byteorder: Literal["little", "big"] = "little"
-    is_remote: bool = False
-    fellow: str = ""
-
-    @property
-    def at_hand(self) -> bool:
-        """As above."""
-        return not self.is_remote
-
-    def __str__(self) -> str:
-        return self.path
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MemoryStore:
-    """Memory that holds elements, in the machine's byte order.
-
-    Attributes:
-        address: of the first byte.
-        size: in bytes.
-        owner: whatever keeps the memory alive.
-    """
-
-    address: int
-    size: int
-    owner: object = None
-    byteorder: Literal["little", "big"] = "little"
-    at_hand: ClassVar[bool] = True
-
-    def __str__(self) -> str:
-        return f"memory at {self.address:#x}"
+from zckpt.core.stores import MemoryStore, Store
 
 
 class ComputedStore:
@@ -113,31 +58,6 @@ class ComputedStore:
 
     def __str__(self) -> str:
         return "computed elements"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DerivedStore:
-    """Elements that a recipe computes from tensors while they are moved, a part at a time; they are nowhere before.
-
-    Attributes:
-        recipe: how they are computed.
-        itemsize: bytes of one of them.
-        size: in bytes.
-        steps: how an engine computes them itself from the inputs of the recipe (`core.recipes.folded`); empty where it cannot.
-    """
-
-    recipe: Recipe
-    itemsize: int
-    size: int
-    steps: tuple[Uptake, ...] = ()
-    byteorder: ClassVar[Literal["little", "big"]] = "little" if sys.byteorder == "little" else "big"
-    at_hand: ClassVar[bool] = False
-
-    def __str__(self) -> str:
-        return "computed elements"
-
-
-Store = FileStore | MemoryStore | ComputedStore | DerivedStore
 
 
 class Run(NamedTuple):

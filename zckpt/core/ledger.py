@@ -14,7 +14,8 @@ from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.claims import ByteSpan, Claim, Claims
-from zckpt.core.fragments import ComputedStore, DerivedStore, Fragment
+from zckpt.core.fragments import ComputedStore, Fragment
+from zckpt.core.recipes import DerivedStore
 
 Kind = Literal["option", "rule"]
 

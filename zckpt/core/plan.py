@@ -15,8 +15,10 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import Block, DerivedStore, FileStore, Fragment, Store, fragment_of
+from zckpt.core.fragments import Block, Fragment, fragment_of
 from zckpt.core.overlaps import overlaps, touching
+from zckpt.core.recipes import DerivedStore
+from zckpt.core.stores import FileStore, Store
 
 SLAB_BYTES = 8 << 20
 """The most bytes in one move of a source behind an address: a batch of such moves is held in memory."""

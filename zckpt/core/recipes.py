@@ -7,121 +7,18 @@ its numbers depend on; `engine.bringing` follows it, for the parts that a batch 
 from __future__ import annotations
 
 import math
+import sys
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.folds import Fold, How, Uptake, are_at_hand, folded
-from zckpt.core.fragments import DerivedStore, Fragment
+from zckpt.core.folds import Fold, How, Tools, Uptake, are_at_hand, folded
+from zckpt.core.fragments import Fragment
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float32]
-    Bytes = NDArray[np.uint8]
-    Array = NDArray[np.generic]
-
-
-class MatrixBlocks(NamedTuple):
-    """How blocks lie over a matrix of which some rows are at hand. Blocks are numbered row by row, from the matrix's first one.
-
-    Attributes:
-        rows: those at hand.
-        columns: of the matrix.
-        block_rows: of a block; the last ones may have fewer.
-        block_columns: likewise.
-        first: the number of the first row at hand.
-    """
-
-    rows: int
-    columns: int
-    block_rows: int
-    block_columns: int
-    first: int = 0
-
-
-class Rounded(NamedTuple):
-    """What became of numbers that were rounded.
-
-    Attributes:
-        saturated: those that became the largest number though another step of the same size would have been nearer.
-        underflowed: those that became zero and were not.
-        error: the largest difference between a number and what it became; NaN if one is NaN.
-    """
-
-    saturated: int
-    underflowed: int
-    error: float
-
-
-class Kernels(Protocol):
-    """Loops over elements; the C++ ones and those of the reference give the same bits. Arrays are dense, of one dimension."""
-
-    def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
-        """Adds `weight` times each number to `total`, in place: the weight, the product and the sum are rounded to fp32."""
-
-    def approach(self, total: Floats, numbers: Floats, divisor: float) -> None:
-        """Moves `total` by (number - total) / divisor, in place; each step is rounded to fp32."""
-
-    def blend(self, total: Floats, numbers: Floats, keep: float, weight: float) -> None:
-        """Makes `total` keep * total + weight * number, in place; factors, products and sum are rounded to fp32."""
-
-    def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
-        """The sums of a * b, a * a and b * b, in fp64: of every 16th element in order, then these 16 sums in order."""
-
-    def add_low_rank(self, total: Floats, left: Floats, right: Floats, rank: int, scaling: float) -> None:
-        """Adds `scaling` times the matrix product of `left` (rows x rank) and `right` (rank x columns) to `total`, in place.
-
-        Each element of the product is a sum of fused multiply-adds in fp32, in the order of the ranks; it is multiplied and
-        added, each time rounded to fp32.
-        """
-
-    def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
-        """Puts the largest magnitude of each block into `found`; infinity is larger than all numbers, and NaN than infinity."""
-
-    def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
-        """Multiplies the numbers of each block by its factor, in place; products are rounded to fp32."""
-
-    def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
-        """Divides the numbers of each block by its factor (positive), rounds to fp32, then to E4M3, both to nearest even.
-
-        What is larger than E4M3's largest number, 448, becomes that; NaN stays NaN. The bits go into `out`.
-        """
-
-    def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
-        """Writes each 32 numbers as a block of 34 bytes (ggml's Q8_0): the scale as fp16, and the numbers divided by it.
-
-        The scale is the largest absolute number by 127. Numbers are rounded to whole ones, halves away from zero. A block that
-        holds NaN or infinity has no meaning, and is the same from both engines.
-        """
-
-    def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
-        """The other way: each block's whole numbers times its scale."""
-
-
-class Tools(Protocol):
-    """What a recipe computes with."""
-
-    @property
-    def kernels(self) -> Kernels:
-        """The loops of the engine that works."""
-
-    def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
-        """Elements [start, stop) of a tensor, as an array that the caller may change.
-
-        They are cast to `dtype`, rounded once; by default they stay in their own. Dtypes that numpy lacks (bf16, fp8) come
-        as unsigned integers of their width.
-
-        Raises:
-            CastError: a number is too large for `dtype`.
-            ZckptError: a source cannot be read, or changed.
-        """
-
-    def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
-        """The same as fp32."""
+    from zckpt.core.folds import Array
 
 
 class Recipe(Protocol):
@@ -144,6 +41,28 @@ class Recipe(Protocol):
 
         `start` is a multiple of `unit`, and `stop` is one or the end of the tensor. Several threads may call it at once.
         """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DerivedStore:
+    """Elements that a recipe computes from tensors while they are moved, a part at a time; they are nowhere before.
+
+    Attributes:
+        recipe: how they are computed.
+        itemsize: bytes of one of them.
+        size: in bytes.
+        steps: how an engine computes them itself from the inputs of the recipe (`core.recipes.folded`); empty where it cannot.
+    """
+
+    recipe: Recipe
+    itemsize: int
+    size: int
+    steps: tuple[Uptake, ...] = ()
+    byteorder: ClassVar[Literal["little", "big"]] = "little" if sys.byteorder == "little" else "big"
+    at_hand: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return "computed elements"
 
 
 def derived(name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, role: Role = "parameter") -> TensorEntry:

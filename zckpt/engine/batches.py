@@ -12,8 +12,10 @@ from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.fragments import ComputedStore, DerivedStore, FileStore, MemoryStore, Store
+from zckpt.core.fragments import ComputedStore
 from zckpt.core.plan import Move, OutputFile, Plan
+from zckpt.core.recipes import DerivedStore
+from zckpt.core.stores import FileStore, MemoryStore, Store
 from zckpt.engine.checksums import element_ranges
 from zckpt.storage.descriptors import MOST_STORES
 

@@ -15,10 +15,12 @@ from zckpt.base.errors import CastError, read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.fragments import DerivedStore, FileStore, Fragment, MemoryStore
+from zckpt.core.folds import Kernels, Tools
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import touching
 from zckpt.core.plan import Move, Plan
-from zckpt.core.recipes import Kernels, Tools, followed
+from zckpt.core.recipes import DerivedStore, followed
+from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.batches import Batch, batches
 from zckpt.engine.kernels import kernels_of
 from zckpt.engine.prefetch import Span, check_unchanged, moved_near
@@ -27,7 +29,7 @@ from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles, will_need
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Array, Floats
+    from zckpt.core.folds import Array, Floats
 
 try:
     from zckpt._core import let_go

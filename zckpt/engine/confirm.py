@@ -16,7 +16,8 @@ from zckpt.base.errors import read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, DType
-from zckpt.core.fragments import FileStore, Fragment, Store
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore, Store
 from zckpt.engine.batches import packed_ranges, packed_store, progress_after
 from zckpt.engine.checksums import Partial
 from zckpt.engine.scan_requests import CrcRange

@@ -6,7 +6,6 @@ slices). It shares nothing with the engine that it checks but the geometry of th
 
 from __future__ import annotations
 
-import array
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,22 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from zckpt.base.errors import read_error
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.fragments import (
-    DerivedStore,
-    FileStore,
-    Fragment,
-    Run,
-    Store,
-    runs_in_order,
-)
+from zckpt.core.folds import Kernels
+from zckpt.core.fragments import ComputedStore, Fragment, Run, runs_in_order
 from zckpt.core.overlaps import clip
-from zckpt.core.recipes import Kernels, followed
+from zckpt.core.recipes import DerivedStore, followed
+from zckpt.core.stores import FileStore, MemoryStore, Store
 from zckpt.engine.kernels import ReferenceKernels
+from zckpt.engine.rounding import cast, native
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Array, Floats
+    from zckpt.core.folds import Array, Floats
 
 _SPAN_BYTES = 1 << 20
 """Elements that are apart are read together with what is between them, so many bytes at once."""
@@ -105,8 +100,6 @@ class _Tools:
         """As `Tools.read`."""
         import numpy as np
 
-        from zckpt.engine.reference import cast
-
         data = self._reader.read(elements(entry, start, stop))
         if dtype is not None and dtype != entry.dtype:
             data, _, _ = cast(data, entry.dtype, dtype, sys.byteorder, clamp=False)
@@ -171,12 +164,12 @@ def read_elements(store: Store, fd: int, offset: int, count: int, step: int, ite
 
 
 def _read(store: Store, fd: int, offset: int, nbytes: int) -> bytes:
-    if isinstance(store, DerivedStore):
-        raise TypeError("elements that are nowhere yet")
-    if not isinstance(store, FileStore):
+    if isinstance(store, MemoryStore | ComputedStore):
         import ctypes  # which is slow to import, and seldom wanted
 
         return ctypes.string_at(store.address + offset, nbytes)
+    if not isinstance(store, FileStore):
+        raise TypeError("elements that are nowhere yet")
     parts: list[bytes] = []
     while nbytes:
         try:
@@ -188,13 +181,3 @@ def _read(store: Store, fd: int, offset: int, nbytes: int) -> bytes:
         parts.append(part)
         offset, nbytes = offset + len(part), nbytes - len(part)
     return b"".join(parts)
-
-
-def native(data: bytes, dtype: DType, byteorder: str) -> bytes:
-    """Elements in the machine's byte order."""
-    width = dtype.swap(byteorder)
-    if not width:
-        return data
-    numbers = array.array({2: "H", 4: "I", 8: "Q"}[width], data)
-    numbers.byteswap()
-    return numbers.tobytes()

@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import gives_back, pace, thread_count
 from zckpt.core.catalog import Replica
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import clip
+from zckpt.core.stores import FileStore
 from zckpt.engine.batches import progress_after
 from zckpt.engine.confirm import Confirmed, Pair, Unequal, can_be_copy, can_confirm, confirm
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.prefetch import check_unchanged
-from zckpt.engine.reference import cast
+from zckpt.engine.rounding import cast
 from zckpt.engine.scan_requests import CrcRange
 
 _PART = 1 << 20

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt.core.recipes import Kernels, MatrixBlocks, Rounded
+from zckpt.core.folds import Kernels, MatrixBlocks, Rounded
 from zckpt.engine import kernels_fp8
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Bytes, Floats
+    from zckpt.core.folds import Bytes, Floats
 
 try:
     from zckpt import _core

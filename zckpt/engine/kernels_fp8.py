@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt.core.recipes import MatrixBlocks, Rounded
+from zckpt.core.folds import MatrixBlocks, Rounded
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Bytes, Floats
+    from zckpt.core.folds import Bytes, Floats
 
 _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 _LEAST_NORMAL, _HALFWAY, _LARGEST = 0x3C800000, 0x43E80000, 0x43E00000

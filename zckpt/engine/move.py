@@ -18,8 +18,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
 from zckpt.base.pace import Pace, engine_error, gives_back, pace, thread_count, window_bytes
 from zckpt.core.dtypes import CAST_TARGETS
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
 from zckpt.engine.bringing import Bringer
 from zckpt.engine.checksums import Partial, joined, seal

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from zckpt.base.errors import InconsistentError, redact
-from zckpt.core.fragments import FileStore, MemoryStore, Store
+from zckpt.core.stores import FileStore, MemoryStore, Store
 from zckpt.engine.batches import Batch, span_bytes
 from zckpt.storage import fsspec_io
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.core.dtypes import BY_NAME, DType
-from zckpt.engine.elements import native, read_elements
-from zckpt.engine.reference import cast, widen
+from zckpt.engine.elements import read_elements
+from zckpt.engine.rounding import cast, native, widen
 from zckpt.engine.scan_requests import AGAINST, CRC_OTHER, CRC_SOURCE, NUMBERS, ScanBatch
 from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
 

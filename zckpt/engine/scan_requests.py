@@ -14,8 +14,9 @@ from typing import NamedTuple
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.core.dtypes import U8, DType
-from zckpt.core.fragments import FileStore, Fragment, Store
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import SLAB_BYTES, Move, route
+from zckpt.core.stores import FileStore, Store
 from zckpt.engine.batches import MOST_DISTANT_BYTES, MOST_MOVES, Batch
 from zckpt.engine.prefetch import Bring, Span, in_memory
 from zckpt.storage.descriptors import MOST_STORES

@@ -11,7 +11,7 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import examples, matches
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
-from zckpt.core.fragments import DerivedStore
+from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.groups import Casting
 
 _DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}

@@ -14,8 +14,8 @@ from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.engine import replicas
 from zckpt.jobs.casting import check_kept, dtype_of, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked

@@ -19,9 +19,10 @@ from zckpt.base.errors import NoTensorError, UnsupportedError, UsageError
 from zckpt.base.words import as_html, count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.evidence import Evidence
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
+from zckpt.core.stores import MemoryStore
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.opened import Opened as Opened
 from zckpt.jobs.opened import dequantised, opened_as_stored

@@ -16,7 +16,8 @@ from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore
 from zckpt.layouts.save.family import Family, NamedFile, RankFacts
 from zckpt.layouts.save.listing import Listing
 

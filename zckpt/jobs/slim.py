@@ -22,8 +22,8 @@ from zckpt.base.words import count, examples, joined, size
 from zckpt.containers import Container, TensorRef
 from zckpt.containers.storages import placeholders_in, tensors_in
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan, literal_file
+from zckpt.core.stores import FileStore
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.declarations import Asked

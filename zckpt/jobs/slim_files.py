@@ -15,8 +15,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, ZckptError
 from zckpt.containers import Container, TensorRef, TensorSpec
 from zckpt.containers.storages import tensors_in, waste_of
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile
+from zckpt.core.stores import FileStore
 from zckpt.layouts import is_of_save
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import is_own

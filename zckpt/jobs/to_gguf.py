@@ -16,8 +16,8 @@ from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.sizes import to_bytes
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.fragments import DerivedStore
 from zckpt.core.plan import Plan
+from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_GGUF, Asked
 from zckpt.jobs.left_out import find_left_out

@@ -17,7 +17,7 @@ from zckpt.base.errors import InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples, joined
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
-from zckpt.core.fragments import DerivedStore
+from zckpt.core.recipes import DerivedStore
 from zckpt.engine.independent import differences
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.naming.adapter_names import adapters_in, found_in

@@ -23,7 +23,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError
 from zckpt.core.catalog import Role, TensorEntry, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME, DType
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import MemoryStore
 from zckpt.live.parts import LocalModel, Offer
 from zckpt.live.ranks import Ranks
 from zckpt.team.meeting import attempt, first_error

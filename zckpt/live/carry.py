@@ -21,8 +21,9 @@ import torch
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import Plan
+from zckpt.core.stores import MemoryStore
 from zckpt.engine.checksums import crc32, share
 from zckpt.engine.move import run
 from zckpt.live import device

@@ -20,9 +20,10 @@ from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
-from zckpt.core.fragments import Block, Fragment, MemoryStore
+from zckpt.core.fragments import Block, Fragment
 from zckpt.core.overlaps import clip, place
 from zckpt.core.plan import Plan
+from zckpt.core.stores import MemoryStore
 from zckpt.engine import replicas
 from zckpt.engine.move import run
 from zckpt.jobs.open import as_named_by

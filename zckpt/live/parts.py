@@ -27,7 +27,8 @@ from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.core.catalog import Role, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME, DType
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import MemoryStore
 from zckpt.layouts.save.state_names import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
 from zckpt.live.slices import WholeCopy, local_part, master_of, reshard_modules, whole_copy_of

@@ -19,8 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed
+from zckpt.core.stores import MemoryStore
 
 _SHARDED_PARAMETER = "_zckpt_sharded_parameter"  # set by `runtime.sharding` on the parameters that it trains
 

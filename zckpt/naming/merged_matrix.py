@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.recipes import Tools
+from zckpt.core.folds import Tools
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Array, Floats
+    from zckpt.core.folds import Array, Floats
 
 _KEPT_BYTES = 128 << 20
 _ROWS_AT_ONCE = 1 << 20

@@ -24,7 +24,7 @@ from zckpt.core.recipes import derived
 from zckpt.core.views import transposed
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Array, Tools
+    from zckpt.core.folds import Array, Tools
 
 Shape = tuple[int, ...]
 Fragments = tuple[Fragment, ...]

@@ -19,9 +19,11 @@ from zckpt.base.version import __version__
 from zckpt.base.words import count, joined
 from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import SHORT_NAMES, DType
-from zckpt.core.fragments import ComputedStore, DerivedStore, FileStore, MemoryStore, Store
+from zckpt.core.fragments import ComputedStore
 from zckpt.core.ledger import Fate
 from zckpt.core.plan import Plan
+from zckpt.core.recipes import DerivedStore
+from zckpt.core.stores import FileStore, MemoryStore, Store
 from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import MoveOptions, Written
 from zckpt.output.journal import Finished
@@ -31,8 +33,6 @@ from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location, location_of
 
 Overflow = Literal["error", "inf", "clamp"]
-
-_Real = FileStore | MemoryStore | ComputedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _states(plan: Plan) -> Callable[[Store], tuple[object, ...]]:
     return state
 
 
-def _stores(entry: TensorEntry | TensorPart) -> Iterator[_Real]:
+def _stores(entry: TensorEntry | TensorPart) -> Iterator[Store]:
     """The files, and the memory, that an entry's elements come from."""
     for fragment in entry.fragments:
         if isinstance(fragment.store, DerivedStore):
@@ -214,12 +214,13 @@ def _stores(entry: TensorEntry | TensorPart) -> Iterator[_Real]:
             yield fragment.store
 
 
-def _state(store: _Real, found: Mapping[str, fsspec_io.Status]) -> tuple[object, ...]:
+def _state(store: Store, found: Mapping[str, fsspec_io.Status]) -> tuple[object, ...]:
     """Of one file, or of memory; `found`: what stores say of files at addresses."""
-    if not isinstance(store, FileStore):
+    if isinstance(store, MemoryStore | ComputedStore):
         from hashlib import sha256
 
         return (sha256(ctypes.string_at(store.address, store.size)).hexdigest(),)
+    assert isinstance(store, FileStore)
     if store.is_remote:
         status = found[store.path]
         return store.path, store.byteorder, status.size, *status.identity

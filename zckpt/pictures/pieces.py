@@ -15,7 +15,8 @@ from typing import Literal
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import ComputedStore, FileStore, Fragment
+from zckpt.core.fragments import ComputedStore, Fragment
+from zckpt.core.stores import FileStore
 from zckpt.pictures.rows import FileGrid
 
 Piece = list[int]

@@ -13,7 +13,8 @@ from statistics import median_low
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog, Topology
-from zckpt.core.fragments import ComputedStore, FileStore, Fragment
+from zckpt.core.fragments import ComputedStore, Fragment
+from zckpt.core.stores import FileStore
 from zckpt.jobs.inspection import Inspection
 from zckpt.jobs.rank_files import Cell, Grid, other_files, place_of
 

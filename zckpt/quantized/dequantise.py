@@ -12,11 +12,11 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.recipes import Tools
+from zckpt.core.folds import Tools
 from zckpt.quantized.grids import Grid
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Array
+    from zckpt.core.folds import Array
 
 
 @dataclass(frozen=True, slots=True)

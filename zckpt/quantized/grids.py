@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.recipes import MatrixBlocks
+from zckpt.core.folds import MatrixBlocks
 
 _MOST = 1 << 21
 """Elements that are computed at once, 8 MiB of fp32; a row of blocks that has more stays whole if it has few rows."""

@@ -15,7 +15,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, examples, joined
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.fragments import DerivedStore, Fragment
+from zckpt.core.fragments import Fragment
+from zckpt.core.recipes import DerivedStore
 from zckpt.quantized.configs import Quantization
 from zckpt.quantized.forms import BESIDE_MODULE, FLOATS, FORMS, WHOLE, PackedForm
 from zckpt.quantized.plain import is_fp8

@@ -19,11 +19,12 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F32, DType
-from zckpt.core.recipes import Rounded, Tools, derived
+from zckpt.core.folds import Rounded, Tools
+from zckpt.core.recipes import derived
 from zckpt.quantized.grids import Grid
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Array, Floats
+    from zckpt.core.folds import Array, Floats
 
 _LEAST = 1e-12
 _LARGEST = 448.0

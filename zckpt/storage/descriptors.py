@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, redact
-from zckpt.core.fragments import FileStore, Store
+from zckpt.core.stores import FileStore, Store
 
 MOST_STORES = 512
 """The most files that one batch may name: all of them are open while it runs."""

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, NotACheckpointError
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.storage import fsspec_io, identity
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.storage.location import Location, OpenFile
 
 

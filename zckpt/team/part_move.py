@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.stores import FileStore
 from zckpt.engine import checksums
 from zckpt.engine.batches import batches, element_bytes
 from zckpt.engine.checksums import Partial

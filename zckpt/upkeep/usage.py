@@ -23,7 +23,8 @@ from zckpt.containers import open_container
 from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.places import find

@@ -12,8 +12,9 @@ from dataclasses import replace
 from zckpt.base.errors import UnsupportedError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import U8
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, literal_file
+from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import optimizers_of

@@ -23,8 +23,9 @@ from zckpt.containers.emit import Size, emit
 from zckpt.containers.skeleton import Skeleton
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import Checksum, OutputFile, literal_file
+from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace, Shape
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted

@@ -17,7 +17,7 @@ from zckpt.core.dtypes import F32, U8
 from zckpt.core.recipes import derived
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Array, Tools
+    from zckpt.core.folds import Array, Tools
 
 
 @dataclass(frozen=True, slots=True)

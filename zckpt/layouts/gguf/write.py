@@ -15,8 +15,9 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.containers.gguf_file import BY_DTYPE, Q8_0, GgmlType, GgufSpec, GgufValue, skeleton
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Pair
+from zckpt.core.stores import FileStore
 from zckpt.layouts.gguf.blocks import in_blocks
 
 TYPES = {"f32": BY_DTYPE[F32], "f16": BY_DTYPE[F16], "bf16": BY_DTYPE[BF16], "q8_0": Q8_0}

@@ -25,8 +25,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.containers import Placeholder, torch_zip
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
+from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.steps import TRACKER
 

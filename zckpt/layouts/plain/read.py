@@ -30,8 +30,9 @@ from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import IN_SAFETENSORS, DType
 from zckpt.core.evidence import LEFT_OUT, OWN_INDEX, Evidence
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, literal_file
+from zckpt.core.stores import FileStore
 from zckpt.layouts.plain import rank_parts
 from zckpt.layouts.plain.files import OPTIMIZER as OPTIMIZER
 from zckpt.layouts.plain.files import PATTERNS, chosen_index, weight_files

@@ -13,8 +13,8 @@ from contextlib import suppress
 from zckpt.base.errors import CorruptError, ZckptError
 from zckpt.base.words import examples
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
+from zckpt.core.stores import FileStore
 from zckpt.storage.identity import leads_out_of
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location

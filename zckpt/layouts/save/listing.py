@@ -17,7 +17,7 @@ from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, open_container, torch_zip
 from zckpt.containers.emit import contiguous_stride
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, U8, DType
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile
+from zckpt.core.stores import FileStore
 from zckpt.layouts.joining.slices import Joint, cut
 from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.moe.experts import is_own

@@ -16,8 +16,9 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, TensorSpec, torch_zip
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import U8, DType
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile
+from zckpt.core.stores import FileStore
 from zckpt.layouts.save.module_states import whole
 
 Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]

@@ -25,8 +25,8 @@ from zckpt.containers import Placeholder, TensorSpec
 from zckpt.containers.emit import Size
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F16, DType
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile
+from zckpt.core.stores import FileStore
 from zckpt.layouts.run.training import Form, ParameterGroup, Training, new_scaler
 from zckpt.layouts.run.vectors import VectorRun
 from zckpt.layouts.zero.partition import (

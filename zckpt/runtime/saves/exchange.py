@@ -25,8 +25,8 @@ import torch.distributed as dist
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError
 from zckpt.core.dtypes import ALL
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import Move, route
+from zckpt.core.stores import FileStore
 from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.saves.own_group import OwnGroup
 

@@ -21,7 +21,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, OutputError
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.core.catalog import TensorEntry, TensorPart
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore
 from zckpt.engine import move
 from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED

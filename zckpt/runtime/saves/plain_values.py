@@ -15,7 +15,8 @@ from zckpt.containers import NumpyArray, TensorRef
 from zckpt.containers.emit import Size
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME, DType
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.layouts.save.module_states import whole
 

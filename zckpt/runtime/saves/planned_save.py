@@ -14,8 +14,8 @@ import torch
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile
+from zckpt.core.stores import FileStore
 from zckpt.engine import move
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.zero import write_unsharded

@@ -21,8 +21,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, add_note
 from zckpt.base.words import size
 from zckpt.core.dtypes import BY_TORCH_NAME
-from zckpt.core.fragments import MemoryStore
 from zckpt.core.plan import Move, Plan
+from zckpt.core.stores import MemoryStore
 from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.saves.exchange import (
     LARGEST_ITEM,
@@ -157,7 +157,7 @@ class Rounds:
         """Asks each holder for pieces; returns what each rank asks this one for."""
         exchange, ranks = self._exchange, range(self._exchange.size)
         mine = [
-            (self._numbers[p.move.src.key], p.offset, p.count, p.move.src_dtype.number)  # type: ignore[union-attr]
+            (self._numbers[p.move.src.key], p.offset, p.count, p.move.src_dtype.number)  # type: ignore[attr-defined]
             for rank in ranks
             for p in pieces.get(rank, ())
         ]

@@ -27,7 +27,7 @@ import torch
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.base.words import size
-from zckpt.core.fragments import FileStore
+from zckpt.core.stores import FileStore
 
 ALIGN = 4096
 """What direct reads and writes are multiples of, in bytes."""
