@@ -199,7 +199,8 @@ def _wanted(
             "is made of several checkpoints, and not compared with one of them", file=manifests.NAME,
             remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
         )  # fmt: skip
-    from zckpt.jobs.steps import WorkingModel, steps_again
+    from zckpt.jobs.steps import steps_again
+    from zckpt.jobs.working_model import WorkingModel
 
     model = WorkingModel(catalog, place, Opened(catalog, place))
     try:

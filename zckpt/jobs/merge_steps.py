@@ -13,7 +13,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.jobs.base_model import complete, refuse_no_base
 from zckpt.jobs.groups import LoraMerge
 from zckpt.jobs.merged import lora_again, merged_with
-from zckpt.jobs.steps import WorkingModel, with_form
+from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.naming.adapter_names import found_in
 
 

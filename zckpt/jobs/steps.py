@@ -7,58 +7,18 @@ rows and dtypes, and never bytes. What a step needs is imported when something a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import Catalog
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting
 from zckpt.jobs.open import Opened, strip_wrappers
 from zckpt.jobs.selection import is_wanted, select, settled
-from zckpt.layouts.places import Place
+from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import read_config
 from zckpt.naming.adapter_names import unmerged
-from zckpt.storage.location import Location
-
-
-@dataclass(frozen=True, slots=True)
-class WorkingModel:
-    """What is known so far of the model that is written.
-
-    Attributes:
-        catalog: its tensors.
-        place: where its config is.
-        opened: the checkpoint.
-        config: what its `config.json` is to say, where a step says it; None for the one that is there.
-        notes: sentences for the user.
-        recorded: facts for the manifest, beside the options themselves.
-        given_up: tensor of the checkpoint -> the rule of the ledger by which the model does not have it.
-        left_out: names that a step took out of the catalog, as they were then.
-        earlier: names before the last change of form, which `exclude` may name too.
-        selectable: the tensors from which the selection chose.
-        made_from: what beside the checkpoint the model is made of.
-        sources: catalogs whose tensors must not contradict themselves.
-        copies: (location, name in the output) of tokenizer files and the like; None for those beside the checkpoint.
-        is_merged: whether tensors are computed of weights and adapters, and so keep the dtype of the weights where none is asked.
-        naming: the options for names, with the prefix that was found.
-    """
-
-    catalog: Catalog
-    place: Place
-    opened: Opened
-    config: Mapping[str, object] | None = None
-    notes: tuple[str, ...] = ()
-    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
-    given_up: Mapping[str, str] = field(default_factory=dict[str, str])
-    left_out: tuple[str, ...] = ()
-    earlier: tuple[str, ...] = ()
-    selectable: Mapping[str, TensorEntry] = field(default_factory=dict[str, TensorEntry])
-    made_from: tuple[Opened, ...] = ()
-    sources: tuple[Catalog, ...] = ()
-    copies: tuple[tuple[Location, str], ...] | None = None
-    is_merged: bool = False
-    naming: Naming = Naming()
 
 
 class ModelStep(Protocol):
@@ -143,13 +103,6 @@ class Reform:
 def _gguf_in(catalog: Catalog) -> object:
     """What a GGUF file says of itself; None for another checkpoint."""
     return catalog.extras.get("gguf")
-
-
-def with_form(recorded: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:
-    """Facts for the manifest, with further ones of the output's form."""
-    both = [form for facts in (more, recorded) if isinstance(form := facts.get("form"), Mapping)]
-    form = {key: value for one in both for key, value in one.items()}
-    return {**recorded, **more, **({"form": form} if form else {})}
 
 
 @dataclass(frozen=True, slots=True)
