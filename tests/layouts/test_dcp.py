@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -445,3 +447,61 @@ def test_storage_information_is_torchs_own() -> None:
     """Fields that a newer torch adds would be overlooked."""
     assert set(_StorageInfo.__dataclass_fields__) == {"relative_path", "offset", "length", "transform_descriptors"}
     assert set(MetadataIndex.__dataclass_fields__) == {"fqn", "offset", "index"}
+
+
+def casting_tensor(module: str, name: str, field: str, **more: object) -> Any:
+    """A class of tensors that stands for one of torchao's: it holds the weight, and says how it will be cast."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=torch.float32)
+
+        def __init__(self, inner: torch.Tensor) -> None:
+            for key, value in {**more, field: inner}.items():
+                setattr(self, key, value)
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            out = func(*(getattr(arg, field) if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+            return cls(out) if isinstance(out, torch.Tensor) and out.shape == args[0].shape else out
+
+    Wrapper.__module__, Wrapper.__qualname__, Wrapper.__name__ = module, name, name
+    return Wrapper
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "more", "is_read"),
+    [
+        ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor", {"_precomputed_scale": None}, True),
+        (
+            "torchao.float8.fsdp_utils",
+            "WeightWithDynamicFloat8CastTensor",
+            {"_precomputed_scale": torch.ones(())},
+            True,
+        ),
+        ("torchao.prototype.moe_training.tensor", "Float8TrainingWeightWrapperTensor", {"config": None}, True),
+        ("torchao.float8.fsdp_utils", "Odd", {"scale": torch.ones(6, 1)}, False),
+        ("torchao.dtypes", "AffineQuantizedTensor", {}, False),
+    ],
+)
+def test_the_weight_in_a_wrapper_that_casts_it(
+    module: str, name: str, more: dict[str, object], is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = casting_tensor(module, name, "_data", **more)
+    for at in range(1, module.count(".") + 2):
+        monkeypatch.setitem(sys.modules, path := ".".join(module.split(".")[:at]), types.ModuleType(path))
+    setattr(sys.modules[module], name, kind)
+    weight = torch.arange(24.0).reshape(6, 4)
+    with pytest.warns(UserWarning):
+        dcp.save(
+            {"model": {"a.weight": kind(weight), "norm": torch.ones(3)}}, checkpoint_id=tmp_path / "save", no_dist=True
+        )
+    if not is_read:
+        with pytest.raises(UnsupportedError, match="the kind of tensor"):
+            zckpt.convert(tmp_path / "save", tmp_path / "out", progress=False)
+        return
+    zckpt.convert(tmp_path / "save", tmp_path / "out", progress=False)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], weight)
+    found = zckpt.verify(tmp_path / "save", tmp_path / "out", progress=False)
+    assert found.deletable is not None and found.deletable[0], found.deletable

@@ -15,6 +15,7 @@ import torch
 from bits import same_bits
 from safetensors.torch import load_file
 
+import zckpt
 from zckpt import layouts
 from zckpt.base.errors import (
     CorruptError,
@@ -673,3 +674,14 @@ def test_autotp_ranks_that_disagree(tmp_path: Path) -> None:
         file.seek(copy.fragments[0].byte_offset)
         file.write(b"\1\2\3\4")
     assert "model.norm.weight" in refused(InconsistentError, checkpoint, tmp_path).found
+
+
+def test_a_file_of_another_stage_under_a_rank_s_name_is_an_error_of_the_save(tmp_path: Path) -> None:
+    """In a pipeline, the stages' optimizer files have different numbers of groups."""
+    home = shutil.copytree(FIXTURES / "moe" / "pipeline_pp2_dp2" / "checkpoint", tmp_path / "save")
+    name = str(home / "global_step2" / "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt")
+    for source, target in (((1, 1), (0, 0)), ((0, 0), (1, 1))):
+        shutil.copytree(home, tmp_path / "other", dirs_exist_ok=True)
+        other = name.replace(str(home), str(tmp_path / "other"))
+        shutil.copy(name.format(*source), other.format(*target))
+        assert not zckpt.verify(tmp_path / "other", progress=False).ok

@@ -285,6 +285,9 @@ def _deletable(
         )
     if unproved := state.unproved(trust_reader=trust_reader):
         return False, unproved[0]
+    if output.places.by == "none" and not trust_reader:
+        why = output.places.why
+        return False, f"the output's tensors were not found a second time ({why}); --trust-reader does without that"
     only = ["the numbers in full precision"] * bool(rounded) + run.only
     all_else = "" if only else "everything else that a run needs to resume: "
     held = f"; it also holds {all_else}{joined(run.held)}" if run.held else ""

@@ -18,6 +18,7 @@ from zckpt.checks.digests import compared
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, checked_file, checked_parts, examine, small_records
 from zckpt.checks.second import compare_places, unproved
+from zckpt.checks.twins import find_twins
 from zckpt.containers import open_container
 from zckpt.engine import replicas
 from zckpt.engine.early import EarlyReads
@@ -25,6 +26,7 @@ from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.layouts.places import find
 from zckpt.layouts.run import agreement
+from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.origins import contradictions, of_other_ages, origin
 from zckpt.output import manifest as manifests
@@ -200,36 +202,9 @@ def _check_save(state: Examined) -> None:
         versions = [f"DeepSpeed {o.version}" for o in state.origins if o.version is not None]
         answer = ", ".join([f"{count(len(state.origins), 'file')} of one save", *steps[:1], *versions[:1]])
         state.add("save", answer, list(contradictions(state.origins)))
-    _note_twins(state)
     if state.catalog is not None:  # else "tensors" says why
         _check_optimizers(state)
-        _check_states(state)
-
-
-def _note_twins(state: Examined) -> None:
-    """Notes files of two ranks that hold the same bytes, by their checksums: one may be a copy under a wrong name.
-
-    Only of families whose files do not say their rank; in others, a wrong name is a contradiction.
-    """
-    listing = state.place.listing
-    family = layouts.family_by_names(listing)
-    if family.name not in _NAMELESS:
-        return
-    of_rank = {listing.files[file.name].path: file.name for file in family.named_files(listing.files) if file.of_rank}
-    first: dict[object, str] = {}
-    for file in state.files:
-        name = of_rank.get(file.store.path)
-        held = tuple((nbytes, crc) for _, _, nbytes, crc in file.records if nbytes >= _TWIN_BYTES and crc)
-        if name is None or not held:
-            continue
-        other = first.setdefault(held, name)
-        if other != name:
-            state.notes.append(f"{other!r} and {name!r} hold the same bytes: one may be a copy under the other's name.")
-
-
-_NAMELESS = ("FairScale", "Megatron-LM")
-_TWIN_BYTES = 64
-"""Records that are compared: smaller ones, such as step counts, are alike on all ranks."""
+        _check_twins(state, _check_states(state))
 
 
 def _check_optimizers(state: Examined) -> None:
@@ -251,14 +226,18 @@ def _check_optimizers(state: Examined) -> None:
         state.add("optimizer", answer, bad, "places at which optimizer files disagree")
 
 
-def _check_states(state: Examined) -> None:
-    """Whether the optimizer's states are those of the weights: what is not understood is a note, a contradiction a problem."""
+def _check_states(state: Examined) -> Training | None:
+    """Whether the optimizer's states are those of the weights: what is not understood is a note, a contradiction a problem.
+
+    Returns:
+        What was read of them; None where nothing was.
+    """
     catalog, listing = state.catalog, state.place.listing
     if catalog is None or layouts.family_of(listing).read_training is None:
-        return
+        return None
     has_states = bool(catalog.source.optimizer_states)
     try:
-        layouts.read_training(listing, any_shape=True)
+        return layouts.read_training(listing, any_shape=True)
     except UnsupportedError as error:
         if has_states:
             state.notes.append(f"The optimizer's states are not checked: {error}")
@@ -268,6 +247,18 @@ def _check_states(state: Examined) -> None:
     except ZckptError as error:
         if state.ok:  # otherwise this may be what is said already
             state.add("states", "", [str(error)])
+    return None
+
+
+def _check_twins(state: Examined, training: Training | None) -> None:
+    """Whether files that hold different parts of the model or of its optimizer have the same bytes."""
+    listing = state.place.listing
+    names = {where.path: name for name, where in listing.files.items()}
+    states = [entry for own in training.states.values() for entry in own.values()] if training is not None else []
+    problems, notes = ([], []) if state.catalog is None else find_twins(state.catalog, states, state.files, names)
+    state.notes.extend(notes)
+    if problems:
+        state.add("ranks", "", problems, "pairs of files hold the same bytes")
 
 
 def _check_ends(state: Examined) -> None:

@@ -154,6 +154,10 @@ class Items:
             # its place is taken to be that of its torch file, of which the first bytes are a header
             return self.listing.absent_tensor(chunk.place.file, chunk.place.offset, item.dtype, chunk.sizes)
         ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]
+        if isinstance(ref, Placeholder):
+            from zckpt.layouts.save.cut_tensors import dense_in
+
+            ref = dense_in(ref, item.dtype, chunk.sizes)
         file = self.file if isinstance(chunk.place, TensorRef) else self.listing.where(chunk.place.file).path
         if not isinstance(ref, TensorRef):
             kind = f"the kind of tensor {item.name!r} is not supported"

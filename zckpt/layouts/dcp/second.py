@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from zckpt.base import limits
 from zckpt.base.errors import UnsupportedError
-from zckpt.containers import TensorRef, load_pickle
+from zckpt.containers import Placeholder, TensorRef, load_pickle
 from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import open_input
 from zckpt.layouts.save.listing import Listing, list_files
@@ -166,10 +166,17 @@ class _DataFiles:
     ) -> Iterator[tuple[Sequence[int], TensorRef]]:
         for offsets, (file, offset, length) in places:
             with open_input(self.listing.where(file).path) as source:
-                ref = self._alike.root(source.part(offset, length, "an item"))
+                ref = unwrap(self._alike.root(source.part(offset, length, "an item")))
             if not isinstance(ref, TensorRef):
                 raise TypeError(f"no tensor in {file!r} at {offset:,}")
             yield offsets, ref
+
+
+def unwrap(value: object) -> object:
+    """The one large tensor in a wrapper that casts it (`WeightWithDynamicFloat8CastTensor._tensor`); else the value itself."""
+    held = fields_of(value).values() if isinstance(value, Placeholder) else ()
+    large = [one for one in held if isinstance(one, TensorRef) and one.numel > 1]
+    return large[0] if len(large) == 1 else value
 
 
 def _of_shards(listing: Listing) -> list[SavedTensor]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers import Placeholder, TensorRef
-from zckpt.layouts.dcp.second import SavedTensor, look_at
+from zckpt.layouts.dcp.second import SavedTensor, look_at, unwrap
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
     NO_PROOF,
@@ -158,7 +158,7 @@ def _part_of(value: object, rank: int) -> RankPart:
     if class_of(value) == "ShardedTensor":
         return RankPart(shape, list(_shards(value, rank)))
     held = fields_of(value)
-    spec, local = fields_of(held["_spec"]), held["_local_tensor"]
+    spec, local = fields_of(held["_spec"]), unwrap(held["_local_tensor"])
     extents, coordinate = _mesh(spec["mesh"], rank)
     said = [(class_of(placement), fields_of(placement)) for placement in _listed(spec["placements"])]
     cuts = [

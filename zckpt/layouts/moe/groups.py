@@ -173,7 +173,18 @@ def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save)
 
 
 def _order(shard: OptimizerShard, listed: Sequence[Mapping[str, Shape]]) -> list[int]:
-    """The number in a rank's file of each group that the model file lists; see [Note: groups of experts]."""
+    """The number in a rank's file of each group that the model file lists; see [Note: groups of experts].
+
+    Raises:
+        InconsistentError: the file has fewer groups.
+    """
+    if len(shard.vectors) < len(listed):
+        raise InconsistentError(
+            "optimizer file and model file have other groups", file=shard.file,
+            found=words.count(len(shard.vectors), "vector of masters", "vectors of masters"),
+            expected=words.count(len(listed), "group, as the model file has", "groups, as the model file has"),
+            remedy="Copy the files of all ranks again, each under its own name.",
+        )  # fmt: skip
     mappings = shard.root.get("param_slice_mappings")
     mappings = list(mappings) if isinstance(mappings, list | tuple) else []
     order: dict[int, int] = {}

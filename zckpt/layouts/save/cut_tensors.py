@@ -85,6 +85,30 @@ def class_of(value: object) -> str:
     return named.name.rpartition(".")[2]
 
 
+def dense_in(value: object, dtype: DType, shape: Shape) -> object:
+    """The dense tensor in a wrapper of torchao's that casts a weight while it is used; any other value as it is.
+
+    In float8 training, a parameter is such a wrapper: it holds the weight that is trained, as it is, and how it will be cast.
+    Quantised tensors are of other classes.
+    Source: torchao 0.14, float8/fsdp_utils.py `WeightWithDynamicFloat8CastTensor`, prototype/moe_training/tensor.py.
+
+    Args:
+        value: of a pickle.
+        dtype: of the weight.
+        shape: of the weight, or of its part.
+    """
+    if not isinstance(value, Placeholder) or not isinstance(kind := value.args[0] if value.args else None, Placeholder):
+        return value
+    if "_rebuild" not in value.name or not f"{kind.module}.".startswith(_CASTING):
+        return value
+    held = [one for one in _attributes(value).values() if isinstance(one, TensorRef) and one.numel > 1]
+    return held[0] if len(held) == 1 and (held[0].dtype, held[0].shape) == (dtype, shape) else value
+
+
+_CASTING = ("torchao.float8.", "torchao.prototype.moe_training.")
+"""Modules of classes whose tensors are cast while they are used."""
+
+
 class KnownFacts:
     """What objects of pickles say that many tensors have in common: meshes, placements, sizes. Each is looked at once."""
 
@@ -158,6 +182,7 @@ class CutReader:
         return dtype, _shape(size)
 
     def _elements(self, value: object, dtype: DType, size: Shape) -> TensorRef:
+        value = dense_in(value, dtype, size)
         if isinstance(value, TensorRef) and (value.dtype, value.shape) == (dtype, size):
             return value
         if isinstance(value, TensorRef):
