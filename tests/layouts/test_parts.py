@@ -287,6 +287,7 @@ def test_what_numbers_count() -> None:
         "tp_rank_00_pp_rank_000",
         "gpu-node-17",
         "model-shard3.pt",
+        "1_of_2",
     ]
     unknown = ["hf_model_0001_0.pt", "fold_1", "lora_rank_8", "version_3"]
     for names, meaning in ((moments, "moment"), (places, "place"), (unknown, "unknown")):
@@ -361,3 +362,29 @@ def test_runs_below_directories_with_numbers_are_runs(word: str, tmp_path: Path)
     for given in ("run/checkpoint-10", "run"):
         with zckpt.open_checkpoint(tmp_path / word.format(2) / given) as found:
             assert found["w"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_index_that_leaves_out_a_shard_beside_it(tmp_path: Path) -> None:
+    """Half of a model would load without an error: the other tensors are made up by who loads it."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, name in enumerate(names):
+        save_file({f"layers.{number}.weight": torch.randn(4, 4)}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"layers.0.weight": names[0]}}))
+    for path in (tmp_path, index):
+        with pytest.raises(InconsistentError, match="leaves out shards") as raised:
+            open_catalog(str(path))
+        assert names[1] in str(raised.value.found)
+    index.unlink()
+    assert len(open_catalog(str(tmp_path)).catalog) == 2
+
+
+def test_other_weights_in_the_directory_are_no_part_of_what_was_compared(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    save.mkdir()
+    save_file({"a.weight": torch.randn(4, 4)}, save / "model.safetensors")
+    torch.save({"a.weight": torch.randn(4, 4)}, save / "pytorch_model.bin")
+    zckpt.convert(save, tmp_path / "out", progress=False)
+    found = zckpt.verify(save, tmp_path / "out", progress=False)
+    assert found.deletable is not None and found.deletable[0]
+    assert found.deletable[1].startswith("if you will not need 'pytorch_model.bin', of which nothing was compared: ")

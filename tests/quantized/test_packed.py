@@ -85,6 +85,20 @@ FOUND: dict[str, tuple[str, Tensors]] = {
     "aqlm": ("AQLM", {"codes": whole(2, 8, 1, dtype=I8), "codebooks": floats(1, 256, 1, 8), "scales": floats(2, 1, 1, 1)}),
     "exl2": ("EXL2", {"q_weight": whole(8, 16, dtype=I32), "q_scale": whole(2, 2, dtype=I32)}),
     "exl3": ("EXL3", {"trellis": whole(1, 1, 64, dtype=torch.int16), "suh": floats(16, dtype=torch.float16)}),
+    "torchao, with colons": ("torchao's quantised tensors", {"weight:qdata": whole(16, 32), "weight:scale": floats(16, 1)}),
+    "qtip": ("QTIP", {"trellis": whole(1, 64, dtype=torch.int16), "SU": floats(64), "SV": floats(16)}),
+    "quip": ("QuIP#", {
+        "Qidxs": whole(16, 8, dtype=torch.int64), "SU": floats(64), "SV": floats(16), "Wscale": floats(),
+    }),
+    "squeezellm": ("SqueezeLLM", {"qweight": whole(8, 16, dtype=I32), "lookup_table": floats(16, 16)}),
+    "spqr": ("SpQR", {
+        "dense_weights": whole(64, dtype=torch.int64), "row_offsets": whole(17, dtype=I32), "col_vals": whole(4, dtype=I32),
+    }),
+    "vptq": ("VPTQ", {
+        "indices": whole(1, 16, 8, dtype=I32), "centroids.weight": floats(1, 2048), "weight_scale": floats(64),
+        "weight_bias": floats(64),
+    }),
+    "marlin": ("Marlin", {"B": whole(4, 32, dtype=I32), "s": floats(1, 16)}),
     "another": ("packed integers with scales", {"qweight": whole(16, 32, dtype=torch.int16), "scales": floats(16, 1)}),
     "bitnet": ("packed integers with scales", {"weight": whole(4, 64), "weight_scale": floats(1)}),
 }  # fmt: skip

@@ -29,6 +29,7 @@ from zckpt.jobs.casting import dtype_of, to_dtype
 from zckpt.jobs.groups import Casting, Reading
 from zckpt.jobs.open import Opened
 from zckpt.layouts.places import Place
+from zckpt.layouts.save.weight_files import is_weights
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
 from zckpt.storage.location import Location, location_of
@@ -292,12 +293,23 @@ def _deletable(
     all_else = "" if only else "everything else that a run needs to resume: "
     held = f"; it also holds {all_else}{joined(run.held)}" if run.held else ""
     lost = f"; only in the shards: {joined(only)}" if only else ""
+    beside = _other_weights(state)
     unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
+    unless += [f"need {examples(beside)}, of which nothing was compared"] * bool(beside)
     if run.held and only:  # a run can resume from the output, without these
         condition = f"if you do not need {joined(only, 'or')}: "
     else:
         condition = f"if you will not {joined(unless, 'or')}: " if unless else ""
     return True, f"{condition}every weight is in the output{_exactly(rounded)}{held}{lost}"
+
+
+def _other_weights(state: Examined) -> list[str]:
+    """Weights files in a directory of plain weights that are not the model which was read."""
+    listing = state.place.listing
+    if state.catalog is None or state.catalog.source.layout != "plain" or not listing.directory.is_dir():
+        return []
+    read = {file.name for file in state.files}
+    return [name for name in listing.directory.names() if is_weights(name) and name not in read]
 
 
 def _exactly(rounded: list[str]) -> str:

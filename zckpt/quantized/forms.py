@@ -6,7 +6,8 @@ Sources: compressed-tensors 0.20 and 0.9.4, compressors/; nvidia-modelopt 0.47, 
 integrations/mxfp4.py; GPTQModel 7.7, nn_modules/qlinear/; AutoAWQ 0.2.9, awq/modules/linear/gemm.py; bitsandbytes 0.50,
 functional.py (`QuantState.as_dict`) and nn/modules.py; hqq 0.2, core/quantize.py; torchao 0.18,
 prototype/safetensors/safetensors_support.py; mlx 0.32, nn/layers/quantized.py; optimum-quanto 0.2, tensor/qtensor.py; AQLM 1.1,
-inference.py; exllamav3, modules/quant/exl3.py.
+inference.py; exllamav3, modules/quant/exl3.py; VPTQ 0.0.5, layers/vqlinear.py; SpQR 0.2, inference/; quip-sharp and QTIP,
+lib/linear; SqueezeLLM, squeezellm/quant.py; Marlin 0.1, marlin/__init__.py.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ def _by_rows(shapes: Sequence[Shape]) -> bool:
 def _in_columns(packed: int) -> Callable[[Sequence[Shape]], bool]:
     """Whether both are matrices, and each column of codes holds so many columns of scales."""
     return lambda shapes: len(shapes[0]) == len(shapes[1]) == 2 and packed * shapes[0][1] == shapes[1][1]
+
+
+def _as_marlin(shapes: Sequence[Shape]) -> bool:
+    """Whether two columns of codes stand for each column of scales."""
+    return len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][1] == 2 * shapes[1][1]
 
 
 def _as_blocks(shapes: Sequence[Shape]) -> bool:
@@ -121,6 +127,10 @@ FORMS: tuple[PackedForm, ...] = (
         others=("_zero_point",), by="torchao (in transformers: model.dequantize())",
     ),
     PackedForm(
+        "torchao's quantised tensors", ":qdata", f"{WHOLE} {_FP8}", ((":scale|:scale_and_zero", f"{FLOATS} U8"),),
+        others=(":zero_point",), by="torchao (in transformers: model.dequantize())",
+    ),
+    PackedForm(
         "optimum-quanto's quantised tensors", "._data", f"{WHOLE} {_FP8}", (("._scale", FLOATS),), others=("._shift",),
         by="optimum-quanto",
     ),
@@ -131,6 +141,19 @@ FORMS: tuple[PackedForm, ...] = (
     PackedForm("AQLM", "codes", "I8 U8 I16", (("codebooks", FLOATS), ("scales", FLOATS)), by="AQLM"),
     PackedForm("EXL2", "q_weight", "I32", (("q_scale", "I32"),), others=("q_groups", "q_invperm", "q_perm", "q_scale_max")),
     PackedForm("EXL3", "trellis", "I16", (("suh|su", "F16 I16"),), others=("svh", "sv", "mcg", "mul1")),
+    PackedForm("QTIP", "trellis", "I16", (("SU", FLOATS), ("SV", FLOATS)), others=("tlut", "rcp", "tp_rank")),
+    PackedForm(
+        "QuIP#", "Qidxs", f"{WHOLE} I64", (("SU", f"{FLOATS} I8"), ("SV", f"{FLOATS} I8")),
+        others=("Wscale", "codebook_id"),
+    ),
+    PackedForm("SqueezeLLM", "qweight", "I32", (("lookup_table", FLOATS),), others=("rows", "cols", "vals")),
+    PackedForm("SpQR", "dense_weights", "I64 I32", (("row_offsets", "I32"), ("col_vals", "I32")), others=("in_perm",)),
+    PackedForm(
+        "VPTQ", "indices", f"{WHOLE} I64",
+        (("centroids.weight", FLOATS), ("weight_scale|perm|res_indices|outlier_indices", f"{FLOATS} {WHOLE} I64")),
+        others=("weight_bias", "res_centroids.weight", "outlier_centroids.weight"),
+    ),
+    PackedForm("Marlin", "B", "I32", (("s", FLOATS),), _as_marlin),
 )  # fmt: skip
 
 BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale", "input_scale_ub")

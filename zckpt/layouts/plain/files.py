@@ -9,7 +9,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 
-from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from zckpt.base.errors import (
+    COPY_AGAIN,
+    CorruptError,
+    IncompleteError,
+    InconsistentError,
+    UnsafeError,
+    UnsupportedError,
+)
 from zckpt.base.words import examples
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.weight_files import INDEX, files_counted_with, is_weights
@@ -49,11 +56,20 @@ def weight_files(listing: Listing) -> list[str]:
     """The files that hold the weights of a save that `match` accepted.
 
     Raises:
-        IncompleteError: some are missing, and are not known to be. CorruptError, UnsafeError: the index is wrong.
+        IncompleteError: some are missing, and are not known to be. InconsistentError: the index names only some of those that are
+            there. CorruptError, UnsafeError: the index is wrong.
     """
     name = next(_candidates(listing))
     if name.endswith(".index.json"):
-        return _shards(listing, list(read_index(listing, name)), "all shards that the index names")
+        named = list(read_index(listing, name))
+        counted = files_counted_with(named[0], listing.directory.names()) if named and not listing.part else None
+        if counted and (others := [file for file in counted.files if file not in named]):
+            raise InconsistentError(
+                "the index leaves out shards that lie beside it", file=listing.files[name], found=f"no {examples(others)}",
+                expected="as many files as their names say",
+                remedy="Copy the index of this save here; without one, the files are read by their names.",
+            )  # fmt: skip
+        return _shards(listing, named, "all shards that the index names")
     shards = None if listing.part else files_counted_with(name, listing.files)
     if shards is None:
         return list(listing.files) if listing.is_one_model else [name]

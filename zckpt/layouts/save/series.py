@@ -24,6 +24,8 @@ _SURE = ("rank", "shard", "consolidated")
 
 _NUMBER = re.compile(r"(?P<word>[A-Za-z]*)(?P<gap>[_\-.=: ]*)(?P<number>\d+)")
 _COMPOSER = r"ep\d+-ba\d+"
+_COUNTED = r"\d+[_\-. ]?of[_\-. ]?\d+"
+"""One of so many parts: `1_of_2`."""
 _ADAPTER = r"(?i:lora|loha|lokr|hada|adapter)"
 """In names of adapters, a rank is the rank of its matrices."""
 
@@ -52,6 +54,10 @@ def numbers_in(name: str) -> list[NumberedWord]:
     meaning: Meaning = "moment"
     if not (matches := list(_NUMBER.finditer(name))):
         return found
+    if re.fullmatch(_COUNTED, name):
+        return [
+            NumberedWord("place", int(match["number"]), match.start("number"), match.end("number")) for match in matches
+        ]
     of_composer, of_adapter = re.search(_COMPOSER, name), re.search(_ADAPTER, name)
     for match in matches:
         word = match["word"].lower()
