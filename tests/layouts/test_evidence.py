@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.core.evidence import Evidence, weakest
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
+from zckpt.jobs.options import Options
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.storage.location import locate
 
@@ -115,3 +116,41 @@ def test_even_chunks_prove_nothing(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "out" / "zckpt.json").read_text())
     assert facts["source"]["evidence"]["level"] == "unknown"
     assert zckpt.inspect_checkpoint(tmp_path / "out").complete is None  # the doubt goes on with the weights
+
+
+def test_of_two_tied_weights_that_are_not_trained_the_save_has_the_second_name(tmp_path: Path) -> None:
+    """`exclude_frozen_parameters` leaves out what `named_parameters()` lists, which is the first of two names."""
+    home = tmp_path / "save"
+    shutil.copytree(FIXTURES / "zero2" / "tied_frozen_w2" / "checkpoint", home)
+    path = home / "global_step2" / "mp_rank_00_model_states.pt"
+    root = torch.load(path, weights_only=False)
+    frozen = root["frozen_param_shapes"]
+    table = root["module"]["embed.weight"]
+    module = {"head.weight": table, **{name: ref for name, ref in root["module"].items() if name not in frozen}}
+    torch.save({**root, "module": module, "frozen_param_shapes": None, "frozen_param_fragments": None}, path)
+    catalog = open_catalog(locate(home), Reading()).catalog
+    assert catalog.aliases["head.weight"] == "embed.weight" and catalog["embed.weight"].shape == tuple(table.shape)
+    assert catalog.evidence.left_out and catalog.evidence.lacks == () and catalog.evidence.complete is None
+    assert "second reader" in dict(zckpt.verify(home, progress=False).proved_by)["places"]
+    base = load_file(FIXTURES / "zero2" / "tied_frozen_w2" / "truth.safetensors")
+    save_file({**base, "embed.weight": table.float() + 1}, tmp_path / "base.safetensors")
+    zckpt.convert(home, tmp_path / "out", options=Options(base=str(tmp_path / "base.safetensors")), progress=False)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert frozen.keys() <= written.keys() and torch.equal(written["embed.weight"], table.float())
+
+
+def test_below_stage_2_the_config_tells_of_parameters_that_were_left_out(tmp_path: Path) -> None:
+    source = FIXTURES / "zero0" / "fp32" / "checkpoint" / "global_step2" / "mp_rank_00_model_states.pt"
+    root = torch.load(source, weights_only=False)
+    for lost in ((), ("model.embed_tokens.weight",), tuple(name for name in SHAPES if "layers.0" in name)):
+        home = tmp_path / f"{len(lost)}"
+        (home / "global_step2").mkdir(parents=True)
+        (home / "latest").write_text("global_step2")
+        (home / "config.json").write_text(json.dumps(CONFIG))
+        module = {name: torch.randn(shape) for name, shape in SHAPES.items() if name not in lost}
+        more = {"module": module, "optimizer": None, "buffer_names": [], "shared_params": {}}
+        torch.save({**root, **more}, home / "global_step2" / source.name)
+        assert evidence_of(home).lacks == tuple(sorted(lost))
+        assert zckpt.inspect_checkpoint(home).complete is not bool(lost)
+    (home / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 24}))  # of another model
+    assert evidence_of(home).complete

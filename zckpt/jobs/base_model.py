@@ -81,7 +81,7 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
             f"the base does not have {count(len(absent), 'tensor')} that the checkpoint lacks", file=place,
             found=f"no {examples(absent)}", remedy="Pass with --base the model that the run began with.",
         )  # fmt: skip
-    if not added:
+    if not added and not aliases and not catalog.evidence.left_out:
         raise UsageError(
             "--base has nothing that the checkpoint lacks", file=path, found=f"{count(len(catalog), 'tensor')} in both",
             remedy="Leave out --base.",
@@ -92,6 +92,8 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
     )  # fmt: skip
     note = (
         f"{count(len(added), 'tensor')} that the save leaves out: taken from the base model, such as {examples(added)}."
+        if added
+        else "The base model has nothing that the save lacks."
     )
     facts = {**opened.catalog.source_facts(), "tensors": sorted(added)}
     return Completion(completed, opened, (note,), {RECORDED: facts})

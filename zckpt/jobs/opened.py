@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
@@ -15,10 +16,12 @@ from zckpt.core.dtypes import BF16
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
 from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
-from zckpt.quantized.packed import Packed, check_unpacked, find_packed
 from zckpt.quantized.plain import Scaled, about, plain, scaled
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
+
+if TYPE_CHECKING:
+    from zckpt.quantized.packed import Packed
 
 _MOST_BYTES = 16 << 20
 """Of ModelOpt's config."""
@@ -70,7 +73,10 @@ class Opened:
         Raises:
             UnsupportedError: one does; it names the quantisation.
         """
-        check_unpacked(entries, self.packed, self.quantization, self.catalog.source.path)
+        if self.packed is not None or self.quantization is not None:
+            from zckpt.quantized.packed import check_unpacked
+
+            check_unpacked(entries, self.packed, self.quantization, self.catalog.source.path)
 
     def without_packed(self, catalog: Catalog) -> Catalog:
         """The tensors of it that are not packed; the catalog is this one's, under any names."""
@@ -93,7 +99,22 @@ def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
     quantization = quantization_of(config_beside(place))
     if quantization is None and any(entry.dtype.name in _CODES for entry in catalog.tensors.values()):
         quantization = _modelopt_beside(place)
+    if not any(_may_be_packed(name, entry) for name, entry in catalog.tensors.items()):
+        return Opened(catalog, place, quantization)
+    from zckpt.quantized.packed import find_packed
+
     return Opened(catalog, place, quantization, find_packed(catalog, quantization))
+
+
+def _may_be_packed(name: str, entry: TensorEntry) -> bool:
+    """Whether `quantized.forms` may know packed weights by a tensor: integers, fp8, a column, or one of its names."""
+    kind = entry.dtype.name
+    return (
+        (entry.dtype.kind != "float" and kind != "BOOL" and (kind != "I64" or bool(entry.shape)))
+        or kind.startswith("F8")
+        or (len(entry.shape) == 2 and entry.shape[1] == 1)
+        or name.endswith((".absmax", "W_q"))
+    )
 
 
 def _modelopt_beside(place: Place) -> Quantization | None:

@@ -29,7 +29,6 @@ from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.whole import prove_by_config
 
 FAMILIES: tuple[Family, ...] = (
     universal.FAMILY,
@@ -123,7 +122,13 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     usage.check_masters(listing, catalog.claims)
     catalog.claims.forget()
     if catalog.evidence.level == "unknown":
-        catalog = prove_by_config(catalog, listing)
+        from zckpt.layouts.save.whole import prove_by_config
+
+        return prove_by_config(catalog, listing)
+    if catalog.source.layout in ("unsharded", "zero1"):
+        from zckpt.layouts.save.whole import find_left_out
+
+        return find_left_out(catalog, listing)
     return catalog
 
 

@@ -38,7 +38,6 @@ from zckpt.layouts.plain.files import OPTIMIZER as OPTIMIZER
 from zckpt.layouts.plain.files import PATTERNS, chosen_index, weight_files
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
-from zckpt.layouts.save.several_models import models_among, several_models
 from zckpt.layouts.save.weight_files import files_counted_with
 from zckpt.output import manifest as manifests
 from zckpt.storage.location import Location
@@ -141,6 +140,8 @@ def _state_dict(container: Container, file: str, notes: list[str], wanted: str) 
     if isinstance(root, Mapping) and not _has_tensors(root):
         inside = {key: flatten(value, []) for key, value in root.items() if isinstance(value, Mapping)}
         shapes = {key: {name: ref.shape for name, ref in state.items()} for key, state in inside.items() if state}
+        from zckpt.layouts.save.several_models import models_among, several_models
+
         if models := models_among(shapes):
             raise several_models(file, models)
     if not isinstance(root, Mapping):

@@ -18,11 +18,11 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import SecondReader, UnprovedFamily
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
     from zckpt.layouts.run.training import Training
+    from zckpt.layouts.save.second import SecondReader, UnprovedFamily
 
 Record = tuple[str, int, int, int]
 """A checksummed part of a file: name, byte offset, bytes, CRC-32 (0 where the writer stored none)."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from zckpt.base.errors import IncompleteError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog
-from zckpt.core.evidence import Evidence
+from zckpt.core.evidence import LEFT_OUT, Evidence
 from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.listing import Listing
@@ -46,6 +46,26 @@ def prove_by_config(catalog: Catalog, listing: Listing) -> Catalog:
     if any(shapes[name] != known.shapes[name] for name in found):  # of another size: the config is not this model's
         return catalog
     return replace(catalog, evidence=Evidence("shapes", "the config.json beside it"))
+
+
+def find_left_out(catalog: Catalog, listing: Listing) -> Catalog:
+    """The catalog of a save of DeepSpeed that has no list of frozen parameters, with what the config's model has beside it.
+
+    Below stage 2, a save without frozen parameters looks like one of a model that has none: only the config tells. The same
+    catalog where there is no config, where it is of another model, or where nothing is missing.
+    """
+    if any(entry.role == "frozen" for entry in catalog.tensors.values()):
+        return catalog
+    known = known_shapes(config_near(listing.directory))
+    shapes = {own_name(name): catalog[name].shape for name in (*catalog.tensors, *catalog.aliases)}
+    found = known.shapes.keys() & shapes.keys() if known is not None else set()
+    if known is None or 2 * len(found) < len(shapes) or any(shapes[name] != known.shapes[name] for name in found):
+        return catalog
+    if not (lacking := tuple(sorted(known.shapes.keys() - shapes.keys()))):
+        return catalog
+    evidence = Evidence("unknown", LEFT_OUT, "the model that the run began with", lacking)
+    notes = (*catalog.source.notes, _note_on(evidence))
+    return replace(catalog, evidence=evidence, source=replace(catalog.source, notes=notes))
 
 
 def _note_on(evidence: Evidence) -> str:

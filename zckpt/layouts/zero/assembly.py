@@ -58,13 +58,14 @@ def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: i
     DeepSpeed lists the parameters in every model file of ZeRO, and the elements of each are counted over the ranks that the
     optimizer files name; without ZeRO, the model file is the model's whole state dict.
 
-    A save without frozen parameters has no list of them at stages 2 and 3, where there is one otherwise; tied names may still
-    say that one is missing. A save of PEFT is meant to be without: it holds adapters.
+    A save without frozen parameters has no list of them at stages 2 and 3, where there is one otherwise; at any
+    stage, tied names may say it: of those that are not trained, such a save leaves out the first. A save of PEFT is meant to be without: it holds adapters.
     """
     listed = {*model.frozen_shapes, *model.shared.values()}
     lacks = tuple(sorted(name for name in listed if name not in tensors and name not in model.shared))
     no_list = model.root.get("frozen_param_shapes", model) is None and stage in (2, 3)
-    if (lacks or no_list) and model.is_zero() and not any(_PEFT.search(name) for name in tensors):
+    second_alone = any(name in model.module and kept not in model.module for name, kept in model.shared.items())
+    if (lacks or no_list or second_alone) and model.is_zero() and not any(_PEFT.search(name) for name in tensors):
         return Evidence("unknown", LEFT_OUT, "the model that the run began with", lacks)
     return Evidence(
         "metadata", "param_shapes of the model file" if model.param_shapes else "the model file's state dict"
@@ -101,6 +102,12 @@ def assemble(
     # zero-size tensors share a null address, so DeepSpeed calls them tied; they have entries of their own
     aliases = {dropped: kept for dropped, kept in model.shared.items() if kept != dropped and dropped not in owned}
     loose: Role = "frozen" if model.is_zero() else "parameter"
+    for dropped, kept in aliases.items():
+        ref = model.module.get(dropped)
+        if ref is not None and ref.numel and kept not in owned and kept not in model.module and kept not in aliases:
+            owned[kept] = whole(
+                kept, ref, loose
+            )  # a save without frozen parameters leaves out the first name of tied ones
     by_place: dict[object, str] = {}
     tensors: dict[str, TensorEntry] = {}
     for name, ref in model.module.items():

@@ -204,7 +204,10 @@ def add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], *, is_
             at += ref.numel
     listed = {name for group in (*shapes_of(roots[0]), mapping(roots[0].get("frozen_param_shapes"))) for name in group}
     for dropped, kept in shared_in(roots[0]).items():
-        if dropped not in listed and kept not in found.shapes:  # zero_to_fp32 drops it too
+        held = found.whole.get(dropped, ())
+        if kept not in found.shapes and any(ref.numel for ref in held):  # of the two, the file holds the second name
+            found.shapes[kept] = found.shapes.get(dropped)
+        elif dropped not in listed and kept not in found.shapes:  # zero_to_fp32 drops it too
             found.shapes.pop(dropped, None)
             found.whole.pop(dropped, None)
 
