@@ -388,3 +388,23 @@ def test_other_weights_in_the_directory_are_no_part_of_what_was_compared(tmp_pat
     found = zckpt.verify(save, tmp_path / "out", progress=False)
     assert found.deletable is not None and found.deletable[0]
     assert found.deletable[1].startswith("if you will not need 'pytorch_model.bin', of which nothing was compared: ")
+
+
+@pytest.mark.parametrize(
+    ("model", "other"), [("model", "ema"), ("state_dict", "ema_state_dict"), ("model", "reference")]
+)
+def test_another_model_in_the_file_is_named_before_it_is_called_safe(model: str, other: str, tmp_path: Path) -> None:
+    weights = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(3)}
+    moments = {0: {"exp_avg": torch.zeros(4, 4)}, 1: {"exp_avg": torch.zeros(3)}}
+    run = {"optimizer": {"state": moments, "param_groups": [{"params": [0, 1]}]}, "step": 3}
+    for path, more in (
+        (tmp_path / "one.pt", {}),
+        (tmp_path / "two.pt", {other: {k: v + 1 for k, v in weights.items()}}),
+    ):
+        torch.save({model: weights, **more, **run}, path)
+        zckpt.convert(path, out := tmp_path / f"of {path.name}", progress=False)
+        found = zckpt.verify(path, out, progress=False)
+        assert found.deletable is not None and found.deletable[0]
+        assert (
+            f"need '{other}.a.weight', '{other}.b.weight', of which nothing was compared" in found.deletable[1]
+        ) == bool(more)

@@ -304,12 +304,15 @@ def _deletable(
 
 
 def _other_weights(state: Examined) -> list[str]:
-    """Weights files in a directory of plain weights that are not the model which was read."""
+    """Weights that lie with the model which was read, and are another one's: files beside it, and state dicts of its files."""
     listing = state.place.listing
-    if state.catalog is None or state.catalog.source.layout != "plain" or not listing.directory.is_dir():
+    if state.catalog is None or state.catalog.source.layout not in ("plain", "dcp"):
         return []
+    others = layouts.family_of(listing).left_out(listing)
+    if state.catalog.source.layout == "dcp" or not listing.directory.is_dir():
+        return others
     read = {file.name for file in state.files}
-    return [name for name in listing.directory.names() if is_weights(name) and name not in read]
+    return others + [name for name in listing.directory.names() if is_weights(name) and name not in read]
 
 
 def _exactly(rounded: list[str]) -> str:

@@ -19,4 +19,5 @@ FAMILY = Family(
     reads_absent=True,
     named_data=_files.named_data,
     unread_states=_read.unread_states,
+    left_out=_read.left_out,
 )

@@ -160,6 +160,25 @@ def _state_dict(container: Container, file: str, notes: list[str], wanted: str) 
     return state
 
 
+def left_out(listing: Listing) -> list[str]:
+    """Names of tensors of another model in a torch file whose model is under a usual key: an average, or a reference.
+
+    It has half of its names in common with the model that is read.
+    """
+    found: list[str] = []
+    for file in weight_files(listing) if not listing.options.key else ():
+        root = listing.open(file).root
+        chosen = next((key for key in _NESTED if isinstance(root, Mapping) and isinstance(root.get(key), Mapping)), "")
+        if not chosen or not isinstance(root, Mapping) or _has_tensors(root):
+            continue
+        names = flatten(root[chosen], []).keys()
+        for key, value in root.items():
+            other = flatten(value, []) if key != chosen and isinstance(value, Mapping) else {}
+            if other and 2 * len(other.keys() & names) >= len(other):
+                found += [f"{key}.{name}" for name in other]
+    return found
+
+
 def _under(root: object, key: str, file: str) -> object:
     """What is under a key, whose parts are joined by dots; a key may have dots itself."""
     if not isinstance(root, Mapping):

@@ -102,12 +102,12 @@ def assemble(
     # zero-size tensors share a null address, so DeepSpeed calls them tied; they have entries of their own
     aliases = {dropped: kept for dropped, kept in model.shared.items() if kept != dropped and dropped not in owned}
     loose: Role = "frozen" if model.is_zero() else "parameter"
-    for dropped, kept in aliases.items():
-        ref = model.module.get(dropped)
-        if ref is not None and ref.numel and kept not in owned and kept not in model.module and kept not in aliases:
-            owned[kept] = whole(
-                kept, ref, loose
-            )  # a save without frozen parameters leaves out the first name of tied ones
+    for dropped, first in aliases.items():
+        held = model.module.get(dropped)
+        if held is not None and held.numel and not any(first in names for names in (owned, model.module, aliases)):
+            owned[first] = whole(
+                first, held, loose
+            )  # a save without frozen parameters leaves out the first of tied names
     by_place: dict[object, str] = {}
     tensors: dict[str, TensorEntry] = {}
     for name, ref in model.module.items():
