@@ -11,8 +11,8 @@ from zckpt import layouts
 from zckpt.base import limits
 from zckpt.base.errors import ZckptError
 from zckpt.checks.second import compare_places, compare_states
+from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.opening import OpenOptions
 from zckpt.jobs.options import Options
 from zckpt.layouts.save.listing import ReadOptions
 
@@ -57,7 +57,7 @@ UNPROVED = {
 def test_all_tensors_and_states_are_found_again(save: Path) -> None:
     name = str(save.relative_to(FIXTURES))
     try:
-        opened = open_catalog(str(save / "checkpoint"), OpenOptions(read_options=OPTIONS.get(name, ReadOptions())))
+        opened = open_catalog(str(save / "checkpoint"), Reading(read_options=OPTIONS.get(name, ReadOptions())))
     except ZckptError:
         assert name == "tensor/plain_tp2"
         pytest.skip("is read with rules of its own only")

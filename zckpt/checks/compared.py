@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from zckpt import layouts
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.pace import Pace
 from zckpt.base.progress import JobWatch

@@ -58,8 +58,9 @@ def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: i
     DeepSpeed lists the parameters in every model file of ZeRO, and the elements of each are counted over the ranks that the
     optimizer files name; without ZeRO, the model file is the model's whole state dict.
 
-    A save without frozen parameters has no list of them at stages 2 and 3, where there is one otherwise; at any
-    stage, tied names may say it: of those that are not trained, such a save leaves out the first. A save of PEFT is meant to be without: it holds adapters.
+    A save without frozen parameters has no list of them at stages 2 and 3, where there is one otherwise; at any stage, tied names
+    may say it: of those that are not trained, such a save leaves out the first. A save of PEFT is meant to be without: it holds
+    adapters.
     """
     listed = {*model.frozen_shapes, *model.shared.values()}
     lacks = tuple(sorted(name for name in listed if name not in tensors and name not in model.shared))
