@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from zckpt.base.errors import ZckptError
 from zckpt.containers import Placeholder, pickles
@@ -17,7 +22,7 @@ from zckpt.containers.danger import runs_code
 from zckpt.containers.machine import Machine
 from zckpt.containers.meanings import MEANINGS
 from zckpt.containers.phrases import Phrases
-from zckpt.layouts.dcp.chunks import FINISHERS
+from zckpt.layouts.dcp.chunks import FINISHERS, Boxes
 
 MANY = 60
 
@@ -33,15 +38,37 @@ def metadata(protocol: int = 4) -> bytes:
         name = same if n % 3 else f"\u00e9.{n}"
         index = MetadataIndex(name, torch.Size(tuple(shape) + (n,)), random.choice((None, 3, 1000)))
         stored[index] = _StorageInfo(f"__{n}_0.distcp", random.choice((0, 40_000, 1 << 31, 1 << 40)), n * 1000)
-    return pickle.dumps([chunks, stored, [same] * 3, chunks[-1], chunks[-1].sizes], protocol=protocol)
+    kinds = [
+        TensorProperties(dtype=dtype, requires_grad=grad)
+        for dtype in (torch.float32, torch.bfloat16)
+        for grad in (0, 1)
+    ]
+    tensors = [
+        TensorStorageMetadata(
+            kinds[n % 4],
+            torch.Size([1, n]),
+            [ChunkStorageMetadata(torch.Size([0, n]), torch.Size([1, k])) for k in range(n % 4)],
+        )
+        for n in range(MANY)
+    ]
+    tensors.append(
+        TensorStorageMetadata(
+            kinds[0],
+            torch.Size([2500, 1]),
+            [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, 1])) for n in range(2500)][:: 2500 // MANY],
+        )
+    )
+    return pickle.dumps([chunks, tensors, stored, [same] * 3, chunks[-1], chunks[-1].sizes], protocol=protocol)
 
 
 def plain(value: Any) -> Any:
     """An inert object as values that can be compared."""
     if isinstance(value, Placeholder):
         return (str(value), value.called, value.new, plain(value.args), plain(value.state), plain(value.items))
+    if isinstance(value, Boxes):
+        return list(value)
     if isinstance(value, dict):
-        return [(plain(key), plain(item)) for key, item in value.items()]
+        return sorted(((plain(key), plain(item)) for key, item in value.items()), key=repr)
     return type(value).__name__, [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -82,7 +109,7 @@ def test_most_objects_are_read_in_one_go_and_are_the_same(one_by_one: Any) -> No
     (fast, cost), (slow, slow_cost) = loaded(data), one_by_one(data)
     assert fast == slow and type(fast) is tuple
     assert one_by_one.fast() > 2 * MANY
-    assert slow_cost <= cost < 2 * slow_cost  # a bound on memory stays one
+    assert 200 * one_by_one.fast() < cost < slow_cost  # that of what remains: a bound on memory stays one
 
 
 def test_other_ways_to_write_them_are_read_one_by_one(one_by_one: Any) -> None:

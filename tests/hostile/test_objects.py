@@ -117,7 +117,8 @@ CASES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "pickled texts": ("x.pt", lambda: torch_zip(many(b"\x8c\x03\xe4\xb8\x80", 16 << 20))),
     "pickled lists, older form": ("x.pt", lambda: many(b"]", 16 << 20)),
     "metadata of lists": ("dcp/.metadata", lambda: many(b"]", 8 << 20)),
-    "metadata of sets": ("dcp/.metadata", lambda: many(b"\x8f", 8 << 20)),
+    "metadata of sets": ("dcp/.metadata", lambda: many(b"\x8f", 12 << 20)),
+    "metadata of dicts in dicts": ("dcp/.metadata", lambda: many(b"}K\x01}s", 24 << 20)),
 }
 
 

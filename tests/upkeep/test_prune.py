@@ -159,9 +159,23 @@ def to_a_file_beside_the_saves(run: Path) -> None:
     link(run / "best.pt", FILE.format(1))
 
 
+def adapter_of(place: Path, base: str) -> None:
+    place.mkdir(exist_ok=True)
+    (place / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+
+
+def by_an_adapter(run: Path) -> None:
+    """Of a kept save, whose base is an older one; as scripts name it, from the directory above the run."""
+    adapter_of(run / "global_step3", f"{run.name}/global_step1")
+
+
+def by_an_adapter_beside_the_saves(run: Path) -> None:
+    adapter_of(run / "best", str(run / "global_step1"))
+
+
 @pytest.mark.parametrize("make", [
-    by_file, by_absolute_path, by_a_chain, by_the_way, by_another_name_of_the_run, by_directory, by_directory_elsewhere,
-    beside_the_saves, to_a_file_beside_the_saves,
+    by_an_adapter, by_an_adapter_beside_the_saves, by_file, by_absolute_path, by_a_chain, by_the_way, by_another_name_of_the_run,
+    by_directory, by_directory_elsewhere, beside_the_saves, to_a_file_beside_the_saves,
 ])  # fmt: skip
 def test_what_a_link_leads_into_stays(make: Callable[[Path], None], tmp_path: Path) -> None:
     """A save is verified through links, so what they lead to stays with it; the dry run says the same."""
@@ -176,6 +190,18 @@ def test_what_a_link_leads_into_stays(make: Callable[[Path], None], tmp_path: Pa
     assert stay(found) == stay(planned) and not (run / "global_step2").exists()
     kept = {name: data for name, data in before.items() if name.partition("/")[0] in {*stay(found), "best", "best.pt"}}
     assert contents(run) == kept, "every file that was verified can be read"
+
+
+@pytest.mark.parametrize(
+    "said", ['{"base_model_name_or_path": 7}', "[", '{"base_model_name_or_path": "a\\u0000b"}', "[]"]
+)
+def test_adapters_that_keep_nothing(said: str, tmp_path: Path) -> None:
+    """One that cannot be read, one of a base on the hub, and one that goes too."""
+    run = run_of(tmp_path, (1, 2, 3))
+    adapter_of(run / "global_step2", "../global_step1")
+    adapter_of(run / "best", "org/model")
+    (run / "global_step3" / "adapter_config.json").write_text(said)
+    assert stay(prune(run, KeepRules(last=1))) == ["global_step3"]
 
 
 def test_saves_lead_to_each_other_in_a_row(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ METADATA_BYTES = _LIFTED * (512 << 20)
 """Size of the `.metadata` pickle of torch.distributed.checkpoint: three million chunks, of all ranks. Each takes 170 bytes of
 the pickle and 1 kB of memory."""
 
-METADATA_COST_PER_BYTE = _LIFTED * 64
-"""Memory for each byte of that pickle, beyond what any pickle may take."""
+METADATA_COST_PER_BYTE = _LIFTED * 20
+"""Memory for each byte of that pickle: those that name a million tensors cost 13. It is counted from 26 MB on, below which a
+pickle may take what any may."""
 
 PICKLE_COST = _LIFTED * (512 << 20)
 """Memory of the objects that a pickle makes, in bytes, plus 8 for each opcode. A tensor costs about 3 kB."""

@@ -41,14 +41,34 @@ _SIZE = "torch.Size"
 _SHAPES_KEPT = 4096
 """Shapes that are kept to be used again; sizes repeat, offsets do not."""
 
+_PLAIN_COST, _PLAIN_EXTENT_COST = 256, 40
+"""Of a tuple that takes the place of an object, and of each number of a shape in it."""
 _INT_COST = max(COSTS[code] for code in b"KMJN\x8ahj")
 _EXTENT_COST = _INT_COST + ITEM_COST + 8
 
 
 _NUMBER_KIND, _SHAPE_KIND, _KNOWN_KIND = range(3)
 
-Found = tuple[dict[str, object], int, int]
-"""An object that was read in one go: its attributes, where its opcodes end, and their cost."""
+_KEY = re.compile(
+    b"(" + _GET + b")(?:(?P<list>\\]\x94)|(?P<known>" + _GET + b")(?:(?P<made>\\)\x81)|(?P<shape>" + _SHAPE
+    + re.escape(_MADE) + b")))", re.DOTALL
+)  # fmt: skip
+"""In an object that holds others: a key, then a list, an object's class, or a shape."""
+_CLASS = re.compile(b"(" + _GET + rb")\)\x81", re.DOTALL)
+_STATE = re.compile(rb"\x94\(((?:" + _GET + rb"|[N\x88\x89]){1,16})t\x94b", re.DOTALL)
+"""A state that is a tuple of entries of the memo and constants."""
+_ITEM = re.compile(_GET + rb"|[N\x88\x89]", re.DOTALL)
+_CONSTANTS: dict[bytes, object] = {b"N": None, b"\x88": True, b"\x89": False}
+_HOLDER_COST = 512
+"""Of an object that holds others: itself and its attributes."""
+
+Found = tuple[dict[str, object], int, int, int]
+"""An object that was read in one go: its attributes, where its opcodes end, their cost, and the cost of what remains where a
+plain value takes its place."""
+
+Made = tuple[object, int, int, int]
+"""An object that was read in one go: what took its place, how many objects went into the memo, where its opcodes end, and the
+cost of what remains."""
 
 
 class Phrase:
@@ -119,7 +139,7 @@ class Phrase:
             memo: the machine's, in which no number was ever set twice.
             shapes: those that were read before, by their opcodes; some are added.
         """
-        cost = self._cost
+        cost, plain = self._cost, _PLAIN_COST
         state = self._nones.copy()
         for segment, fields, text_key in self._segments:
             if (match := segment.match(data, at)) is None:
@@ -137,6 +157,7 @@ class Phrase:
                         shapes[value] = shape
                     state[key] = shape
                     cost += _EXTENT_COST * len(shape)
+                    plain += _PLAIN_EXTENT_COST * len(shape)
                 elif kind == _NUMBER_KIND:
                     state[key] = _int(value)
                 else:
@@ -149,9 +170,10 @@ class Phrase:
                 if at > len(data):
                     return None
                 text = data[start:at].decode("utf-8", "surrogatepass")
-                cost += len(text) if text.isascii() else 4 * (at - start)
+                nbytes = len(text) if text.isascii() else 4 * (at - start)
+                cost, plain = cost + nbytes, plain + nbytes
                 state[text_key] = text
-        return state, at, cost
+        return state, at, cost, plain
 
 
 class Phrases:
@@ -160,31 +182,123 @@ class Phrases:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Placeholder, list[Phrase]]] = {}
         self._shapes: dict[bytes, tuple[int, ...]] = {}
+        self._states: dict[tuple[int, bytes], tuple[Placeholder, object]] = {}
 
-    def read(self, machine: Machine, function: object, at: int) -> tuple[Phrase, Found] | None:
+    def read(self, machine: Machine, function: object, at: int) -> Made | None:
         """The object of a class whose NEWOBJ is before byte `at`, without arguments; None if it is not read in one go."""
         known = self._known.get(id(function))
         if known is None:
             if type(function) is not Placeholder or not _is_plain(function, machine):
                 return None
             known = self._known[id(function)] = (function, [])
-        phrases = known[1]
+        function, phrases = known
         for phrase in phrases:
             if (found := phrase.read(machine.data, at, machine.memo, self._shapes)) is not None:
-                return phrase, found
+                return _made(machine, function, phrase, found)
+        if (nested := self.read_nested(machine, function, at)) is not None:
+            return nested
         if len(phrases) < _MOST_PHRASES and machine.data.startswith(_BEGIN, at):
             made = Phrase.of(machine.data, at, machine.memo)
             if made is not None and (found := made.read(machine.data, at, machine.memo, self._shapes)) is not None:
                 phrases.append(made)
-                return made, found
+                return _made(machine, function, made, found)
         return None
+
+    def read_nested(self, machine: Machine, function: Placeholder, at: int) -> Made | None:
+        """The same, of an object that holds others; None if it is written in another way."""
+        data, memo = machine.data, machine.memo
+        if not data.startswith(_BEGIN, at):
+            return None
+        at += len(_BEGIN)
+        state: dict[str, object] = {}
+        memoized, cost = 2, _HOLDER_COST
+        while data[at : at + 2] != _END:
+            match = _KEY.match(data, at)
+            key = memo.get(_number(match[1])) if match else None
+            if match is None or type(key) is not str or key in state or len(state) == _MOST_FIELDS:
+                return None
+            at = match.end()
+            value: object
+            if match["list"]:
+                found = self._read_list(machine, at)
+                if found is None:
+                    return None
+                value, more, at, extra = found
+                memoized, cost = memoized + 1 + more, cost + extra
+            elif match["made"]:
+                made = self._read_object(machine, memo.get(_number(match["known"])), at)
+                if made is None:
+                    return None
+                value, more, at, extra = made
+                memoized, cost = memoized + more, cost + extra
+            else:
+                size = memo.get(_number(match["known"]))
+                shape = _shape(match["shape"][: -len(_MADE)])
+                if type(size) is not Placeholder or str(size) != _SIZE or size.called or shape is None:
+                    return None
+                value, memoized, cost = shape, memoized + 3, cost + _PLAIN_EXTENT_COST * len(shape)
+            state[key] = value
+        return (machine.finished(function, state), memoized, at + len(_END), cost) if state else None
+
+    def _read_list(self, machine: Machine, at: int) -> tuple[list[object], int, int, int] | None:
+        """Objects of a list that is empty before byte `at`, by one APPEND, or one or more APPENDS."""
+        data, memo = machine.data, machine.memo
+        found: list[object] = []
+        memoized = cost = 0
+        is_marked = False
+        while True:
+            if match := _CLASS.match(data, at):
+                made = self._read_object(machine, memo.get(_number(match[1])), match.end())
+                if made is None:
+                    return None
+                value, more, at, extra = made
+                found.append(value)
+                memoized, cost = memoized + more, cost + extra
+                if not is_marked:
+                    return (found, memoized, at + 1, cost) if data[at : at + 1] == b"a" and len(found) == 1 else None
+            elif not is_marked and data[at : at + 1] == b"(":
+                is_marked, at = True, at + 1
+            elif is_marked and data[at : at + 1] == b"e":
+                is_marked, at = False, at + 1
+                if data[at : at + 1] != b"(":
+                    return found, memoized, at, cost
+            else:
+                return (found, memoized, at, cost) if not found and not is_marked else None
+
+    def _read_object(self, machine: Machine, function: object, at: int) -> Made | None:
+        """The object of a class whose NEWOBJ is before byte `at`, and whose state is simple."""
+        state = _STATE.match(machine.data, at)
+        if state is None:
+            return self.read(machine, function, at)
+        known = self._states.get((id(function), state[0]))
+        if known is None:
+            if type(function) is not Placeholder or not _is_kept(function):
+                return None
+            values: list[object] = []
+            for item in _ITEM.findall(state[1]):
+                if item not in _CONSTANTS and _number(item) not in machine.memo:
+                    return None
+                values.append(_CONSTANTS[item] if item in _CONSTANTS else machine.memo[_number(item)])
+            if len(self._states) == _SHAPES_KEPT:
+                return None
+            known = self._states[id(function), state[0]] = function, machine.finished(function, tuple(values))
+        return known[1], 2, state.end(), 0
+
+
+def _made(machine: Machine, function: Placeholder, phrase: Phrase, found: Found) -> Made:
+    state, at, cost, plain = found
+    made = machine.finished(function, state)
+    return made, phrase.memoized, at, cost if type(made) is Placeholder else plain
 
 
 def _is_plain(function: Placeholder, machine: Machine) -> bool:
     """Whether a class makes objects that are only kept, and that its reader wants in few bytes."""
-    if function.called or function.name not in machine.finishers or runs_code(function):
-        return False
-    return str(function) not in MEANINGS
+    return function.name in machine.finishers and _is_kept(function)
+
+
+def _is_kept(function: Placeholder) -> bool:
+    """Whether a call of a class makes objects that are only kept."""
+    return not function.called and not runs_code(function) and str(function) not in MEANINGS
 
 
 def _number(get: bytes) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.containers.inert import NumpyArray, Placeholder
-from zckpt.containers.machine import ENTRY_COST, Finishers, Machine, PersistentLoad, as_new
+from zckpt.containers.machine import ENTRY_COST, STEP, Finishers, Machine, PersistentLoad, as_new
 from zckpt.containers.meanings import MISFITS
 from zckpt.containers.opcodes import COSTS, OPCODES, STOP
 from zckpt.containers.phrases import Phrases
@@ -115,6 +115,7 @@ def _run(machine: Machine) -> object:
                         memo[number] = stack[-1]
                     else:
                         dropped += 1
+                        cost -= _MEMO_COST
                 at += 1
             elif opcode == long_put and at + 5 <= end:
                 memo[int.from_bytes(data[at + 1 : at + 5], "little")] = stack[-1]
@@ -164,10 +165,9 @@ def _run(machine: Machine) -> object:
                 if phrases is not None and needed is not None and not args:
                     said = phrases.read(machine, stack[-1], at)
                     number = len(memo) + dropped
-                    if said is not None and needed.isdisjoint(range(number, number + said[0].memoized)):
-                        state, at, extra = said[1]
-                        stack[-1] = machine.finished(stack[-1], state)
-                        dropped += said[0].memoized
+                    if said is not None and needed.isdisjoint(range(number, number + said[1])):
+                        stack[-1], memoized, at, extra = said
+                        dropped += memoized
                         cost += extra
                         continue
                 stack[-1] = as_new(machine.call(stack[-1], args))
@@ -204,6 +204,8 @@ def _run(machine: Machine) -> object:
 
 
 _PUTS = b"pqr"
+
+_MEMO_COST = COSTS[0x94] - STEP
 
 _ALWAYS_KEPT = 256
 """Numbers below this are those of the opcode with a single byte."""

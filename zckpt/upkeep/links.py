@@ -1,7 +1,10 @@
-"""Which saves of a run are led into by what else is there: by symbolic links, at any depth, and by mounts.
+"""Which saves of a run are led into by what else is there: by symbolic links, at any depth, by mounts, and by adapters' configs.
 
 For `prune`: a save that is verified through a link consists of the files that the link leads to, so these stay with it. Every
 step of a link's way counts, for a link may lead through one save into another. Of links outside the run, nothing is known.
+An adapter is of no use without the base that its config names. A relative path there counts from the directory that a script
+was started in, which nothing records: so every directory above the config is tried, and this process's own.
+Source: peft 0.18, config.py `base_model_name_or_path`.
 """
 
 from __future__ import annotations
@@ -15,8 +18,18 @@ from zckpt.base.errors import ZckptError
 from zckpt.base.words import count
 from zckpt.layouts.places import find
 from zckpt.layouts.run_saves import RunSave, tags_in
-from zckpt.storage.identity import is_below, is_within, mounts, place_in_file_system, places_passed
+from zckpt.storage.identity import (
+    directories_above,
+    is_below,
+    is_within,
+    mounts,
+    place_in_file_system,
+    places_passed,
+)
+from zckpt.storage.json_files import read_json
 from zckpt.upkeep.removal import WORK
+
+_ADAPTER, _MOST_BYTES = "adapter_config.json", 1 << 20
 
 
 class Lead(NamedTuple):
@@ -53,6 +66,10 @@ class RunLinks:
         leaving: set[str] = set()
         for path in self._links(run, going):
             origin = self._relative(path).partition("/")[0]
+            if not os.path.islink(path):
+                for base in _bases_of(path):
+                    self._add(path, "adapter", origin, base)
+                continue
             self._add(path, "link", origin)
             if origin in self._saves and os.path.isdir(path) and not is_below(os.path.realpath(path), run):
                 leaving.add(origin)
@@ -82,9 +99,9 @@ class RunLinks:
     def _relative(self, path: str) -> str:
         return os.path.relpath(path, self._run)
 
-    def _add(self, path: str, kind: str, origin: str) -> None:
-        """Notes the saves that a path leads through."""
-        passed = {name for place in places_passed(path) if (name := self._save_at(place)) and name != origin}
+    def _add(self, path: str, kind: str, origin: str, leading: str = "") -> None:
+        """Notes the saves that a path leads through; `leading`: another path that counts in its place."""
+        passed = {name for place in places_passed(leading or path) if (name := self._save_at(place)) and name != origin}
         self.leads += [Lead(origin, f"the {kind} {self._relative(path)!r}", name) for name in sorted(passed)]
 
     def _save_at(self, place: str) -> str:
@@ -96,6 +113,7 @@ class RunLinks:
         return name if name in self._saves and is_within(place, os.path.join(self._run, name)) else ""
 
     def _links(self, directory: str, going: Collection[str]) -> Iterator[str]:
+        """All links below a directory, and all configs of adapters."""
         try:
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
         except OSError as error:
@@ -106,7 +124,7 @@ class RunLinks:
         for entry in entries:
             if directory == self._run and (entry.name in going or entry.name == WORK):
                 continue
-            if entry.is_symlink():
+            if entry.is_symlink() or entry.name == _ADAPTER:
                 yield entry.path
             elif entry.is_dir(follow_symlinks=False):
                 yield from self._links(entry.path, ())
@@ -117,3 +135,13 @@ def _files_of(save: RunSave) -> Iterator[str]:
     with suppress(ZckptError):
         for tag in tags_in(save):
             yield from (file.path for file in find(save.path, tag).listing.files.values())
+
+
+def _bases_of(config: str) -> Iterator[str]:
+    """Where the base of an adapter may be, by its config; nothing where that cannot be read."""
+    with suppress(ZckptError):
+        said = read_json(config, _MOST_BYTES, "an adapter's config")
+        base = said.get("base_model_name_or_path") if isinstance(said, dict) else None
+        if isinstance(base, str) and base and "\0" not in base:
+            starts = dict.fromkeys((*directories_above(os.path.dirname(config)), os.getcwd()))
+            yield from dict.fromkeys(os.path.join(start, base) for start in starts)

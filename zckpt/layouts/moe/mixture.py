@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from zckpt.base.errors import OTHER_SAVE, InconsistentError
-from zckpt.base.words import examples
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError
+from zckpt.base.words import examples, ranks
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Role, TensorEntry
 from zckpt.layouts.joining.rules import rules_of_checkpoint
@@ -106,6 +106,11 @@ class MixtureReader:
         for name, held in slices.items():
             owner = self.layers.owner(name)
             assert owner is not None
+            if missing := sorted(set(range(owner[0].ep)).difference(held)):
+                raise IncompleteError(
+                    f"no file holds the part of {name!r} of expert-parallel {ranks(missing)}", file=self.model.file,
+                    remedy=COPY_AGAIN,
+                )  # fmt: skip
             entries = [replace(held[rank], replicas=()) for rank in range(owner[0].ep)]
             try:
                 joint = owner[0].joint([entry.shape for entry in entries])
