@@ -6,17 +6,22 @@ failure may leave at it:
 
 - only the data of files that were synced, and only the names in directories that were synced;
 - that, and one more change of names (a rename is one change), or the data of one more file, whole or cut short;
+- that, and two more changes of names, if `pairs`: a file system may write its directories in any order;
 - all names, without the data that was not synced, as a journal of metadata alone leaves it;
 - everything: what a process leaves that was killed.
 
 A name that a rename gives is durable when its directory is synced. The name that the rename takes away may then still be there,
 unless a directory is renamed, which has one name only. Where a directory was synced that lost a name, and not the one that got
-it, neither has it. An exchange is whole or not there: only file systems with a journal can exchange names. Syncs in threads
-happen as late as the code allows: when it waits for them.
+it, neither has it. An exchange is whole or not there, in two directories too: only file systems with a journal or a log can
+exchange names, and there it is one transaction, which a sync of either directory commits.
+Source: Linux, fs/ext4/namei.c `ext4_cross_rename`; fs/xfs/xfs_inode.c `xfs_cross_rename`; fs/btrfs/inode.c
+`btrfs_rename_exchange`, whose `btrfs_record_unlink_dir` lets a sync of either directory commit everything.
+Syncs in threads happen as late as the code allows: when it waits for them.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -177,12 +182,13 @@ Change = dict[tuple[int, str], int]
 """Of one call: (directory, name) -> the inode number that it names now; 0 for none."""
 
 
-def trees(moments: list[Moment], without: object = None) -> Iterator[tuple[int, str, Tree]]:
+def trees(moments: list[Moment], without: object = None, *, pairs: bool = False) -> Iterator[tuple[int, str, Tree]]:
     """What a power failure may leave: the number of a moment, which of the possibilities it is, and the tree.
 
     Args:
         moments: of one run; what is there before the first is durable.
         without: a site; the syncs of this site do not happen.
+        pairs: two changes of names without those between them, too.
     """
     first = moments[0].there
     names = {number: dict(entries) for number, entries in first.directories.items()}
@@ -206,6 +212,8 @@ def trees(moments: list[Moment], without: object = None) -> Iterator[tuple[int, 
         for one in (*pending, *exchanges):
             named = ", ".join(f"{'+' if to else '-'}{name}" for (_, name), to in one.items())
             yield number, f"and {named}, before {call}", resolved.tree(_changed(names, one), data)
+        for one, two in itertools.combinations((*pending, *exchanges), 2) if pairs else ():
+            yield number, f"and two changes, before {call}", resolved.tree(_changed(_changed(names, one), two), data)
         for file, content in there.files.items():
             known = data.get(file, Content())
             if content != known:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kill_points
 from durable import Moment, Numbers, Tree, record, trees
 from kill_points import Scenario, contents, is_clean, judged
+from power_of_more import Carried, MetricsFile, Push, PushThatEnds, WholeSave
+from power_trial import Trial
 
 import zckpt
 from zckpt import _core
@@ -154,30 +156,6 @@ class UndoneSwap(Undone):
 
     def breaks(self, source: str, target: str) -> bool:
         return target == str(self.out) and source.endswith("/files") and not self.out.exists()
-
-
-class Trial:
-    """What is done to a place once, and how it is judged what a power failure has left.
-
-    Attributes:
-        place: that everything happens in.
-        earlier: moments of what was done before, in the same hours.
-    """
-
-    place: Path
-    earlier: Sequence[Moment] = ()
-
-    def prepare(self) -> None:
-        """Makes what is there before."""
-
-    def run(self) -> None:
-        """Does it."""
-
-    def judge(self, *, done: bool) -> None:
-        """Says whether what is there now may be; `done`: after the run has said that it is done."""
-
-    def finish(self, *, failing: bool) -> None:
-        """Does what comes next, after a run that fails if `failing`, and says whether all ends well."""
 
 
 class Output(Trial):
@@ -449,6 +427,11 @@ def _is_sealed(moment: Moment) -> bool:
 
 
 TRIALS: dict[str, Callable[[str, Path, Numbers], Trial]] = {
+    "push": lambda _, work, __: Push(work),
+    "push-ends": lambda _, work, __: PushThatEnds(work),
+    "carried": lambda _, work, __: Carried(work),
+    "metrics": lambda _, work, __: MetricsFile(work),
+    "whole-save": lambda _, work, __: WholeSave(work),
     "page": lambda _, work, __: Page(work),
     "prune": lambda _, work, __: Prune(work),
     "saves": lambda _, work, __: Saves(work, exchange=True),
@@ -519,17 +502,17 @@ class Power:
         self.sites = {site for moment in self.moments for site in moment.sites}
         self.known: dict[tuple[Tree, bool], int] = {}
 
-    def distinct(self, without: object = None) -> dict[tuple[Tree, bool], str]:
+    def distinct(self, without: object = None, *, pairs: bool = False) -> dict[tuple[Tree, bool], str]:
         """(tree, whether the run has said that it is done) -> where it comes from."""
         last = len(self.moments) - 1
         found: dict[tuple[Tree, bool], str] = {}
-        for index, what, tree in trees(self.moments, without):
+        for index, what, tree in trees(self.moments, without, pairs=pairs):
             found.setdefault((tree, index == last), f"moment {index}: {what}")
         return found
 
-    def look(self, *, both: bool) -> int:
+    def look(self, *, both: bool, pairs: bool) -> int:
         """Judges all trees, and what comes after them; returns how many there are."""
-        found = self.distinct()
+        found = self.distinct(pairs=pairs)
         for number, ((tree, done), what) in enumerate(found.items()):
             for failing in (False, True) if both else (number % 3 == 0,):
                 self.one(tree, what, done=done, failing=failing)

@@ -44,12 +44,15 @@ class Site(NamedTuple):
         return f"{self.module}:{self.element or self.text}"
 
 
+@cache
 def sites() -> list[Site]:
     """All of zckpt's."""
     found: list[Site] = []
     for path in sorted(ROOT.rglob("*.py")):
-        module = path.relative_to(ROOT).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        module, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        if not re.search(r"sync|durable", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call):
                 found += _of_call(module, node)
     return found
@@ -57,6 +60,9 @@ def sites() -> list[Site]:
 
 def _of_call(module: str, node: ast.Call) -> Iterator[Site]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    is_asked = any(word.arg == "durable" for word in node.keywords)
+    if not is_asked and not _SYNCS.fullmatch(name):
+        return
     lines = (module, node.lineno, node.end_lineno or node.lineno, ast.unparse(node))
     if any(word.arg == "durable" and getattr(word.value, "value", False) is True for word in node.keywords):
         yield Site(*lines, asked=True)
@@ -91,3 +97,31 @@ def sites_of(frames: list[FrameType]) -> set[Site]:
 def _values(element: str, frame: FrameType) -> tuple[Any, ...]:
     """The paths that an element of a tuple stands for."""
     return tuple(eval(f"({element},)", frame.f_globals, frame.f_locals))
+
+
+_WRITES = re.compile(r"[wax]")
+
+
+def writers() -> list[str]:
+    """Modules of zckpt that write a file by Python's own functions, and sync nothing themselves."""
+    found: list[str] = []
+    syncing = {site.module for site in sites()}
+    for path in sorted(ROOT.rglob("*.py")):
+        module, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        if module in syncing or not re.search(r"open\(|write_text|write_bytes", text):
+            continue
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        if any(map(_is_writing, calls)):
+            found.append(module)
+    return found
+
+
+def _is_writing(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in ("write_text", "write_bytes"):
+        return True
+    text = ast.unparse(call)
+    if name == "open" and ast.unparse(call.func) == "os.open":
+        return "O_CREAT" in text
+    modes = [arg.value for arg in call.args[1:2] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    return name == "open" and any(_WRITES.search(mode) for mode in modes)

@@ -18,7 +18,7 @@ from dataclasses import field
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.output import locks
-from zckpt.output.durable import make_directories
+from zckpt.output.durable import make_directories, replace_file, sync
 from zckpt.storage.fsync_queue import make_durable
 
 _JOURNAL, _LOCK, _SPARE = "journal.jsonl", "lock", "spare"
@@ -52,10 +52,14 @@ class Scratch:
 
     def remember(self, identity: str, name: str, sha256: str) -> None:
         """Records a shard's hash, durably."""
-        with open(os.path.join(self.path, _JOURNAL), "a", encoding="utf-8") as file:
+        journal = os.path.join(self.path, _JOURNAL)
+        is_new = not os.path.exists(journal)
+        with open(journal, "a", encoding="utf-8") as file:
             file.write(f"\n{_line(identity, name, sha256)}\n")  # the first newline ends a line that was cut short
             file.flush()
             make_durable(file.fileno())
+        if is_new:
+            sync(self.path)
         self.known[identity] = sha256
 
     def clear(self) -> None:
@@ -70,9 +74,7 @@ class Scratch:
         self.clear()
         journal = os.path.join(self.path, _JOURNAL)
         lines = [_line(identity, "", self.known[identity]) for identity in identities if identity in self.known]
-        with open(f"{journal}.new", "w", encoding="utf-8") as file:
-            file.write("\n".join([*lines, ""]))
-        os.replace(f"{journal}.new", journal)
+        replace_file(journal, "\n".join([*lines, ""]).encode())
 
 
 def _line(identity: str, name: str, sha256: str) -> str:

@@ -49,6 +49,19 @@ def make_directories(path: str) -> list[str]:
     return missing
 
 
+def replace_file(path: str, data: bytes) -> None:
+    """Makes a small file, or replaces one, in one step and durably; does nothing if it has these bytes already."""
+    with contextlib.suppress(OSError), open(path, "rb") as old:
+        if old.read() == data:
+            return
+    with open(f"{path}.new", "wb") as file:
+        file.write(data)
+        file.flush()
+        make_durable(file.fileno())
+    os.replace(f"{path}.new", path)
+    sync(os.path.dirname(os.path.abspath(path)))
+
+
 def exchange(a: str, b: str) -> bool:
     """Exchanges two names in one step (Linux: RENAME_EXCHANGE). Returns False if that is not supported here."""
     try:

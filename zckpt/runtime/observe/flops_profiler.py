@@ -204,7 +204,7 @@ class FlopsProfiler:
             return
         path = os.path.abspath(output_file)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8") as file:  # not synced: the next profile replaces it
             file.write(text)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:

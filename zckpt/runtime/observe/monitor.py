@@ -90,7 +90,7 @@ class CSVMonitor:
         """Adds a line for each event; the files are closed in between."""
         for name, value, samples in event_list:
             path = os.path.join(self.log_dir, name.replace("/", "_").replace(" ", "_") + ".csv")
-            with open(path, "a", newline="", encoding="utf-8") as file:
+            with open(path, "a", newline="", encoding="utf-8") as file:  # not synced, as any log
                 writer = csv.writer(file)
                 if file.tell() == 0:
                     writer.writerow(["step", name.rpartition("/")[2]])

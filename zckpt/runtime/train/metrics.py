@@ -11,6 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from zckpt.base.dataclass import dataclass
+from zckpt.output.durable import replace_file
+from zckpt.storage.fsync_queue import make_durable
 
 FILE, PICTURE = "metrics.jsonl", "loss.png"
 _MANY = 200
@@ -62,9 +64,7 @@ class Metrics:
         self._title = title
         kept = [line for line in _lines(self._path) if line["step"] <= after]
         self._shown = [(line["step"], line["loss"], line["lr"], line.get("eval_loss")) for line in kept]
-        with open(self._path + ".new", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-        os.replace(self._path + ".new", self._path)
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def add(self, step: Step) -> None:
@@ -72,6 +72,10 @@ class Metrics:
         self._shown.append((step.step, step.loss, step.lr, step.eval_loss))
         self._file.write(json.dumps(asdict(step)) + "\n")
         self._file.flush()
+
+    def keep(self) -> None:
+        """Makes the lines so far durable: the steps of a save that is durable are not made again."""
+        make_durable(self._file.fileno())
 
     def close(self) -> str | None:
         """Closes the file and draws the picture. Returns a sentence that says why, if it cannot."""

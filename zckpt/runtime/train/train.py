@@ -25,6 +25,7 @@ from zckpt.base.words import count, ranks
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.search import has_saves
 from zckpt.live.device import peak_memory
+from zckpt.output.durable import replace_file
 from zckpt.runtime.config.read import Settings, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.init_context import Init
@@ -205,9 +206,9 @@ def _train(
             metrics.add(step)
             watch(step)
         if job.save_every and engine.global_steps % job.save_every == 0:
-            saved = _save(engine, job.out, lookout)
+            saved = _save(engine, job.out, lookout, metrics)
     if saved != engine.global_steps:
-        _save(engine, job.out, lookout)
+        _save(engine, job.out, lookout, metrics)
     lookout.at(engine.global_steps, "saving the last checkpoint")
     engine.wait_for_checkpoint()
     if job.save_pretrained and not stopped:
@@ -231,8 +232,10 @@ def _train(
     )
 
 
-def _save(engine: Engine, out: str, lookout: Lookout) -> int:
+def _save(engine: Engine, out: str, lookout: Lookout, metrics: Metrics | None) -> int:
     lookout.at(engine.global_steps, "saving a checkpoint")
+    if metrics is not None:
+        metrics.keep()
     engine.save_checkpoint(out)
     return engine.global_steps
 
@@ -297,10 +300,9 @@ def _describe(engine: Engine, found: Model, out: str) -> None:
     """Writes beside the checkpoints what makes their weights loadable: the config, and the tokenizer's files."""
     os.makedirs(out, exist_ok=True)
     for name, text in live.small_files(engine.module, engine.settings.config.precision).items():
-        with open(os.path.join(out, name), "w", encoding="utf-8") as file:
-            file.write(text)
+        replace_file(os.path.join(out, name), text.encode())
     if found.tokenizer is not None:
-        found.tokenizer.save_pretrained(out)
+        found.tokenizer.save_pretrained(out)  # not synced: every start of the run, so every resume, writes these again
 
 
 def _forever(loader: Loader) -> Iterator[torch.Tensor]:
