@@ -101,6 +101,15 @@ def test_values_that_were_not_looked_at(name: str, file: str, path: list[Any], v
     check_jobs(run, tmp_path, exports=not name.startswith("autoep"))
 
 
+@pytest.mark.parametrize(("path", "value"), [(["state"], []), (["param_groups"], 7)])
+@pytest.mark.filterwarnings("ignore")
+def test_an_export_says_that_states_are_not_read(path: list[Any], value: Any, tmp_path: Path) -> None:
+    """Of ranks' files whose weights are sound."""
+    run = Path(shutil.copytree(FIXTURES / "ranks/fsdp1_alone_w1/checkpoint", tmp_path / "run"))
+    edited(run / "optim_world_size_1_rank_0.pt", lambda root: put(root, path, value))
+    assert any("states are not read" in note for note in zckpt.convert(run, tmp_path / "o.safetensors").notes)
+
+
 @MORE
 @pytest.mark.parametrize("name", EVERY if IS_WHOLE else SOME)
 @pytest.mark.filterwarnings("ignore")

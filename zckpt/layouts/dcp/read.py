@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
@@ -79,6 +79,8 @@ def load_items(listing: Listing, metadata: Metadata, padded: AbstractSet[Path] =
 def _is_of_model(states: States) -> bool:
     try:
         return states.is_of_model()
+    except CorruptError:  # `_trained` says so
+        return True
     except _lost(states.items.listing):  # their names are in such a file
         return False
 
@@ -194,7 +196,7 @@ def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
         trained = {name for states in save.optimizers for name in states.parameters()}
         for states in save.optimizers:
             states.check_fused()
-    except (UnsupportedError, InconsistentError) + _lost(save.items.listing) as error:
+    except (UnsupportedError, InconsistentError, CorruptError) + _lost(save.items.listing) as error:
         return trained, (f"The optimizer's states are not read: {error.what}.",)
     return trained, ()
 

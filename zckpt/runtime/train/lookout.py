@@ -189,7 +189,9 @@ class Lookout(threading.Thread):
 
     def _write(self) -> None:
         if self._file is not None:
-            with open(self._file + ".new", "w", encoding="utf-8") as file:  # not synced: for the launcher of this run alone
+            with open(
+                self._file + ".new", "w", encoding="utf-8"
+            ) as file:  # not synced: for the launcher of this run alone
                 json.dump(asdict(self._now), file)
             os.replace(self._file + ".new", self._file)
 
