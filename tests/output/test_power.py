@@ -30,17 +30,17 @@ from zckpt.storage import output_places
 SITES = sites()
 UNSYNCED = {
     "cli/demo.py": "a demonstration in a temporary directory",
-    "deltas/write.py": "`output.making` syncs what is made",
+    "deltas/write.py": "`output.files` syncs what is made",
     "engine/output_files.py": "`engine.move` syncs files that are complete",
     "naming/gguf_metadata.py": "a temporary directory",
+    "output/address_destination.py": "a temporary directory, from which files are sent",
     "output/locks.py": "a lock holds nothing",
-    "output/made_to_address.py": "a temporary directory, from which files are sent",
-    "output/manifest.py": "`output.staging` syncs it before the seal",
+    "output/manifest.py": "`output.local_destination` syncs it before the seal",
+    "runtime/observe/flops_profiler.py": "a report, which the next profile replaces",
+    "runtime/observe/monitor.py": "a log",
     "runtime/saves/nodes.py": "a temporary directory",
-    "runtime/train/lookout.py": "for the launcher of the same run",
-    "runtime/monitor/csv_monitor.py": "a log",
-    "runtime/profiling/flops_profiler/profiler.py": "a report, which the next profile replaces",
     "runtime/swapping/files.py": "states of a running process; a checkpoint has them too",
+    "runtime/train/lookout.py": "for the launcher of the same run",
     "storage/uploads.py": "the service makes it durable",
     "team/rendezvous.py": "notes between processes that run; their output is synced",
 }
