@@ -419,7 +419,7 @@ def while_others_write(stage: int) -> dict[str, Any]:
             before, client = parts(engine), {"seen": torch.ones(3)}
             grads = [
                 grad
-                for kind in gradients.taken(engine.module, engine.sharded.parameters).values()
+                for kind in gradients.take_gradients(engine.module, engine.sharded.parameters).values()
                 for grad in kind.values()
             ]
             grads_before = [grad.clone() for grad in grads]
@@ -448,7 +448,9 @@ def while_others_write(stage: int) -> dict[str, Any]:
             _, seen = again.load_checkpoint(where, tag=what)
             out[what] = same_parts(before, parts(again)) and bool(seen["seen"].all())
             held = [
-                g for kind in gradients.taken(again.module, again.sharded.parameters).values() for g in kind.values()
+                g
+                for kind in gradients.take_gradients(again.module, again.sharded.parameters).values()
+                for g in kind.values()
             ]
             out[f"gradients {what}"] = [
                 len(held),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from config_page import page
 
-from zckpt.runtime.config.fields import Section, keys_of, kind_of, named, section_of
+from zckpt.runtime.config.fields import Section, keys_of, kind_of, names_of_fields, section_of
 from zckpt.runtime.config.reports import FlopsProfilerSection, ThroughputSection
 from zckpt.runtime.config.sections import BF16, FP16, Config
 from zckpt.runtime.config.zero import OffloadOptimizer, OffloadParam, Zero
@@ -40,7 +40,7 @@ def deepspeed() -> Any:
 
 
 def known(section: type[Section]) -> set[str]:
-    return {name for name, _ in named(section)}
+    return {name for name, _ in names_of_fields(section)}
 
 
 def names_of(model: Any) -> set[str]:

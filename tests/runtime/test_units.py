@@ -7,7 +7,7 @@ from torch import nn
 
 from zckpt.base.errors import UsageError
 from zckpt.runtime import utils
-from zckpt.runtime.sharding.units import find_units, merged
+from zckpt.runtime.sharding.units import find_units, merge_units
 
 
 class Block(nn.Module):
@@ -73,7 +73,7 @@ def test_a_wrong_name() -> None:
 def test_units_that_fill_a_bucket_are_one(bucket: int, expected: list[list[int]]) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)), nn.Linear(1, 2))
     units = list(model)[:3][::-1]  # 6 parameters each, 4 outside of them
-    assert merged(units, model, bucket) == [[model[i] for i in group] for group in expected]
+    assert merge_units(units, model, bucket) == [[model[i] for i in group] for group in expected]
 
 
 def test_a_leaf_is_one_unit_whatever_it_contains() -> None:

@@ -70,13 +70,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     says where the arguments are kept, and whether calls are timed.
     """
     chosen = _options or CheckpointingOptions()
-    called = _watched(function, chosen) if chosen.synchronize or chosen.profile else function
+    called = _with_times(function, chosen) if chosen.synchronize or chosen.profile else function
     leaves_device = chosen.checkpoint_in_cpu and pins()  # without an accelerator they are in host memory as it is
     with torch.autograd.graph.save_on_cpu(pin_memory=True) if leaves_device else nullcontext():
         return torchs.checkpoint(called, *args, use_reentrant=False, **kwargs)
 
 
-def _watched(function: Callable[..., Any], chosen: CheckpointingOptions) -> Callable[..., Any]:
+def _with_times(function: Callable[..., Any], chosen: CheckpointingOptions) -> Callable[..., Any]:
     """The function, with its calls timed; the first is the forward, others are in the backward."""
     names = itertools.chain(["forward"], itertools.repeat("forward again, in backward"))
 
@@ -134,7 +134,7 @@ def configure(
         "profile": profile,
     }
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _set(replace(_from(None if deepspeed_config is None else read_activations(deepspeed_config)), **chosen))
+    _apply_options(replace(_from(None if deepspeed_config is None else read_activations(deepspeed_config)), **chosen))
 
 
 def configure_once(section: ActivationSection) -> None:
@@ -164,15 +164,15 @@ def reset() -> None:
 
 def set_num_layers(nlayers: int) -> None:
     """Sets `num_checkpoints`."""
-    _set(replace(_options or CheckpointingOptions(), num_checkpoints=nlayers))
+    _apply_options(replace(_options or CheckpointingOptions(), num_checkpoints=nlayers))
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Sets `partition_activations`."""
-    _set(replace(_options or CheckpointingOptions(), partition_activations=partition_activation))
+    _apply_options(replace(_options or CheckpointingOptions(), partition_activations=partition_activation))
 
 
-def _set(options: CheckpointingOptions) -> None:
+def _apply_options(options: CheckpointingOptions) -> None:
     global _options
     if options.contiguous_checkpointing and not (options.partition_activations and options.num_checkpoints):
         raise UsageError(

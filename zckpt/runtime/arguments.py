@@ -40,7 +40,7 @@ def config_of(args: Any, config: Any, config_params: Any) -> Any:
     if len(given_by_args) + bool(given) > 1:
         raise UsageError(
             "initialize got two configs",
-            found=" and ".join(_shown(one) for one in (*given_by_args, *given)),
+            found=" and ".join(_config_text(one) for one in (*given_by_args, *given)),
             remedy="Pass one: in args.deepspeed_config, or as initialize(config=...).",
         )
     return (*given_by_args, *given, None)[0]
@@ -95,5 +95,5 @@ def refuse_partial(groups: Iterable[Any], quantized: bool) -> None:
         )
 
 
-def _shown(config: Any) -> str:
+def _config_text(config: Any) -> str:
     return os.fspath(config) if isinstance(config, str | os.PathLike) else f"a {type(config).__name__}"

@@ -33,7 +33,7 @@ from zckpt.runtime.parameters import remember_optimizer
 from zckpt.runtime.saves.engine_part import Saves
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
-from zckpt.runtime.sharding.ungathered import explained
+from zckpt.runtime.sharding.ungathered import explain_failure
 from zckpt.runtime.training_run import TrainingRun
 
 P = ParamSpec("P")
@@ -145,7 +145,7 @@ class Engine(TrainingRun):
             with self.observer.forward():
                 result = self.module(*inputs, **kwargs)
         except RuntimeError as error:
-            raise explained(error, self.module) or error from error.__cause__
+            raise explain_failure(error, self.module) or error from error.__cause__
         if not torch.is_grad_enabled() and self.settings.zero.stage == 3:
             self.reshard()
         self._forward_ended(self.module, inputs, result)  # a compiled module has left its hooks out

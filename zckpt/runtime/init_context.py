@@ -24,7 +24,7 @@ from zckpt.live.device import device_of_messages
 from zckpt.runtime.arguments import refuse_parallel, refuse_partial
 from zckpt.runtime.config.read import read_config
 from zckpt.runtime.config.zero import Zero
-from zckpt.runtime.sharding.deferred import Recorder, cut, defer, gather_rows, rows_held_by
+from zckpt.runtime.sharding.deferred import Recorder, defer, gather_rows, local_rows, rows_held_by
 from zckpt.runtime.sharding.external import register_external_parameter, unregister_external_parameter
 from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType, label
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
@@ -107,7 +107,7 @@ class Init:
             return
         for parameter in list(module.parameters()):
             if rows_held_by(parameter) is None:
-                defer(parameter, cut(parameter, group, dtype))
+                defer(parameter, local_rows(parameter, group, dtype))
 
     def __enter__(self) -> Init:
         if self._recorder is not None:
@@ -211,7 +211,7 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
 
     def leave(keep: bool) -> None:
         if keep:
-            rows.values = cut(parameter, rows.group).values
+            rows.values = local_rows(parameter, rows.group).values
         torch.utils.swap_tensors(parameter, place)
 
     return parameter, leave

@@ -35,8 +35,8 @@ def remember_optimizer(parameters: Iterable[ShardedParameter], optimizer: Optimi
 @torch.no_grad()
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The whole fp32 weight, in new memory; None for a parameter that is not trained."""
-    one = _trained(param)
-    return None if one is None else _joined(one, one.part().float())
+    one = _sharded_of(param)
+    return None if one is None else _gather_whole(one, one.part().float())
 
 
 @torch.no_grad()
@@ -46,8 +46,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     Raises:
         UsageError: `value` has another shape.
     """
-    if (one := _trained(param)) is not None:
-        _put(one.part(), _rows_of(one, value))
+    if (one := _sharded_of(param)) is not None:
+        _write_part(one.part(), _rows_of(one, value))
         one.give_back()
         if one.whole is not None and one.is_whole:
             one.whole.copy_(value)
@@ -61,9 +61,9 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     Raises:
         UsageError: the optimizer has no such state.
     """
-    one = _trained(param)
+    one = _sharded_of(param)
     part = None if one is None else _state(one, optim_state_key)
-    return None if one is None or part is None else _joined(one, part) if part.ndim else part.clone()
+    return None if one is None or part is None else _gather_whole(one, part) if part.ndim else part.clone()
 
 
 @torch.no_grad()
@@ -73,8 +73,8 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     Raises:
         UsageError: `value` has another shape, the optimizer has no such state, or has made no step yet.
     """
-    if (one := _trained(param)) is not None:
-        _put(_stored_state(one, optim_state_key), _rows_of(one, value))
+    if (one := _sharded_of(param)) is not None:
+        _write_part(_stored_state(one, optim_state_key), _rows_of(one, value))
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
     It is the mean over ranks, divided by the number of micro batches and multiplied by the loss scale, in fp32.
     """
-    one = _trained(param)
+    one = _sharded_of(param)
     part = None if one is None else _gradient(one)
     if one is None or part is None:
         return None
@@ -91,7 +91,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         part = part.clone()
         dist.all_reduce(part)
         return part / dist.get_world_size()
-    return _joined(one, part.float())
+    return _gather_whole(one, part.float())
 
 
 @torch.no_grad()
@@ -101,10 +101,10 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     Raises:
         UsageError: `value` has another shape.
     """
-    one = _trained(param)
+    one = _sharded_of(param)
     part = None if one is None else _gradient(one)
     if one is not None and part is not None:
-        _put(part, _rows_of(one, value))
+        _write_part(part, _rows_of(one, value))
 
 
 def safe_update_full_grad_vectorized(
@@ -120,15 +120,15 @@ def safe_update_full_grad_vectorized(
 @torch.no_grad()
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's rows of the fp32 weight, flat, in new memory; None for a parameter that is not trained."""
-    one = _trained(param)
+    one = _sharded_of(param)
     return None if one is None else one.part().float().reshape(-1).clone()
 
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets this rank's rows of the fp32 weight."""
-    if (one := _trained(param)) is not None:
-        _put(one.part(), value)
+    if (one := _sharded_of(param)) is not None:
+        _write_part(one.part(), value)
         one.give_back()
         one.drop()
 
@@ -136,7 +136,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """This rank's rows of an optimizer state, flat, in new memory; otherwise as `safe_get_full_optimizer_state`."""
-    one = _trained(param)
+    one = _sharded_of(param)
     part = None if one is None else _state(one, optim_state_key)
     return None if part is None else part.reshape(-1).clone()
 
@@ -144,14 +144,14 @@ def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) ->
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets this rank's rows of an optimizer state."""
-    if (one := _trained(param)) is not None:
-        _put(_stored_state(one, optim_state_key), value)
+    if (one := _sharded_of(param)) is not None:
+        _write_part(_stored_state(one, optim_state_key), value)
 
 
 @torch.no_grad()
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's rows of the gradient, flat, in new memory; otherwise as `safe_get_full_grad`."""
-    one = _trained(param)
+    one = _sharded_of(param)
     part = None if one is None else _gradient(one)
     return None if part is None else part.float().reshape(-1).clone()
 
@@ -159,13 +159,13 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets this rank's rows of the gradient; without one before, nothing happens."""
-    one = _trained(param)
+    one = _sharded_of(param)
     part = None if one is None else _gradient(one)
     if part is not None:
-        _put(part, value)
+        _write_part(part, value)
 
 
-def _trained(param: torch.Tensor) -> ShardedParameter | None:
+def _sharded_of(param: torch.Tensor) -> ShardedParameter | None:
     """What this rank holds of a parameter; None if it is not trained.
 
     Raises:
@@ -181,7 +181,7 @@ def _trained(param: torch.Tensor) -> ShardedParameter | None:
     return one if one.trained and one.master is not None else None
 
 
-def _joined(one: ShardedParameter, part: torch.Tensor) -> torch.Tensor:
+def _gather_whole(one: ShardedParameter, part: torch.Tensor) -> torch.Tensor:
     """The whole tensor, in new memory on the device of the computation."""
     if one.replicated or not isinstance(one.weight, DTensor):
         return part.clone().view(one.shape)
@@ -199,7 +199,7 @@ def _rows_of(one: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1)[one.elements]
 
 
-def _put(part: torch.Tensor, value: torch.Tensor) -> None:
+def _write_part(part: torch.Tensor, value: torch.Tensor) -> None:
     if value.numel() != part.numel():
         raise UsageError(
             "the new value has another number of elements than this rank's part", found=f"{value.numel():,} elements",
@@ -227,7 +227,7 @@ def _state(one: ShardedParameter, key: str) -> torch.Tensor | None:
         return None
     if not states:
         return torch.zeros_like(one.part(), dtype=torch.float32)
-    return _known(states, one, key)
+    return _state_of(states, one, key)
 
 
 def _stored_state(one: ShardedParameter, key: str) -> torch.Tensor:
@@ -236,10 +236,10 @@ def _stored_state(one: ShardedParameter, key: str) -> torch.Tensor:
         raise UsageError(
             f"the optimizer has no states of {one.name!r} yet", remedy="Set them after the first engine.step()."
         )
-    return _known(states, one, key)
+    return _state_of(states, one, key)
 
 
-def _known(states: dict[str, Any], one: ShardedParameter, key: str) -> torch.Tensor:
+def _state_of(states: dict[str, Any], one: ShardedParameter, key: str) -> torch.Tensor:
     found = states.get(key)
     if not isinstance(found, torch.Tensor):
         raise UsageError(

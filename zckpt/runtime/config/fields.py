@@ -19,27 +19,27 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True, protected_namespaces=())
 
 
-def used(default: Any, about: str, **constraints: Any) -> Any:
+def used_key(default: Any, about: str, **constraints: Any) -> Any:
     """A key that this engine acts on."""
     return Field(default, description=about, **constraints)
 
 
-def own(default: Any, about: str, **constraints: Any) -> Any:
+def own_key(default: Any, about: str, **constraints: Any) -> Any:
     """A key that DeepSpeed does not have."""
     return Field(default, description=about, json_schema_extra={"kind": "own"}, **constraints)
 
 
-def unused(default: Any, why: str, **constraints: Any) -> Any:
+def unused_key(default: Any, why: str, **constraints: Any) -> Any:
     """A key that is accepted and changes nothing; `why` is logged when a config has it."""
     return Field(default, description=why, json_schema_extra={"kind": "unused"}, **constraints)
 
 
-def missed(default: Any, why: str, **constraints: Any) -> Any:
+def unshown_key(default: Any, why: str, **constraints: Any) -> Any:
     """A key that asks for something to be shown, and shows nothing; `why` is a warning where a config switches it on."""
     return Field(default, description=why, json_schema_extra={"kind": "missed"}, **constraints)
 
 
-def refused(default: Any, why: str, **constraints: Any) -> Any:
+def refused_key(default: Any, why: str, **constraints: Any) -> Any:
     """A key that would change the training in a way this engine does not know: only values that switch it off pass."""
     return Field(default, description=why, json_schema_extra={"kind": "refused"}, **constraints)
 
@@ -50,7 +50,7 @@ def foreign(why: str, keys: str, kind: str = "unused") -> Any:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """`used`, `own`, `unused`, `missed` or `refused`."""
+    """`used_key`, `own_key`, `unused_key`, `unshown_key` or `refused_key`."""
     extra = field.json_schema_extra
     return str(extra.get("kind", "used")) if isinstance(extra, dict) else "used"
 
@@ -70,7 +70,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return None
 
 
-def named(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+def names_of_fields(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
     """Every accepted name of a section with its field: the name itself and its alias."""
     for name, field in section.model_fields.items():
         yield field.alias or name, field

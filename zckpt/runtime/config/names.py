@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from zckpt.runtime.config.fields import Section, is_off, keys_of, kind_of, named, section_of
+from zckpt.runtime.config.fields import Section, is_off, keys_of, kind_of, names_of_fields, section_of
 from zckpt.runtime.config.sections import Config
 
 
@@ -20,7 +20,7 @@ def unknown_keys(
     raw: Mapping[str, Any], section: type[Section] = Config, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
     """Dotted names that no model knows, each with the most similar one that is known."""
-    fields = dict(named(section))
+    fields = dict(names_of_fields(section))
     for key, value in raw.items():
         path = f"{prefix}{key}"
         if key not in fields:
@@ -35,33 +35,33 @@ def unknown_keys(
 
 def unused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted names that were given and change nothing, each with the reason."""
-    for path, _, field in _given(raw, Config, ""):
+    for path, _, field in _given_keys(raw, Config, ""):
         if kind_of(field) == "unused":
             yield path, field.description or ""
 
 
 def missed_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted names that ask for something to be shown that is not, each with the reason."""
-    for path, value, field in _given(raw, Config, ""):
+    for path, value, field in _given_keys(raw, Config, ""):
         if kind_of(field) == "missed" and not is_off(value) and value != field.default:
             yield path, field.description or ""
 
 
 def refused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted names that switch on what is not built, each with the reason."""
-    for path, value, field in _given(raw, Config, ""):
+    for path, value, field in _given_keys(raw, Config, ""):
         if kind_of(field) == "refused" and not is_off(value) and value != field.default:
             yield path, field.description or ""
 
 
-def _given(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, Any, FieldInfo]]:
+def _given_keys(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, Any, FieldInfo]]:
     """Every known key that was given, with its value; of sections that a model describes, the keys inside."""
-    fields = dict(named(section))
+    fields = dict(names_of_fields(section))
     for key, value in raw.items():
         if key in fields:
             inner = section_of(fields[key])
             if isinstance(value, Mapping) and inner is not None:
-                yield from _given(value, inner, f"{prefix}{key}.")
+                yield from _given_keys(value, inner, f"{prefix}{key}.")
             else:
                 yield f"{prefix}{key}", value, fields[key]
 
@@ -78,7 +78,7 @@ def _nearest(key: str, prefix: str, names: Collection[str]) -> str:
 
 
 def _all_names(section: type[Section], prefix: str) -> Iterator[str]:
-    for name, field in named(section):
+    for name, field in names_of_fields(section):
         yield f"{prefix}{name}"
         inner = section_of(field)
         if inner is not None:

@@ -93,7 +93,7 @@ def read_config(
         raise _unknown(unknown, file)
     for path, _ in unknown:
         _pop(raw, path)
-    _fill_auto(raw, file, _flat(auto or {}) | _computed(hidden_size), early=early)
+    _fill_auto(raw, file, _flat(auto or {}) | _keys_of_width(hidden_size), early=early)
     try:
         values = Config.model_validate(raw)
     except ValidationError as error:
@@ -259,7 +259,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Json:
     return flat
 
 
-def _computed(hidden_size: int | None) -> Json:
+def _keys_of_width(hidden_size: int | None) -> Json:
     """What transformers computes from a model's width (integrations/deepspeed.py)."""
     if hidden_size is None:
         return {}
@@ -279,7 +279,12 @@ def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
         place, _, last = path.rpartition(".")
         if path in values:
             _section(raw, place)[last] = values[path]
-        elif early or path in _BATCH or path in _computed(0) or any(f"{path}.".startswith(f"{one}.") for one in unused):
+        elif (
+            early
+            or path in _BATCH
+            or path in _keys_of_width(0)
+            or any(f"{path}.".startswith(f"{one}.") for one in unused)
+        ):
             _pop(raw, path)
         else:
             missing.append(path)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, field_validator
 
-from zckpt.runtime.config.fields import Section, foreign, own, refused, unused, used
+from zckpt.runtime.config.fields import Section, foreign, own_key, refused_key, unused_key, used_key
 from zckpt.runtime.config.reports import (
     ActivationSection,
     CometSection,
@@ -36,15 +36,15 @@ _GONE = "DeepSpeed has removed it"
 class FP16(Section):
     """fp16 compute with fp32 master weights and a loss scale."""
 
-    enabled: bool = used(False, "compute and reduce in fp16")
-    auto_cast: bool = used(False, "cast floating-point inputs of the model to fp16")
-    loss_scale: float = used(0.0, "a fixed scale; 0 adjusts it", ge=0.0, allow_inf_nan=False)
-    initial_scale_power: int = used(16, "the first scale is 2 to this power", ge=0, le=126)
-    loss_scale_window: int = used(1000, "steps without overflow after which the scale doubles", gt=0)
-    hysteresis: int = used(2, "overflows before the scale is halved", ge=1)
-    consecutive_hysteresis: bool = used(False, "count anew after each step without overflow")
-    min_loss_scale: float = used(1, "the scale is never below; an overflow there ends the run", gt=0)
-    fp16_master_weights_and_grads: bool = refused(False, _MASTERS)
+    enabled: bool = used_key(False, "compute and reduce in fp16")
+    auto_cast: bool = used_key(False, "cast floating-point inputs of the model to fp16")
+    loss_scale: float = used_key(0.0, "a fixed scale; 0 adjusts it", ge=0.0, allow_inf_nan=False)
+    initial_scale_power: int = used_key(16, "the first scale is 2 to this power", ge=0, le=126)
+    loss_scale_window: int = used_key(1000, "steps without overflow after which the scale doubles", gt=0)
+    hysteresis: int = used_key(2, "overflows before the scale is halved", ge=1)
+    consecutive_hysteresis: bool = used_key(False, "count anew after each step without overflow")
+    min_loss_scale: float = used_key(1, "the scale is never below; an overflow there ends the run", gt=0)
+    fp16_master_weights_and_grads: bool = refused_key(False, _MASTERS)
 
     @field_validator("loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", mode="before")
     @classmethod
@@ -57,23 +57,23 @@ class FP16(Section):
 class BF16(Section):
     """bf16 compute with fp32 master weights."""
 
-    enabled: bool = used(False, "compute and reduce in bf16")
-    check_grad_overflow: bool = used(True, "skip a step whose gradients are not finite")
-    immediate_grad_update: bool = unused(False, "gradients are added to fp32 shards as soon as they are reduced")
-    bf16_master_weights_and_grads: bool = refused(False, _MASTERS)
-    bf16_optimizer_states: bool = refused(False, _MASTERS)
+    enabled: bool = used_key(False, "compute and reduce in bf16")
+    check_grad_overflow: bool = used_key(True, "skip a step whose gradients are not finite")
+    immediate_grad_update: bool = unused_key(False, "gradients are added to fp32 shards as soon as they are reduced")
+    bf16_master_weights_and_grads: bool = refused_key(False, _MASTERS)
+    bf16_optimizer_states: bool = refused_key(False, _MASTERS)
 
 
 class DataTypes(Section):
     """Dtypes other than that of the computation."""
 
-    grad_accum_dtype: Dtype | None = used(
+    grad_accum_dtype: Dtype | None = used_key(
         None,
         "fp32 accumulates the gradients of stages 0 and 1 in fp32 and reduces them so; stages 2 and 3 always accumulate in fp32",
     )
-    param_dtype: Dtype | None = used(None, "must agree with `fp16` and `bf16`")
-    buffer_dtype: Dtype | None = used(None, "casts floating-point buffers; none keeps them as they are")
-    keep_in_fp32_modules: Literal["auto"] | list[str] | None = used(
+    param_dtype: Dtype | None = used_key(None, "must agree with `fp16` and `bf16`")
+    buffer_dtype: Dtype | None = used_key(None, "casts floating-point buffers; none keeps them as they are")
+    keep_in_fp32_modules: Literal["auto"] | list[str] | None = used_key(
         "auto", "names (`*` is any text) of buffers kept in fp32; `auto` takes the model's own list"
     )
 
@@ -97,33 +97,33 @@ Arguments = Annotated[dict[str, Any], AfterValidator(_numbers)]
 class OptimizerSection(Section):
     """The optimizer that the engine builds."""
 
-    type: str | None = used(None, "Adam, AdamW, Adagrad, Lion, SGD, Lamb, or a class of torch.optim")
-    params: Arguments = used({}, "its arguments: see below")
-    legacy_fusion: bool = unused(False, "torch's fused kernels are used wherever torch has them")
+    type: str | None = used_key(None, "Adam, AdamW, Adagrad, Lion, SGD, Lamb, or a class of torch.optim")
+    params: Arguments = used_key({}, "its arguments: see below")
+    legacy_fusion: bool = unused_key(False, "torch's fused kernels are used wherever torch has them")
 
 
 class Scheduler(Section):
     """The learning rate schedule that the engine builds."""
 
-    type: str | None = used(
+    type: str | None = used_key(
         None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler"
     )
-    params: Arguments = used({}, "its arguments: see below")
+    params: Arguments = used_key({}, "its arguments: see below")
 
 
 class CheckpointSection(Section):
     """How checkpoints are written."""
 
-    tag_validation: Literal["WARN", "IGNORE", "FAIL"] = used("WARN", "what to do when ranks disagree on the tag")
-    use_node_local_storage: bool = used(False, "each node writes its own files; no shared file system is needed")
-    load_universal: bool = unused(False, "a load finds out the kind of checkpoint by itself")
+    tag_validation: Literal["WARN", "IGNORE", "FAIL"] = used_key("WARN", "what to do when ranks disagree on the tag")
+    use_node_local_storage: bool = used_key(False, "each node writes its own files; no shared file system is needed")
+    load_universal: bool = unused_key(False, "a load finds out the kind of checkpoint by itself")
     parallel_write: Any = foreign(_WRITER, "pipeline_stage")
-    checkpoint_serialization: bool = unused(True, "files are always torch's zip files")
+    checkpoint_serialization: bool = unused_key(True, "files are always torch's zip files")
     writer: Any = foreign(
         _WRITER, "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled"
     )
-    keep_last: int | None = own(None, "after a good save, older tags beyond this many are deleted", ge=1)
-    async_save: bool = own(False, "training continues while the files are written from a copy in host memory")
+    keep_last: int | None = own_key(None, "after a good save, older tags beyond this many are deleted", ge=1)
+    async_save: bool = own_key(False, "training continues while the files are written from a copy in host memory")
 
     @field_validator("tag_validation", mode="before")
     @classmethod
@@ -134,76 +134,76 @@ class CheckpointSection(Section):
 class Aio(Section):
     """How files of device nvme are read and written: past the page cache, many blocks at a time."""
 
-    block_size: int = used(1 << 20, "bytes of one read or write, at most; rounded to whole pages", gt=0)
-    queue_depth: int = used(
+    block_size: int = used_key(1 << 20, "bytes of one read or write, at most; rounded to whole pages", gt=0)
+    queue_depth: int = used_key(
         8, "times `intra_op_parallelism` reads and writes are under way at a time, at most 64", gt=0
     )
-    intra_op_parallelism: int = used(1, "see `queue_depth`", gt=0)
-    single_submit: bool = unused(False, "each block is a call of its own")
-    overlap_events: bool = unused(True, "blocks are always under way at the same time")
-    use_gds: bool = refused(False, "not built: files are read into host memory")
+    intra_op_parallelism: int = used_key(1, "see `queue_depth`", gt=0)
+    single_submit: bool = unused_key(False, "each block is a call of its own")
+    overlap_events: bool = unused_key(True, "blocks are always under way at the same time")
+    use_gds: bool = refused_key(False, "not built: files are read into host memory")
 
 
 class Config(Section):
     """The top level."""
 
-    train_batch_size: int | None = used(
+    train_batch_size: int | None = used_key(
         None, "samples per optimizer step: micro batch x accumulation x world size", gt=0
     )
-    train_micro_batch_size_per_gpu: int | None = used(None, "samples per rank and forward", gt=0)
-    gradient_accumulation_steps: int | None = used(None, "forwards per optimizer step", gt=0)
-    managed_gradient_accumulation: bool = used(
+    train_micro_batch_size_per_gpu: int | None = used_key(None, "samples per rank and forward", gt=0)
+    gradient_accumulation_steps: int | None = used_key(None, "forwards per optimizer step", gt=0)
+    managed_gradient_accumulation: bool = used_key(
         True, "false makes every `step()` the boundary, however many backwards went before"
     )
-    zero_optimization: Zero = used(Zero(), "see below")
-    fp16: FP16 = used(FP16(), "see below")
-    bf16: BF16 = used(BF16(), "see below")
-    bfloat16: BF16 | None = used(None, "old name of `bf16`")
-    data_types: DataTypes = used(DataTypes(), "see below")
-    optimizer: OptimizerSection = used(OptimizerSection(), "see below")
-    scheduler: Scheduler = used(Scheduler(), "see below")
-    checkpoint: CheckpointSection = used(CheckpointSection(), "see below")
-    communication_data_type: Dtype | None = used(
+    zero_optimization: Zero = used_key(Zero(), "see below")
+    fp16: FP16 = used_key(FP16(), "see below")
+    bf16: BF16 = used_key(BF16(), "see below")
+    bfloat16: BF16 | None = used_key(None, "old name of `bf16`")
+    data_types: DataTypes = used_key(DataTypes(), "see below")
+    optimizer: OptimizerSection = used_key(OptimizerSection(), "see below")
+    scheduler: Scheduler = used_key(Scheduler(), "see below")
+    checkpoint: CheckpointSection = used_key(CheckpointSection(), "see below")
+    communication_data_type: Dtype | None = used_key(
         None, "dtype of gradient reductions; by default that of the computation"
     )
-    gradient_clipping: float = used(1.0, "largest global norm of the gradients; 0 never clips", ge=0.0)
-    gradient_allreduce_op: Literal["mean", "sum"] = used("mean", "over ranks; `sum` not at stage 3")
-    prescale_gradients: bool = unused(False, "the mean is the same; fp16 is divided before and after the sum")
-    gradient_predivide_factor: float = unused(1.0, "the mean is the same; fp16 is divided before and after the sum")
-    zero_allow_untested_optimizer: bool = used(
+    gradient_clipping: float = used_key(1.0, "largest global norm of the gradients; 0 never clips", ge=0.0)
+    gradient_allreduce_op: Literal["mean", "sum"] = used_key("mean", "over ranks; `sum` not at stage 3")
+    prescale_gradients: bool = unused_key(False, "the mean is the same; fp16 is divided before and after the sum")
+    gradient_predivide_factor: float = unused_key(1.0, "the mean is the same; fp16 is divided before and after the sum")
+    zero_allow_untested_optimizer: bool = used_key(
         False, "let an optimizer of unknown kind see shards: right only where every element is updated by itself"
     )
-    zero_force_ds_cpu_optimizer: bool = unused(True, "torch's own CPU kernels are used")
-    steps_per_print: int | None = used(None, "log step, skipped steps and rates every so many steps")
-    dataloader_drop_last: bool = used(False, "of the loader made from `training_data`")
-    wall_clock_breakdown: bool = used(
+    zero_force_ds_cpu_optimizer: bool = unused_key(True, "torch's own CPU kernels are used")
+    steps_per_print: int | None = used_key(None, "log step, skipped steps and rates every so many steps")
+    dataloader_drop_last: bool = used_key(False, "of the loader made from `training_data`")
+    wall_clock_breakdown: bool = used_key(
         False, "rank 0 prints the milliseconds of each micro batch's and each step's parts"
     )
-    memory_breakdown: bool = used(False, "rank 0 prints the memory in use before and after each of these parts")
-    dump_state: bool = used(False, "rank 0 prints the engine's attributes and the config at the start")
-    disable_allgather: bool = unused(False, "there is only one way")
-    disable_python_gc: bool = used(
+    memory_breakdown: bool = used_key(False, "rank 0 prints the memory in use before and after each of these parts")
+    dump_state: bool = used_key(False, "rank 0 prints the engine's attributes and the config at the start")
+    disable_allgather: bool = unused_key(False, "there is only one way")
+    disable_python_gc: bool = used_key(
         False, "switches Python's collector of garbage off; `gc.collect()` collects when you call it"
     )
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = used(
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = used_key(
         None, "of what the trainer logs, by the logger `zckpt.runtime`"
     )
-    vocabulary_size: int | None = unused(None, "only a hint in DeepSpeed")
-    seq_parallel_communication_data_type: Dtype | None = unused(None, "for sequence parallelism")
-    use_data_before_expert_parallelism: bool = unused(False, "for expert parallelism")
-    cuda_visible_devices: Any = unused(None, "set the variable CUDA_VISIBLE_DEVICES")
-    allgather_size: int | None = unused(None, "for the oldest form of `zero_optimization`")
-    activation_checkpointing: ActivationSection = used(ActivationSection(), "see below")
-    aio: Aio = used(Aio(), "see below")
+    vocabulary_size: int | None = unused_key(None, "only a hint in DeepSpeed")
+    seq_parallel_communication_data_type: Dtype | None = unused_key(None, "for sequence parallelism")
+    use_data_before_expert_parallelism: bool = unused_key(False, "for expert parallelism")
+    cuda_visible_devices: Any = unused_key(None, "set the variable CUDA_VISIBLE_DEVICES")
+    allgather_size: int | None = unused_key(None, "for the oldest form of `zero_optimization`")
+    activation_checkpointing: ActivationSection = used_key(ActivationSection(), "see below")
+    aio: Aio = used_key(Aio(), "see below")
     comms_logger: Any = foreign(
         "collectives are not timed: torch.profiler shows them", "enabled prof_all prof_ops verbose debug", "missed"
     )
-    flops_profiler: FlopsProfilerSection = used(FlopsProfilerSection(), "see below")
-    timers: TimersSection = used(TimersSection(), "see below")
-    tensorboard: TensorBoardSection = used(TensorBoardSection(), "see below")
-    wandb: WandbSection = used(WandbSection(), "see below")
-    csv_monitor: CSVSection = used(CSVSection(), "see below")
-    comet: CometSection = used(CometSection(), "see below")
+    flops_profiler: FlopsProfilerSection = used_key(FlopsProfilerSection(), "see below")
+    timers: TimersSection = used_key(TimersSection(), "see below")
+    tensorboard: TensorBoardSection = used_key(TensorBoardSection(), "see below")
+    wandb: WandbSection = used_key(WandbSection(), "see below")
+    csv_monitor: CSVSection = used_key(CSVSection(), "see below")
+    comet: CometSection = used_key(CometSection(), "see below")
     pipeline: Any = foreign(
         "pipeline parallelism is not built; a model that is no pipeline does not need it",
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
@@ -246,7 +246,7 @@ class Config(Section):
         "shared_experts_pattern shared_experts_gate_pattern expert_activation",
         "refused",
     )
-    sequence_parallel_size: int = refused(1, "not built")
+    sequence_parallel_size: int = refused_key(1, "not built")
     data_efficiency: Any = foreign("not built", "enabled seed data_sampling data_routing", "refused")
     hybrid_engine: Any = foreign(
         "not built",
@@ -255,18 +255,18 @@ class Config(Section):
         "refused",
     )
     weight_quantization: Any = foreign("not built", "enabled quantized_initialization post_init_quant", "refused")
-    datastates_ckpt: Any = unused(None, _WRITER)
+    datastates_ckpt: Any = unused_key(None, _WRITER)
     amp: Any = foreign(f"use `bf16` or `fp16`; {_GONE}", "enabled opt_level", "refused")
-    nebula: Any = refused(None, _GONE)
-    compression_training: Any = refused(None, _GONE)
-    quantize_training: Any = refused(None, _GONE)
-    sparse_gradients: bool = refused(False, _GONE)
-    eigenvalue: Any = refused(None, _GONE)
-    sparse_attention: Any = refused(None, _GONE)
-    elasticity: Any = refused(None, _GONE)
-    graph_harvesting: bool = refused(False, _GONE)
-    curriculum_learning: Any = refused(None, _GONE)
-    progressive_layer_drop: Any = refused(None, _GONE)
+    nebula: Any = refused_key(None, _GONE)
+    compression_training: Any = refused_key(None, _GONE)
+    quantize_training: Any = refused_key(None, _GONE)
+    sparse_gradients: bool = refused_key(False, _GONE)
+    eigenvalue: Any = refused_key(None, _GONE)
+    sparse_attention: Any = refused_key(None, _GONE)
+    elasticity: Any = refused_key(None, _GONE)
+    graph_harvesting: bool = refused_key(False, _GONE)
+    curriculum_learning: Any = refused_key(None, _GONE)
+    progressive_layer_drop: Any = refused_key(None, _GONE)
 
     @field_validator("zero_optimization", mode="before")
     @classmethod

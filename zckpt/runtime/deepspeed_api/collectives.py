@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 
-def _named(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+def _with_deepspeed_names(function: Callable[..., Any], names: str) -> Callable[..., Any]:
     """A function of torch by DeepSpeed's names of its arguments.
 
     Args:
@@ -103,34 +103,34 @@ def _named(function: Callable[..., Any], names: str) -> Callable[..., Any]:
 
 _DEFAULTS: dict[str, Any] = {"None": None, "False": False, "SUM": ReduceOp.SUM}
 
-all_reduce = _named(dist.all_reduce, "tensor op=SUM group=None async_op=False")
-inference_all_reduce = _named(dist.all_reduce, "tensor op=SUM group=None async_op=False")
-broadcast = _named(dist.broadcast, "tensor src group=None async_op=False")
-broadcast_object_list = _named(dist.broadcast_object_list, "object_list src group=None device=None")
-all_gather = _named(dist.all_gather, "tensor_list tensor group=None async_op=False")
-all_gather_object = _named(dist.all_gather_object, "object_list obj group=None")
-all_gather_into_tensor = _named(
+all_reduce = _with_deepspeed_names(dist.all_reduce, "tensor op=SUM group=None async_op=False")
+inference_all_reduce = _with_deepspeed_names(dist.all_reduce, "tensor op=SUM group=None async_op=False")
+broadcast = _with_deepspeed_names(dist.broadcast, "tensor src group=None async_op=False")
+broadcast_object_list = _with_deepspeed_names(dist.broadcast_object_list, "object_list src group=None device=None")
+all_gather = _with_deepspeed_names(dist.all_gather, "tensor_list tensor group=None async_op=False")
+all_gather_object = _with_deepspeed_names(dist.all_gather_object, "object_list obj group=None")
+all_gather_into_tensor = _with_deepspeed_names(
     dist.all_gather_into_tensor, "output_tensor tensor:input_tensor group=None async_op=False"
 )
-reduce_scatter_tensor = _named(
+reduce_scatter_tensor = _with_deepspeed_names(
     dist.reduce_scatter_tensor, "output_tensor:output tensor:input op=SUM group=None async_op=False"
 )
-reduce_scatter = _named(dist.reduce_scatter, "output input_list op=SUM group=None async_op=False")
-reduce = _named(dist.reduce, "tensor dst op=SUM group=None async_op=False")
-gather = _named(dist.gather, "tensor gather_list=None dst=0 group=None async_op=False")
-scatter = _named(dist.scatter, "tensor scatter_list=None src=0 group=None async_op=False")
-all_to_all_single = _named(
+reduce_scatter = _with_deepspeed_names(dist.reduce_scatter, "output input_list op=SUM group=None async_op=False")
+reduce = _with_deepspeed_names(dist.reduce, "tensor dst op=SUM group=None async_op=False")
+gather = _with_deepspeed_names(dist.gather, "tensor gather_list=None dst=0 group=None async_op=False")
+scatter = _with_deepspeed_names(dist.scatter, "tensor scatter_list=None src=0 group=None async_op=False")
+all_to_all_single = _with_deepspeed_names(
     dist.all_to_all_single,
     "output tensor:input output_split_sizes=None input_split_sizes=None group=None async_op=False",
 )
-all_to_all = _named(dist.all_to_all, "output_tensor_list input_tensor_list group=None async_op=False")
-send = _named(dist.send, "tensor dst group=None tag=0")
-recv = _named(dist.recv, "tensor src=None group=None tag=0")
-isend = _named(dist.isend, "tensor dst group=None tag=0")
-irecv = _named(dist.irecv, "tensor src=None group=None tag=0")
-barrier = _named(dist.barrier, "group=None async_op=False device_ids=None")
-monitored_barrier = _named(dist.monitored_barrier, "group=None timeout=None wait_all_ranks=False")
-batch_isend_irecv = _named(dist.batch_isend_irecv, "p2p_op_list")
+all_to_all = _with_deepspeed_names(dist.all_to_all, "output_tensor_list input_tensor_list group=None async_op=False")
+send = _with_deepspeed_names(dist.send, "tensor dst group=None tag=0")
+recv = _with_deepspeed_names(dist.recv, "tensor src=None group=None tag=0")
+isend = _with_deepspeed_names(dist.isend, "tensor dst group=None tag=0")
+irecv = _with_deepspeed_names(dist.irecv, "tensor src=None group=None tag=0")
+barrier = _with_deepspeed_names(dist.barrier, "group=None async_op=False device_ids=None")
+monitored_barrier = _with_deepspeed_names(dist.monitored_barrier, "group=None timeout=None wait_all_ranks=False")
+batch_isend_irecv = _with_deepspeed_names(dist.batch_isend_irecv, "p2p_op_list")
 
 
 def reduce_scatter_fn(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, called, with_states
+from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, call_closure, with_states
 
 __all__ = [
     "DeepSpeedCPUAdagrad",
@@ -72,7 +72,7 @@ class FusedAdam(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; a closure is called first."""
-        loss = called(closure)
+        loss = call_closure(closure)
         decays = [group["weight_decay"] for group in self.param_groups]
         sizes = {id(group): group["params"] for group in self.param_groups}
         try:

@@ -38,7 +38,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step; a closure is called first."""
-        loss = called(closure)
+        loss = call_closure(closure)
         for group in self.param_groups:
             params, grads, averages = with_states(self, group, ("exp_avg",))
             if not params:
@@ -94,7 +94,7 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step; a closure is called first."""
-        loss = called(closure)
+        loss = call_closure(closure)
         for group in self.param_groups:
             params, grads, first, second = with_states(self, group, ("exp_avg", "exp_avg_sq"))
             if not params:
@@ -140,7 +140,7 @@ def with_states(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[str
     return [params, [p.grad for p in params], *([optimizer.state[p][name] for p in params] for name in names)]
 
 
-def called(closure: Callable[[], float] | None) -> float | None:
+def call_closure(closure: Callable[[], float] | None) -> float | None:
     """The loss that a closure returns, computed with gradients."""
     if closure is None:
         return None

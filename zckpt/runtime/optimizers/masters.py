@@ -83,7 +83,7 @@ def optimizer_on_masters(
     for sharded in masters.values():
         sharded.make_master()
     if isinstance(given, Optimizer):
-        built = _moved(given, masters)
+        built = _move_to_masters(given, masters)
     else:
         groups = [{**group, "params": [masters[id(p)].master for p in group["params"]]} for group in groups]
         if given is not None:
@@ -96,7 +96,7 @@ def optimizer_on_masters(
     return built
 
 
-def _moved(optimizer: Optimizer, masters: Mapping[int, ShardedParameter]) -> Optimizer:
+def _move_to_masters(optimizer: Optimizer, masters: Mapping[int, ShardedParameter]) -> Optimizer:
     """An optimizer that was made over the plain model, moved to the masters with its states."""
     for group in optimizer.param_groups:
         before = [p for p in group["params"] if id(p) in masters]
@@ -104,12 +104,13 @@ def _moved(optimizer: Optimizer, masters: Mapping[int, ShardedParameter]) -> Opt
         for p in before:
             state, sharded = optimizer.state.pop(p, None), masters[id(p)]
             if state:
-                optimizer.state[sharded.master] = {name: _cut(value, sharded) for name, value in state.items()}  # type: ignore[index]
+                rows = {name: _rows_of_state(value, sharded) for name, value in state.items()}
+                optimizer.state[sharded.master] = rows  # type: ignore[index]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return optimizer
 
 
-def _cut(value: Any, sharded: ShardedParameter) -> Any:
+def _rows_of_state(value: Any, sharded: ShardedParameter) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != sharded.shape or not value.ndim:
         return value
     if value.is_meta:

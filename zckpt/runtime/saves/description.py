@@ -220,13 +220,13 @@ def _odd_scalars(state: RunState, parts: Mapping[str, ParameterPart]) -> dict[st
     for group in state.groups:
         first = parts[group.names[0]].scalars
         odd |= {name: dict(parts[name].scalars) for name in group.names if parts[name].scalars != first}
-    exact = {name for part in state.parts for name, value in part.scalars.items() if _rounded(value) != value}
+    exact = {name for part in state.parts for name, value in part.scalars.items() if _round_to_fp32(value) != value}
     if exact:  # numbers that fp32 does not hold
         odd |= {part.name: dict(part.scalars) for part in state.parts if exact & part.scalars.keys()}
     return odd
 
 
-def _rounded(value: float) -> float:
+def _round_to_fp32(value: float) -> float:
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 

@@ -85,8 +85,8 @@ def load(
         with Attempt() as tried:
             _take_up(run, saved, room, fill)
             if takes_gradients and saved.gradients is not None:
-                gradients.put(run.module, run.sharded.parameters, from_inert(saved.gradients))
-        error = None if tried.error is None else _undefined(tried.error)
+                gradients.put_gradients(run.module, run.sharded.parameters, from_inert(saved.gradients))
+        error = None if tried.error is None else _with_undefined_state(tried.error)
         meetings.agree("load_checkpoint", error, state=_UNDEFINED)
     run.gather()
     _set_counters(run, saved, begins_step_again=not takes_gradients)
@@ -203,7 +203,7 @@ def _put_states(run: TrainingRun, room: Room) -> None:
     mend(run.optimizer)
 
 
-def _undefined(error: Exception) -> Exception:
+def _with_undefined_state(error: Exception) -> Exception:
     """The error, which says that the run cannot continue from the state that it is in."""
     if isinstance(error, ZckptError):
         error.remedy = f"{error.remedy} {_UNDEFINED}".strip()

@@ -147,15 +147,15 @@ def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
     """
     own, weights, training = outlined.own, outlined.described.weights, outlined.training
     if not outlined.takes_part:
-        return PlannedSave((), (), None) if own is None else _planned([own], _alone())
+        return PlannedSave((), (), None) if own is None else _plan_files([own], _alone())
     if outlined.unsharded:
         laid = write_unsharded.lay_out(weights, training, outlined.target.tag, outlined.world_size)
     else:
         laid = lay_out_rank(weights, training, outlined.target, outlined.rank)
-    return _planned([laid] if own is None else [laid, own], exchange)
+    return _plan_files([laid] if own is None else [laid, own], exchange)
 
 
-def _planned(several: Sequence[Laid], exchange: Exchange) -> PlannedSave:
+def _plan_files(several: Sequence[Laid], exchange: Exchange) -> PlannedSave:
     """All files of a rank, one after the other."""
     files = tuple(file for laid in several for file in laid.files)
     pairs = tuple(pair for laid in several for pair in laid.pairs)

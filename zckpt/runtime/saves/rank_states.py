@@ -36,7 +36,7 @@ class RankStates:
 
     Attributes:
         buffers: by name, if they differ from rank 0's.
-        gradients: of the micro batches since the last step, as `gradients.taken` gave them; None if they are not of a run
+        gradients: of the micro batches since the last step, from `gradients.take_gradients`; None if they are not of a run
             in this shape.
     """
 
@@ -101,8 +101,8 @@ def read(
         raise InconsistentError(
             "belongs to another save than the other files",
             file=listing.files[name].path,
-            found=_counted(mapping(own.get("moment"))),
-            expected=f"{_counted(moment)}, as in the other files",
+            found=_count_text(mapping(own.get("moment"))),
+            expected=f"{_count_text(moment)}, as in the other files",
             remedy="Copy all files of one save into this directory, or remove this file; an unfinished step then begins again.",
         )
     if root.get("dp_world_size") != run.world_size:
@@ -119,7 +119,7 @@ def read(
     return RankStates(buffers, found)
 
 
-def _counted(moment: Mapping[str, object]) -> str:
+def _count_text(moment: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {moment.get(name)}" for name in MOMENT)
 
 

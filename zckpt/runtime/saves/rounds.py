@@ -119,14 +119,14 @@ class Rounds:
         errors: list[Exception] = []
         pieces: dict[int, list[MovePart]] = {}
         if not failed:
-            with _kept(errors):
+            with _keep_error(errors):
                 pieces = {holder: self._stream(holder).take(turn.nbytes) for holder, turn in self._holders(turns)}
         asked = self._ask(pieces)
         sent = [sum(request.nbytes for request in requests) for requests in asked]
         received = [sum(piece.nbytes for piece in pieces.get(rank, ())) for rank in range(exchange.size)]
         incoming, outgoing = self._incoming[number][: sum(received)], self._outgoing[number][: sum(sent)]
         if not failed:
-            with _kept(errors):
+            with _keep_error(errors):
                 at = 0
                 for request in (request for requests in asked for request in requests):
                     outgoing[at : at + request.nbytes].copy_(exchange.bytes_of(request))
@@ -223,7 +223,7 @@ class Rounds:
 
 
 @contextlib.contextmanager
-def _kept(errors: list[Exception]) -> Iterator[None]:
+def _keep_error(errors: list[Exception]) -> Iterator[None]:
     """Keeps an error for later."""
     try:
         yield

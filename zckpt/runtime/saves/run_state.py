@@ -18,7 +18,7 @@ from torch import nn
 
 from zckpt.base.dataclass import dataclass
 from zckpt.runtime.random_state import rng_state
-from zckpt.runtime.sharding.gradients import Gradients, taken
+from zckpt.runtime.sharding.gradients import Gradients, take_gradients
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
 
@@ -75,7 +75,7 @@ class RunState:
         scheduler: state of the schedule; None without one.
         data: position of the loader; None without one.
         rng: states of the random generators of this rank: `python`, `torch`, `cuda` or another kind of accelerator, `numpy`.
-        gradients: of the micro batches since the last step; see `gradients.taken`.
+        gradients: of the micro batches since the last step; see `gradients.take_gradients`.
         differing: the ranks whose buffers differ from rank 0's; empty until the ranks have compared them.
     """
 
@@ -119,7 +119,7 @@ def capture(run: TrainingRun) -> RunState:
         scheduler=None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
         data=None if run.training_dataloader is None else run.training_dataloader.state_dict(),
         rng=rng_state(),
-        gradients=taken(run.module, run.sharded.parameters),
+        gradients=take_gradients(run.module, run.sharded.parameters),
     )
 
 

@@ -145,14 +145,14 @@ def _begin_together(
         if options.only_trained:
             state = _only_trained(state)
         if means is not None:
-            begun = _copied(state, outline(state, client_state, STAGED, copied=True), means)
+            begun = _copy_state(state, outline(state, client_state, STAGED, copied=True), means)
         else:
             begun = plan(outline(state, client_state, STAGED), exchange_of(state))
     names = meetings.agree("save_checkpoint", tried.error, publication.name)
     return begun, publication.root(names, run.global_rank)
 
 
-def _copied(state: RunState, outlined: Outlined, means: _Means) -> Copied:
+def _copy_state(state: RunState, outlined: Outlined, means: _Means) -> Copied:
     """A copy of what this rank holds; the optimizer waits for the part of it that is made later."""
     run = state.run
     tensors = tensors_of(state) if outlined.takes_part else {}

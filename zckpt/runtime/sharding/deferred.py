@@ -87,7 +87,7 @@ class DeferredParameter(nn.Parameter):
         return torch.device("meta") if rows is None or asks.partition(".")[0] == "torch" else rows.values.device
 
 
-def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, unwritten: bool = False) -> Rows:
+def local_rows(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, unwritten: bool = False) -> Rows:
     """This rank's rows of a whole tensor, in memory of their own.
 
     Args:
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
         """Defers a parameter that has numbers."""
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             unwritten = self._fresh is not None and self._fresh.cdata == _place(parameter)
-            rows = cut(parameter, self.group, self.dtype, unwritten=unwritten)
+            rows = local_rows(parameter, self.group, self.dtype, unwritten=unwritten)
             defer(parameter, rows)
             self._know(parameter, rows)
         self._kept.append(parameter)
@@ -331,7 +331,7 @@ class Recorder(TorchDispatchMode):
         if not func._schema.is_mutable:
             return result
         for place, tensor in whole.items():
-            self._rows[place].values = cut(tensor, self.group).values
+            self._rows[place].values = local_rows(tensor, self.group).values
         written = kwargs.get("out", args[0] if args else None)
         return written if self.rows_of(written) is not None else result
 

@@ -78,7 +78,7 @@ def reduce_pending(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def taken(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Gradients:
+def take_gradients(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Gradients:
     """All gradients of a model as they are, without a copy; a kind that has no gradient has no key."""
     found: Gradients = {"rows": {}, "whole": {}, "masters": {}, "units": {}}
     for one in parameters:
@@ -119,10 +119,10 @@ def fits(
 
 
 @torch.no_grad()
-def put(
+def put_gradients(
     model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Restores what `taken` returned, in a model without gradients. The tensors themselves are used."""
+    """Restores what `take_gradients` returned, in a model without gradients. The tensors themselves are used."""
     names = names_of_places(parameters)
     rows, whole, masters, units = (gradients.get(kind, {}) for kind in ("rows", "whole", "masters", "units"))
     for number, unit in enumerate(units_of(model)):

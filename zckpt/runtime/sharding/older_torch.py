@@ -74,7 +74,7 @@ def reduce_unused(model: FSDPModule, wanted: bool) -> None:
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(wanted)
         return
-    groups = {id(group): group for module in _sharded(model) for group in groups_of(module)} if wanted else {}
+    groups = {id(group): group for module in _sharded_modules(model) for group in groups_of(module)} if wanted else {}
     for group in groups.values():
         group.post_backward = _with_zeros(group, group.post_backward)
 
@@ -83,7 +83,7 @@ def allow_frozen_dtypes(model: FSDPModule) -> None:
     """Lets frozen parameters of a unit have another dtype than those that are trained; for torch before 2.9."""
     if hasattr(model, "set_custom_all_gather"):
         return
-    for module in _sharded(model):
+    for module in _sharded_modules(model):
         for group in groups_of(module):
             group._init_mp_dtypes = _of_trained(group, group._init_mp_dtypes)
 
@@ -118,7 +118,7 @@ def _with_zeros(group: Any, post_backward: Callable[..., None]) -> Callable[...,
 def communicate(model: FSDPModule, all_gather: Any, reduce_scatter: Any) -> None:
     """Lets every unit of a model on CPUs gather and reduce by these; None leaves it to torch."""
     if hasattr(model, "set_custom_all_gather"):
-        for module in _sharded(model):
+        for module in _sharded_modules(model):
             if all_gather is not None:
                 module.set_custom_all_gather(all_gather())
             module.set_custom_reduce_scatter(reduce_scatter())
@@ -130,7 +130,7 @@ def communicate(model: FSDPModule, all_gather: Any, reduce_scatter: Any) -> None
         setattr(torch.cpu.Stream, name, lambda *_: torch.cpu.Event())
     if "ignored_params" not in _TAKES:
         _preserve_versions()
-        for module in _sharded(model):
+        for module in _sharded_modules(model):
             for group in groups_of(module):
                 group.finalize_backward = _without_event(group, group.finalize_backward)
 
@@ -204,6 +204,6 @@ class _OnCpus:
             tensor /= group.size()
 
 
-def _sharded(model: FSDPModule) -> Iterator[Any]:
+def _sharded_modules(model: FSDPModule) -> Iterator[Any]:
     assert isinstance(model, nn.Module)
     return (module for module in model.modules() if isinstance(module, FSDPModule))

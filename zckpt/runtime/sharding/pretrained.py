@@ -91,7 +91,7 @@ def _load(
         stack.enter_context(_in_turn())
         given: dict[str, Any] = dict(state_dict or {})
         for file in files if state_dict is None else ():
-            stored = _stored(file, recorder)
+            stored = _read_stored(file, recorder)
             given.update(modeling_utils.load_state_dict(file) if stored is None else stored)
         info, _ = core_model_loading.convert_and_load_state_dict_in_model(
             model=model, state_dict=given, load_config=load_config
@@ -118,7 +118,7 @@ def _in_turn() -> Iterator[None]:
             os.environ[_IN_TURN] = before
 
 
-def _stored(file: str, recorder: Recorder) -> dict[str, _Stored] | None:
+def _read_stored(file: str, recorder: Recorder) -> dict[str, _Stored] | None:
     """The tensors of a file by name, unread; None for a file that zckpt does not read."""
     try:
         catalog = open_catalog(file, Reading(allow_unknown_layout=True), as_stored=True).catalog

@@ -29,7 +29,7 @@ from zckpt.runtime.sharding.labels import label
 from zckpt.runtime.sharding.offload import home_of, offload_policy
 from zckpt.runtime.sharding.older_torch import allow_frozen_dtypes, reduce_unused, shard_unit
 from zckpt.runtime.sharding.parameter import ShardedParameter
-from zckpt.runtime.sharding.units import Wrap, find_units, merged, parts_of
+from zckpt.runtime.sharding.units import Wrap, find_units, merge_units, parts_of
 from zckpt.runtime.world import World, elements_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -184,7 +184,7 @@ def _units(
     if len({one.dtype for one in originals.values() if one.is_cut}) > 1:
         return [[unit] for unit in _one_dtype_each([*units, model], originals)]
     bucket = _bucket(model, zero) if wrap is None and world.device.type == "cpu" else 0
-    return [*(merged(units, model, bucket) if bucket else ([unit] for unit in units)), [model]]
+    return [*(merge_units(units, model, bucket) if bucket else ([unit] for unit in units)), [model]]
 
 
 def _sharded_parameters(

@@ -23,7 +23,7 @@ from zckpt.runtime.sharding.parameter import sharded_parameter_of
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
-def explained(error: RuntimeError, model: nn.Module) -> UsageError | None:
+def explain_failure(error: RuntimeError, model: nn.Module) -> UsageError | None:
     """What is wrong in a forward that failed with torch's error about mixed tensors; None for any other error."""
     if _MIXED not in str(error):
         return None

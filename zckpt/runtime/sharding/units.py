@@ -36,10 +36,12 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
         UsageError: `wrap` names nothing in the model.
     """
     if wrap is None:
-        found = list(_outermost(model, _by_names(_unsplit(model)))) or list(_outermost(model, _repeated(model)))
+        found = list(_outermost(model, _by_names(_unsplit(model)))) or list(
+            _outermost(model, _repeated_children(model))
+        )
     else:
         several = [wrap] if isinstance(wrap, str | type | nn.Module) or callable(wrap) else list(wrap)
-        found = [module for module in model.modules() if module is not model and _wanted(module, several)]
+        found = [module for module in model.modules() if module is not model and _is_wanted(module, several)]
         if not found:
             raise UsageError(
                 "the model has no module that wrap names",
@@ -78,7 +80,7 @@ def _owners(model: nn.Module) -> dict[int, set[int]]:
     return owners
 
 
-def _wanted(module: nn.Module, wrap: Sequence[Wrap]) -> bool:
+def _is_wanted(module: nn.Module, wrap: Sequence[Wrap]) -> bool:
     for want in wrap:
         if isinstance(want, str):
             hit = type(module).__name__ == want
@@ -101,7 +103,7 @@ def _by_names(names: set[str]) -> Callable[[nn.Module], bool]:
     return lambda module: type(module).__name__ in names
 
 
-def _repeated(model: nn.Module) -> Callable[[nn.Module], bool]:
+def _repeated_children(model: nn.Module) -> Callable[[nn.Module], bool]:
     """Children of lists and sequences whose class occurs there more than once."""
     repeated: set[int] = set()
     for module in model.modules():
@@ -127,7 +129,7 @@ def _outermost(model: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterat
     yield from walk(model)
 
 
-def merged(units: list[nn.Module], model: nn.Module, bucket: int) -> list[list[nn.Module]]:
+def merge_units(units: list[nn.Module], model: nn.Module, bucket: int) -> list[list[nn.Module]]:
     """Several units in one, where fewer and larger collectives cost less.
 
     Args:

@@ -122,7 +122,7 @@ class SwapFile:
         Raises:
             OutputError: the disk has no room.
         """
-        nbytes = padded(numel * dtype.itemsize)
+        nbytes = padded_size(numel * dtype.itemsize)
         if self._used + nbytes > self._end or self._map is None:
             self.reserve(max(nbytes, _EXTENT))
         assert self._map is not None
@@ -152,7 +152,7 @@ class SwapFile:
         return offset + address - start if address < start + length else None
 
 
-def padded(nbytes: int) -> int:
+def padded_size(nbytes: int) -> int:
     """The bytes that a region of so many takes."""
     return -(-nbytes // ALIGN) * ALIGN
 

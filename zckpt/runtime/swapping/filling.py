@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from zckpt.runtime.swapping.files import ALIGN, SwapFile, file_of, padded
+from zckpt.runtime.swapping.files import ALIGN, SwapFile, file_of, padded_size
 from zckpt.runtime.swapping.transfers import Buffer, Depth, Stretch, Transfers, stretch
 
 _BUFFER_BYTES = 32 << 20
@@ -45,7 +45,7 @@ def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Fille
     read(direct)
     if not swapped:
         return
-    most = min(_BUFFER_BYTES, sum(padded(tensor.nbytes) for _, tensor, *_ in swapped))
+    most = min(_BUFFER_BYTES, sum(padded_size(tensor.nbytes) for _, tensor, *_ in swapped))
     batch = _Batch(Buffer(most, pin=False), Transfers(_DEPTH), read)
     for number, tensor, file, offset in swapped:
         batch.add(number, tensor, file, offset)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from zckpt.base.dataclass import dataclass
-from zckpt.runtime.swapping.files import Region, padded
+from zckpt.runtime.swapping.files import Region, padded_size
 from zckpt.runtime.swapping.transfers import Buffer, Stretch, Transfer, Transfers, stretch
 
 
@@ -86,7 +86,7 @@ class SwappedUnit:
 
 
 def _nbytes(rows: SwappedRows) -> int:
-    return padded(rows.region.tensor.nbytes)
+    return padded_size(rows.region.tensor.nbytes)
 
 
 @dataclass(slots=True, eq=False)

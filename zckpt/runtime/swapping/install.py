@@ -28,7 +28,7 @@ from zckpt.runtime.optimizers.build import check_elementwise
 from zckpt.runtime.sharding.gradients import units_of
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.sharding.shard import Sharded
-from zckpt.runtime.swapping.files import SwapFile, padded
+from zckpt.runtime.swapping.files import SwapFile, padded_size
 from zckpt.runtime.swapping.gathering import Reader, SwappedRows, SwappedUnit, serve
 from zckpt.runtime.swapping.stepping import SwappedStep
 from zckpt.runtime.swapping.transfers import Depth, Transfers
@@ -123,7 +123,9 @@ class Swap:
                 elif swaps_param(self._zero):
                     left -= numel
             groups.append((unit, members))
-        total = sum(padded(parameter._sharded_param_data.nbytes) for _, members in groups for parameter, _ in members)
+        total = sum(
+            padded_size(parameter._sharded_param_data.nbytes) for _, members in groups for parameter, _ in members
+        )
         if not total:
             return
         section = self._zero.offload_param if swaps_param(self._zero) else self._zero.offload_optimizer

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
-from zckpt.runtime.swapping.files import Region, SwapFile, padded
+from zckpt.runtime.swapping.files import Region, SwapFile, padded_size
 from zckpt.runtime.swapping.gathering import SwappedRows
 from zckpt.runtime.swapping.kernels import Kernel, kernel_of, rates, step
 from zckpt.runtime.swapping.transfers import Buffer, Stretch, Transfer, Transfers, stretch
@@ -89,7 +89,7 @@ class SubGroup:
             places[name] = self.nbytes
             one = stretch(self.nbytes, region.offset + start * _F32.itemsize, count * _F32.itemsize)
             self.stretches.setdefault(region.file, []).append(one)
-            self.nbytes += padded(count * _F32.itemsize)
+            self.nbytes += padded_size(count * _F32.itemsize)
         self.pieces.append(Piece(vectors, start, count, places))
         self.elements += count
 
@@ -194,7 +194,7 @@ class SwappedStep:
         for master, group in masters:
             kernel = kernels[id(group)]
             names = set(kernel.states if kernel else ()) | self._tensors(master).keys()
-            nbytes += len(names) * padded(master.numel() * _F32.itemsize)
+            nbytes += len(names) * padded_size(master.numel() * _F32.itemsize)
         if nbytes:
             self._file.reserve(nbytes)
         for master, group in masters:

@@ -15,7 +15,7 @@ import torch
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
-from zckpt.runtime.swapping.files import ALIGN, SwapFile, padded
+from zckpt.runtime.swapping.files import ALIGN, SwapFile, padded_size
 
 try:
     from zckpt._core import Swapper
@@ -94,7 +94,7 @@ class Transfers:
 
     def _begin(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch], *, write: bool) -> Transfer:
         base = buffer.bytes.data_ptr()
-        packed = b"".join(struct.pack("<3Q", base + one.at, one.offset, one.nbytes) for one in joined(stretches))
+        packed = b"".join(struct.pack("<3Q", base + one.at, one.offset, one.nbytes) for one in merge_copies(stretches))
         return Transfer(self._engine, self._engine.begin(file.fd, write, packed), file, buffer, write)
 
 
@@ -123,7 +123,7 @@ class Transfer:
             )  # fmt: skip
 
 
-def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
+def merge_copies(stretches: Sequence[Stretch]) -> list[Stretch]:
     """The same bytes in as few stretches as they can be."""
     found: list[Stretch] = []
     for one in stretches:
@@ -137,7 +137,7 @@ def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 def stretch(at: int, offset: int, nbytes: int) -> Stretch:
     """So many bytes, and the room behind them that is read and written too."""
-    return Stretch(at, offset, padded(nbytes))
+    return Stretch(at, offset, padded_size(nbytes))
 
 
 class _Threads:

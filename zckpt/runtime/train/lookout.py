@@ -129,11 +129,11 @@ class Lookout(threading.Thread):
         """The ranks whose processes no longer run, with their last notes; takes some seconds. Empty if the store is gone too."""
         try:
             store = own_connection(default_store())
-            first = _read(store, self._size)
+            first = _read_notes(store, self._size)
             time.sleep(SILENT_S)
             return {
                 rank: one
-                for rank, one in _read(store, self._size).items()
+                for rank, one in _read_notes(store, self._size).items()
                 if one.beat == first[rank].beat and rank != self._rank
             }
         except (RuntimeError, KeyError, ValueError):
@@ -149,7 +149,7 @@ class Lookout(threading.Thread):
             try:
                 self._put(replace(self._now, since_s=still_s))
                 if still_s > STILL_S:
-                    self._look(_read(self._store, self._size))
+                    self._look(_read_notes(self._store, self._size))
                 elif self._said is not None:
                     self._tell(None)
             except (RuntimeError, ValueError, KeyError):  # the process group is gone, or a rank has not begun
@@ -207,7 +207,7 @@ def last_note(directory: str | os.PathLike[str], rank: int) -> Doing | None:
 _PREFIX, _DONE = "zckpt/lookout/", -1
 
 
-def _read(store: Any, size: int) -> dict[int, Doing]:
+def _read_notes(store: Any, size: int) -> dict[int, Doing]:
     """The notes of all ranks that are not done.
 
     Raises:
