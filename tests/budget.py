@@ -45,6 +45,7 @@ BUDGET: dict[str, float] = {
     "tests/layouts/test_second.py": 10,
     "tests/layouts/test_tied.py": 12,
     "tests/output/test_commit.py": 90,
+    "tests/output/test_destinations.py": 65,
     "tests/output/test_power.py": 80,
     "tests/output/test_replacing.py": 10,
     "tests/output/test_resume.py": 30,
