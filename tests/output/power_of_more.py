@@ -15,7 +15,8 @@ from kill_points import contents
 from power_trial import Trial
 
 from zckpt.core.dtypes import F32
-from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import MemoryStore
 from zckpt.hub import scratch
 from zckpt.live.assignment import Contribution, ElementPlace, pieces
 from zckpt.live.carry import Files

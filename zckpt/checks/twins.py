@@ -18,7 +18,8 @@ from zckpt.base.words import count
 from zckpt.checks.integrity import CheckedFile
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
+from zckpt.core.stores import FileStore
 
 _LEAST = 64
 """Bytes that two files must have in common, constant tensors aside: fewer, such as step counts, are alike by chance."""
