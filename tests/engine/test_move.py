@@ -724,7 +724,8 @@ CHILD = """
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
     from zckpt.storage.location import locate
-    from zckpt.core.fragments import FileStore, Fragment
+    from zckpt.core.fragments import Fragment
+    from zckpt.core.stores import FileStore
     from zckpt.engine.move import run
     from zckpt.core.plan import OutputFile, Plan
     root, megabytes = sys.argv[1], int(sys.argv[2])
@@ -816,7 +817,8 @@ def test_more_sources_than_descriptors(tmp_path: Path) -> None:
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
     from zckpt.storage.location import locate
-    from zckpt.core.fragments import FileStore, Fragment
+    from zckpt.core.fragments import Fragment
+    from zckpt.core.stores import FileStore
     from zckpt.engine.move import run
     from zckpt.core.plan import OutputFile, Plan
     root, n = sys.argv[1], 1500
@@ -845,7 +847,8 @@ def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
     from zckpt.storage.location import locate
-    from zckpt.core.fragments import FileStore, Fragment
+    from zckpt.core.fragments import Fragment
+    from zckpt.core.stores import FileStore
     from zckpt.engine.move import run
     from zckpt.core.plan import Checksum, OutputFile, Plan
     root, n = sys.argv[1], 1500
