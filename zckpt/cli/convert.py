@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from zckpt.base.words import count
-from zckpt.cli import push
 from zckpt.cli.arguments import Checkpoint, DryRun, Out, OutDirectory, ShownProgress
 from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
@@ -69,6 +68,8 @@ def _register(app: typer.Typer, dtype: str) -> None:
         began = time.perf_counter()
         asked = asked.having(dtype=to_dtype(dtype))
         if out.startswith("hf://"):
+            from zckpt.cli import push
+
             push.to_page(ckpt, out, asked, shown.console, dry_run=dry_run)
         else:
             planned = CONVERT.prepare(ckpt, out, asked)
@@ -133,7 +134,6 @@ def words_of(planned: PlannedConversion, dtype: str) -> Words:
 
 def _loader(planned: PlannedConversion, files: set[str]) -> str:
     """How a person loads the output."""
-    from zckpt.cli.loading import loading_line
     from zckpt.layouts.save.accelerate import FIRST_OPTIMIZER
 
     out = planned.out.rstrip("/") or "/"
@@ -152,4 +152,6 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
         return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={out!r})"
     if any(".lora_" in name for name in planned.catalog):
         return "the program that trained it; merged weights need --merge-lora, and PEFT loads what to-peft writes"
+    from zckpt.cli.loading import loading_line
+
     return loading_line(planned.out, planned.catalog)

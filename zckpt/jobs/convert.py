@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
@@ -22,7 +23,6 @@ from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked
-from zckpt.jobs.options import Options
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.jobs.selection import check_wanted
 from zckpt.jobs.steps import open_model, record_of, steps_of
@@ -36,6 +36,9 @@ from zckpt.output.publish import check_output
 from zckpt.output.signature import signing_of
 from zckpt.quantized.configs import without
 from zckpt.storage.location import Location, locate
+
+if TYPE_CHECKING:
+    from zckpt.jobs.options import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ def convert(
     Example:
         zckpt.convert("out/checkpoint-500", "weights/", dtype="bf16")
     """
+    from zckpt.jobs.options import Options
+
     began = time.perf_counter()
     options = options or Options()
     asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)

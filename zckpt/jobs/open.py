@@ -26,7 +26,6 @@ from zckpt.core.stores import MemoryStore
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.opened import Opened as Opened
 from zckpt.jobs.opened import dequantised, opened_as_stored
-from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.state_names import WRAPPERS
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.jobs.declarations import Asked
+    from zckpt.jobs.states import NamedStates, OptimizerStates
 
     Tensor = torch.Tensor | numpy.ndarray[Any, Any]
 
@@ -115,6 +115,8 @@ def states_of(opened: Opened, *, allow_unknown: bool = False) -> NamedStates:
     """
     stripped, _ = strip_wrappers(opened.catalog)
     names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
+    from zckpt.jobs.states import named_states
+
     return named_states(opened.place.listing, names, stripped.aliases, allow_unknown=allow_unknown)
 
 
@@ -252,6 +254,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         Raises:
             UnsupportedError: the checkpoint names no states, or none that zckpt reads; it says why.
         """
+        from zckpt.jobs.states import OptimizerStates
+
         framework = self._framework
         return OptimizerStates(self._states(), lambda entry: read_tensor(entry, framework))
 

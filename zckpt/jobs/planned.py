@@ -16,7 +16,6 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened
-from zckpt.jobs.provenance import provenance
 from zckpt.output.order import Order, OutputReport
 from zckpt.output.publish import publish
 from zckpt.output.signature import Signing
@@ -62,6 +61,8 @@ class Planned:
         signing = self.order.signing
         if signing is None:
             return None
+        from zckpt.jobs.provenance import provenance
+
         sources = ((one.place.listing, one.catalog) for one in self.made_from)
         return replace(signing, provenance=provenance(sources))
 

@@ -33,8 +33,6 @@ from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import examples
 from zckpt.engine.batches import progress_after
 from zckpt.engine.checksums import join
-from zckpt.engine.scan import scan
-from zckpt.engine.scan_requests import CrcRange, request_of_bytes
 from zckpt.output import manifest
 from zckpt.output.checks import refuse_existing
 from zckpt.output.commit import Commit, recover, seal_of
@@ -154,6 +152,11 @@ class LocalDestination:
 
     def _keep_sound_files(self, directory: str, left: Mapping[str, Finished]) -> dict[str, Finished]:
         """The files of `left` that still have their sizes and checksums, by path; reads every byte of them."""
+        if not left:
+            return {}
+        from zckpt.engine.scan import scan
+        from zckpt.engine.scan_requests import CrcRange, request_of_bytes
+
         sound: dict[str, Finished] = {}
         read = 0
         for path, file in left.items():

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry, Topology
-from zckpt.layouts.joining.rules import rules_of_checkpoint
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates
-from zckpt.layouts.zero import unsharded, unsharded_training, zero3, zero12
+from zckpt.layouts.zero import zero3, zero12
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.renamed_weights import has_unknown_weights, match_by_values
 from zckpt.layouts.zero.zero3 import Zero3Save
@@ -33,6 +32,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a save; errors as in `zero12.load`."""
     save = load(listing, allow_unknown=allow_unknown)
     if save is None:
+        from zckpt.layouts.zero import unsharded
+
         return unsharded.read(listing)
     source = source_of(listing, save.model, save.stage, save.shards[0].state_names)
     return catalog_of(save, source, save.model.topology(save.world_size))
@@ -42,7 +43,11 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights; errors as in `zero12.load`."""
     save = load(listing, allow_unknown=allow_unknown)
     if save is None:
+        from zckpt.layouts.zero import unsharded_training
+
         return unsharded_training.read_training(listing)
+    from zckpt.layouts.joining.rules import rules_of_checkpoint
+
     rules = rules_of_checkpoint(save.model) if isinstance(save, Zero12Save) else None
     if rules is None:
         return training_of(save)

@@ -1,0 +1,47 @@
+"""What one plain conversion imports and runs: caps that may only fall."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import zckpt
+
+ROOT = Path(zckpt.__file__).parent
+CHECKPOINT = ROOT.parent / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
+
+MODULES = 188
+"""Modules of zckpt that `to-bf16` of a small ZeRO-3 save imports; 140 is the aim."""
+
+FUNCTIONS = 917
+"""Functions of zckpt that it runs, lambdas and comprehensions counted too; a few depend on the turn in which threads come."""
+
+CODE = """
+import json, os, sys, threading
+seen = set()
+def look(frame, event, arg):
+    if event == "call" and frame.f_code.co_flags & 1 and frame.f_code.co_filename.startswith(os.environ["ROOT"]):
+        seen.add(frame.f_code)
+threading.setprofile(look)
+sys.setprofile(look)
+from zckpt.cli import main
+try:
+    main()
+finally:
+    sys.setprofile(None)
+    found = sorted(name for name in sys.modules if name.partition(".")[0] == "zckpt")
+    print(json.dumps([found, sorted(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}" for code in seen)]), file=sys.stderr)
+"""
+
+
+def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CODE, "to-bf16", str(CHECKPOINT), str(tmp_path / "out.safetensors"), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "ROOT": f"{ROOT}/"})
+    modules, functions = json.loads(done.stderr.splitlines()[-1])
+    assert len(modules) <= MODULES, modules
+    assert len(functions) <= FUNCTIONS, functions
+    for lazy in ("naming.transform", "jobs.merged", "jobs.merge_steps", "cli.push"):
+        assert f"zckpt.{lazy}" not in modules
