@@ -33,7 +33,8 @@ try:
 finally:
     sys.setprofile(None)
     found = sorted(name for name in sys.modules if name.partition(".")[0] == "zckpt")
-    print(json.dumps([found, sorted(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}" for code in seen)]), file=sys.stderr)
+    run = sorted(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}" for code in seen)
+    print(json.dumps([found, run]), file=sys.stderr)
 """
 
 
