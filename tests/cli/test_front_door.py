@@ -91,6 +91,50 @@ def test_a_mistake_leads_to_what_was_meant(line: str, told: str, run: Path) -> N
     assert said.count("--help") <= 1
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("reshard w x --world-size 2", "expected a checkpoint with optimizer states"),
+        ("average out/checkpoint-2 out/checkpoint-4", "'out/checkpoint-4' was taken for OUT"),
+        ("diff ck w", "with --rtol 0.00390625"),
+    ],
+)
+def test_weights_that_are_there_do_not_mislead(line: str, told: str, run: Path) -> None:
+    zckpt.convert("ck", "w", dtype="bf16", progress=False)
+    assert told in typed(line)
+
+
+def test_the_tolerance_that_diff_names_is_one_that_holds(run: Path) -> None:
+    for dtype in ("bf16", "fp16"):
+        zckpt.convert("ck", dtype, dtype=dtype, progress=False)
+        told = str(zckpt.diff("ck", dtype, progress=False))
+        rtol = float(" ".join(told.split()).partition("with --rtol ")[2].partition(",")[0])
+        assert zckpt.diff("ck", dtype, rtol=rtol, progress=False).same
+    assert "--rtol" not in str(zckpt.diff("bf16", "fp16", progress=False)).replace("--rtol 0.00390625", "")
+
+
+def test_one_file_of_weights_goes_into_the_folder_of_the_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As zero_to_fp32.py is run there; the save is read as before, and its files cannot be replaced."""
+    monkeypatch.chdir(run / "ck")
+    assert (
+        "complete" not in typed("to-fp32 . pytorch_model.bin")
+        and zckpt.diff(".", "pytorch_model.bin", progress=False).same
+    )
+    assert zckpt.inspect_checkpoint(".").place.listing.tag == "global_step2"
+    before = tree(run / "ck")
+    assert "inside the input" in typed("to-fp32 . global_step2/model.bin") and tree(run / "ck") == before
+    assert "inside the input" in typed("to-fp32 . weights") and tree(run / "ck") == before
+
+
+@pytest.mark.parametrize(("text", "numel"), [("7B", 7e9), ("1.5b", 1.5e9), ("350M", 3.5e8), ("70B", 7e10)])
+def test_a_number_of_parameters_is_a_model(text: str, numel: float) -> None:
+    from zckpt.estimate.sources import model_of_size, parameters_in
+
+    assert parameters_in(text) == numel and parameters_in("gpt2") is None and parameters_in("7B-chat") is None
+    assert abs(model_of_size(int(numel)).numel / numel - 1) < 0.1
+    assert "Llama's kind" in typed(f"estimate {text}")
+
+
 def test_an_option_that_is_far_from_all_gets_no_guess(run: Path) -> None:
     said = typed("to-bf16 ck x --verbose")
     assert not any(name in said for name in ("--base", "--overflow", "--overwrite", "Did you mean"))

@@ -61,8 +61,9 @@ def find_source(name: str, adapter: str | None = None, options: Reading | None =
     """Finds a model.
 
     Args:
-        name: a config.json, a directory with one, a checkpoint or plain weights in any form that `open_catalog` reads, a
-            directory of PEFT's, or a model of the hub: from the hub's cache, or else its config.json is fetched.
+        name: a number of parameters such as 7B, a config.json, a directory with one, a checkpoint or plain weights in any form
+            that `open_catalog` reads, a directory of PEFT's, or a model of the hub: from the hub's cache, or else its
+            config.json is fetched.
         adapter: an adapter_config.json or a directory with one; by default the one beside the config.
         options: which save, and how it is read.
 
@@ -72,6 +73,8 @@ def find_source(name: str, adapter: str | None = None, options: Reading | None =
     """
     place = locate(name)
     if not place.is_file() and not place.is_dir():
+        if (numel := parameters_in(name)) is not None:
+            return NamedModel(model_of_size(numel), None)
         if place.is_remote or not _HUB_NAME.fullmatch(name) or name.startswith("."):
             raise UsageError(
                 "no such file or directory", file=name,
@@ -106,6 +109,42 @@ def find_source(name: str, adapter: str | None = None, options: Reading | None =
     return NamedModel(model, found)
 
 
+def parameters_in(text: str) -> int | None:
+    """How many parameters a text such as `7B`, `1.5b` or `350M` says; None for any other text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbt])", text.strip(), re.IGNORECASE)
+    return round(float(found[1]) * 1000 ** (1 + "kmbt".index(found[2].lower()))) if found else None
+
+
+def model_of_size(numel: int) -> ModelSize:
+    """A model of Llama's kind with about so many parameters: 128 times as wide as it has layers, as common ones are nearly.
+
+    Raises:
+        UsageError: so few or so many parameters make no such model.
+    """
+    models = (_by_config(_llama(layers), "", "A Llama") for layers in range(1, _MOST_LAYERS))
+    sized = [model for model in models if isinstance(model, ModelSize)]
+    nearest = min(sized, key=lambda model: abs(model.numel - numel))
+    if not 0.7 <= nearest.numel / numel <= 1.4:
+        raise UsageError(
+            "no usual language model has so many parameters", found=f"{numel:,}",
+            expected=f"{sized[0].numel:,} to {sized[-1].numel:,}", remedy="Give a config.json.",
+        )  # fmt: skip
+    return replace(nearest, counted="the nearest of Llama's kind, by formula")
+
+
+_MOST_LAYERS = 200
+
+
+def _llama(layers: int) -> dict[str, Any]:
+    width = 128 * layers
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width,
+        "intermediate_size": -(-width * 8 // 3 // 256) * 256,
+        "num_hidden_layers": layers, "num_attention_heads": layers, "num_key_value_heads": layers, "vocab_size": 32_000,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
 def _adapter_file(place: Location) -> Location:
     file = place / _ADAPTER if place.is_dir() else place
     if not file.is_file():
@@ -123,7 +162,7 @@ def _has_save(directory: Location) -> bool:
 
 def _from_hub(name: str) -> str:
     """The config.json of a model of the hub, in the hub's cache."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
     for file in (_CONFIG, _ADAPTER):
@@ -131,6 +170,8 @@ def _from_hub(name: str) -> str:
         if isinstance(cached, str):
             return cached
     try:
+        if not constants.HF_HUB_OFFLINE:
+            _check_reachable(constants.ENDPOINT)
         try:
             return str(hf_hub_download(name, _CONFIG))
         except EntryNotFoundError as error:
@@ -144,6 +185,24 @@ def _from_hub(name: str) -> str:
             expected="a config.json, a directory with one, a checkpoint, or the name of a model of the hub",
             remedy="Correct the path or the name. For a model of the hub that is not in its cache, go online.",
         ) from error  # fmt: skip
+
+
+def _check_reachable(endpoint: str) -> None:
+    """Connects to a hub once, whose own client would try for half a minute; behind a proxy it is left to the client.
+
+    Raises:
+        OSError: the hub cannot be reached.
+    """
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    address = urlsplit(endpoint)
+    if address.hostname is None or getproxies():
+        return
+    socket.create_connection(
+        (address.hostname, address.port or (80 if address.scheme == "http" else 443)), timeout=10
+    ).close()
 
 
 def _by_config(config: Mapping[str, Any], file: str, name: str) -> ModelSize | Unknown:

@@ -120,7 +120,7 @@ def prepare(
     if asked.own.last is not None:
         named = _last_of(named, asked.own.last)
     base = [] if asked.own.task_vector is None else [_split(os.fspath(asked.own.task_vector))]
-    weights = _weights(len(named), asked.own)
+    weights = _weights(len(named), asked.own, os.fspath(out))
     opened = [open_asked(path, asked.having(tag=tag)) for path, tag in (*base, *named)]
     for (path, _), one in zip((*base, *named), opened, strict=True):
         keep_apart(locate(out), protected(one, locate(path), beside=asked.publishing.beside))
@@ -194,7 +194,7 @@ def _last_of(named: Sequence[tuple[str, str | None]], wanted: int) -> list[tuple
     return [(save.path.path, None) for save in saves[-wanted:]]
 
 
-def _weights(number: int, how: Average) -> tuple[float, ...] | None:
+def _weights(number: int, how: Average, out: str) -> tuple[float, ...] | None:
     """What each checkpoint counts; None where that is not said.
 
     Raises:
@@ -215,7 +215,9 @@ def _weights(number: int, how: Average) -> tuple[float, ...] | None:
         raise UsageError(
             "the number of checkpoints does not fit", found=count(number, "checkpoint"),
             expected="two, for --slerp" if how.slerp is not None else f"{least} or more",
-            remedy="Name the checkpoints one after another, before OUT.",
+            remedy=f"{out!r} was taken for OUT, as the last path always is. Name it again, or OUT behind it."
+            if os.path.exists(out)
+            else "Name the checkpoints one after another, before OUT.",
         )  # fmt: skip
     for name, value in (("--ema", how.ema), ("--slerp", how.slerp)):
         if value is not None and not 0 <= value <= 1:

@@ -30,6 +30,10 @@ _COLUMNS = "    {:<28}{:>10}{:>11}{:>11}{:>13}"
 """Below a tensor's name: how many elements differ, the number of the first, the largest absolute and relative difference."""
 
 
+_SIGNIFICANT_BITS = {"BF16": 8, "F16": 11, "F8_E4M3": 4, "F8_E5M2": 3}
+"""Dtype -> bits of its numbers' fractions, the leading one counted: rounding changes a number by 2**-bits of it at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
     """One tensor that both sides have.
@@ -165,7 +169,20 @@ class Diff:
         words = [f"{differ:,} of {count(len(self.tensors), 'tensor')} that both have"] if self.tensors else []
         sides = (("A", self.only_a), ("B", self.only_b))
         words += [f"{count(len(only), 'name')} only in {side}" for side, only in sides if only]
-        return f"different: {', '.join(words)}"
+        return f"different: {', '.join(words)}{self._tolerance()}"
+
+    def _tolerance(self) -> str:
+        """The tolerance under which they are equal, where rounding to another dtype explains every difference."""
+        told = [t for t in self.tensors if not t.same]
+        coarse = [_SIGNIFICANT_BITS[d.name] for t in told for d in t.dtypes if d.name in _SIGNIFICANT_BITS]
+        if self.only_a or self.only_b or not coarse:
+            return ""
+        rtol = 2.0 ** -min(coarse)
+        if any(t.statistics is None or t.dtypes[0] == t.dtypes[1] or not t.statistics.max_rel <= rtol for t in told):
+            return ""
+        return (
+            f". The dtypes differ; with --rtol {rtol:g}, which is what rounding to them may change, they are the same"
+        )
 
 
 def diff(

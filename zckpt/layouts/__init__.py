@@ -150,7 +150,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: b
             "holds no optimizer states that zckpt can read",
             file=listing.directory,
             found=family.name,
-            expected=", ".join(each.name for each in FAMILIES if each.read_training),
+            expected="a checkpoint with optimizer states",
             remedy="Convert its weights alone: zckpt to-fp32, to-bf16.",
         )
     with refuse_odd_values(listing):
