@@ -275,3 +275,77 @@ def test_ctrl_c_has_the_status_that_shells_expect() -> None:
     with redirect_stderr(io.StringIO()):
         assert desk.report(desk.Interrupted(is_ctrl_c=True)) == 130 and desk.report(desk.Interrupted()) == 2
         assert desk.report(ZckptError("no")) == 2
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float16", "torch.float16", "half", "F16"])
+def test_a_dtype_has_all_its_names(dtype: str, run: Path) -> None:
+    typed(f"convert ck x --dtype {dtype}")
+    typed(f"average ck out/checkpoint-2 y --dtype={dtype}")
+    typed("to-fp16 ck z")
+    assert zckpt.diff("x", "z", progress=False).same and zckpt.diff("y", "z", progress=False).same
+    assert "'int9' is not one of 'fp32', 'fp16', 'bf16'" in typed("convert ck q --dtype int9")
+
+
+def test_convert_writes_fp32_by_default_as_in_python(run: Path) -> None:
+    typed("convert ck x.safetensors")
+    zckpt.convert("ck", "y.safetensors", progress=False)
+    assert Path("x.safetensors").read_bytes() == Path("y.safetensors").read_bytes()
+
+
+def test_types_that_llama_cpp_makes_itself_are_told(run: Path) -> None:
+    assert "llama-quantize" in typed("to-gguf ck x.gguf --type q4_k_m")
+    assert "llama-quantize" not in typed("to-gguf ck x.gguf --type quatsch")
+
+
+@pytest.mark.parametrize(
+    "line", ["to-bf16 w ck", "to-bf16 gone ck", "to-fp8 w ck", "slim w ck", "reshard w ck --world-size 1"]
+)
+def test_swapped_arguments_are_told(line: str, run: Path) -> None:
+    zckpt.convert("ck", "w", dtype="bf16", progress=False)
+    before, said = tree(run), typed(line)
+    assert "the arguments seem to be swapped" in said and f"ck {line.split()[1]}" in said and tree(run) == before
+
+
+def test_an_output_that_exists_is_no_swap(run: Path) -> None:
+    zckpt.convert("ck", "w", dtype="bf16", progress=False)
+    assert "already exists" in typed("to-fp32 ck w") and "already exists" in typed("to-fp32 ck out/checkpoint-4")
+
+
+@pytest.fixture
+def best(run: Path) -> Path:
+    """A run whose best save is not the newest, by the record that its trainer left."""
+    state = {"best_model_checkpoint": "/of/another/machine/out/checkpoint-2", "global_step": 4}
+    (run / "out" / "checkpoint-4" / "trainer_state.json").write_text(json.dumps(state))
+    return run
+
+
+def test_the_best_save_is_taken_by_name_and_named_where_it_is_not(best: Path) -> None:
+    shutil.rmtree("out/checkpoint-2")
+    shutil.copytree(FIXTURE.parents[1] / "fp16_w2" / "checkpoint", "out/checkpoint-2")
+    assert "--best" in typed("to-bf16 out newest --dry-run")
+    typed("to-fp32 out x --best")
+    zckpt.convert("out", "y", best=True, progress=False)
+    assert all(zckpt.diff(out, "out/checkpoint-2", progress=False).same for out in "xy")
+    assert not zckpt.diff("x", "out/checkpoint-4", progress=False).same
+
+
+def test_a_best_save_that_is_not_there_is_an_error(best: Path) -> None:
+    shutil.rmtree("out/checkpoint-2")
+    assert "does not hold the best save, 'checkpoint-2'" in typed("to-bf16 out x --best") and not Path("x").exists()
+    Path("out/checkpoint-4/trainer_state.json").write_text('{"best_model_checkpoint": null}')
+    assert "says of no save that it is the best" in typed("to-bf16 out x --best") and not Path("x").exists()
+    Path("out/checkpoint-4/trainer_state.json").write_text('{"best_model_checkpoint": "../../etc"}')
+    assert "says of no save that it is the best" in typed("to-bf16 out x --best") and not Path("x").exists()
+
+
+def test_a_record_of_the_run_itself_counts_first(best: Path) -> None:
+    Path("out/trainer_state.json").write_text('{"best_model_checkpoint": "out/checkpoint-4"}')
+    assert "--best" not in typed("to-bf16 out newest --dry-run")
+
+
+def test_options_are_keywords_in_python(run: Path) -> None:
+    report = zckpt.convert("ck", "x", max_shard_size="100B", include=["*weight"], progress=False)
+    assert len(report.files) > 2 and "x: " in str(report) and repr(report).startswith("<zckpt.Report x")
+    assert zckpt.convert("ck", "x", overwrite=True, progress=False).tensors == 10
+    with pytest.raises(TypeError, match="nosuch"):
+        zckpt.convert("ck", "y", nosuch=1)

@@ -34,6 +34,18 @@ def size(nbytes: float) -> str:
     return f"{float(f'{value:.3g}'):,g} {_UNITS[power]}"
 
 
+def duration(seconds: float) -> str:
+    """A time for a person: `0.06 s`, `12.3 s`, `5 min 20 s`."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
+
+
+def rate(nbytes: int, seconds: float) -> str:
+    """`, 1.2 GB/s` where a job was long enough for that to mean something, else nothing."""
+    return f", {size(nbytes / seconds)}/s" if seconds >= 1 and nbytes >= 10**8 else ""
+
+
 def joined(words: Sequence[str], last: str = "and") -> str:
     """Words as a sentence lists them: `a, b and c`."""
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

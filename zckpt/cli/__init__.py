@@ -57,7 +57,7 @@ def _top(
     if command is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)
-    if command.startswith("to-") or command in ("reshard", "average", "slim", "delta", "apply"):
+    if command.startswith("to-") or command in ("convert", "reshard", "average", "slim", "delta", "apply"):
         from zckpt.team import together
 
         together.allow()  # what torchrun or srun starts many times is one job

@@ -19,6 +19,7 @@ GROUPS = {
         "map": ("picture", "Draw which rank holds what of a checkpoint."),
     },
     "Weights": {
+        "convert": ("convert", "Merge shards into weights of the dtype that --dtype names."),
         "to-bf16": ("convert", "Merge shards into bf16 weights that Hugging Face loads."),
         "to-fp16": ("convert", "Merge shards into fp16 weights that Hugging Face loads."),
         "to-fp32": ("convert", "Consolidate shards into fp32 safetensors, bit for bit."),

@@ -1,4 +1,4 @@
-"""`zckpt to-fp32`, `to-fp16`, `to-bf16`: whole weights; `to-dcp`, `to-mcore`: in shards again; `to-peft`: the adapter alone."""
+"""`zckpt convert`, `to-fp32`, `to-fp16`, `to-bf16`: consolidated weights; `to-dcp`, `to-mcore`: shards again; `to-peft`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def register(app: typer.Typer) -> None:
         _register(app, dtype)
     command(
         app,
+        "convert",
+        about="Write a checkpoint's consolidated weights in the dtype that --dtype names, fp32 by default. Run the same command "
+        "again to resume an interrupted run.",
+        job=replace(CONVERT, usual={"dtype": F32}, words={"dtype": ("Of the weights.",)}),
+        example="zckpt convert out/checkpoint-500 weights/ --dtype bf16",
+    )(convert)
+    command(
+        app,
         "to-dcp",
         about="Write weights of any layout as a torch.distributed.checkpoint directory, which FSDP loads on any number of "
         "ranks.",
@@ -55,25 +63,33 @@ def _register(app: typer.Typer, dtype: str) -> None:
     @command(
         app,
         f"to-{dtype}",
-        about=f"Write a checkpoint's whole weights in {dtype}. Run the same command again to resume an interrupted run.",
+        about=f"Write a checkpoint's consolidated weights in {dtype}. Run the same command again to resume an interrupted run.",
         job=CONVERT,
         hidden=frozenset({"dtype"}),
         example=f"zckpt to-{dtype} out/checkpoint-500 weights/",
     )
-    def convert(
+    def convert_to(
         ckpt: Checkpoint, out: Out, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress
     ) -> None:
         from zckpt.jobs.casting import to_dtype
 
-        began = time.perf_counter()
-        asked = asked.having(dtype=to_dtype(dtype))
-        if out.startswith("hf://"):
-            from zckpt.cli import push
+        _write(ckpt, out, asked.having(dtype=to_dtype(dtype)), shown, dry_run=dry_run)
 
-            push.to_page(ckpt, out, asked, shown.console, dry_run=dry_run)
-        else:
-            planned = CONVERT.prepare(ckpt, out, asked)
-            finish(planned, words_of(planned, dtype), began, shown, dry_run=dry_run)
+
+def convert(ckpt: Checkpoint, out: Out, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress) -> None:
+    """Writes consolidated weights."""
+    _write(ckpt, out, asked, shown, dry_run=dry_run)
+
+
+def _write(ckpt: str, out: str, asked: Asked[None], shown: ShownProgress, *, dry_run: bool) -> None:
+    began = time.perf_counter()
+    if out.startswith("hf://"):
+        from zckpt.cli import push
+
+        push.to_page(ckpt, out, asked, shown.console, dry_run=dry_run)
+    else:
+        planned = CONVERT.prepare(ckpt, out, asked)
+        finish(planned, words_of(planned, name_of(asked.casting.dtype)), began, shown, dry_run=dry_run)
 
 
 def to_dcp(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import lru_cache, wraps
 from typing import Annotated, Any, get_type_hints
@@ -16,6 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from zckpt.base.errors import UsageError
 from zckpt.cli.commands import COMMANDS
 from zckpt.cli.texts import positive, size_in_bytes, split_numbers, split_rename
 from zckpt.core.dtypes import SHORT_NAMES
@@ -28,6 +30,12 @@ DONE = "0 done, 2 error"
 
 class Command(TyperCommand):
     """A command whose help shows arguments, then options under the `rich_help_panel` that each declares."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the command line; a dtype may have any of its names."""
+        if any("--dtype" in param.opts for param in self.get_params(ctx)):
+            args = [*_with_short_dtypes(args)]
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """What the usage line shows after the command's name."""
@@ -48,6 +56,23 @@ class Command(TyperCommand):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+def _with_short_dtypes(args: list[str]) -> Iterator[str]:
+    """A command line whose dtypes have the names that zckpt's options have: `bf16` for `torch.bfloat16`."""
+    before = ""
+    for word in args:
+        head, equals, value = word.partition("=") if word.startswith("--dtype=") else ("", "", word)
+        if (equals or before == "--dtype") and value not in _SHORT:
+            from zckpt.jobs.casting import to_dtype
+
+            with suppress(UsageError):
+                value = SHORT_NAMES[to_dtype(value)]
+        yield f"{head}{equals}{value}"
+        before = word
+
+
+_SHORT = ("fp32", "fp16", "bf16")
 
 
 def command(

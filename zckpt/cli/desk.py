@@ -103,6 +103,10 @@ def _wrong_usage(error: BaseException) -> UsageError:
 
         known = [name for param in context.command.get_params(context) for name in param.opts]
         what, remedy = f"no such option: {unknown}", [option_meant(unknown, command, known)]
+    if context is not None and "--type" in what:
+        from zckpt.cli.hints import value_meant
+
+        remedy.append(value_meant(what))
     return UsageError(
         what[:1].lower() + what[1:],
         remedy=" ".join([*filter(None, remedy), f"Run '{command} --help' for its arguments and options."]),

@@ -92,6 +92,13 @@ def check_command(words: Sequence[str], known: Iterable[str]) -> None:
     raise UsageError(f"no such command: {word!r}", remedy=remedy)
 
 
+def value_meant(what: str) -> str:
+    """A sentence about a value that an option does not take, of what typer says about it; empty if there is none."""
+    if re.search(r"'--type': '(i?q|tq)\d\w*' is", what, re.IGNORECASE):
+        return "llama.cpp's llama-quantize makes other types of a file that has f16 or bf16."
+    return ""
+
+
 def option_meant(option: str, command: str, known: Sequence[str]) -> str:
     """A sentence about an option that a command does not have; empty if nothing is close.
 

@@ -14,12 +14,11 @@ from urllib.parse import unquote
 import typer
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.words import count, size
+from zckpt.base.words import count, duration, rate, size
 from zckpt.cli.arguments import Checkpoint, ShownProgress, output
 from zckpt.cli.declare import command
 from zckpt.cli.output import Console
 from zckpt.cli.texts import size_in_bytes
-from zckpt.cli.written import duration, rate
 from zckpt.jobs.declarations import PUSH
 from zckpt.jobs.groups import WHAT
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
-from zckpt.base.words import count, examples, size
+from zckpt.base.words import count, duration, examples, rate, size
 from zckpt.cli.arguments import Shown
 from zckpt.cli.output import Console, peak_rss_bytes
 
@@ -159,18 +159,6 @@ def _lines(out: str, words: Words, report: Report, seconds: float) -> Iterator[s
         files = f"{size(report.bytes_written)} in {count(len(report.files), 'file')}"
         yield f"{out}: {words.what}, {files}, {duration(seconds)}{rate(report.bytes_written, seconds)}"
     yield words.use({path for path, _ in report.files})
-
-
-def duration(seconds: float) -> str:
-    """A time for a person: `0.06 s`, `12.3 s`, `5 min 20 s`."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
-
-
-def rate(nbytes: int, seconds: float) -> str:
-    """`, 1.2 GB/s` where a job was long enough for that to mean something, else nothing."""
-    return f", {size(nbytes / seconds)}/s" if seconds >= 1 and nbytes >= 10**8 else ""
 
 
 def lack_of_space(out: Location, needed_bytes: int) -> list[str]:

@@ -298,7 +298,7 @@ def execute(
     return Report(
         files=done.files, engine=reader.engine, kept=done.kept, overflows={}, notes=(*job.old.notes, *_proof(job), *done.notes),
         already_done=done.already_done, tensors=len(job.old.catalog), numel=job.old.catalog.numel,
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - began, out=str(job.out),
     )  # fmt: skip
 
 

@@ -14,7 +14,11 @@ from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT
 from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.groups import Casting
 
-_DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
+_DTYPES = {
+    **{name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)},
+    "half": F16,
+    "float": F32,
+}
 
 
 def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
@@ -30,7 +34,7 @@ def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
 
 
 def to_dtype(dtype: str | DType) -> DType:
-    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16".
+    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16"; "half" is fp16.
 
     Raises:
         UsageError: weights cannot be cast to it, or no dtype is called so.

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
@@ -83,8 +83,9 @@ def convert(
     also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
     progress: Progress = None,
+    **more: Any,
 ) -> Report:
-    """Writes a checkpoint's whole weights, in constant memory; returns what it wrote.
+    """Writes a checkpoint's consolidated weights, in constant memory; returns what it wrote.
 
     Run it again after an interruption: it resumes. When `out` is this conversion's complete output already, it does nothing.
 
@@ -99,8 +100,10 @@ def convert(
         options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
         progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
             shows a bar in a terminal or notebook, False shows none.
+        more: fields of `Options`, for those who make no `Options` of them: `overwrite=True`, `max_shard_size="2GB"`.
 
     Raises:
+        TypeError: `Options` has no field of such a name.
         NotACheckpointError: there is no checkpoint at `checkpoint`.
         IncompleteError, CorruptError, InconsistentError: files are missing or damaged, or do not fit together.
         CastError: numbers are too large for `dtype`; `Options(overflow="clamp")` or "inf" writes them all the same.
@@ -108,12 +111,12 @@ def convert(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.convert("out/checkpoint-500", "weights/", dtype="bf16")
+        zckpt.convert("out/checkpoint-500", "weights/", dtype="bf16", overwrite=True)
     """
     from zckpt.jobs.options import Options
 
     began = time.perf_counter()
-    options = options or Options()
+    options = replace(options or Options(), **more)
     asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
     return carried_out(prepare(checkpoint, out, asked), progress, "convert", began)
 

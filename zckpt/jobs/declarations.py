@@ -5,6 +5,7 @@ A job's own module is imported when it is to do something.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields, replace
 from functools import cached_property
@@ -114,7 +115,14 @@ class Job(Generic[Own]):
         return Asked(**made)
 
     def prepare(self, *arguments: Any) -> Any:
-        """Plans it; arguments and result are those of `prepare` in its module."""
+        """Plans it; arguments and result are those of `prepare` in its module.
+
+        Raises:
+            UsageError: the first two, CKPT and OUT, seem to be swapped. ZckptError: as in its module.
+        """
+        checkpoint, out, *_ = arguments
+        if isinstance(checkpoint, str | os.PathLike) and os.path.isdir(os.path.expanduser(out)):
+            import_module("zckpt.jobs.swapped").check_order(checkpoint, out)
         return import_module(f"zckpt.jobs.{self.home}").prepare(*arguments)
 
     def options(self) -> Iterator[tuple[type, Field[Any]]]:
@@ -163,7 +171,7 @@ TO_STATES: Job[None] = Job(
     {"include": (_STATES[0], WHAT), "exclude": (_STATES[1], WHAT)},
 )  # fmt: skip
 AVERAGE: Job[Average] = Job(
-    "average", (Average, Casting, Sharding, *_NAMED), "average", Average, frozenset({"tag"}) | _CAST, {"dtype": None},
+    "average", (Average, Casting, Sharding, *_NAMED), "average", Average, frozenset({"tag", "best"}) | _CAST, {"dtype": None},
     {
         "dtype": ("Of the output; by default that of the last checkpoint's weights.",),
         "also": ("Directory with other parts of the CKPTs, from another node. Repeatable.",),
@@ -186,7 +194,7 @@ APPLY: Job[None] = Job(
     {"dtype": ("Of the weights; by default what the deltas were made for.",)},
 )  # fmt: skip
 
-_LOOKED = frozenset({"allow_unknown_layout", "buffer"})
+_LOOKED = frozenset({"allow_unknown_layout", "best", "buffer"})
 LOOK: Job[None] = Job("inspect_checkpoint", (Reading,), without=_LOOKED)
 DIFF: Job[None] = Job("diff", (Reading, Pacing), without=_LOOKED | {"tag", "also"})
 VERIFY: Job[MergedWith] = Job("verify", (MergedWith, Reading, Pacing), "", MergedWith, _LOOKED)

@@ -129,6 +129,7 @@ class Reading:
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         as_part: take one part of a save (a shard, one rank's file or directory) alone, as if it were a whole one.
         tag: which save, where there are several.
+        best: of a trainer's run, the save that its trainer_state.json calls the best.
         also: directories laid over the checkpoint: its parts from other nodes' disks.
         allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
     """
@@ -144,6 +145,12 @@ class Reading:
         default=None,
         metadata=option(
             "--tag", "text", "Which save, if there are several; by default that of 'latest'.", WHICH, metavar="TAG"
+        ),
+    )
+    best: bool = field(
+        default=False,
+        metadata=option(
+            "--best", "flag", "Of a Trainer's run, the save that its trainer_state.json calls the best.", WHICH
         ),
     )
     also: Sequence[AnyPath] = field(

@@ -66,6 +66,10 @@ def open_catalog(
     """
     reading = reading or Reading()
     named = locate(path)
+    if reading.best:
+        from zckpt.layouts.best import find_best
+
+        named = find_best(named)
     place = find(named, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)
     return open_place(replace(place, named=named), reading, as_stored=as_stored, keeps_dtypes=keeps_dtypes)
 

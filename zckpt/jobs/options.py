@@ -36,6 +36,7 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
 
     Attributes:
         tag: which save, where there are several.
+        best: of a trainer's run, the save that its trainer_state.json calls the best.
         also: directories laid over the checkpoint: its parts from other nodes' disks.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.

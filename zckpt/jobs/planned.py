@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.progress import Progress, reported
+from zckpt.base.words import count, duration, rate, shortened, size
 from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
@@ -76,7 +77,7 @@ class Planned:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report(OutputReport):
     """What a job did; further attributes as in `OutputReport`.
 
@@ -84,11 +85,23 @@ class Report(OutputReport):
         tensors: tensors written; tied names count once.
         numel: elements written.
         seconds: wall time, opening included.
+        out: the output, as it was named.
     """
 
     tensors: int = 0
     numel: int = 0
     seconds: float = 0.0
+    out: str = ""
+
+    def __str__(self) -> str:
+        if self.already_done:
+            return f"{self.out}: already done; every file matches its checksum, and nothing was written"
+        files = f"{size(self.bytes_written)} in {count(len(self.files), 'file')}"
+        took = f"{duration(self.seconds)}{rate(self.bytes_written, self.seconds)}"
+        return f"{self.out}: {count(self.tensors, 'tensor')}, {files}, {took}"
+
+    def __repr__(self) -> str:
+        return f"<zckpt.{type(self).__name__} {shortened(str(self))}>"
 
 
 def execute(
@@ -111,6 +124,7 @@ def execute(
         **{**asdict(done), "notes": (*notes, *done.notes)},
         tensors=len(planned.catalog),
         numel=planned.catalog.numel,
+        out=planned.out,
         seconds=time.perf_counter() - began,
     )
 

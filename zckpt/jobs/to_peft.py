@@ -56,7 +56,7 @@ class PlannedAdapter(PlannedConversion):
     adapter: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class AdapterReport(Report):
     """What was written; further attributes as in `Report`.
 
