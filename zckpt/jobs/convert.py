@@ -157,7 +157,9 @@ def prepare(
     for step in steps_of(asked, to_directory=not single):
         model = step.apply(model)
     for other in model.made_from:
-        inputs |= {other.place.home, *protected(other, other.place.home, beside=not model.is_merged)}
+        inputs |= protected(other, other.place.home, beside=not model.is_merged)
+        if other.place.listing.directory.is_dir():  # else it is one file, beside which an output may be
+            inputs.add(other.place.home)
     if model.made_from:
         _check_output(place, asked, inputs, single=single)
     asked, catalog = replace(asked, naming=model.naming), model.catalog

@@ -35,7 +35,7 @@ from zckpt.core.plan import OutputFile, literal_file
 from zckpt.core.stores import FileStore
 from zckpt.layouts.plain import rank_parts
 from zckpt.layouts.plain.files import OPTIMIZER as OPTIMIZER
-from zckpt.layouts.plain.files import PATTERNS, chosen_index, weight_files
+from zckpt.layouts.plain.files import PATTERNS, chosen_index, match, weight_files
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
 from zckpt.layouts.save.weight_files import files_counted_with
@@ -166,7 +166,8 @@ def left_out(listing: Listing) -> list[str]:
     It has half of its names in common with the model that is read.
     """
     found: list[str] = []
-    for file in weight_files(listing) if not listing.options.key else ():
+    is_plain = match(listing) is None and not listing.options.key
+    for file in weight_files(listing) if is_plain else ():
         root = listing.open(file).root
         chosen = next((key for key in _NESTED if isinstance(root, Mapping) and isinstance(root.get(key), Mapping)), "")
         if not chosen or not isinstance(root, Mapping) or _has_tensors(root):
