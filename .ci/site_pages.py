@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import os
 import re
@@ -55,6 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File
 
     made = {"reference/commands.md": "\n".join(commands()), "reference/python.md": "\n".join(names())}
+    made["project/modules.md"] = "\n".join(modules())
     made |= {page: (ROOT / file).read_text() for file, page in PAGES.items()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
@@ -113,6 +115,17 @@ def commands() -> Iterator[str]:
             yield from (f"| <code>{cell(left)}</code> | {cell(right)} |" for left, right in rows)
             yield ""
         yield "\n\n".join(shown(line) for line in (command.epilog or "").split("\n\n")) + "\n"
+
+
+def modules() -> Iterator[str]:
+    """The page of all modules: what each is for, by the first line of its docstring."""
+    yield "# Every module\n\nMade of the first lines of docstrings. [How zckpt is built](architecture.md) says where to begin.\n"
+    for room in sorted({path.parent for path in (ROOT / "zckpt").rglob("*.py")}):
+        yield f"## {'.'.join(room.relative_to(ROOT).parts)}\n\n| module | what it is for |\n|---|---|"
+        for path in sorted(room.glob("*.py")):
+            said = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+            yield f"| `{path.stem}` | {cell(said)} |"
+        yield ""
 
 
 def cell(text: str) -> str:
