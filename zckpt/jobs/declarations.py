@@ -118,10 +118,10 @@ class Job(Generic[Own]):
         """Plans it; arguments and result are those of `prepare` in its module.
 
         Raises:
-            UsageError: the first two, CKPT and OUT, seem to be swapped. ZckptError: as in its module.
+            UsageError: of a job that reads one checkpoint, CKPT and OUT seem to be swapped. ZckptError: as in its module.
         """
-        checkpoint, out, *_ = arguments
-        if isinstance(checkpoint, str | os.PathLike) and os.path.isdir(os.path.expanduser(out)):
+        checkpoint, out, *more = arguments
+        if len(more) == 1 and isinstance(checkpoint, str | os.PathLike) and os.path.isdir(os.path.expanduser(out)):
             import_module("zckpt.jobs.swapped").check_order(checkpoint, out)
         return import_module(f"zckpt.jobs.{self.home}").prepare(*arguments)
 
