@@ -261,7 +261,8 @@ def test_killed_at_any_moment(mode: str, count: int, flags: list[str], original:
         assert told["killed"] == count
     else:
         assert told["killed"] >= (1 if COMPUTED.keys() & set(flags) else 3) and told["done"] >= 1
-    assert told["kept"] > 0 or (COMPUTED.keys() & set(flags) and mode != "event") or "Gguf" in flags
+    by_chance = mode == "time" and count < 100  # so few moments may all lie before the first file is done
+    assert by_chance or told["kept"] > 0 or (COMPUTED.keys() & set(flags) and mode != "event") or "Gguf" in flags
     if mode == "event":
         assert told["published"] > 0
 
