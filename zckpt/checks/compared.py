@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt import layouts
-from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.errors import UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, joined
@@ -208,6 +208,8 @@ def _wanted(
     try:
         for step in steps_again(facts.options, lora):
             model = step.apply(model)
+    except ZckptError:  # which are ValueErrors, some of them
+        raise
     except (TypeError, ValueError) as error:
         raise UnsupportedError(
             "records options that this version of zckpt does not know",
