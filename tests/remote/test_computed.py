@@ -53,7 +53,7 @@ ALL = [(where, name) for where in ("here", "there") for name in COMPUTED if name
 def test_a_source_that_changes_between_plan_and_end(
     where: str, name: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, real = COMPUTED[name], planned.deliver
+    job, real = COMPUTED[name], planned.publish
     for number in range(len(job.sources)):
         home = tmp_path / str(number)
         sources: list[Any] = [shutil.copytree(source, home / str(n)) for n, source in enumerate(job.sources)]
@@ -69,10 +69,10 @@ def test_a_source_that_changes_between_plan_and_end(
             write(before[: len(before) // 2] + bytes([before[len(before) // 2] ^ 1]) + before[len(before) // 2 + 1 :])
             return real(*arguments)
 
-        monkeypatch.setattr(planned, "deliver", meanwhile)
+        monkeypatch.setattr(planned, "publish", meanwhile)
         for out in (f"{home}/out", f"s3://bkt/out{number}"):
             write(before)
             with pytest.raises((InconsistentError, CorruptError), match="changed"):
                 job.make(f"{out}/{job.out}", "after", tuple(sources))
             assert tree(out) == {}
-        monkeypatch.setattr(planned, "deliver", real)
+        monkeypatch.setattr(planned, "publish", real)

@@ -145,7 +145,7 @@ def prepare(
     if asked.merging.lora is None and not is_copy:
         check_wanted(opened, bare, asked.selecting)
     named = (asked.naming.form.config, asked.naming.form.layer_names)
-    inputs = protected(opened, source, beside=asked.publishing.beside or single, named=named)
+    inputs = protected(opened, source, beside=asked.publishing.beside or (single and not place.is_remote), named=named)
     _check_output(place, asked, inputs, single=single)
     if not single and asked.merging.lora is None and asked.naming.form == Form() and is_adapter_file(bare):
         raise UsageError(
