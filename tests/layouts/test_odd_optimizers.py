@@ -123,7 +123,7 @@ def test_any_value(name: str, tmp_path: Path) -> None:
 
     choice = random.Random(zlib.crc32(name.encode()))
     source = FIXTURES / name / "checkpoint"
-    files = sorted(path for path in source.rglob("*") if path.suffix in PICKLED)
+    files = sorted(path for path in source.rglob("*") if path.is_file() and path.suffix in PICKLED)
     files = [path for path in files if "optim" in path.name] or files
     for number, value in enumerate(VALUES if IS_WHOLE else choice.sample(VALUES, 2)):
         file = choice.choice(files)

@@ -146,7 +146,9 @@ def prepare(
         check_wanted(opened, bare, asked.selecting)
     named = (asked.naming.form.config, asked.naming.form.layer_names)
     inputs = protected(opened, source, beside=asked.publishing.beside or (single and not place.is_remote), named=named)
-    _check_output(place, asked, inputs, single=single)
+    is_of_several = asked.merging.lora is not None or asked.merging.base is not None
+    if not is_of_several:
+        _check_output(place, asked, inputs, single=single)
     if not single and asked.merging.lora is None and asked.naming.form == Form() and is_adapter_file(bare):
         raise UsageError(
             "is an adapter of PEFT, and no model", file=source, found=f"tensors such as {examples(bare)}",
@@ -160,7 +162,7 @@ def prepare(
         inputs |= protected(other, other.place.home, beside=not model.is_merged)
         if other.place.listing.directory.is_dir():  # else it is one file, beside which an output may be
             inputs.add(other.place.home)
-    if model.made_from:
+    if is_of_several:
         _check_output(place, asked, inputs, single=single)
     asked, catalog = replace(asked, naming=model.naming), model.catalog
     check_kept(catalog.tensors, asked.casting)
