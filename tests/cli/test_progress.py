@@ -70,7 +70,7 @@ def test_every_long_command_says_how_far_it_is(quick_path: Path) -> None:
         assert found[-1]["seconds_left"] == 0
     commands: Any = typer.main.get_command(app)
     shown = {n for n in COMMANDS if any(p.name == "progress_form" for p in commands.get_command(None, n).params)}
-    assert shown - {"push"} == {call.split()[0] for call, _ in LONG}
+    assert shown - {"push", "convert"} == {call.split()[0] for call, _ in LONG}
     assert subprocess.run([sys.executable, "-m", "zckpt", "verify", CHECKPOINT, "--json"], capture_output=True, text=True,
                           check=True).stderr == ""  # fmt: skip
 

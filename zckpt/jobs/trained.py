@@ -182,7 +182,7 @@ def check_copies(copies: Iterable[tuple[TensorEntry, TensorEntry]], adapters: Se
         raise InconsistentError(
             f"{count(len(found), 'tensor')} of an adapter should be another one once more, and differ from it"
             if len(found) > 1
-            else "a tensor of an adapter should be another one once more, and differs from it",
+            else "1 tensor of an adapter should be another one once more, and differs from it",
             file=joined([one.file for one in adapters]), found=joined([f"{copy!r} and {own!r}" for copy, own in found]),
             expected="equal numbers: these weights are tied in the model, or were saved twice",
             remedy="Use another save of the adapter; PEFT itself would take one of the two.",

@@ -41,7 +41,7 @@ def check_name(out: Location) -> None:
     if out.path == "-":
         raise UsageError(
             "OUT is '-', and weights are not written to standard output", file=out,
-            remedy="Give OUT a name. A directory that is called so is ./-",
+            remedy="Give OUT a name; ./- is a directory that is called so.",
         )  # fmt: skip
     if out.path.endswith("/"):
         return
