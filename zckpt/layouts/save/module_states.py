@@ -338,7 +338,7 @@ def renamed_experts(file: str, found: str, expected: str) -> InconsistentError:
     return InconsistentError(
         "the state dict of a model with experts has other names than its parameters", file=file,
         found=f"{found} in the state dict", expected=f"{expected}, as in the list of parameters",
-        remedy="No reader finds the weights of such a save; save the model without the hook or wrapper that renames its state dict.",
+        remedy="Save the model again without the hook or wrapper that renames its state dict.",
     )  # fmt: skip
 
 
