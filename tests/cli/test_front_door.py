@@ -334,6 +334,8 @@ def test_a_best_save_that_is_not_there_is_an_error(best: Path) -> None:
     assert "does not hold the best save, 'checkpoint-2'" in typed("to-bf16 out x --best") and not Path("x").exists()
     Path("out/checkpoint-4/trainer_state.json").write_text('{"best_model_checkpoint": null}')
     assert "says of no save that it is the best" in typed("to-bf16 out x --best") and not Path("x").exists()
+    Path("out/checkpoint-4/trainer_state.json").write_text("{")
+    assert "is not valid JSON" in typed("to-bf16 out x --best") and not Path("x").exists()
     Path("out/checkpoint-4/trainer_state.json").write_text('{"best_model_checkpoint": "../../etc"}')
     assert "says of no save that it is the best" in typed("to-bf16 out x --best") and not Path("x").exists()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from zckpt.cli.written import Words, _lines, duration, rate
+from zckpt.base.words import duration, rate
+from zckpt.cli.written import Words, _lines
+from zckpt.jobs.planned import Report
 
 
 @pytest.mark.parametrize(
@@ -22,9 +21,8 @@ def test_a_rate_only_where_it_means_something() -> None:
     assert rate(5059, 4.0) == rate(5 * 10**9, 0.5) == ""
 
 
-def said(**facts: Any) -> list[str]:
-    usual = {"files": (("a", 2_000_000), ("b", 1)), "bytes_written": 2_000_001, "kept": 0, "already_done": False}
-    report: Any = SimpleNamespace(**{**usual, **facts})
+def said(*, already_done: bool = False) -> list[str]:
+    report = Report((("a", 2_000_000), ("b", 1)), "native", 0, {}, (), already_done)
     return list(_lines("out", Words("2 tensors as bf16", lambda files: f"use {sorted(files)}"), report, 0.5))
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from zckpt.base.words import wrapped
@@ -236,3 +237,13 @@ def redact(text: str, *secrets: str) -> str:
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """An error and all errors that it was raised from."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

@@ -93,9 +93,9 @@ def row(label: str, text: str, width: int | None = None) -> list[str]:
     return wrapped(f"  {label:<11} {text}", width, " " * 14)
 
 
-def shortened(path: str, limit: int = 120) -> str:
-    """A path of at most `limit` characters: of a longer one, its end."""
-    return path if len(path) <= limit else "..." + path[3 - limit :]
+def shorten_text(text: str, limit: int = 120) -> str:
+    """A text of at most `limit` characters: of a longer one, such as a path, its end."""
+    return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
 def as_html(lines: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.words import PAGE, as_html, count, row, shortened, size, wrapped
+from zckpt.base.words import PAGE, as_html, count, row, shorten_text, size, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Verification:
             if self.complete is not None
             else "intact as far as can be told"
         )
-        return f"<zckpt.Verification {shortened(self.path)!r}: {said}>"
+        return f"<zckpt.Verification {shorten_text(self.path)!r}: {said}>"
 
     def _repr_html_(self) -> str:
         """The same lines, for a notebook."""

@@ -80,9 +80,9 @@ class Commands(TyperGroup):
         if args[0] == "help" and len(args) > 1:
             args = [args[1], "--help"]
         elif args[0] in ("help", "version"):
-            from importlib.metadata import version
+            from zckpt.cli import about
 
-            typer.echo(ctx.get_help() if args[0] == "help" else f"zckpt {version('zckpt')}")
+            typer.echo(ctx.get_help() if args[0] == "help" else "\n".join(about.lines(False)))
             raise typer.Exit
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             from zckpt.cli.hints import check_command

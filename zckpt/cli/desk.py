@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import typer
 
-from zckpt.base.errors import UsageError, ZckptError, redact
+from zckpt.base.errors import UsageError, ZckptError, causes_of, redact
 from zckpt.base.words import wrapped
 from zckpt.cli.streams import UnprintedError
 
@@ -62,11 +62,9 @@ def report(error: BaseException) -> int:
     return 130 if _is_of_ctrl_c(error) else 2
 
 
-def _is_of_ctrl_c(error: BaseException | None) -> bool:
+def _is_of_ctrl_c(error: BaseException) -> bool:
     """Whether Ctrl-C is the error, or what it came from."""
-    while error is not None and not isinstance(error, Interrupted):
-        error = error.__cause__ or error.__context__
-    return error is not None and error.is_ctrl_c
+    return any(isinstance(cause, Interrupted) and cause.is_ctrl_c for cause in causes_of(error))
 
 
 def _known(error: BaseException) -> tuple[str, ZckptError]:

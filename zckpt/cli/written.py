@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
-from zckpt.base.words import count, duration, examples, rate, size
+from zckpt.base.words import count, examples, size
 from zckpt.cli.arguments import Shown
 from zckpt.cli.output import Console, peak_rss_bytes
 
@@ -153,11 +153,7 @@ def file_lines(files: Sequence[tuple[str, int]]) -> Iterator[str]:
 
 
 def _lines(out: str, words: Words, report: Report, seconds: float) -> Iterator[str]:
-    if report.already_done:
-        yield f"{out}: already done; every file matches its checksum, and nothing was written"
-    else:
-        files = f"{size(report.bytes_written)} in {count(len(report.files), 'file')}"
-        yield f"{out}: {words.what}, {files}, {duration(seconds)}{rate(report.bytes_written, seconds)}"
+    yield replace(report, out=out, seconds=seconds).line(words.what)
     yield words.use({path for path, _ in report.files})
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from zckpt.base.errors import AccessError, CorruptError, RemoteError, ZckptError, redact
+from zckpt.base.errors import AccessError, CorruptError, RemoteError, ZckptError, causes_of, redact
 
 T = TypeVar("T")
 
@@ -33,19 +33,9 @@ class Passing(ConnectionError):
     """A failure after which the same call is tried again."""
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and all errors that it was raised from."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
-
-
 def answer(error: BaseException) -> Any:
     """The server's answer that an error is about, or None."""
-    for cause in chain(error):
+    for cause in causes_of(error):
         response = getattr(cause, "response", None)
         if getattr(response, "status_code", None) is not None:
             return response
@@ -71,7 +61,7 @@ def delay(error: BaseException, attempt: int) -> float | None:
         return usual if own is None else own if own <= MOST_S else None
     if code:
         return None
-    kinds = {kind.__name__ for cause in chain(error) for kind in type(cause).__mro__}
+    kinds = {kind.__name__ for cause in causes_of(error) for kind in type(cause).__mro__}
     return usual if kinds & _TRANSPORT or _CLOSED in str(error) else None
 
 
@@ -119,7 +109,11 @@ def failure(error: Exception, what: str, token: str = "") -> ZckptError:
     code, said = status(error), _short(error, token)
     if code in (401, 403):
         return AccessError(f"the hub does not allow {what}", found=said, remedy="Pass a --token that may do this.")
-    if any(isinstance(cause, RuntimeError) for cause in chain(error)) and 400 <= code < 500 and code not in _PASSING:
+    if (
+        any(isinstance(cause, RuntimeError) for cause in causes_of(error))
+        and 400 <= code < 500
+        and code not in _PASSING
+    ):
         return CorruptError(
             f"the hub refused the bytes while {what}", found=said, expected="bytes with the hash that was announced",
             remedy="Check the disk and memory of this machine, and run the same command again. Nothing was published.",
@@ -131,7 +125,7 @@ def _short(error: BaseException, token: str) -> str:
     """One line of what a server or connection said."""
     response = answer(error)
     if response is None:
-        error = list(chain(error))[-1]
+        error = list(causes_of(error))[-1]
     words = " ".join(redact(str(error), token).split())
     if response is not None:
         own = getattr(error, "server_message", None)

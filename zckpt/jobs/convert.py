@@ -190,7 +190,7 @@ _OTHER_CLASS = "The config names a causal language model; the weights have the h
 
 
 def _check_output(place: Location, asked: Asked[object], inputs: set[Location], *, single: bool) -> None:
-    """As `output.delivery.check_output`; nothing where the caller takes the files."""
+    """As `output.publish.check_output`; nothing where the caller takes the files."""
     if place.path:
         how = asked.publishing
         check_output(place, single=single, overwrite=how.overwrite, protected=inputs, merge=how.merge)

@@ -178,7 +178,8 @@ class Diff:
         if self.only_a or self.only_b or not coarse:
             return ""
         rtol = 2.0 ** -min(coarse)
-        if any(t.statistics is None or t.dtypes[0] == t.dtypes[1] or not t.statistics.max_rel <= rtol for t in told):
+        most = rtol / (1 + rtol)  # of the larger number, which is `rtol` of the other at most
+        if any(t.statistics is None or t.dtypes[0] == t.dtypes[1] or not t.statistics.max_rel <= most for t in told):
             return ""
         return (
             f". The dtypes differ; with --rtol {rtol:g}, which is what rounding to them may change, they are the same"

@@ -79,7 +79,9 @@ class Inspection:
         layout = "unreadable" if self.catalog is None else self.catalog.source.layout
         held = "" if self.catalog is None else f", {count(len(self.catalog), 'tensor')}"
         answers = f"export {'yes' if self.exportable.ok else 'no'}, resume {'yes' if self.resumable.ok else 'no'}"
-        return f"<zckpt.Inspection {words.shortened(self.place.listing.directory.path)!r}: {layout}{held}, {answers}>"
+        return (
+            f"<zckpt.Inspection {words.shorten_text(self.place.listing.directory.path)!r}: {layout}{held}, {answers}>"
+        )
 
     def _repr_html_(self) -> str:
         """The same lines, for a notebook."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.progress import Progress, reported
-from zckpt.base.words import count, duration, rate, shortened, size
+from zckpt.base.words import count, duration, rate, shorten_text, size
 from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
@@ -94,14 +94,17 @@ class Report(OutputReport):
     out: str = ""
 
     def __str__(self) -> str:
+        return self.line(count(self.tensors, "tensor"))
+
+    def line(self, what: str) -> str:
+        """What was written, and how fast, as a command prints it; `what`: the output, as in "2 tensors as bf16"."""
         if self.already_done:
             return f"{self.out}: already done; every file matches its checksum, and nothing was written"
         files = f"{size(self.bytes_written)} in {count(len(self.files), 'file')}"
-        took = f"{duration(self.seconds)}{rate(self.bytes_written, self.seconds)}"
-        return f"{self.out}: {count(self.tensors, 'tensor')}, {files}, {took}"
+        return f"{self.out}: {what}, {files}, {duration(self.seconds)}{rate(self.bytes_written, self.seconds)}"
 
     def __repr__(self) -> str:
-        return f"<zckpt.{type(self).__name__} {shortened(str(self))}>"
+        return f"<zckpt.{type(self).__name__} {shorten_text(str(self))}>"
 
 
 def execute(

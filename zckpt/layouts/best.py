@@ -29,9 +29,10 @@ def find_best(path: Location) -> Location:
     Raises:
         UsageError: nothing there says which save is the best.
         IncompleteError: the best one is not there any more.
+        ZckptError: the run's record cannot be read.
     """
     folder = list_folder(path) if path.is_dir() else None
-    name = None if folder is None else best_in(folder)
+    name = None if folder is None else _best_in(folder)
     if folder is None or name is None:
         raise UsageError(
             "says of no save that it is the best", file=path,
@@ -47,18 +48,21 @@ def find_best(path: Location) -> Location:
     return path / name
 
 
-def best_in(folder: Folder) -> str | None:
+def name_best(folder: Folder) -> str | None:
+    """The name of the best save's folder, for a note; None where nothing says it, or what says it cannot be read."""
+    try:
+        return _best_in(folder)
+    except ZckptError:
+        return None
+
+
+def _best_in(folder: Folder) -> str | None:
     """The name of the best save's folder, by the run's newest record; None where there is no record, or none that says it."""
-    homes = [folder.path, *(folder.path / name for name in reversed(folder.directories(trainers.FOLDER)))]
-    for home in homes:
-        file = home / _STATE
-        if not file.is_file():
-            continue
-        try:
-            said = read_json(file, _MOST_BYTES, "a trainer's state")
-        except ZckptError:
-            return None
-        best = said.get("best_model_checkpoint") if isinstance(said, dict) else None
-        name = re.split(r"[/\\]", best.rstrip("/\\"))[-1] if isinstance(best, str) else ""
-        return name if trainers.FOLDER.fullmatch(name) else None
-    return None
+    inner = (folder.inside(name) for name in reversed(folder.directories(trainers.FOLDER)))
+    home = next((home for home in (folder, *inner) if home is not None and home.has_file(_STATE)), None)
+    if home is None:
+        return None
+    said = read_json(home.path / _STATE, _MOST_BYTES, "a trainer's state")
+    best = said.get("best_model_checkpoint") if isinstance(said, dict) else None
+    name = re.split(r"[/\\]", best.rstrip("/\\"))[-1] if isinstance(best, str) else ""
+    return name if trainers.FOLDER.fullmatch(name) else None

@@ -14,7 +14,7 @@ from zckpt import layouts
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples
-from zckpt.layouts.best import best_in
+from zckpt.layouts.best import name_best
 from zckpt.layouts.near import tag_meant
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
 from zckpt.layouts.save import accelerate, trainers
@@ -230,7 +230,7 @@ def as_trainers(look: Look) -> Place | None:
         return None
     place = look.enter(look, newest, look.tag)
     note = f"{look.path!r} holds {count(len(folders), 'folder')} of a trainer's checkpoints: the newest, {newest!r}, is taken."
-    best = best_in(look.folder)
+    best = name_best(look.folder)
     if best not in (None, newest):
         note += f" The best by trainer_state.json is {best!r}, which --best takes."
     return replace(place, notes=(note, *place.notes))

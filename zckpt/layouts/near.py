@@ -34,7 +34,7 @@ def missing_error(path: Location) -> NotACheckpointError:
     elif same := _same_kind(path.name, entries):
         remedy = f"Beside it are {examples(same, 6)}."
     elif not path.is_remote and _HUB_NAME.fullmatch(path.path) and not os.path.isdir(path.path.partition("/")[0]):
-        remedy = f"A model of the Hugging Face hub is written 'hf://{path.path}'."
+        remedy = f"If it is a model of the Hugging Face hub, write 'hf://{path.path}'. {_GENERAL}"
     return NotACheckpointError("no such file or directory", file=path, remedy=remedy)
 
 
