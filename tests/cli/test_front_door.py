@@ -12,13 +12,18 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from schemas import check
+from typer.testing import CliRunner
 
 import zckpt
+from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, UsageError, ZckptError
 from zckpt.base.version import DOCUMENTATION
 from zckpt.cli import app, desk
 from zckpt.cli.commands import COMMANDS, GROUPS
 from zckpt.cli.hints import _WORDS
+from zckpt.layouts.places import find
+from zckpt.storage.location import locate
 
 REPO = Path(__file__).parents[2]
 FIXTURE = REPO / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
@@ -351,3 +356,27 @@ def test_options_are_keywords_in_python(run: Path) -> None:
     assert zckpt.convert("ck", "x", overwrite=True, progress=False).tensors == 10
     with pytest.raises(TypeError, match="nosuch"):
         zckpt.convert("ck", "y", nosuch=1)
+
+
+def fixture_saves() -> list[Path]:
+    """Every fixture that is a save or a model."""
+    patterns = ("*/*/checkpoint", "*/*/model", "gguf/*/*.gguf")
+    return sorted(path for pattern in patterns for path in (REPO / "fixtures").glob(pattern))
+
+
+def test_the_list_of_formats_is_what_readers_and_fixtures_say(tmp_path: Path) -> None:
+    found = check("formats", CliRunner().invoke(app, ["formats", "--json"]).stdout)
+    listed = {one["name"]: one["optimizer_states"] for one in found["reads"]["layouts"]}
+    zckpt.to_universal(FIXTURE, tmp_path / "universal", progress=False)
+    seen = set()
+    for path in [*fixture_saves(), tmp_path / "universal"]:
+        family = layouts.family_of(find(locate(path)).listing)
+        assert listed[family.name] == (family.read_training is not None), path
+        seen.add(family.name)
+    assert seen == listed.keys() and all(one["about"] for one in found["reads"]["layouts"])
+    types = {one for model in found["models"] for one in model["model_types"]}
+    configs = [json.loads(path.read_text()) for path in (REPO / "fixtures").glob("*/*/*/config.json")]
+    assert {config.get("model_type") for config in configs} - types <= {None, "bert", "t5"}
+    assert found["writes"]["commands"].keys() <= COMMANDS.keys()
+    told = typed("formats")
+    assert all(name in told for name in [*listed, *(one["name"] for one in found["models"])])

@@ -17,6 +17,7 @@ GROUPS = {
         "verify": ("look", "Check that a checkpoint, or what was made of it, is intact."),
         "diff": ("look", "Compare two checkpoints or weights files, in any layouts."),
         "map": ("picture", "Draw which rank holds what of a checkpoint."),
+        "formats": ("formats", "List what is read and written, as of this version."),
     },
     "Weights": {
         "convert": ("convert", "Merge shards into weights of the dtype that --dtype names."),

@@ -85,7 +85,7 @@ BY_DTYPE = {
     dtype: GgmlType(dtype.name, number, dtype, 1, dtype.itemsize)
     for dtype, number in ((F32, 0), (F16, 1), (I8, 24), (I16, 25), (I32, 26), (I64, 27), (F64, 28), (BF16, 30))
 }
-_BY_NUMBER = {kind.number: kind for kind in (*BY_DTYPE.values(), Q8_0)}
+BY_NUMBER = {kind.number: kind for kind in (*BY_DTYPE.values(), Q8_0)}
 _OTHERS = {
     **dict(enumerate(("Q4_0", "Q4_1", "", "", "Q5_0", "Q5_1", "", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), 2)),
     **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), 16)),
@@ -281,9 +281,9 @@ def _info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 def _tensor(
     file: Input, store: FileStore, name: str, shape: tuple[int, ...], number: int, byte_offset: int
 ) -> TensorRef:
-    kind = _BY_NUMBER.get(number)
+    kind = BY_NUMBER.get(number)
     if kind is None:
-        known = ", ".join(each.name for each in sorted(_BY_NUMBER.values(), key=lambda each: each.number))
+        known = ", ".join(each.name for each in sorted(BY_NUMBER.values(), key=lambda each: each.number))
         raise UnsupportedError(
             f"the type of tensor {name!r:.80} cannot be read", file=file.path, found=_OTHERS.get(number) or f"type {number:,}",
             expected=f"one of {known}", remedy="Give a GGUF file of the model in F32, F16, BF16 or Q8_0.",

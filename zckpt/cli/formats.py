@@ -1,0 +1,130 @@
+"""`zckpt formats`: what this version reads and writes, by the tables that reading and writing themselves go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, get_args
+
+import typer
+
+from zckpt.base.version import __version__
+from zckpt.base.words import wrapped
+from zckpt.cli.arguments import Shown
+from zckpt.cli.commands import GROUPS
+from zckpt.cli.declare import command
+
+_WRITE = ("Weights", "Resume elsewhere", "Several versions")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    command(
+        app,
+        "formats",
+        about="List what this version reads and writes: layouts of checkpoints, kinds of files, models whose tensors it "
+        "renames, forms of quantised weights.",
+        example="zckpt formats",
+    )(formats)
+
+
+def formats(shown: Shown) -> None:
+    """Prints the list."""
+    sink = shown.console
+    found = known_formats()
+    sink.result(lambda: found, lambda: _lines(found, sink.width))
+
+
+def known_formats() -> dict[str, Any]:
+    """What is read and written, as `--json` has it."""
+    from zckpt.containers.container import Kind
+    from zckpt.containers.gguf_file import BY_NUMBER
+    from zckpt.core.dtypes import ALL, SHORT_NAMES
+    from zckpt.layouts.gguf.write import TYPES
+    from zckpt.output.names import FILES
+    from zckpt.quantized.configs import SCHEMES
+    from zckpt.quantized.forms import FORMS
+    from zckpt.quantized.plain import is_fp8
+
+    return {
+        "version": __version__,
+        "reads": {
+            "layouts": _layouts(),
+            "files": [*get_args(Kind)],
+            "dtypes": [dtype.name for dtype in ALL],
+            "fp8": [dtype.name for dtype in ALL if is_fp8(dtype)],
+            "gguf_types": [kind.name for kind in BY_NUMBER.values()],
+        },
+        "writes": {
+            "commands": {name: about for group in _WRITE for name, (_, about) in GROUPS[group].items()},
+            "files": [*FILES],
+            "dtypes": [*SHORT_NAMES.values()],
+            "fp8": [*SCHEMES],
+            "gguf_types": [*TYPES],
+        },
+        **_models(),
+        "packed": [
+            {"name": name, "dequantised_by": by} for name, by in {form.about: form.by for form in FORMS}.items()
+        ],
+    }
+
+
+def _layouts() -> list[dict[str, Any]]:
+    """The families of `layouts`, each with what its package says of itself."""
+    from zckpt import layouts
+
+    packages = [one for one in vars(layouts).values() if isinstance(one, ModuleType) and hasattr(one, "FAMILY")]
+    about = {one.FAMILY.name: (one.__doc__ or "").partition("\n")[0] for one in packages}
+    found = {one.name: one.read_training is not None for one in layouts.FAMILIES}
+    return [{"name": name, "about": about[name], "optimizer_states": states} for name, states in found.items()]
+
+
+def _models() -> dict[str, Any]:
+    """The schemes of names: of transformers' families, and of other writers."""
+    from zckpt.naming.families import architecture_of, model_types
+    from zckpt.naming.gguf_metadata import ARCHITECTURES
+    from zckpt.naming.schemes import scheme, schemes
+
+    known = [scheme(name) for name in schemes()]
+    families = [one for one in known if one.is_of_transformers]
+    return {
+        "models": [
+            {
+                "name": one.name.removeprefix("hf-"),
+                "class": architecture_of(one),
+                "model_types": model_types(one),
+                "gguf": not ARCHITECTURES.keys().isdisjoint(model_types(one)),
+            }
+            for one in families
+        ],
+        "names": [{"name": one.name, "about": one.about} for one in known if not one.is_of_transformers],
+    }
+
+
+def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
+    reads, writes, models = found["reads"], found["writes"], found["models"]
+    yield f"zckpt {found['version']}"
+    yield from ("", "Layouts that it reads, with optimizer states where a + stands:")
+    yield from _entries(
+        {f"{one['name']}{' +' * one['optimizer_states']}": one["about"] for one in reads["layouts"]}, width
+    )
+    yield from ("", "In files of these kinds, and with elements of these types:")
+    yield from _entries({key: ", ".join(reads[key]) for key in ("files", "dtypes", "fp8", "gguf_types")}, width)
+    yield from ("", "Commands that write:")
+    yield from _entries(writes["commands"], width)
+    yield from ("", "Single files, and the types of what is written:")
+    yield from _entries({key: ", ".join(writes[key]) for key in ("files", "dtypes", "fp8", "gguf_types")}, width)
+    yield from ("", "Models whose tensors it renames, to GGUF too where a + stands:")
+    yield from _entries({f"{one['name']}{' +' * one['gguf']}": one["class"] for one in models}, width)
+    yield from ("", "Writers, besides transformers, whose names of tensors it knows:")
+    yield from _entries({one["name"]: one["about"] for one in found["names"]}, width)
+    yield from ("", "Packed weights that it refuses, by what turns them into plain ones:")
+    forms: dict[str, list[str]] = {}
+    for one in found["packed"]:
+        forms.setdefault(one["dequantised_by"] or "the program that made them", []).append(one["name"])
+    yield from _entries({by: ", ".join(names) for by, names in forms.items()}, width)
+
+
+def _entries(rows: Mapping[str, str], width: int) -> Iterator[str]:
+    for name, about in rows.items():
+        yield from wrapped(f"  {name}: {about}", width, "      ")
