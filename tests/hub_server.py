@@ -61,6 +61,7 @@ class Repo:
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)
     large: set[str] = field(default_factory=set)
+    gated: bool = False
 
     def add(self, branch: str, files: dict[str, Blob], title: str) -> str:
         oid = secrets.token_hex(20)
@@ -333,7 +334,8 @@ class Handler(BaseHTTPRequestHandler):
     def user(self) -> dict[str, Any]:
         who = self.who()
         if who is None:
-            raise Answer(401, {"error": "Invalid credentials in Authorization header"})
+            said = "Invalid credentials in Authorization header"
+            raise Answer(401, {"error": said}, X_Error_Message=said)
         return who
 
     def may_write(self, name: str) -> bool:
@@ -348,7 +350,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def repo(self, name: str, *, write: bool = False) -> Repo:
         repo = self.hub.repos.get(name)
-        who = self.who()
+        who = self.user() if self.headers.get("Authorization") else None
         owners = [who["name"], *(org["name"] for org in who["orgs"])] if who else []
         if repo is None or (repo.private and name.split("/")[0] not in owners):
             raise Answer(404 if who else 401, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
@@ -558,6 +560,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo = self.repo(name)
+        if repo.gated:
+            raise Answer(403, {"error": f"Access to model {name} is restricted"}, X_Error_Code="GatedRepo")
         oid = self.commit_of(repo, revision)
         blob = repo.commits[oid].get(path)
         if blob is None:

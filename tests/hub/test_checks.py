@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from hangs import HANG_S
 from hub_server import TOKEN, HubServer
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, HfFileSystem, constants
 
+import zckpt
 from zckpt.base.errors import AccessError, UsageError, ZckptError
 from zckpt.hub import PushReport, attributes
 from zckpt.jobs.options import Options
@@ -37,11 +38,11 @@ def nothing_happened(server: HubServer, tmp_path: Path) -> bool:
 @pytest.mark.parametrize(
     ("role", "more", "repo_id", "words"),
     [
-        ("read", {}, "alice/m", "a token for reading"),
-        ("write", {}, "bob/m", "not a member of bob"),
-        ("write", {}, "museum/m", "may only read in museum"),
-        ("fineGrained", scoped(), "alice/m", "fine-grained token that may write to nothing"),
-        ("fineGrained", scoped("lab"), "alice/m", "may write to lab"),
+        ("read", {}, "alice/m", "a token of alice for reading; it may write to none"),
+        ("write", {}, "bob/m", r"not a member of bob; .* of alice, lab and crowd\. Push to alice/m, or"),
+        ("write", {}, "museum/m", r"may only read in museum; .*Push to alice/m, or"),
+        ("fineGrained", scoped(), "alice/m", "fine-grained token of alice that may write to nothing"),
+        ("fineGrained", scoped("lab"), "alice/m", r"may write to lab; .*Push to lab/m, or"),
     ],
 )
 def test_tokens_that_may_not(
@@ -88,10 +89,43 @@ def test_a_right_that_only_the_hub_knows_of(checkpoint: Path, server: HubServer,
         push(checkpoint, "lab/m", token="hf_other")
 
 
-def test_a_token_that_nobody_knows(checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path) -> None:
-    with pytest.raises(AccessError, match="whose token"):
+def test_a_token_that_nobody_knows(
+    checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AccessError, match=r"the hub does not know this token.*of --token.*HF_TOKEN"):
         push(checkpoint, token="hf_nobodys")
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    with pytest.raises(AccessError, match=r"the hub does not know this token.*of HF_TOKEN"):
+        push(checkpoint, token=None)
     assert nothing_happened(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "words"),
+    [
+        ("bob/secret", TOKEN, "the hub has no such repository, or does not show it.*HF_TOKEN, of alice.*set HF_TOKEN"),
+        ("bob/nothing", "", "the hub has no such repository, or does not show it.*no token"),
+        (
+            "bob/open",
+            "hf_expired",
+            "the hub does not let this token read it.*which the hub does not know.*unset HF_TOKEN",
+        ),
+        ("bob/gated", TOKEN, "is gated.*of alice.*Ask for access at https://huggingface.co/bob/gated"),
+    ],
+)
+def test_what_a_token_may_not_read(
+    name: str, token: str, words: str, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("bob/secret", "bob/open", "bob/gated"):
+        server.create(key, private=key == "bob/secret", files={"model.safetensors": b"1234567890"})
+    server.repos["bob/gated"].gated = True
+    HfFileSystem.clear_instance_cache()
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ZckptError, match=words):
+        zckpt.open_checkpoint(f"hf://{name}", framework="np")
 
 
 def test_no_token(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Path) -> None:

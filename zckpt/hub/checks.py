@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from zckpt.base.errors import AccessError, OutputError, UsageError
-from zckpt.base.words import count, examples
+from zckpt.base.words import count, examples, joined
 from zckpt.hub.cargo import Cargo
 from zckpt.hub.client import Hub, valid_name
 from zckpt.hub.target import Page, PageTarget
@@ -115,37 +115,46 @@ def _is_one_of(path: str, target: PageTarget, sources: Iterable[str]) -> bool:
 def _check_rights(hub: Hub, target: PageTarget, page: Page, who: Mapping[str, Any]) -> None:
     owner = target.repo_id.partition("/")[0]
     refusal = _refusal(who, owner, target.repo_id)
-    if target.create_pr and page.exists and _role(who) != "read":
+    if target.create_pr and page.exists and _token_of(who).get("role") != "read":
         return  # the right to read is enough to propose a change
     if not refusal and page.exists and hub.may_write(target.repo_id) is False:
-        refusal = "a token that the hub does not let write there"
+        refusal = f"a token of {who.get('name')} that the hub does not let write there"
     if refusal:
+        mine = [name for name in _owners(who) if not _refusal(who, name, f"{name}/")]
+        push = f"Push to {mine[0]}/{target.repo_id.partition('/')[2]}, or make" if mine else "Make"
         raise AccessError(
-            "the token may not write there", file=target.repo_id, found=refusal,
-            remedy="Make a token with write access to it at huggingface.co/settings/tokens, and pass it with --token.",
+            "the token may not write there", file=target.repo_id,
+            found=f"{refusal}; it may write to {f'repositories of {joined(mine)}' if mine else 'none'}",
+            remedy=f"{push} a token with write access to {target.repo_id} at huggingface.co/settings/tokens, and pass it with "
+            "--token.",
         )  # fmt: skip
 
 
-def _role(who: Mapping[str, Any]) -> str:
-    token = (who.get("auth") or {}).get("accessToken") or {}
-    return str(token.get("role", ""))
+def _owners(who: Mapping[str, Any]) -> list[str]:
+    """The account of a token, and the organisations that it is a member of."""
+    return [str(one.get("name")) for one in (who, *(who.get("orgs") or ()))]
+
+
+def _token_of(who: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (who.get("auth") or {}).get("accessToken") or {}
 
 
 def _refusal(who: Mapping[str, Any], owner: str, repo_id: str) -> str:
     """Which token it is, if whoami says that it may not write to a repository of `owner`; empty otherwise."""
+    mine, token = f"a token of {who.get('name')}", _token_of(who)
     orgs = {org.get("name"): org.get("roleInOrg") for org in who.get("orgs") or ()}
-    if owner != who.get("name") and owner not in orgs:
-        return f"a token of {who.get('name')}, who is not a member of {owner}"
-    if owner in orgs and orgs[owner] == "read":
-        return f"a token of {who.get('name')}, who may only read in {owner}"
-    role = _role(who)
-    if role == "read":
-        return "a token for reading"
-    scopes = ((who.get("auth") or {}).get("accessToken") or {}).get("fineGrained", {}).get("scoped")
-    if role == "fineGrained" and scopes is not None:
+    if owner not in _owners(who):
+        return f"{mine}, who is not a member of {owner}"
+    if orgs.get(owner) == "read":
+        return f"{mine}, who may only read in {owner}"
+    if token.get("role") == "read":
+        return f"{mine} for reading"
+    scopes = token.get("fineGrained", {}).get("scoped")
+    if token.get("role") == "fineGrained" and scopes is not None:
         writable = {(s.get("entity") or {}).get("name") for s in scopes if "repo.write" in (s.get("permissions") or ())}
         if not writable & {owner, repo_id}:
-            return f"a fine-grained token that may write to {', '.join(sorted(filter(None, writable))) or 'nothing'}"
+            names = ", ".join(sorted(filter(None, writable)))
+            return f"a fine-grained token of {who.get('name')} that may write to {names or 'nothing'}"
     return ""
 
 

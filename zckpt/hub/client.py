@@ -20,6 +20,7 @@ from zckpt.base.version import __version__
 from zckpt.hub.operations import SentFile, Watched
 from zckpt.hub.patience import RETRY, Passing, answer, patiently, status
 from zckpt.hub.target import Committed, Page, PageFile, PageTarget
+from zckpt.storage.fsspec_io import token_source
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -44,6 +45,7 @@ class Hub:
         from huggingface_hub import constants
 
         self.token: str = token or huggingface_hub.get_token() or ""
+        self._token_from = "--token" if token else token_source()
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self.tell = tell
         self.api = huggingface_hub.HfApi(
@@ -69,7 +71,15 @@ class Hub:
                 "there is no token for the hub", found="no --token, no HF_TOKEN, and no token that is logged in",
                 remedy="Run `hf auth login`, set HF_TOKEN, or pass --token.",
             )  # fmt: skip
-        return dict(self.do("asking whose token this is", lambda: self.api.whoami(token=self.token)))
+        what = "asking whose token this is"
+        try:
+            return dict(patiently(lambda: self.api.whoami(token=self.token), what, self.tell, self.token, unanswered=2))
+        except AccessError as error:
+            raise AccessError(
+                "the hub does not know this token", found=f"the token of {self._token_from}; {error.found}",
+                remedy="It is wrong, has expired or was deleted. Make one at huggingface.co/settings/tokens, and set "
+                "HF_TOKEN, run `hf auth login` or pass --token.",
+            ) from error  # fmt: skip
 
     def may_write(self, repo_id: str) -> bool | None:
         """Whether the hub lets the token write to an existing repository; None if this huggingface_hub cannot ask."""

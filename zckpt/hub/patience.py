@@ -61,8 +61,12 @@ def delay(error: BaseException, attempt: int) -> float | None:
         return usual if own is None else own if own <= MOST_S else None
     if code:
         return None
-    kinds = {kind.__name__ for cause in causes_of(error) for kind in type(cause).__mro__}
-    return usual if kinds & _TRANSPORT or _CLOSED in str(error) else None
+    return usual if _is_transport(error) or _CLOSED in str(error) else None
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether a connection failed, by the names that HTTP libraries give such errors."""
+    return bool({kind.__name__ for cause in causes_of(error) for kind in type(cause).__mro__} & _TRANSPORT)
 
 
 def _own_delay(headers: Any) -> float | None:
@@ -75,7 +79,9 @@ def _own_delay(headers: Any) -> float | None:
     return float(limit[1]) if limit else None
 
 
-def patiently(call: Callable[[], T], what: str, tell: Callable[[str], None], token: str = "") -> T:
+def patiently(
+    call: Callable[[], T], what: str, tell: Callable[[str], None], token: str = "", unanswered: int = len(DELAYS_S)
+) -> T:
     """Calls until the call succeeds or fails for good.
 
     Args:
@@ -83,6 +89,7 @@ def patiently(call: Callable[[], T], what: str, tell: Callable[[str], None], tok
         what: what it does, for messages, such as "committing".
         tell: called with a sentence before each wait.
         token: is cut out of all messages.
+        unanswered: how many more times it is called where nothing answers.
 
     Raises:
         AccessError: the hub does not let this token do it.
@@ -95,7 +102,7 @@ def patiently(call: Callable[[], T], what: str, tell: Callable[[str], None], tok
             return call()
         except Exception as error:
             wait = delay(error, attempt)
-            if wait is None or attempt >= len(DELAYS_S):
+            if wait is None or attempt >= (len(DELAYS_S) if status(error) else unanswered):
                 raise failure(error, what, token) from error
             tell(f"{what}: {_short(error, token)}; trying again in {wait:g} s.")
             time.sleep(wait)
@@ -117,6 +124,11 @@ def failure(error: Exception, what: str, token: str = "") -> ZckptError:
         return CorruptError(
             f"the hub refused the bytes while {what}", found=said, expected="bytes with the hash that was announced",
             remedy="Check the disk and memory of this machine, and run the same command again. Nothing was published.",
+        )  # fmt: skip
+    if not code and _is_transport(error):
+        return RemoteError(
+            f"no connection to the hub while {what}", found=said,
+            remedy=f"Check the network of this machine, its proxy (HTTPS_PROXY) and HF_ENDPOINT. {RETRY}",
         )  # fmt: skip
     return RemoteError(f"the hub failed while {what}", found=said, remedy=RETRY)
 

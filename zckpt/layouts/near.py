@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from zckpt.base.errors import NotACheckpointError
 from zckpt.base.words import examples, joined
+from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -25,6 +26,12 @@ def missing_error(path: Location) -> NotACheckpointError:
         return NotACheckpointError(
             "is a pipe or a device, and weights cannot be read from one", file=path,
             remedy="Save it to a file first: readers of weights go back and forth in it.",
+        )  # fmt: skip
+    if path.is_remote and fsspec_io.is_hidden_at_hub(path.path):
+        return NotACheckpointError(
+            "the hub has no such repository, or does not show it to this token", file=path,
+            found=fsspec_io.token_owner(),
+            remedy="Check the name. If it is private, set HF_TOKEN to a token of an account that may read it.",
         )  # fmt: skip
     entries = _entries_beside(path)
     remedy = _GENERAL

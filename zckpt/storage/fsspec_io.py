@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, redact
+from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, causes_of, redact
 from zckpt.base.words import count
 
 GAP_BYTES = 64 << 10
@@ -121,6 +121,8 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
             remedy="Check the credentials that the backend finds in the environment.",
         ) from error  # fmt: skip
     except Exception as error:  # backends have exceptions of their own
+        if (refusal := _hub_refusal(error, address)) is not None:
+            raise refusal from error
         if _UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
             raise RemoteError(
                 "no connection to this address", file=redact(address), found=_line(error),
@@ -136,6 +138,56 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
             "the store failed", file=redact(address), found=_line(error), expected="an answer to the request",
             remedy="Run the same command again. If it fails again, check the address, the credentials and the store's service.",
         ) from error  # fmt: skip
+
+
+def token_source() -> str:
+    """Where the hub's client has its token from."""
+    import os
+
+    return next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), "`hf auth login`")
+
+
+def token_owner() -> str:
+    """Whose token the hub's client has, as the hub says it, with where the client has it from."""
+    from huggingface_hub import HfApi, get_token
+
+    if not (token := get_token()):
+        return "no token"
+    try:
+        return f"the token of {token_source()}, of {HfApi().whoami(token=token)['name']}"
+    except Exception:  # wrong, expired, or the hub does not say
+        return f"the token of {token_source()}, which the hub does not know"
+
+
+def is_hidden_at_hub(address: str) -> bool:
+    """Whether an address leads to a repository of the hub that does not exist, or that the token may not see."""
+    if not address.lower().startswith("hf://"):
+        return False
+    fs, path = filesystem(address)
+    try:
+        fs.resolve_path(path)
+    except FileNotFoundError:
+        return True
+    except Exception:  # told where the address is read
+        return False
+    return False
+
+
+def _hub_refusal(error: BaseException, address: str) -> AccessError | None:
+    """The error for what the hub does not let a token read; None for any other failure."""
+    answers = [getattr(cause, "response", None) for cause in causes_of(error)]
+    status = next((code for one in answers if (code := getattr(one, "status_code", None)) is not None), 0)
+    if status not in (401, 403) or not address.lower().startswith("hf://"):
+        return None
+    is_gated = any(kind.__name__ == "GatedRepoError" for kind in type(error).__mro__)
+    page = "/".join(address[5:].split("/")[:2]).partition("@")[0]
+    return AccessError(
+        "the repository is gated: its owner lets in whom they choose" if is_gated else "the hub does not let this token read it",
+        file=redact(address), found=f"status {status}, for {token_owner()}",
+        remedy=f"Ask for access at https://huggingface.co/{page} with this account, then run the same command again."
+        if is_gated
+        else "Set HF_TOKEN to a token of an account that may read it, or run `hf auth login`. If it is public, unset HF_TOKEN.",
+    )  # fmt: skip
 
 
 def _line(error: BaseException) -> str:
