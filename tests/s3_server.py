@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import fsspec
 from moto.backends import get_backend
 from moto.moto_api._internal import mock_random  # noqa: F401  # loads moto's backends before threads use them
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -53,6 +54,7 @@ class S3Server:
         self.url = f"http://{host}:{self._server.server_address[1]}"
 
     def __enter__(self) -> S3Server:
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # they know the address of the server before this one
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         return self
