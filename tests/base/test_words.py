@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.base.words import count, examples, joined, ranges, ranks, size
+from zckpt.base.words import count, examples, join_words, ranges, ranks, size
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_sizes_have_three_digits_and_a_unit(nbytes: float, text: str) -> None:
 
 
 def test_lists() -> None:
-    assert [joined([*"abc"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
-    assert joined(["a", "b"], "or") == "a or b"
+    assert [join_words([*"abc"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert join_words(["a", "b"], "or") == "a or b"
     assert examples("abcde") == "'a', 'b', 'c' and 2 more" and examples("ab") == "'a', 'b'"
     assert ranges([7, 0, 1, 2, 4, 5]) == "0-2, 4-5, 7" and ranges([]) == ""
 

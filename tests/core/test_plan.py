@@ -17,10 +17,10 @@ from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import BF16, F32
 from zckpt.core.fragments import Block, Fragment
-from zckpt.core.overlaps import clip, embed, first_gap, place, shifted
+from zckpt.core.overlaps import clip, embed, first_gap, place, shift
 from zckpt.core.plan import Move, Plan, route
 from zckpt.core.stores import FileStore
-from zckpt.core.views import transposed
+from zckpt.core.views import transpose_fragments
 
 Place = tuple[str, int]
 SIZE = 1 << 20
@@ -59,10 +59,10 @@ def ways(draw: st.DrawFn, shape: tuple[int, ...], label: str) -> tuple[Fragment,
         return tuple(Fragment(store, 4 * r, r * columns, 1, columns, 1, rows) for r in range(rows))
     if kind == "turned":
         flat = tuple(Fragment(next(stores), 8, a, b - a) for a, b in cuts(draw, numel))
-        return transposed(flat, columns, rows, 4)
+        return transpose_fragments(flat, columns, rows, 4)
     if kind == "turned slices":  # such as a part of every other row
         store, width = next(stores), draw(st.sampled_from([n for n in range(1, rows + 1) if rows % n == 0]))
-        whole = transposed((Fragment(store, 8, 0, numel),), columns, rows, 4)
+        whole = transpose_fragments((Fragment(store, 8, 0, numel),), columns, rows, 4)
         every = rows // width
         parts = [(Block(n * columns, columns, width, every * columns, every * columns, 1), n) for n in range(every)]
         alone = Block(0, columns, width, columns, columns, 1)
@@ -116,7 +116,7 @@ def test_far_sources_of_transposed_matrices_are_named_row_by_row(data: st.DataOb
     rows, columns = shape[0], math.prod(shape[1:])
     store = FileStore("s", SIZE, is_remote=True)
     flat = tuple(Fragment(store, 8 + 4 * a, a, b - a) for a, b in cuts(data.draw, rows * columns))
-    source = TensorEntry("x", (columns, rows), F32, "parameter", transposed(flat, rows, columns, 4))
+    source = TensorEntry("x", (columns, rows), F32, "parameter", transpose_fragments(flat, rows, columns, 4))
     target = TensorEntry("x", (columns, rows), F32, "parameter", data.draw(ways((columns, rows), "d")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SLAB_BYTES", 4 * data.draw(st.integers(1, 40)))
@@ -223,10 +223,10 @@ def test_transposed_matrices_are_few_fragments_and_moves() -> None:
     gates: list[Fragment] = []
     for expert in range(experts):
         own = clip((stack,), expert * stack.numel // experts, (expert + 1) * stack.numel // experts, 2)
-        turned = transposed(own, width, 2 * inner, 2)
+        turned = transpose_fragments(own, width, 2 * inner, 2)
         parts = [place(turned, Block(n * width, width, inner, 2 * width, 2 * width, 1), 0, width, 2) for n in (0, 1)]
         assert [len(part) for part in (own, turned, *parts)] == [1, 1, 1, 1]
-        gates += [f for n, part in enumerate(parts) for f in shifted(part, (2 * expert + n) * width * inner)]
+        gates += [f for n, part in enumerate(parts) for f in shift(part, (2 * expert + n) * width * inner)]
     entry = TensorEntry("x", (experts, 2 * inner, width), BF16, "parameter", tuple(gates))
     whole = TensorEntry("x", entry.shape, BF16, "parameter", (Fragment(FileStore("d", 1 << 50), 0, 0, entry.numel),))
     moves = list(Plan((), [(entry, whole)]).moves())

@@ -24,7 +24,7 @@ from zckpt.engine.elements import ElementReader
 from zckpt.engine.move import run
 from zckpt.engine.replicas import first_difference
 from zckpt.engine.rounding import cast as reference_cast
-from zckpt.engine.rounding import rounded
+from zckpt.engine.rounding import round_to
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.engine.tensor_statistics import Relation
@@ -66,7 +66,7 @@ def test_every_double_beside_every_half(dtype: DType) -> None:
     values = [*value(np.arange(infinity), dtype).tolist(), math.inf]
     for double, half in list(zip(doubles.tolist(), wanted.tolist()))[::3]:
         magnitude = values[half & 0x7FFF]
-        assert rounded(double, dtype) == (-magnitude if half & 0x8000 else magnitude), double.hex()
+        assert round_to(double, dtype) == (-magnitude if half & 0x8000 else magnitude), double.hex()
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -97,7 +97,7 @@ def test_doubles_to_singles_are_numpys() -> None:
     assert native_cast(F64.number, F32.number, doubles.tobytes())[0] == wanted
     assert reference_cast(doubles.tobytes(), F64, F32, "little", False)[0] == wanted
     singles = np.frombuffer(wanted, "<f4").tolist()
-    assert [rounded(d, F32) for d in doubles[:20000].tolist()] == singles[:20000]
+    assert [round_to(d, F32) for d in doubles[:20000].tolist()] == singles[:20000]
 
 
 # ---- whatever the host has set -----------------------------------------------------------------------------------------
@@ -190,10 +190,10 @@ def test_scans_measure_alike(host: None, tmp_path: Path) -> None:
 def test_replicas_round_alike(dtype: DType, host: None) -> None:
     unit = {F32: -149, F16: -24, BF16: -133}[dtype]
     for whole in range(1, 40):  # powers of two by `ldexp`: `2.0**-149` is not exact in every mode
-        assert rounded(math.ldexp(whole, unit), dtype) == math.ldexp(whole, unit)
-        assert rounded(math.ldexp(2 * whole + 1, unit - 1), dtype) == math.ldexp(whole + whole % 2, unit)
-        assert rounded(math.ldexp(4 * whole + 3, unit - 2), dtype) == math.ldexp(whole + 1, unit)
-    assert rounded(1.7e308, dtype) == np.inf and rounded(-1.7e308, dtype) == -np.inf
+        assert round_to(math.ldexp(whole, unit), dtype) == math.ldexp(whole, unit)
+        assert round_to(math.ldexp(2 * whole + 1, unit - 1), dtype) == math.ldexp(whole + whole % 2, unit)
+        assert round_to(math.ldexp(4 * whole + 3, unit - 2), dtype) == math.ldexp(whole + 1, unit)
+    assert round_to(1.7e308, dtype) == np.inf and round_to(-1.7e308, dtype) == -np.inf
 
 
 @pytest.mark.parametrize("source", [F64, F32], ids=str)

@@ -32,7 +32,7 @@ from zckpt.core.fragments import Block, Fragment
 from zckpt.core.overlaps import embed, place
 from zckpt.core.plan import Checksum, OutputFile, Plan
 from zckpt.core.stores import FileStore, MemoryStore
-from zckpt.core.views import transposed
+from zckpt.core.views import transpose_fragments
 from zckpt.engine.move import Mover, run
 from zckpt.engine.output_files import output_failed
 from zckpt.engine.rounding import cast as reference_cast
@@ -170,7 +170,7 @@ def test_transposed_matrices_by_tiles(
         bits = values.view(f"<u{size}").astype(f"{'<' if order == 'little' else '>'}u{size}").tobytes()
         store = source_file(root / f"s{number}", bytes(lead) + bits, order)
         fragments += [Fragment(store, lead + size * at, start, count) for start, count, at in parts]
-    turned = transposed(fragments, rows, columns, size)
+    turned = transpose_fragments(fragments, rows, columns, size)
     file, to = one_file(rows * columns * target.itemsize + 10)
     entry = TensorEntry("t", (columns, rows), source, "parameter", turned)
     plan = Plan(((file, to),), [(entry, whole("t", (columns, rows), target, to, 10))])
@@ -218,7 +218,7 @@ def test_transposed_matrices_among_others(
             count = numbers.size // len(order)
             placed = sorted((place, 4 * (at + count * n)) for n, place in enumerate(order))
             cut = [Fragment(store, offset, count * place, count) for place, offset in placed]
-            fragments, shape = transposed(cut, rows, columns, 4), (columns, rows)
+            fragments, shape = transpose_fragments(cut, rows, columns, 4), (columns, rows)
             numbers = numbers.reshape(len(order), -1, columns)[np.argsort(order)].reshape(rows, columns).T
         entry = TensorEntry(f"t{number}", shape, F32, "parameter", fragments)
         pairs.append((entry, whole(entry.name, shape, target, to, target.itemsize * at)))
@@ -240,7 +240,7 @@ def test_a_transposed_matrix_is_read_in_few_strips(tmp_path: Path) -> None:
     vector, matrix = rng.normal(0, 1, 150_000).astype("<f4"), rng.normal(0, 1, (rows, columns)).astype("<f4")
     store = source_file(tmp_path / "s", vector.tobytes() + matrix.tobytes())
     file, to = one_file(2 * 2 * (vector.size + matrix.size))
-    turned = transposed((Fragment(store, vector.nbytes, 0, matrix.size),), rows, columns, 4)
+    turned = transpose_fragments((Fragment(store, vector.nbytes, 0, matrix.size),), rows, columns, 4)
     pairs, at = [], 0
     for name in ("v", "m", "v again", "m again"):
         shape = (columns, rows) if "m" in name else vector.shape
@@ -879,7 +879,7 @@ def test_every_nth_column_turned(every: int, data: st.DataObject, tmp_path_facto
     target, order = data.draw(st.sampled_from([F32, BF16])), data.draw(st.sampled_from(["little", "big"]))
     numbers = np.random.default_rng(rows * columns).normal(0, 1, (rows, columns * every)).astype(np.float32)
     store = source_file(root / "s", bytes(3) + numbers.astype("<f4" if order == "little" else ">f4").tobytes(), order)
-    turned = transposed((Fragment(store, 3, 0, numbers.size),), rows, columns * every, 4)
+    turned = transpose_fragments((Fragment(store, 3, 0, numbers.size),), rows, columns * every, 4)
     pairs = []
     file, to = one_file(numbers.size * target.itemsize)
     for n in range(every):

@@ -19,7 +19,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derived
+from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derive_entry
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
@@ -182,7 +182,7 @@ def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monk
     expected = np.zeros(SHAPE, np.float32)
     for (_, array), weight in zip(found, weights, strict=True):
         expected += np.float32(weight) * array.astype(np.float32)
-    total = derived("x", SHAPE, F32, WeightedSum(tuple(entry for entry, _ in found), weights))
+    total = derive_entry("x", SHAPE, F32, WeightedSum(tuple(entry for entry, _ in found), weights))
     assert written(tmp_path, total, "native") == expected.tobytes()
     assert written(tmp_path, total, "reference") == expected.tobytes()
     assert ElementReader().read(elements(total, 119_990, 120_010)) == expected.reshape(-1)[119_990:120_010].tobytes()
@@ -192,14 +192,14 @@ def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monk
             assert written(tmp_path, total, "native", threads=3) == expected.tobytes()
     half = written(tmp_path, total, "native", F16)
     assert half == expected.astype(np.float16).tobytes()
-    again = derived("x", SHAPE, F32, WeightedSum((total, total), (1.0, 1.0)))  # a recipe of recipes
+    again = derive_entry("x", SHAPE, F32, WeightedSum((total, total), (1.0, 1.0)))  # a recipe of recipes
     assert written(tmp_path, again, "native") == (expected + expected).tobytes()
 
 
 def test_sums_are_compared_without_being_written(tmp_path: Path) -> None:
     a, numbers_a = stored(tmp_path / "a", 0)
     b, numbers_b = stored(tmp_path / "b", 1)
-    total = derived("x", SHAPE, F32, WeightedSum((a, b), (1.0, 1.0)))
+    total = derive_entry("x", SHAPE, F32, WeightedSum((a, b), (1.0, 1.0)))
     (tmp_path / "sum").write_bytes((numbers_a + numbers_b).tobytes())
     state = (tmp_path / "sum").stat()
     store = FileStore(str(tmp_path / "sum"), state.st_size, (state.st_dev, state.st_ino, state.st_mtime_ns))
@@ -228,7 +228,7 @@ def test_a_recipe_is_asked_for_whole_units(tmp_path: Path, monkeypatch: pytest.M
     a, array = stored(tmp_path / "a", 0)
     recipe = Rows((a,), [])
     monkeypatch.setattr(plans, "COMPUTED_BYTES", 17_500 * 4)
-    assert written(tmp_path, derived("x", SHAPE, F32, recipe), "native") == (array * 2).tobytes()
+    assert written(tmp_path, derive_entry("x", SHAPE, F32, recipe), "native") == (array * 2).tobytes()
     assert all(start % 1000 == 0 and stop % 1000 == 0 for start, stop in recipe.asked)
     assert sum(stop - start for start, stop in recipe.asked) == 300_000, "each element is computed once"
 
@@ -238,7 +238,7 @@ def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
     state = (tmp_path / "h").stat()
     store = FileStore(str(tmp_path / "h"), 20, (state.st_dev, state.st_ino, state.st_mtime_ns))
     entry = TensorEntry("h", (10,), BF16, "parameter", (Fragment(store, 0, 0, 10),))
-    total = derived("x", (10,), F32, WeightedSum((entry,), (1.0,)))
+    total = derive_entry("x", (10,), F32, WeightedSum((entry,), (1.0,)))
     bits = np.arange(16_000, 16_010, dtype=np.uint32) << 16
     assert written(tmp_path, total, "native") == bits.view(np.float32).tobytes()
 
@@ -266,14 +266,14 @@ def folds(tmp_path: Path) -> list[Any]:
 def test_engines_take_up_one_tensor_after_another_alike(tmp_path: Path) -> None:
     """The native engine while it reads, in windows of any size, at odd bytes, into memory; the reference with numpy."""
     for recipe in folds(tmp_path):
-        total = derived("x", SMALL, F32, recipe)
+        total = derive_entry("x", SMALL, F32, recipe)
         assert isinstance(total.fragments[0].store, DerivedStore) and total.fragments[0].store.steps
         wanted = np.frombuffer(ElementReader().read(elements(total, 0, total.numel)), np.float32)
         assert same(np.frombuffer(written(tmp_path, total, "reference"), np.float32), wanted)
         for how in ({"threads": 1}, {"threads": 5, "window": 4096}, {"threads": 3, "window": 65536, "at": 5}):
             assert same(np.frombuffer(written(tmp_path, total, "native", **how), np.float32), wanted), how
         assert written(tmp_path, total, "native", BF16) == written(tmp_path, total, "reference", BF16)
-        turned = derived("x", SMALL[::-1], F32, recipe)
+        turned = derive_entry("x", SMALL[::-1], F32, recipe)
         columns = Fragment(turned.fragments[0].store, 0, 0, SMALL[0], SMALL[1], SMALL[0], 1, SMALL[1])
         turned = TensorEntry("x", SMALL[::-1], F32, "parameter", (columns,))
         expected = wanted.reshape(SMALL).T.ravel()
@@ -291,21 +291,21 @@ def test_elements_of_some_places_are_computed_beforehand(tmp_path: Path) -> None
     store = b.fragments[0].store
     apart = TensorEntry("b", (100, 1000), F32, "parameter", (Fragment(store, 0, 0, 500, 200, 500, 700),))
     for inputs, numel in (((a, b), 300_000), ((apart, apart), 100_000)):
-        total = derived("x", (numel,), F32, WeightedSum(inputs, (1.0, 1.0)))
-        twice = derived("x", (numel,), F32, WeightedSum((total, total), (1.0, 1.0)))
+        total = derive_entry("x", (numel,), F32, WeightedSum(inputs, (1.0, 1.0)))
+        twice = derive_entry("x", (numel,), F32, WeightedSum((total, total), (1.0, 1.0)))
         for one in (total, twice):
             place = one.fragments[0].store
             assert isinstance(place, DerivedStore) and not place.steps
             assert written(tmp_path, one, "native") == written(tmp_path, one, "reference")
     assert (
-        written(tmp_path, derived("x", SHAPE, F32, Mean((a, b))), "native")
+        written(tmp_path, derive_entry("x", SHAPE, F32, Mean((a, b))), "native")
         == (x.astype(np.float32) + (y - x.astype(np.float32)) / np.float32(2)).tobytes()
     )
 
 
 def test_inputs_that_fail_are_named(tmp_path: Path) -> None:
     a, b = scattered(tmp_path, 0, BF16), scattered(tmp_path, 1, F32)
-    total = derived("x", SMALL, F32, Mean((a, b)))
+    total = derive_entry("x", SMALL, F32, Mean((a, b)))
     path = tmp_path / "1-2"
     state = path.stat()
     os.truncate(path, 50_000)
@@ -326,27 +326,29 @@ def test_the_sum_says_what_it_depends_on(tmp_path: Path) -> None:
 
 def test_a_base_is_moved_by_differences(tmp_path: Path) -> None:
     (base, x), (a, y), (b, z) = (stored(tmp_path / name, seed) for seed, name in enumerate("xyz"))
-    moved = derived("x", SHAPE, F32, Moved((base, a, b), (0.5, 2.0)))
+    moved = derive_entry("x", SHAPE, F32, Moved((base, a, b), (0.5, 2.0)))
     expected = x + np.float32(0.5) * (y - x)
     expected = expected + np.float32(2) * (z - x)
     for engine in ("native", "reference"):
         assert written(tmp_path, moved, engine) == expected.tobytes()  # type: ignore[arg-type]
-    assert written(tmp_path, derived("x", SHAPE, F32, Moved((base, base), (0.7,))), "native") == x.tobytes()
+    assert written(tmp_path, derive_entry("x", SHAPE, F32, Moved((base, base), (0.7,))), "native") == x.tobytes()
 
 
 def test_points_on_an_arc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula of Shoemake (1985), in fp64; the same bits whoever computes which part."""
     (a, x), (b, y) = (stored(tmp_path / name, seed) for seed, name in enumerate("xy"))
-    found = written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native")
+    found = written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native")
     p, q = x.astype(float).ravel(), y.astype(float).ravel()
     angle = np.arccos(p @ q / np.linalg.norm(p) / np.linalg.norm(q))
     expected = (np.sin(0.7 * angle) * p + np.sin(0.3 * angle) * q) / np.sin(angle)
     assert np.allclose(np.frombuffer(found, np.float32), expected, rtol=1e-5, atol=1e-6)
-    assert found == written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), 0.3)), "reference")
+    assert found == written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), 0.3)), "reference")
     monkeypatch.setattr(plans, "COMPUTED_BYTES", 4000)
-    assert found == written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native", threads=4)
+    assert found == written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native", threads=4)
     for t, expected in ((0.0, x), (1.0, y)):
-        got = np.frombuffer(written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), t)), "native"), np.float32)
+        got = np.frombuffer(
+            written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), t)), "native"), np.float32
+        )
         assert (got.reshape(SHAPE) == expected).all()
-    line = written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, a), 0.3)), "native")
+    line = written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, a), 0.3)), "native")
     assert np.allclose(np.frombuffer(line, np.float32).reshape(SHAPE), x, rtol=1e-6)

@@ -18,9 +18,9 @@ import zckpt
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import Fragment
-from zckpt.core.overlaps import rearranged
+from zckpt.core.overlaps import reorder_rows
 from zckpt.core.stores import MemoryStore
-from zckpt.core.views import strided, transposed
+from zckpt.core.views import rows_of_strided, transpose_fragments
 from zckpt.jobs.open import read_tensor
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -143,10 +143,10 @@ def test_a_transposed_matrix_in_any_pieces(data: st.DataObject, rows: int, colum
     store = MemoryStore(tensor.data_ptr(), numel * 4, tensor)
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, numel), max_size=4)) - {numel}), numel]
     fragments = tuple(Fragment(store, a * 4, a, b - a) for a, b in itertools.pairwise(cuts))
-    turned = transposed(fragments, rows, columns, 4)
+    turned = transpose_fragments(fragments, rows, columns, 4)
     entry = TensorEntry("x", (columns, rows), F32, "parameter", turned)
     assert torch.equal(read_tensor(entry, "pt"), tensor.t())
-    again = TensorEntry("x", (rows, columns), F32, "parameter", transposed(turned, columns, rows, 4))
+    again = TensorEntry("x", (rows, columns), F32, "parameter", transpose_fragments(turned, columns, rows, 4))
     assert torch.equal(read_tensor(again, "pt"), tensor)
 
 
@@ -159,6 +159,6 @@ def test_any_view_is_where_torch_puts_it(data: st.DataObject, shape: list[int]) 
         start = data.draw(st.integers(0, view.shape[dim] - 1))
         view = view.narrow(dim, start, data.draw(st.integers(1, view.shape[dim] - start)))
     store = MemoryStore(tensor.data_ptr(), tensor.numel() * 4, tensor)
-    rows = strided(int(view.storage_offset()), view.shape, view.stride())
-    fragments = rearranged((Fragment(store, 0, 0, tensor.numel()),), rows, 4)
+    rows = rows_of_strided(int(view.storage_offset()), view.shape, view.stride())
+    fragments = reorder_rows((Fragment(store, 0, 0, tensor.numel()),), rows, 4)
     assert torch.equal(read_tensor(TensorEntry("x", tuple(view.shape), F32, "parameter", fragments), "pt"), view)

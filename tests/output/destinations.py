@@ -165,14 +165,14 @@ class Place:
                 patch.setattr(os, "rename", renamed)
             return
         error = dead or zckpt.RemoteError("the store is gone", file=self.out)
-        put, complete = uploads.put, uploads.Upload.complete
+        put, complete = uploads.upload_small, uploads.Upload.complete
 
         def sent(address: str, data: bytes) -> None:
             if (b'"state": "sealed"' in data) if at == "seal" else not address.endswith(RECORD):
                 raise error
             put(address, data)
 
-        patch.setattr(uploads, "put", sent)
+        patch.setattr(uploads, "upload_small", sent)
         if at == "commit" and self.single:
             patch.setattr(uploads.Upload, "complete", _raising(error))
         else:

@@ -20,7 +20,7 @@ from zckpt.core.stores import MemoryStore
 from zckpt.hub import scratch
 from zckpt.live.assignment import Contribution, ElementPlace, pieces
 from zckpt.live.carry import Files
-from zckpt.output.saves import displaced
+from zckpt.output.saves import find_displaced
 
 SHARDS = {f"shard {n}": f"{n:064x}" for n in range(2)}
 
@@ -167,7 +167,7 @@ class WholeSave(Trial):
 
     def judge(self, *, done: bool) -> None:
         latest = (self.run_directory / "latest").read_text()
-        moved = displaced(str(self.run_directory))
+        moved = find_displaced(str(self.run_directory))
         for tag in ("older", "again"):
             found = contents(Path(moved.get(tag, self.run_directory / tag)))
             assert found in self.wholes[tag], (tag, "is half a save", sorted(found))

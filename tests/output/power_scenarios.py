@@ -22,7 +22,7 @@ from zckpt.jobs import slim
 from zckpt.jobs.declarations import SLIM
 from zckpt.layouts.save.listing import is_trainers_file
 from zckpt.output import commit, durable, local_destination
-from zckpt.output.saves import STAGED, SaveStaging, displaced
+from zckpt.output.saves import STAGED, SaveStaging, find_displaced
 from zckpt.pictures.page import write_page
 from zckpt.upkeep import removal
 
@@ -273,7 +273,7 @@ class Saves(Trial):
     def judge(self, *, done: bool) -> None:
         run = self.place / "run"
         kinds = {"again": ("old", "new"), "older": ("older",), "other": ("other",), "next": ("next",)}
-        moved = displaced(str(run))
+        moved = find_displaced(str(run))
         found = {}
         for tag in {*(path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith(".")), *moved}:
             whole = contents(Path(moved.get(tag, run / tag)))

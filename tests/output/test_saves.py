@@ -13,7 +13,7 @@ import pytest
 from zckpt.base.errors import OutputError
 from zckpt.layouts.save.listing import is_trainers_file
 from zckpt.output import commit, journal
-from zckpt.output.saves import STAGED, SaveStaging, displaced
+from zckpt.output.saves import STAGED, SaveStaging, find_displaced
 from zckpt.storage import processes
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -53,12 +53,12 @@ def test_a_save_that_has_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     staging = staged(tmp_path, "again", "new")
     staging.seal()
     os.rename(tmp_path / "again", tmp_path / staging.name / "aside")
-    [(tag, place)] = displaced(str(tmp_path)).items()
+    [(tag, place)] = find_displaced(str(tmp_path)).items()
     assert tag == "again" and (Path(place) / MODEL).read_text() == "new"
     monkeypatch.undo()
     staging._work.release(remove=False)  # as the end of its process does
     saved(tmp_path, "other", "x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "other"] and not displaced(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "other"] and not find_displaced(str(tmp_path))
     assert (tmp_path / "again" / MODEL).read_text() == "new"
 
 

@@ -232,17 +232,17 @@ def test_a_large_tokenizer_is_put_in_place_by_the_next_run(tmp_path: Path, monke
     model, out = Model(source(tmp_path / "a", 1), max_shard_size=900), "memory://m/out"
     text = json.dumps({"seed": 1, "vocab": {f"{{[{i}]}},": i for i in range(300_000)}})
     (tmp_path / "a" / "tokenizer.json").write_text(text)
-    real = uploads.put
+    real = uploads.upload_small
 
     def killed(address: str, data: bytes) -> None:
         if address.endswith(".index.json"):
             raise Killed
         real(address, data)
 
-    monkeypatch.setattr(uploads, "put", killed)
+    monkeypatch.setattr(uploads, "upload_small", killed)
     with pytest.raises(Killed):
         model.write(out)
-    monkeypatch.setattr(uploads, "put", real)
+    monkeypatch.setattr(uploads, "upload_small", real)
     assert look(tree(out)) is None
     assert model.write(out).already_done and look(tree(out), model) is model
 
@@ -286,7 +286,7 @@ def test_a_kind_of_store_with_renames(tmp_path: Path) -> None:
     fsspec.register_implementation("dbfs", Renaming, clobber=True)
     (tmp_path / "there").mkdir()
     place = f"dbfs://{tmp_path}/there/file"
-    uploads.put(place, b"old")
+    uploads.upload_small(place, b"old")
     with pytest.raises(ZeroDivisionError), uploads.Upload(place, 3) as upload:
         upload.write(b"new")
         raise ZeroDivisionError

@@ -33,7 +33,7 @@ from zckpt.team import together
 from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.partition import GRAIN, part_of
 from zckpt.team.rendezvous import DirectoryRendezvous
-from zckpt.team.together import Team, launched
+from zckpt.team.together import Team, detect_launcher
 
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS.parent / "fixtures"
@@ -419,14 +419,14 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     ],
 )
 def test_ranks_that_launchers_give(environ: dict[str, str], wanted: tuple[int, int]) -> None:
-    found = launched(environ)
+    found = detect_launcher(environ)
     assert (found.rank, found.size) == wanted
 
 
 @pytest.mark.parametrize("bad", [{"RANK": "2"}, {"RANK": "x"}, {"WORLD_SIZE": "-1"}])
 def test_impossible_ranks(bad: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="impossible number"):
-        launched({**TORCH, **bad})
+        detect_launcher({**TORCH, **bad})
 
 
 def test_a_library_call_is_alone(zero2: Path, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

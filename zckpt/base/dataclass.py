@@ -30,12 +30,12 @@ else:
         """As `dataclasses.dataclass`. Another option of that one is a TypeError."""
 
         def made(plain: type) -> type:
-            return _made(plain, frozen=frozen, slots=slots, eq=eq, shows=repr, kw_only=kw_only)
+            return _build_class(plain, frozen=frozen, slots=slots, eq=eq, shows=repr, kw_only=kw_only)
 
         return made if cls is None else made(cls)
 
 
-def _made(plain: type, *, frozen: bool, slots: bool, eq: bool, shows: bool, kw_only: bool) -> type:
+def _build_class(plain: type, *, frozen: bool, slots: bool, eq: bool, shows: bool, kw_only: bool) -> type:
     own = set(vars(plain))
     hashes = vars(plain).get("__hash__") is not None
     if plain.__doc__ is None:
@@ -84,13 +84,13 @@ class _Init:
 
     def __get__(self, instance: object, owner: type) -> Any:
         cls = self._cls
-        made = _compiled(cls, frozen=self._frozen)
+        made = _compile_init(cls, frozen=self._frozen)
         if vars(cls).get("__init__") is self:
             cls.__init__ = made  # type: ignore[misc]
         return made.__get__(instance, owner)
 
 
-def _compiled(cls: type, *, frozen: bool) -> Any:
+def _compile_init(cls: type, *, frozen: bool) -> Any:
     names: dict[str, Any] = {"_factory": _FACTORY, "_set": object.__setattr__}
     positional: list[str] = []
     keywords: list[str] = []

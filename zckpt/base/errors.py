@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
-from zckpt.base.words import wrapped
+from zckpt.base.words import wrap_text
 
 COPY_AGAIN = "Copy that file again. If that does not help, use another save."
 """The fix for a damaged file."""
@@ -57,7 +57,7 @@ class ZckptError(Exception):
         remedy: str = "",
     ) -> None:
         self.what = what
-        self.file = None if file is None else _shown(os.fspath(file))
+        self.file = None if file is None else _path_text(os.fspath(file))
         self.found = found
         self.expected = expected
         self.remedy = remedy
@@ -77,10 +77,10 @@ class ZckptError(Exception):
             width: the most characters in a line, longer words aside; None for one line a field.
         """
         place = "error: " if self.file is None else f"error: {self.file}: "
-        lines = wrapped(place + self.what, width, " " * 7)
+        lines = wrap_text(place + self.what, width, " " * 7)
         for name, text in (("found", self.found), ("expected", self.expected), ("fix", self.remedy)):
             if text:
-                lines += wrapped(f"  {name:8}  {text}", width, " " * 12)
+                lines += wrap_text(f"  {name:8}  {text}", width, " " * 12)
         return lines
 
     def as_json(self) -> dict[str, object]:
@@ -220,7 +220,7 @@ _SECRETS = (
 )
 
 
-def _shown(path: str) -> str:
+def _path_text(path: str) -> str:
     return redact(path) if "://" in path else path
 
 

@@ -46,7 +46,7 @@ class JobWatch:
 
 
 @contextmanager
-def reported(progress: Progress, total_bytes: int | None, label: str) -> Iterator[JobWatch | None]:
+def watch_progress(progress: Progress, total_bytes: int | None, label: str) -> Iterator[JobWatch | None]:
     """What a job calls with the bytes done so far; None where nobody wants to know.
 
     Args:

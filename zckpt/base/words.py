@@ -46,7 +46,7 @@ def rate(nbytes: int, seconds: float) -> str:
     return f", {size(nbytes / seconds)}/s" if seconds >= 1 and nbytes >= 10**8 else ""
 
 
-def joined(words: Sequence[str], last: str = "and") -> str:
+def join_words(words: Sequence[str], last: str = "and") -> str:
     """Words as a sentence lists them: `a, b and c`."""
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
@@ -75,7 +75,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+def wrap_text(text: str, width: int | None, indent: str = "") -> list[str]:
     """A text in lines of at most `width` characters; all but the first begin with `indent`.
 
     Words are not cut: one that is longer than a line keeps a line of its own. With None for `width` there is one line.
@@ -90,7 +90,7 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
 
 def row(label: str, text: str, width: int | None = None) -> list[str]:
     """A fact under a heading: its label, and beside it the text, wrapped in a column of its own."""
-    return wrapped(f"  {label:<11} {text}", width, " " * 14)
+    return wrap_text(f"  {label:<11} {text}", width, " " * 14)
 
 
 def shorten_text(text: str, limit: int = 120) -> str:

@@ -13,7 +13,7 @@ from zckpt import layouts
 from zckpt.base.errors import UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.progress import JobWatch
-from zckpt.base.words import count, examples, joined
+from zckpt.base.words import count, examples, join_words
 from zckpt.checks.contents import held_files
 from zckpt.checks.examined import Examined
 from zckpt.checks.quantised import Expected, in_numbers, quantised
@@ -116,7 +116,7 @@ def compare(
     state.checks.append(Check("equal", answer, tuple(problems), wrong))
     if run.held or run.problems:
         problems = [*run.problems, *others[weights:]]
-        answer = f"{joined(run.held)} equal the checkpoint, bit for bit"
+        answer = f"{join_words(run.held)} equal the checkpoint, bit for bit"
         state.add("run", answer, problems, "parts of the run differ from the checkpoint")
     if untied:
         state.notes.append(f"{examples(untied)}: not in the output, but tied to a tensor that is.")
@@ -294,15 +294,15 @@ def _deletable(
         return False, f"the output's tensors were not found a second time ({why}); --trust-reader does without that"
     only = ["the numbers in full precision"] * bool(rounded) + run.only
     all_else = "" if only else "everything else that a run needs to resume: "
-    held = f"; it also holds {all_else}{joined(run.held)}" if run.held else ""
-    lost = f"; only in the shards: {joined(only)}" if only else ""
+    held = f"; it also holds {all_else}{join_words(run.held)}" if run.held else ""
+    lost = f"; only in the shards: {join_words(only)}" if only else ""
     beside = _other_weights(state)
     unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
     unless += [f"need {examples(beside)}, of which nothing was compared"] * bool(beside)
     if run.held and only:  # a run can resume from the output, without these
-        condition = f"if you do not need {joined(only, 'or')}: "
+        condition = f"if you do not need {join_words(only, 'or')}: "
     else:
-        condition = f"if you will not {joined(unless, 'or')}: " if unless else ""
+        condition = f"if you will not {join_words(unless, 'or')}: " if unless else ""
     return True, f"{condition}every weight is in the output{_exactly(rounded)}{held}{lost}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import field, replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.base.pace import Pace
-from zckpt.base.words import count, examples, joined, size
+from zckpt.base.words import count, examples, join_words, size
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, Done, Findings, examine, holding, non_finite, numel_of
 from zckpt.checks.verdict import Check, summarize
@@ -146,7 +146,7 @@ def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[
     problems = summarize(problems, "records do not match their checksums")
     problems += [f"{name!r} does not match its checksum in the manifest" for name in findings.wrong_files]
     sums = [*[count(findings.records, "record")] * bool(findings.records), *further]
-    answer = f"the checksums of {joined(sums)} match" if sums else "there are no checksums"
+    answer = f"the checksums of {join_words(sums)} match" if sums else "there are no checksums"
     state.checks.append(Check("bytes", f"{size(findings.bytes_read)} {what}; {answer}", tuple(problems), wrong))
     if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
         holds = "holds" if len(without) == 1 else "hold"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.words import PAGE, as_html, count, row, shorten_text, size, wrapped
+from zckpt.base.words import PAGE, as_html, count, row, shorten_text, size, wrap_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Verification:
         Args:
             width: the most characters in a line, longer words aside; None for one line a sentence.
         """
-        yield from wrapped(f"{self.path}: {self.about}", width, "    ")
+        yield from wrap_text(f"{self.path}: {self.about}", width, "    ")
         for check in self.checks:
             first, *others = [problem.replace(f"{self.path}/", "") for problem in check.problems] or [""]
             yield from row(check.name, check.answer if check.ok else f"NO: {first}", width)
@@ -140,7 +140,7 @@ class Verification:
         if self.deletable is not None:
             may, reason = self.deletable
             safe = "Safe to delete" + (" " if reason.startswith("if ") else ": ")
-            yield from wrapped(f"{safe if may else 'Do not delete the shards: '}{reason}.", width)
+            yield from wrap_text(f"{safe if may else 'Do not delete the shards: '}{reason}.", width)
 
 
 def summarize(problems: Sequence[str], what: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.base.errors import redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress, watch_progress
 from zckpt.checks.verdict import Verification
 from zckpt.engine.early import begun, likely_files
 
@@ -69,7 +69,7 @@ def verify(
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
     likely = likely_files(os.fspath(checkpoint), tag) if deep else []
-    with reported(progress, None, "verify") as watch, begun(likely, pace) as early:
+    with watch_progress(progress, None, "verify") as watch, begun(likely, pace) as early:
         from zckpt.checks.soundness import examined
         from zckpt.deltas.form import is_delta_directory
         from zckpt.jobs.groups import Reading

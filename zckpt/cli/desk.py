@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import typer
 
 from zckpt.base.errors import UsageError, ZckptError, causes_of, redact
-from zckpt.base.words import wrapped
+from zckpt.base.words import wrap_text
 from zckpt.cli.streams import UnprintedError
 
 _ClickError = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
@@ -52,7 +52,7 @@ def report(error: BaseException) -> int:
     notes = list(getattr(error, "__notes__", ()))
     facts = {**known.as_json(), "error": code, **({"notes": notes} if notes else {})}
     width = stderr_width()
-    lines = [*known.lines(width), *(line for note in notes for line in wrapped(f"note: {note}", width, " " * 6))]
+    lines = [*known.lines(width), *(line for note in notes for line in wrap_text(f"note: {note}", width, " " * 6))]
     if not (isinstance(error, UnprintedError) and error.is_pipe and not error.done):  # `| head` has what it wanted
         sys.stderr.writelines(_painted(_masked(line)) + "\n" for line in lines)
     if "--json" in sys.argv[1:] and together.speaks():

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import typer
 
 from zckpt.base.version import __version__
-from zckpt.base.words import wrapped
+from zckpt.base.words import wrap_text
 from zckpt.cli.arguments import Shown
 from zckpt.cli.commands import GROUPS
 from zckpt.cli.declare import command
@@ -127,4 +127,4 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
 
 def _entries(rows: Mapping[str, str], width: int) -> Iterator[str]:
     for name, about in rows.items():
-        yield from wrapped(f"  {name}: {about}", width, "      ")
+        yield from wrap_text(f"  {name}: {about}", width, "      ")

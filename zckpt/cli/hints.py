@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from zckpt.base.errors import UsageError
-from zckpt.base.words import joined
+from zckpt.base.words import join_words
 
 _EXPORT = ("to-bf16", "to-fp32")
 
@@ -82,13 +82,13 @@ def check_command(words: Sequence[str], known: Iterable[str]) -> None:
     if plain in _WORDS:
         more = [_MORE[plain]] if plain in _MORE else []
         lines = [" ".join(["zckpt", name, *map(shlex.quote, rest), *more]) for name in _WORDS[plain]]
-        remedy = f"Use {joined([repr(line) for line in lines], 'or')}."
+        remedy = f"Use {join_words([repr(line) for line in lines], 'or')}."
     elif os.path.exists(word) or "/" in word or "://" in word:
         command = "to-bf16" if rest and not rest[0].startswith("-") else "inspect"
         line = " ".join(["zckpt", command, *map(shlex.quote, words)])
         raise UsageError(f"{word!r} is a path, and no command", remedy=f"A command comes first: {line!r}.")
     elif close := difflib.get_close_matches(plain, [*known], n=3, cutoff=0.72):
-        remedy = f"Did you mean {joined([repr(name) for name in close], 'or')}? {remedy}"
+        remedy = f"Did you mean {join_words([repr(name) for name in close], 'or')}? {remedy}"
     raise UsageError(f"no such command: {word!r}", remedy=remedy)
 
 
@@ -119,4 +119,4 @@ def option_meant(option: str, command: str, known: Sequence[str]) -> str:
     if (here := _OPTIONS.get(plain)) is not None and here.partition(" ")[0] in known:
         return f"Did you mean {here}?"
     close = difflib.get_close_matches(f"--{plain}", known, n=2, cutoff=0.75)
-    return f"Did you mean {joined(close, 'or')}?" if close else ""
+    return f"Did you mean {join_words(close, 'or')}?" if close else ""

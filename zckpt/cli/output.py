@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from zckpt.base.progress import JobWatch, bar, lines
-from zckpt.base.words import wrapped
+from zckpt.base.words import wrap_text
 from zckpt.cli.streams import UnprintedError
 from zckpt.team.together import speaks
 
@@ -79,7 +79,7 @@ class Console:
                 if note in self._said:
                     continue
                 self._said.add(note)
-                first, *others = wrapped(f"note: {note}", stderr_width(), " " * 6)
+                first, *others = wrap_text(f"note: {note}", stderr_width(), " " * 6)
                 lines = [label("note:", "yellow", sys.stderr) + first.removeprefix("note:"), *others]
                 if (tqdm := sys.modules.get("tqdm")) is not None:  # a bar may be there
                     tqdm.tqdm.write("\n".join(lines), file=sys.stderr)

@@ -119,7 +119,7 @@ def _written(found: CheckpointMap, drawn: Drawn) -> str:
 
 
 def _in_terminal(found: CheckpointMap, sink: Console) -> None:
-    from zckpt.base.words import wrapped
+    from zckpt.base.words import wrap_text
     from zckpt.pictures.lacks import lacks_said
     from zckpt.pictures.map_page import summary
     from zckpt.pictures.terminal import Line, draw, picture, visible
@@ -127,15 +127,15 @@ def _in_terminal(found: CheckpointMap, sink: Console) -> None:
     if sink.quiet:
         return
     path = visible(found.inspection.place.listing.directory.path)
-    said = wrapped(f"  {summary(found)}", sink.width, "  ")
+    said = wrap_text(f"  {summary(found)}", sink.width, "  ")
     lines: list[Line] = [[(path, "bold")], *([(line, "")] for line in said), []]
     lines += picture(found.grid, sink.width, found.contents(), lead="  ")
     if (after := found.after) is not None:
         lines += [[], [(f"  {after.title}", "bold")], []]
         lines += picture(after.grid, sink.width, after.contents(), lead="  ")
     if not found.inspection.exportable.ok:
-        reason = wrapped(f"  {visible(found.inspection.exportable.reason)}", sink.width, "  ")
+        reason = wrap_text(f"  {visible(found.inspection.exportable.reason)}", sink.width, "  ")
         lines += [[], *([(line, "red")] for line in reason)]
         if lacks := lacks_said(found):
-            lines += [[], *([(line, "")] for line in wrapped(f"  {lacks}", sink.width, "  "))]
+            lines += [[], *([(line, "")] for line in wrap_text(f"  {lacks}", sink.width, "  "))]
     draw(lines)

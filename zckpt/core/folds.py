@@ -1,7 +1,7 @@
 """Tensors that are taken up one after another, such as the terms of a sum: what recipes (`recipes`) and engines know of it.
 
 The native engine does it while it reads, where the numbers of all tensors lie in files in runs (`csrc/fold.cpp`); elsewhere
-`folded` does, with the loops of either engine. All give the same bits.
+`fold_elements` does, with the loops of either engine. All give the same bits.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class Tools(Protocol):
         """The same as fp32."""
 
 
-def folded(inputs: Sequence[TensorEntry], steps: Sequence[Uptake], start: int, stop: int, tools: Tools) -> Floats:
+def fold_elements(
+    inputs: Sequence[TensorEntry], steps: Sequence[Uptake], start: int, stop: int, tools: Tools
+) -> Floats:
     """Elements [start, stop) of tensors that are taken up one after another, beginning with zeros.
 
     Args:
@@ -189,7 +191,7 @@ class Fold:
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`; fp32."""
-        return folded(self.inputs, self.steps, start, stop, tools)
+        return fold_elements(self.inputs, self.steps, start, stop, tools)
 
 
 _MOST_FILES = 128

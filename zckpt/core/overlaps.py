@@ -47,7 +47,7 @@ def overlaps(a: Block, b: Block) -> Iterator[Overlap]:
     if a.rows == 1:
         yield from _row_with(a, b)
     elif b.rows == 1 or b.pitch > a.pitch:
-        yield from (_swapped(overlap) for overlap in overlaps(b, a))
+        yield from (_swap_sides(overlap) for overlap in overlaps(b, a))
     elif a.pitch == b.pitch:
         yield from _rows_with_rows(a, b)
     elif a.pitch % b.pitch == 0 and (n := a.pitch // b.pitch) < min(a.rows, b.rows):
@@ -58,10 +58,10 @@ def overlaps(a: Block, b: Block) -> Iterator[Overlap]:
             yield from _row_with(_row(a, row), b, row * a.store_pitch)
     else:
         for row in range(b.rows):
-            yield from (_swapped(overlap) for overlap in _row_with(_row(b, row), a, row * b.store_pitch))
+            yield from (_swap_sides(overlap) for overlap in _row_with(_row(b, row), a, row * b.store_pitch))
 
 
-def _swapped(o: Overlap) -> Overlap:
+def _swap_sides(o: Overlap) -> Overlap:
     return Overlap(o.start, o.count, o.rows, o.pitch, o.b, o.b_pitch, o.a, o.a_pitch)
 
 
@@ -135,7 +135,7 @@ def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple
     """
     if _follow_each_other(fragments, numel):
         return None
-    held = sorted((_covered(fragment) for fragment in fragments if fragment.numel), key=lambda block: block.start)
+    held = sorted((_covered_block(fragment) for fragment in fragments if fragment.numel), key=lambda block: block.start)
     if sum(fragment.numel for fragment in fragments) == numel and (_tile(held, numel) or _are_disjoint(held, numel)):
         return None
     return _walked_gap(fragments, numel, itemsize)
@@ -151,7 +151,7 @@ def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
     return covered == numel
 
 
-def _covered(fragment: Fragment) -> Block:
+def _covered_block(fragment: Fragment) -> Block:
     """The elements of the tensor that a fragment holds, wherever they are in the store."""
     if fragment.rows == 1 or fragment.pitch == fragment.count:
         return Block(fragment.start, fragment.numel, 1, 0, 0, 1)
@@ -256,7 +256,7 @@ def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) ->
     )
 
 
-def cut(fragments: Sequence[Fragment], bounds: Sequence[int], itemsize: int) -> list[tuple[Fragment, ...]]:
+def split_at(fragments: Sequence[Fragment], bounds: Sequence[int], itemsize: int) -> list[tuple[Fragment, ...]]:
     """The fragments of a tensor's pieces, each renumbered from 0; the time is linear in fragments and pieces.
 
     Args:
@@ -273,7 +273,7 @@ def cut(fragments: Sequence[Fragment], bounds: Sequence[int], itemsize: int) -> 
         while at < len(pieces) and bounds[at] < stop:
             low, high = bounds[at], bounds[at + 1]
             if low <= start and stop <= high:
-                pieces[at].append(_shifted(fragment, -low))
+                pieces[at].append(_shift_one(fragment, -low))
                 break
             block = fragment.block()
             for overlap in overlaps(Block(low, high - low, 1, 0, 0, 1), block):
@@ -282,12 +282,12 @@ def cut(fragments: Sequence[Fragment], bounds: Sequence[int], itemsize: int) -> 
     return [tuple(piece) for piece in pieces]
 
 
-def shifted(fragments: Sequence[Fragment], by: int) -> tuple[Fragment, ...]:
+def shift(fragments: Sequence[Fragment], by: int) -> tuple[Fragment, ...]:
     """The same fragments in a tensor that has `by` more elements in front."""
-    return tuple(fragments) if not by else tuple(_shifted(fragment, by) for fragment in fragments)
+    return tuple(fragments) if not by else tuple(_shift_one(fragment, by) for fragment in fragments)
 
 
-def _shifted(f: Fragment, by: int) -> Fragment:
+def _shift_one(f: Fragment, by: int) -> Fragment:
     return Fragment(f.store, f.byte_offset, f.start + by, f.count, f.rows, f.pitch, f.store_pitch, f.step) if by else f
 
 
@@ -347,7 +347,7 @@ Pass = Sequence[tuple[Block, int, int]]
 """Rows of one tensor, each with its start and pitch in another; see `place`."""
 
 
-def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
+def reorder_rows(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
     """The fragments of a tensor that is made of rows of another one, whose fragments are sorted by their start."""
     apart = all(a.stop <= b.start for a, b in itertools.pairwise(fragments))
     placed: list[Fragment] = []

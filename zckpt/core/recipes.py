@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.folds import Fold, How, Tools, Uptake, are_at_hand, folded
+from zckpt.core.folds import Fold, How, Tools, Uptake, are_at_hand, fold_elements
 from zckpt.core.fragments import Fragment
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class DerivedStore:
         return "computed elements"
 
 
-def derived(name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, role: Role = "parameter") -> TensorEntry:
+def derive_entry(
+    name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, role: Role = "parameter"
+) -> TensorEntry:
     """A tensor whose elements a recipe computes; shape in elements, `dtype` that of the recipe's results.
 
     A tensor of no elements has no fragments: there is nothing to compute.
@@ -78,7 +80,7 @@ def derived(name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, rol
     return TensorEntry(name, shape, dtype, role, (Fragment(store, 0, 0, numel),))
 
 
-def followed(store: DerivedStore, start: int, stop: int, tools: Tools) -> tuple[Array, int]:
+def compute_bytes(store: DerivedStore, start: int, stop: int, tools: Tools) -> tuple[Array, int]:
     """The array with bytes [start, stop) of computed elements, widened to whole units, and the byte at which it begins.
 
     Args:
@@ -216,7 +218,9 @@ class Interpolated:
         with self._lock:
             if self._factors is None:
                 self._factors = self._measured(tools)
-        return folded(self.inputs, tuple(Uptake(How.ADD, factor) for factor in self._factors), start, stop, tools)
+        return fold_elements(
+            self.inputs, tuple(Uptake(How.ADD, factor) for factor in self._factors), start, stop, tools
+        )
 
     def _measured(self, tools: Tools) -> tuple[float, float]:
         """The factors of both tensors."""

@@ -15,7 +15,7 @@ def _start_of(fragment: Fragment) -> int:
     return fragment.start
 
 
-def transposed(fragments: Sequence[Fragment], rows: int, columns: int, itemsize: int) -> tuple[Fragment, ...]:
+def transpose_fragments(fragments: Sequence[Fragment], rows: int, columns: int, itemsize: int) -> tuple[Fragment, ...]:
     """The fragments of a matrix of `rows` by `columns`, as those of the transposed one: each box in rows becomes one box."""
     turned: list[Fragment] = []
     for f in fragments:
@@ -51,7 +51,7 @@ def _boxes(block: Block, columns: int) -> Iterator[tuple[Block, int]]:
             at, left, before = at + taken, left - taken, before + taken * step
 
 
-def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:
+def rows_of_strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:
     """A strided view of a dense tensor, as rows of that tensor, as long as possible.
 
     Args:

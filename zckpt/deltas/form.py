@@ -24,7 +24,7 @@ from typing import Literal, Protocol, get_args
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
-from zckpt.base.words import joined
+from zckpt.base.words import join_words
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -72,7 +72,7 @@ class DeltaForm:
         for value, known in ((self.encoding, ENCODINGS), (self.checksum, CHECKSUMS)):
             if value not in known:
                 raise UsageError(
-                    f"{value!r} is no form of a delta", expected=joined(known),
+                    f"{value!r} is no form of a delta", expected=join_words(known),
                     remedy="Pass one of these as --encoding or --checksum.",
                 )  # fmt: skip
 
@@ -109,7 +109,7 @@ def form_of(metadata: Mapping[str, object], file: str) -> DeltaForm:
         if texts[key] not in values:
             raise UnsupportedError(
                 f"the index names a {key} that zckpt does not know", file=file, found=f"{texts[key]!r:.80}",
-                expected=joined(values), remedy="Make the delta again in one of these forms.",
+                expected=join_words(values), remedy="Make the delta again in one of these forms.",
             )  # fmt: skip
     encoding = next(value for value in ENCODINGS if value == texts["delta_encoding"])
     checksum = next(value for value in CHECKSUMS if value == texts["checksum_format"])

@@ -19,7 +19,7 @@ from zckpt.core.folds import Kernels, Tools
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import touching
 from zckpt.core.plan import Move, Plan
-from zckpt.core.recipes import DerivedStore, followed
+from zckpt.core.recipes import DerivedStore, compute_bytes
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.batches import Batch, batches
 from zckpt.engine.kernels import kernels_of
@@ -80,8 +80,8 @@ class Bringer:
         return self._worker()
 
     def follow(self, store: DerivedStore, start: int, stop: int) -> tuple[Any, int]:
-        """Bytes of computed elements, as `core.recipes.followed`."""
-        return followed(store, start, stop, self._worker())
+        """Bytes of computed elements, as `core.recipes.compute_bytes`."""
+        return compute_bytes(store, start, stop, self._worker())
 
     def near(self, batch: Batch) -> Batch:
         """A batch of moves whose sources are at hand."""
@@ -164,7 +164,7 @@ class _Worker:
         return self._follow(store, span.start, span.stop)
 
     def _follow(self, store: DerivedStore, start: int, stop: int) -> tuple[Any, int]:
-        return followed(store, start, stop, self)
+        return compute_bytes(store, start, stop, self)
 
     def _bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
         self.fetched |= {span.store.path: span.store for span in spans if isinstance(span.store, FileStore)}

@@ -82,7 +82,7 @@ def of_zeros(count: int) -> int:
     return _after_zeros(0, count)
 
 
-def joined(parts: Iterable[Partial]) -> list[Partial]:
+def merge_adjacent(parts: Iterable[Partial]) -> list[Partial]:
     """Parts with those joined that follow each other."""
     result: list[Partial] = []
     for start, nbytes, crc in sorted(parts):
@@ -155,7 +155,7 @@ def file_checksums(output: OutputFile, crcs: Mapping[int, int]) -> tuple[int, di
         within = starts[bisect_left(starts, checksum.start) : bisect_left(starts, stop)]
         crc = join([parts[start] for start in within], checksum.start, checksum.nbytes)
         slots.update(dict.fromkeys(checksum.slots, struct.pack("<I", crc)))
-    for start, patched in _patched(output, slots):
+    for start, patched in _fill_slots(output, slots):
         parts[start] = (start, len(patched), zlib.crc32(patched))
     return join(parts.values(), 0, output.size), slots
 
@@ -198,7 +198,7 @@ def crc_of_file(fd: int, start: int, nbytes: int) -> int:
     return crc
 
 
-def _patched(output: OutputFile, slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+def _fill_slots(output: OutputFile, slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
     """(start, bytes) of the literal spans that slots lie in, with what these were filled with."""
     pending = sorted(slots.items(), reverse=True)
     for span in spans(output):

@@ -17,7 +17,7 @@ from zckpt.core.dtypes import F32, DType
 from zckpt.core.folds import Kernels
 from zckpt.core.fragments import ComputedStore, Fragment, Run, runs_in_order
 from zckpt.core.overlaps import clip
-from zckpt.core.recipes import DerivedStore, followed
+from zckpt.core.recipes import DerivedStore, compute_bytes
 from zckpt.core.stores import FileStore, MemoryStore, Store
 from zckpt.engine.kernels import ReferenceKernels
 from zckpt.engine.rounding import cast, native
@@ -72,7 +72,7 @@ class ElementReader:
                 from zckpt.engine.prefetch import in_memory  # which is slow to import, and seldom wanted
 
                 if isinstance(store, DerivedStore):
-                    block, begin = followed(store, offset, offset + _span(run, size), _Tools(self))
+                    block, begin = compute_bytes(store, offset, offset + _span(run, size), _Tools(self))
                     store, offset = in_memory(block, store), offset - begin
                 else:
                     store, offset = in_memory(fetched[_range(run, size)], store), 0

@@ -166,7 +166,7 @@ def _slowly(
                     actual = reader.read(elements(output, first, last))
                     with lock:
                         if expected != actual:
-                            differ, place = _compared(expected, actual, output.dtype.itemsize)
+                            differ, place = _count_differences(expected, actual, output.dtype.itemsize)
                             found.setdefault(number, []).append((first + place, differ))
                         done += len(wide) + len(actual)
                         spend(len(wide) + len(actual))
@@ -200,7 +200,7 @@ def _file_of(pair: Pair, element: int) -> str:
     return os.path.basename(str(found[0].store))
 
 
-def _compared(expected: bytes, actual: bytes, itemsize: int) -> tuple[int, int]:
+def _count_differences(expected: bytes, actual: bytes, itemsize: int) -> tuple[int, int]:
     """How many elements differ, and the first."""
     import numpy as np
 

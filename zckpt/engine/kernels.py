@@ -117,7 +117,7 @@ class ReferenceKernels:
         with np.errstate(all="ignore"):
             product = np.zeros((rows, columns), np.float32)
             for k in range(rank):
-                product = _fused(left[k::rank, None], right[None, k * columns : (k + 1) * columns], product)
+                product = _multiply_add(left[k::rank, None], right[None, k * columns : (k + 1) * columns], product)
             total += (product * np.float32(scaling)).reshape(-1)
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
@@ -165,7 +165,7 @@ class ReferenceKernels:
             numbers.reshape(count, 32)[...] = held[:, 2:].view(np.int8).astype(np.float32) * scale
 
 
-def _fused(a: Any, b: Any, c: Any) -> Any:
+def _multiply_add(a: Any, b: Any, c: Any) -> Any:
     """`a * b + c` in fp32, rounded once.
 
     The product is exact in double precision. The sum is rounded there to odd, which does not matter to the second rounding, since

@@ -22,11 +22,11 @@ from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.stores import FileStore
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
 from zckpt.engine.bringing import Bringer
-from zckpt.engine.checksums import Partial, joined, seal
+from zckpt.engine.checksums import Partial, merge_adjacent, seal
 from zckpt.engine.choice import choose
 from zckpt.engine.ordered_output import Consumer, OrderedOutput, keeps_bytes
-from zckpt.engine.output_files import create, opened
-from zckpt.engine.prefetch import localized
+from zckpt.engine.output_files import create, open_output_files
+from zckpt.engine.prefetch import with_local_sources
 from zckpt.engine.reference import Follow
 from zckpt.engine.reference import run_batch as reference_batch
 from zckpt.storage.descriptors import OpenFiles
@@ -175,7 +175,7 @@ def run(
             root = stack.enter_context(tempfile.TemporaryDirectory())
         paths = {id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files}
         direct = mode is Mode.DURABLE
-        files = stack.enter_context(opened(plan, root, paths, give_back=mover.give_back, direct=direct))
+        files = stack.enter_context(open_output_files(plan, root, paths, give_back=mover.give_back, direct=direct))
         for output, store in plan.files:
             if output.path not in done and not nowhere:
                 create(paths[id(store)], output.size, anew=mode is not Mode.PASSING)
@@ -311,7 +311,7 @@ class Mover:
                 if progress is not None:
                     progress(before + now)
 
-            for batch in localized(parts, bringer.near):
+            for batch in with_local_sources(parts, bringer.near):
                 self._do(batch, files, tick, bringer.follow)
                 before += batch.nbytes
                 syncing.settle()
@@ -375,7 +375,7 @@ class Mover:
     def crcs(self, store: FileStore) -> list[Partial] | None:
         """CRCs of parts of a file, each within one range of elements, once; None where the engine takes none."""
         parts = [self._crcs.pop(number, ()) for number in self._ranges.get(id(store), ())]
-        return None if self.engine == "reference" else [crc for within in parts for crc in joined(within)]
+        return None if self.engine == "reference" else [crc for within in parts for crc in merge_adjacent(within)]
 
     def lost(self, store: FileStore) -> dict[int, CastLoss]:
         """What casts have lost so far of the tensors in a file."""

@@ -18,7 +18,7 @@ from zckpt.storage.descriptors import MOST_STORES, OpenFiles
 
 
 @contextlib.contextmanager
-def opened(
+def open_output_files(
     plan: Plan, root: str, paths: Mapping[int, str], *, give_back: bool, direct: bool = True
 ) -> Iterator[OpenFiles]:
     """The files of a plan.

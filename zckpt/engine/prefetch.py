@@ -33,7 +33,7 @@ Bring = Callable[[Sequence[Span]], Sequence[tuple[Any, int]]]
 """Returns, for each span, a block of bytes that contains it, and the byte of the store at which the block begins."""
 
 
-def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch]) -> Iterator[AnyBatch]:
+def with_local_sources(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch]) -> Iterator[AnyBatch]:
     """The same batches, in order, with sources that the engines can read.
 
     Args:

@@ -21,7 +21,7 @@ _PART = 1 << 20
 """Elements handled at once: memory stays bounded."""
 
 Follow = Callable[[DerivedStore, int, int], tuple[Any, int]]
-"""Computes bytes of a store by its recipe, as `core.recipes.followed`."""
+"""Computes bytes of a store by its recipe, as `core.recipes.compute_bytes`."""
 
 
 def run_batch(

@@ -42,7 +42,7 @@ def ends(fragments: Sequence[Fragment], itemsize: int) -> Iterator[tuple[int, in
 _PART = 1 << 16
 
 
-def _compared(entry: TensorEntry, replica: Replica) -> Iterator[tuple[int, int]]:
+def _ranges_to_compare(entry: TensorEntry, replica: Replica) -> Iterator[tuple[int, int]]:
     """Element ranges at which a replica is compared."""
     if not replica.whole:
         return ends(entry.fragments, entry.dtype.itemsize)
@@ -101,25 +101,25 @@ def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tupl
     with ElementReader() as reader:
         for index, entry in enumerate(entries):
             if index % _AHEAD == 0:
-                reader.fetch_ahead(_wanted(entries[index : index + _AHEAD]))
+                reader.fetch_ahead(_ranges_to_read(entries[index : index + _AHEAD]))
             for replica in entry.replicas:
                 difference = first_difference(
                     reader,
                     (entry.fragments, entry.dtype),
                     (replica.fragments, replica.dtype),
-                    _compared(entry, replica),
+                    _ranges_to_compare(entry, replica),
                 )
                 if difference is not None:
                     yield entry, replica, difference
                     break
 
 
-def _wanted(entries: Iterable[TensorEntry]) -> Iterator[Wanted]:
+def _ranges_to_read(entries: Iterable[TensorEntry]) -> Iterator[Wanted]:
     """What comparing these entries reads, but for large tensors that are compared whole."""
     for entry in entries:
         for replica in entry.replicas:
             if not replica.whole or entry.numel <= _PART:
-                for start, stop in _compared(entry, replica):
+                for start, stop in _ranges_to_compare(entry, replica):
                     yield Wanted(entry.fragments, entry.dtype, start, stop)
                     yield Wanted(replica.fragments, replica.dtype, start, stop)
 

@@ -25,7 +25,7 @@ def ones(count: int) -> int:
     return (1 << count) - 1
 
 
-def narrowed(magnitude: Bits, source: DType, target: DType) -> Bits:
+def narrow_bits(magnitude: Bits, source: DType, target: DType) -> Bits:
     """Bits without their sign, in a form with fewer bits of mantissa.
 
     Args:
@@ -77,10 +77,10 @@ def rounded_bits(value: float, dtype: DType) -> int:
     bits: int = struct.unpack("<Q", struct.pack("<d", value))[0]
     if dtype == F64:
         return bits
-    return narrowed(bits & ones(63), F64, dtype) | (bits >> 63) << (8 * dtype.itemsize - 1)
+    return narrow_bits(bits & ones(63), F64, dtype) | (bits >> 63) << (8 * dtype.itemsize - 1)
 
 
-def rounded(value: float, dtype: DType) -> float:
+def round_to(value: float, dtype: DType) -> float:
     """A number rounded to a dtype, once and to nearest even; what is too large becomes infinite."""
     return number(rounded_bits(value, dtype), dtype)
 
@@ -126,7 +126,7 @@ def _narrowed_array(bits: Any, target: DType) -> Any:
     import numpy as np
 
     width, size = 8 * bits.dtype.itemsize, 8 * target.itemsize
-    magnitude = narrowed(
+    magnitude = narrow_bits(
         (bits & bits.dtype.type(ones(width - 1))).astype(np.int64), F64 if width == 64 else F32, target
     )
     sign = (bits >> bits.dtype.type(width - 1)).astype(np.uint64) << np.uint64(size - 1)

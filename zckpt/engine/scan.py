@@ -19,7 +19,7 @@ from zckpt.engine.batches import progress_after
 from zckpt.engine.bringing import Bringer
 from zckpt.engine.checksums import Partial
 from zckpt.engine.choice import choose
-from zckpt.engine.prefetch import localized
+from zckpt.engine.prefetch import with_local_sources
 from zckpt.engine.scan_reference import scan_batch as reference_batch
 from zckpt.engine.scan_requests import CrcRange, ScanBatch, ScanRequest, near, scan_batches
 from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
@@ -93,7 +93,7 @@ def scan(
     spend = pace(bytes_per_s)
     bringer = Bringer("reference" if slow else "native", count, give_back=give_back, spend=spend)
     with bringer, OpenFiles(give_back=give_back) as files:
-        for batch in localized(scan_batches(requests, crc_ranges), lambda batch: near(batch, bringer.bring)):
+        for batch in with_local_sources(scan_batches(requests, crc_ranges), lambda batch: near(batch, bringer.bring)):
             watch = progress_after(progress, report.bytes_read)
             descriptors = [files.of(store) for store in batch.stores]
             if slow:

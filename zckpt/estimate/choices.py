@@ -11,7 +11,7 @@ from typing import Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.base.words import count, joined, size, wrapped
+from zckpt.base.words import count, join_words, size, wrap_text
 from zckpt.estimate.activations import activations_of, longest
 from zckpt.estimate.rehearsal import BYTES, Peak, Setting, rehearse
 from zckpt.estimate.sizes import ModelSize
@@ -72,7 +72,7 @@ class RunShape:
                 )
         if self.states is None and self.optimizer.lower() not in _STATES:
             raise UsageError(
-                f"optimizer {self.optimizer!r} is not known", expected=joined(sorted(_STATES), "or"),
+                f"optimizer {self.optimizer!r} is not known", expected=join_words(sorted(_STATES), "or"),
                 remedy="Choose one of these.",
             )  # fmt: skip
 
@@ -111,7 +111,7 @@ class Choice:
             for word, is_on in (("offload", self.offload != "none"), ("checkpointing", bool(self.checkpointing)))
             if is_on
         ]
-        return f"stage {self.stage}" + (f" with {joined(extra)}" if extra else "")
+        return f"stage {self.stage}" + (f" with {join_words(extra)}" if extra else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +174,17 @@ class Estimate:
         model, run = self.model, self.run
         frozen = model.numel - model.trained
         trained = "all trained" if not frozen else f"{_many(model.trained)} trained, {_many(frozen)} frozen"
-        yield from wrapped(f"{model.name}: {_many(model.numel)} parameters, {trained} ({model.counted})", width, "  ")
+        yield from wrap_text(f"{model.name}: {_many(model.numel)} parameters, {trained} ({model.counted})", width, "  ")
         what = "GPU" if run.accelerator else "process"
         places = (
             f"{count(run.gpus, what, None if run.accelerator else 'processes')} per node, {count(run.nodes, 'node')}"
         )
         samples = f"micro batch {run.micro_batch:,}" + (f" x {self.length:,} tokens" if self.length else "")
-        yield from wrapped(f"{places}; {run.optimizer}; {samples}; accumulation {run.accumulation:,}", width, "  ")
+        yield from wrap_text(f"{places}; {run.optimizer}; {samples}; accumulation {run.accumulation:,}", width, "  ")
         gives = self.memory is not None or self.host_memory is not None
         for names in _alike(self.choices):
             yield ""
-            yield _row((joined(names), "", f"per {what}", "", "", "", "", "host"), False)
+            yield _row((join_words(names), "", f"per {what}", "", "", "", "", "host"), False)
             yield _row(
                 ("stage", "offload", "states", "buffers", "activations", "peak", "checkpointed", "per node"), gives
             )
@@ -196,13 +196,13 @@ class Estimate:
 
     def _verdict(self, width: int | None) -> Iterator[str]:
         if self.length is None:
-            yield from wrapped("Activations are not counted: there is no formula for this kind of model.", width)
+            yield from wrap_text("Activations are not counted: there is no formula for this kind of model.", width)
         if self.asked is not None:
             one = self.asked
             needs = f"{size(one.peak.device)} per {'GPU' if self.run.accelerator else 'process'}"
             needs += f" and {size(one.node_host)} of host memory per node" if one.node_host else ""
             fit = "" if one.fits is None else ": it fits" if one.fits else ": it does not fit"
-            yield from wrapped(f"{self.file} asks for {one.describe()}, {one.precision}: {needs}{fit}.", width)
+            yield from wrap_text(f"{self.file} asks for {one.describe()}, {one.precision}: {needs}{fit}.", width)
         given = [
             f"{size(nbytes)} {what}"
             for nbytes, what in ((self.memory, "per GPU"), (self.host_memory, "of host memory per node"))
@@ -213,15 +213,15 @@ class Estimate:
         for names in _alike(self.choices):
             best = self.best(names[0])
             if best is not None:
-                text = f"{joined(names)}: {best.describe()} fits in {joined(given)}."
+                text = f"{join_words(names)}: {best.describe()} fits in {join_words(given)}."
             else:
                 least = min((one for one in self.choices if one.precision == names[0]), key=lambda one: one.peak.device)
                 host = f" and {size(least.node_host)} of host memory per node" if least.node_host else ""
                 text = (
-                    f"{joined(names)}: nothing fits in {joined(given)}. The smallest choice is {least.describe()}: "
+                    f"{join_words(names)}: nothing fits in {join_words(given)}. The smallest choice is {least.describe()}: "
                     f"{size(least.peak.device)} per GPU{host}."
                 )
-            yield from wrapped(text, width, "  ")
+            yield from wrap_text(text, width, "  ")
 
 
 def estimate_choices(

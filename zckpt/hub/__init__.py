@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress, watch_progress
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, cargo_of, shards_of
 from zckpt.hub.target import MESSAGE, PageTarget
@@ -101,7 +101,7 @@ def push_to_hub(
     prepared = load(os.fspath(source), dtype, asked)
     ready = prepare(cargo_of(prepared), target, tell)
     prepared.check()
-    with reported(progress, sum(shard.nbytes for shard in ready.cargo.shards), "push") as watch:
+    with watch_progress(progress, sum(shard.nbytes for shard in ready.cargo.shards), "push") as watch:
         return execute(ready, watch)
 
 

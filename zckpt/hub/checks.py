@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from zckpt.base.errors import AccessError, OutputError, UsageError
-from zckpt.base.words import count, examples, joined
+from zckpt.base.words import count, examples, join_words
 from zckpt.hub.cargo import Cargo
 from zckpt.hub.client import Hub, valid_name
 from zckpt.hub.target import Page, PageTarget
@@ -124,7 +124,7 @@ def _check_rights(hub: Hub, target: PageTarget, page: Page, who: Mapping[str, An
         push = f"Push to {mine[0]}/{target.repo_id.partition('/')[2]}, or make" if mine else "Make"
         raise AccessError(
             "the token may not write there", file=target.repo_id,
-            found=f"{refusal}; it may write to {f'repositories of {joined(mine)}' if mine else 'none'}",
+            found=f"{refusal}; it may write to {f'repositories of {join_words(mine)}' if mine else 'none'}",
             remedy=f"{push} a token with write access to {target.repo_id} at huggingface.co/settings/tokens, and pass it with "
             "--token.",
         )  # fmt: skip

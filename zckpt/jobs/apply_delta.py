@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UsageError
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.version import __version__
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import TensorEntry
@@ -93,7 +93,7 @@ def apply_delta(
     options = options or ApplyOptions()
     asked = options.split(APPLY, dtype=options.dtype if dtype is None else to_dtype(dtype))
     job = prepare(old, several, out, asked)
-    with reported(progress, job.nbytes, "apply") as watch:
+    with watch_progress(progress, job.nbytes, "apply") as watch:
         return replace(execute(job, watch), seconds=time.perf_counter() - began)
 
 

@@ -21,7 +21,7 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType
 from zckpt.core.evidence import weakest
-from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derived
+from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derive_entry
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.jobs.casting import to_dtype
@@ -137,7 +137,7 @@ def prepare(
         inputs = tuple(one[name] for one in bare)
         if inputs[-1].dtype.kind == "float":
             recipe = _recipe(inputs, asked.own, weights)
-            tensors[name] = derived(name, inputs[-1].shape, F32, recipe, inputs[-1].role)
+            tensors[name] = derive_entry(name, inputs[-1].shape, F32, recipe, inputs[-1].role)
         else:
             tensors[name] = replace_name(inputs[-1], name)
             copied.append(inputs)

@@ -13,7 +13,7 @@ from typing import Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.sizes import to_bytes
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.plan import Plan
@@ -125,7 +125,7 @@ def delta(
         dtype=options.dtype if dtype is None else to_dtype(dtype),
     )  # fmt: skip
     job = prepare(old, new, out, asked)
-    with reported(progress, job.nbytes, "delta") as watch:
+    with watch_progress(progress, job.nbytes, "delta") as watch:
         return replace(execute(job, watch), seconds=time.perf_counter() - began)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.progress import Progress, reported
-from zckpt.base.words import PAGE, as_html, count, examples, wrapped
+from zckpt.base.progress import Progress, watch_progress
+from zckpt.base.words import PAGE, as_html, count, examples, wrap_text
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
@@ -81,7 +81,7 @@ class TensorDiff:
             for what, shown in (("shape ", [str(list(shape)) for shape in self.shapes]), ("", self.dtypes))
             if shown[0] != shown[1]
         ]
-        yield from wrapped(f"{self.name} ({'; '.join(facts)})" if facts else self.name, width, "    ")
+        yield from wrap_text(f"{self.name} ({'; '.join(facts)})" if facts else self.name, width, "    ")
         if self.statistics is None or not self.statistics.differ:
             return
         s = self.statistics
@@ -148,7 +148,7 @@ class Diff:
         for only, side in ((self.only_a, "A"), (self.only_b, "B")):
             if only:
                 names = ", ".join(only) if tensors else examples(only)
-                yield from wrapped(f"only in {side}: {names}", width, "    ")
+                yield from wrap_text(f"only in {side}: {names}", width, "    ")
         listed = [t for t in self.tensors if tensors or not t.same]
         shown = listed if tensors else listed[:_MOST_LISTED]
         if any(t.statistics is not None and t.statistics.differ for t in shown):
@@ -158,7 +158,7 @@ class Diff:
             yield from tensor.rows(width)
         if len(listed) > len(shown):
             yield f"and {len(listed) - len(shown):,} more tensors (--tensors lists all)"
-        yield from wrapped(self._verdict(), width)
+        yield from wrap_text(self._verdict(), width)
 
     def _verdict(self) -> str:
         worst = max((t.statistics.max_abs for t in self.tensors if t.statistics is not None), default=0.0)
@@ -240,7 +240,7 @@ def diff(
                 yield from comparisons(x, y, number)
 
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs.values())
-    with reported(progress, total, "diff") as watch:
+    with watch_progress(progress, total, "diff") as watch:
         report = scan(looks(), relation=relation, spreads=spreads, total_bytes=total, progress=watch, **pace)
     tensors: list[TensorDiff] = []
     for number, ((name, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):

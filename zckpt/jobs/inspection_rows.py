@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from zckpt.base.words import count, ranges, row, size, wrapped
+from zckpt.base.words import count, ranges, row, size, wrap_text
 from zckpt.core.catalog import TensorEntry, Topology
 from zckpt.core.fragments import Fragment
 from zckpt.jobs.rank_files import SWAP, Cell, Grid, Rows, file_of, other_files
@@ -41,7 +41,7 @@ def file_rows(grid: Grid, listing: Listing, topology: Topology | None, width: in
     for number, (model_part, ranks_text, files) in enumerate(table):
         first = f"{model_part:<{widths[0]}}  " if widths[0] else ""
         text = f"  {'' if number else 'files':<11} {first}{ranks_text:<{widths[1]}}  {files}"
-        yield from wrapped(text, width, " " * indent)
+        yield from wrap_text(text, width, " " * indent)
     if len(grid) > 1 and topology is not None:
         yield from row("", f"mp_rank is {_numbering(topology)}", width)
     for what, others in itertools.groupby(other_files(listing), key=lambda file: file.kind.partition(" ")[0]):

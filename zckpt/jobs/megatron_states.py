@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from zckpt import layouts
 from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError, ZckptError
-from zckpt.base.words import examples, joined
+from zckpt.base.words import examples, join_words
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.megatron_core.write import MegatronOptimizer
@@ -80,8 +80,8 @@ def _check(training: Training, path: str) -> None:
     kinds = {state for group in training.groups for state in group.states}
     if kinds != set(_MOMENTS):
         raise UnsupportedError(
-            "has states that are not those of Adam", file=path, found=joined(sorted(kinds)) or "none",
-            expected=joined(list(_MOMENTS)), remedy="Leave --optimizer out, and write the weights alone.",
+            "has states that are not those of Adam", file=path, found=join_words(sorted(kinds)) or "none",
+            expected=join_words(list(_MOMENTS)), remedy="Leave --optimizer out, and write the weights alone.",
         )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def _settings(training: Training) -> tuple[dict[str, object], tuple[str, ...]]:
         "eps": _number(first.get("eps")) or 1e-8,
         "weight_decay": max(decays, default=0.0),
     }
-    note = f"The run's parameter groups differ in {joined(several)}; Megatron-Core's have those of the first."
+    note = f"The run's parameter groups differ in {join_words(several)}; Megatron-Core's have those of the first."
     return found, (note,) if several else ()
 
 
@@ -130,7 +130,8 @@ def _step(training: Training, path: str) -> int:
     if len(steps) != 1 or 0 in steps:
         raise InconsistentError(
             "the optimizer's step is not one", file=path,
-            found=f"steps {joined([str(step) for step in sorted(steps)])}", expected="the same step of all parameters, 1 or more",
+            found=f"steps {join_words([str(step) for step in sorted(steps)])}",
+            expected="the same step of all parameters, 1 or more",
             remedy="Leave --optimizer out, and write the weights alone.",
         )  # fmt: skip
     return steps.pop()

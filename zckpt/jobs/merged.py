@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
-from zckpt.base.words import count, examples, joined
+from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.jobs.adapters import CONFIG, chosen, config_path, looked_at, made_config, read_adapter_config
 from zckpt.jobs.groups import LoraMerge
@@ -128,7 +128,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
             )
         inside = adapter.file == opened.place.listing.directory.path
         recorded.append({"in_checkpoint": inside, **_facts(adapter, digest)})
-    said = joined([repr(one.name) + ("" if one.weight == 1 else f" times {one.weight:g}") for one in adapters])
+    said = join_words([repr(one.name) + ("" if one.weight == 1 else f" times {one.weight:g}") for one in adapters])
     changed = [name for name in model.changed if name not in trained]
     notes.insert(0, f"Adapter {said}: merged into {count(len(changed), 'tensor')} of the base model.")
     if trained:
@@ -190,8 +190,8 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
     if needs:
         raise UsageError(
             "the output was merged of more than the checkpoint", file=opened.place.listing.directory,
-            found=f"no {joined(needs)}", expected="the same base and adapters as when it was made",
-            remedy=f"Pass {joined(needs)} as to the command that made it.",
+            found=f"no {join_words(needs)}", expected="the same base and adapters as when it was made",
+            remedy=f"Pass {join_words(needs)} as to the command that made it.",
         )  # fmt: skip
     if not given.adapters and not is_adapter_file(opened.catalog):
         given = replace(given, adapters=tuple(inside))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.words import count, duration, rate, shorten_text, size
 from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
@@ -134,7 +134,7 @@ def execute(
 
 def carried_out(planned: Planned, progress: Progress, label: str, began: float) -> Report:
     """The same for a public function, which began at `began` (of `time.perf_counter`), with its progress."""
-    with reported(progress, planned.plan.bytes_written, label) as watch:
+    with watch_progress(progress, planned.plan.bytes_written, label) as watch:
         return replace(execute(planned, watch), seconds=time.perf_counter() - began)
 
 

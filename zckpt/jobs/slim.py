@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.progress import JobWatch
-from zckpt.base.words import count, examples, joined, size
+from zckpt.base.words import count, examples, join_words, size
 from zckpt.containers import Container, TensorRef
 from zckpt.containers.storages import placeholders_in, tensors_in
 from zckpt.core.catalog import Catalog, TensorEntry
@@ -314,5 +314,5 @@ def _check_dropped(opened: Opened, asked: Asked[Slim], cut: Cut, left_out: set[s
 
 def described(planned: PlannedSlim) -> str:
     """What a command says of the new save."""
-    without = joined([f"{what.replace('-', ' ')} ({size(nbytes)})" for what, nbytes in planned.dropped.items()])
+    without = join_words([f"{what.replace('-', ' ')} ({size(nbytes)})" for what, nbytes in planned.dropped.items()])
     return f"a save that is {size(planned.saved_bytes)} smaller" + (f", without {without}" if without else "")

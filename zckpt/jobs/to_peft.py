@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
@@ -107,7 +107,7 @@ def to_peft(
     began = time.perf_counter()
     asked = TO_PEFT.ask(dtype=to_dtype(dtype), adapter=adapter, tag=tag, also=also, overwrite=overwrite)
     planned = prepare(checkpoint, out, asked)
-    with reported(progress, planned.plan.bytes_written, "to peft") as watch:
+    with watch_progress(progress, planned.plan.bytes_written, "to peft") as watch:
         return replace(carry_out(planned, watch), seconds=time.perf_counter() - began)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.errors import InconsistentError, UnsupportedError
-from zckpt.base.words import count, examples, joined
+from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.core.recipes import DerivedStore
@@ -183,7 +183,7 @@ def check_copies(copies: Iterable[tuple[TensorEntry, TensorEntry]], adapters: Se
             f"{count(len(found), 'tensor')} of an adapter should be another one once more, and differ from it"
             if len(found) > 1
             else "1 tensor of an adapter should be another one once more, and differs from it",
-            file=joined([one.file for one in adapters]), found=joined([f"{copy!r} and {own!r}" for copy, own in found]),
+            file=join_words([one.file for one in adapters]), found=join_words([f"{copy!r} and {own!r}" for copy, own in found]),
             expected="equal numbers: these weights are tied in the model, or were saved twice",
             remedy="Use another save of the adapter; PEFT itself would take one of the two.",
         )  # fmt: skip

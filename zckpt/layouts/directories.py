@@ -26,7 +26,7 @@ from zckpt.layouts.save.listing import Listing, lay_over
 from zckpt.layouts.save.pointers import check_tag, read_pointer
 from zckpt.layouts.save.series import meaning_of
 from zckpt.layouts.search import has_saves, has_weights, pointer_in, tags_in
-from zckpt.output.saves import displaced
+from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location, locate
 
 
@@ -203,7 +203,7 @@ def as_home(look: Look) -> Place | None:
     directory = path / tag
     roots = [root.path for root in laid_over(look, tag)]
     if not path.is_remote and not directory.is_dir():
-        directory = locate(displaced(path.path).get(tag, directory))
+        directory = locate(find_displaced(path.path).get(tag, directory))
     if not directory.is_dir():
         roots = [inner for root in look.also if (inner := root.path / tag).is_dir()] or [
             root for root in roots if root.is_dir()

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Sequence
 
 from zckpt.base.errors import NotACheckpointError
-from zckpt.base.words import examples, joined
+from zckpt.base.words import examples, join_words
 from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location
 
@@ -37,7 +37,7 @@ def missing_error(path: Location) -> NotACheckpointError:
     remedy = _GENERAL
     if near := _nearest(path.name, entries):
         directory = os.path.dirname(path.path.rstrip("/"))
-        remedy = f"Did you mean {joined([repr(os.path.join(directory, name)) for name in near], 'or')}?"
+        remedy = f"Did you mean {join_words([repr(os.path.join(directory, name)) for name in near], 'or')}?"
     elif same := _same_kind(path.name, entries):
         remedy = f"Beside it are {examples(same, 6)}."
     elif not path.is_remote and _HUB_NAME.fullmatch(path.path) and not os.path.isdir(path.path.partition("/")[0]):

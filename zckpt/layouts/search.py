@@ -14,7 +14,7 @@ from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.foreign import ForeignFormat, foreign_format, foreign_save
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, natural
 from zckpt.layouts.save.weight_files import models_in
-from zckpt.output.saves import displaced
+from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location
 
 POINTERS = ("latest", UNIVERSAL_POINTER)
@@ -76,7 +76,7 @@ def pointer_in(names: Sequence[str]) -> str | None:
 
 def tags_in(folder: Folder, also: Sequence[Folder] = ()) -> tuple[str, ...]:
     """Names of directories that hold a save's files, here or in the directories laid over this one."""
-    found: set[str] = set() if folder.path.is_remote else set(displaced(folder.path.path))
+    found: set[str] = set() if folder.path.is_remote else set(find_displaced(folder.path.path))
     for root in (folder, *also):
         for name in root.names:
             if name.startswith("."):  # a save that was not finished

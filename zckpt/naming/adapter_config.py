@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError
-from zckpt.base.words import joined
+from zckpt.base.words import join_words
 from zckpt.containers import brief
 from zckpt.core.catalog import TensorEntry
 
@@ -47,7 +47,7 @@ def config_of_meta(
     if ranks != [r]:
         raise InconsistentError(
             "gives a rank that the adapter does not have", file=file, found=f"r {r}",
-            expected=f"r {joined([str(own) for own in ranks])}, as its tensors have" if ranks else "LoRA matrices",
+            expected=f"r {join_words([str(own) for own in ranks])}, as its tensors have" if ranks else "LoRA matrices",
             remedy=OTHER_SAVE,
         )  # fmt: skip
     assert isinstance(meta, Mapping)

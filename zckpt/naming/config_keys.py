@@ -18,7 +18,7 @@ from typing import Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
-from zckpt.base.words import joined
+from zckpt.base.words import join_words
 
 FREE = frozenset({
     "_name_or_path", "add_bos_token", "add_eos_token", "architectures", "attention_dropout", "attn_pdrop", "auto_map",
@@ -147,7 +147,7 @@ def _why_not(key: str, value: object, keys: Keys, fields: Mapping[str, Any]) -> 
     if key in keys.only:
         wanted = keys.only[key]
         is_fit = (value is None and key not in fields) or any(_is_same(value, one) for one in wanted)
-        return None if is_fit else f" (only {joined([_shown(one) for one in wanted], 'or')})"
+        return None if is_fit else f" (only {join_words([_shown(one) for one in wanted], 'or')})"
     if key in fields:
         return None if _is_same(value, fields[key]) else f" (only {_shown(fields[key])})"
     return None if value is None or value is False or value in ([], {}, "") else " (a key that zckpt does not know)"

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
-from zckpt.base.words import examples, joined
+from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import SHAPES, Facts
 from zckpt.naming.parts import numbered
@@ -187,7 +187,7 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
     if unknown:
         raise UsageError(
             f"the config of a {architecture_of(family)} cannot be made", file=facts.path,
-            found=f"neither a config nor arguments of the run that say {joined(unknown)}",
+            found=f"neither a config nor arguments of the run that say {join_words(unknown)}",
             remedy="Pass the model's config.json with --config.",
         )  # fmt: skip
     config: dict[str, object] = {**data["fixed"], **_from_facts(family, parts, facts)}

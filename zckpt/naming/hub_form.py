@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.overlaps import rearranged
-from zckpt.core.views import strided
+from zckpt.core.overlaps import reorder_rows
+from zckpt.core.views import rows_of_strided
 
 if TYPE_CHECKING:
     import torch
@@ -124,10 +124,10 @@ def _entry(name: str, view: torch.Tensor, catalog: Catalog, origin: Mapping[int,
     shape = tuple(view.shape)
     if shape == source.shape and view.is_contiguous() and view.storage_offset() == 0:
         return replace(source, name=name)
-    rows = strided(int(view.storage_offset()), shape, view.stride())
+    rows = rows_of_strided(int(view.storage_offset()), shape, view.stride())
     replicas = tuple(
-        replace(replica, fragments=rearranged(replica.fragments, rows, replica.dtype.itemsize))
+        replace(replica, fragments=reorder_rows(replica.fragments, rows, replica.dtype.itemsize))
         for replica in source.replicas
     )
-    fragments = rearranged(source.fragments, rows, source.dtype.itemsize)
+    fragments = reorder_rows(source.fragments, rows, source.dtype.itemsize)
     return TensorEntry(name, shape, source.dtype, source.role, fragments, replicas)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.base.words import joined
+from zckpt.base.words import join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.config_keys import ROTARY, WINDOW, Keys, check_keys, fields_of, whole_config
 from zckpt.naming.facts import Facts
@@ -249,7 +249,8 @@ def megatron_notes(arguments: Mapping[str, object], model_type: object) -> tuple
     ]
     if wanted:
         notes += (
-            f"Megatron-LM's --use-checkpoint-args does not take {joined(wanted)} from a checkpoint: pass these as options, too.",
+            f"Megatron-LM's --use-checkpoint-args does not take {join_words(wanted)} from a checkpoint: "
+            "pass these as options, too.",
         )
     return notes
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
-from zckpt.base.words import examples, joined
+from zckpt.base.words import examples, join_words
 from zckpt.core import views
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
-from zckpt.core.recipes import WeightedSum, derived
+from zckpt.core.recipes import WeightedSum, derive_entry
 from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
 from zckpt.naming.adapter_names import found_in
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
@@ -108,12 +108,12 @@ def merged(
         entry = bases[name]
         columns, experts = shapes[name]
         recipe = MergedMatrix(replace(entry, replicas=()), tuple(found), columns, experts)
-        model.put(name, derived(name, entry.shape, F32, recipe, entry.role), tied=name in ties)
+        model.put(name, derive_entry(name, entry.shape, F32, recipe, entry.role), tied=name in ties)
     for name, added in biases.items():
         entry = base_tensor(model, adapters[0], name, added[0][0].name)
         inputs = replace(entry, replicas=()), *(bias for bias, _ in added)
         total = WeightedSum(inputs, (1.0, *(scaling for _, scaling in added)))
-        model.put(name, derived(name, entry.shape, F32, total, entry.role))
+        model.put(name, derive_entry(name, entry.shape, F32, total, entry.role))
     notes = []
     if model.untied:
         notes.append(
@@ -163,7 +163,7 @@ def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights], ties
             if adapter.weight != 1 or name in owner:
                 raise UsageError(
                     f"{name!r} was trained whole, so there is no sum of it", file=adapter.file,
-                    found=joined([repr(owner.get(name, name)), f"{adapter.name!r} with weight {adapter.weight:g}"]),
+                    found=join_words([repr(owner.get(name, name)), f"{adapter.name!r} with weight {adapter.weight:g}"]),
                     expected="one adapter that trained it, with weight 1", remedy="Leave out the weight, or one of the adapters.",
                 )  # fmt: skip
             owner[name] = adapter.name
@@ -209,7 +209,7 @@ def _copies(adapter: AdapterWeights, ties: Mapping[str, str]) -> Iterator[tuple[
 def _turned(entry: TensorEntry) -> TensorEntry:
     """A matrix's transpose."""
     rows, columns = entry.shape
-    fragments = views.transposed(entry.fragments, rows, columns, entry.dtype.itemsize)
+    fragments = views.transpose_fragments(entry.fragments, rows, columns, entry.dtype.itemsize)
     return replace(entry, shape=(columns, rows), fragments=fragments, replicas=())
 
 
@@ -269,7 +269,7 @@ def _replace_tokens(
             yield from ((one, own) for (one, _), (own, _) in zip(others, found[kept], strict=True))
             continue
         recipe = ReplacedRows(replace(base, replicas=()), tuple(others), math.prod(base.shape[1:]))
-        entry = derived(name, base.shape, F32, recipe, base.role)
+        entry = derive_entry(name, base.shape, F32, recipe, base.role)
         model.put(name, entry, tied=name == kept and are_alike)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.base.words import examples, joined
+from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import Facts
 from zckpt.naming.families import model_types, refusals
@@ -63,7 +63,7 @@ def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = N
     evidence = "its tensors and the run's arguments fit" if facts.arguments else "its tensors fit"
     note = f"The model is written as hf:{names[0]}: {evidence}."
     if len(names) > 1:
-        note += f" They fit {joined([f'hf:{name}' for name in names[1:]])} too; pass --to if it is one of these."
+        note += f" They fit {join_words([f'hf:{name}' for name in names[1:]])} too; pass --to if it is one of these."
     return names[0], (note,)
 
 

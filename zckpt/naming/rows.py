@@ -19,9 +19,9 @@ from zckpt.base.errors import InconsistentError
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Block, ComputedStore, Fragment
-from zckpt.core.overlaps import cut, place, rearranged, shifted
-from zckpt.core.recipes import derived
-from zckpt.core.views import transposed
+from zckpt.core.overlaps import place, reorder_rows, shift, split_at
+from zckpt.core.recipes import derive_entry
+from zckpt.core.views import transpose_fragments
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Tools
@@ -41,13 +41,13 @@ def moved(entry: TensorEntry, name: str, shape: Shape, move: Renumber) -> Tensor
 def split(entry: TensorEntry, pieces: Sequence[tuple[str, Shape]]) -> list[TensorEntry]:
     """A tensor's pieces, which lie end to end: their names and shapes are given."""
     bounds = [0, *itertools.accumulate(math.prod(shape) for _, shape in pieces)]
-    own = cut(entry.fragments, bounds, entry.dtype.itemsize)
+    own = split_at(entry.fragments, bounds, entry.dtype.itemsize)
     if not entry.replicas:
         return [
             TensorEntry(name, shape, entry.dtype, entry.role, fragments)
             for (name, shape), fragments in zip(pieces, own, strict=True)
         ]
-    copies = [cut(replica.fragments, bounds, replica.dtype.itemsize) for replica in entry.replicas]
+    copies = [split_at(replica.fragments, bounds, replica.dtype.itemsize) for replica in entry.replicas]
     return [
         TensorEntry(
             name, shape, entry.dtype, entry.role, own[at],
@@ -71,7 +71,7 @@ def rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], n
     own, pitch = widths[number] * width, sum(widths) * width
     block = Block(sum(widths[:number]) * width, own, groups, pitch, pitch, 1)
     shape = (widths[number] * groups, *entry.shape[1:])
-    return moved(entry, name, shape, lambda fragments, itemsize: rearranged(fragments, [(block, 0, own)], itemsize))
+    return moved(entry, name, shape, lambda fragments, itemsize: reorder_rows(fragments, [(block, 0, own)], itemsize))
 
 
 def grouped(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEntry:
@@ -102,7 +102,7 @@ def grouped(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEntry
 
     def together(held: Sequence[Fragments], itemsize: int) -> Fragments:
         if groups == 1:
-            return tuple(f for own, at in zip(held, starts) for f in shifted(own, at))
+            return tuple(f for own, at in zip(held, starts) for f in shift(own, at))
         passes = [Block(0, own, groups, own, own, 1) for own in inside]
         placed = (f for own, block, at in zip(held, passes, starts) for f in place(own, block, at, pitch, itemsize))
         return tuple(sorted(placed, key=lambda fragment: fragment.start))
@@ -126,7 +126,7 @@ def stacked(name: str, items: Sequence[TensorEntry], lead: Shape) -> TensorEntry
             )  # fmt: skip
 
     def together(held: Sequence[Fragments], itemsize: int) -> Fragments:
-        return tuple(f for number, own in enumerate(held) for f in shifted(own, number * numel))
+        return tuple(f for number, own in enumerate(held) for f in shift(own, number * numel))
 
     return _made(name, (*lead, *first.shape), items, together)
 
@@ -153,7 +153,9 @@ def turned(entry: TensorEntry) -> TensorEntry:
     if len(entry.shape) != 2:
         return entry
     rows, columns = entry.shape
-    return moved(entry, entry.name, (columns, rows), lambda fragments, size: transposed(fragments, rows, columns, size))
+    return moved(
+        entry, entry.name, (columns, rows), lambda fragments, size: transpose_fragments(fragments, rows, columns, size)
+    )
 
 
 def paired(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
@@ -181,7 +183,7 @@ def paired(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
             order.append((Block(pairs, width, half, 2 * width, 2 * width, 1), halves, width))
         else:
             order.append((Block(halves, width, half, width, width, 1), pairs, 2 * width))
-    return moved(entry, entry.name, entry.shape, lambda fragments, size: rearranged(fragments, order, size))
+    return moved(entry, entry.name, entry.shape, lambda fragments, size: reorder_rows(fragments, order, size))
 
 
 def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
@@ -230,4 +232,4 @@ class ShiftedElements:
 
 def shifted_by(entry: TensorEntry, amount: float) -> TensorEntry:
     """The tensor as fp32, with a number added to each element; without its replicas."""
-    return derived(entry.name, entry.shape, F32, ShiftedElements((entry,), amount), entry.role)
+    return derive_entry(entry.name, entry.shape, F32, ShiftedElements((entry,), amount), entry.role)

@@ -171,7 +171,7 @@ class OutputAddress:
 
     def put(self, name: str, data: bytes) -> None:
         """Sends a small file."""
-        uploads.put(self.at(name).path, data)
+        uploads.upload_small(self.at(name).path, data)
 
     def mark(self, name: str) -> str:
         """As `fsspec_io.mark`."""
@@ -188,7 +188,7 @@ class OutputAddress:
         except NotACheckpointError:
             return None
         try:
-            return _parsed(found)
+            return _parse_record(found)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise OutputError(
                 "is a record that zckpt did not write", file=self.at(self.record), found=f"{error!r:.100}",
@@ -343,7 +343,7 @@ def _rank(place: OutputAddress, name: str) -> int:
     return {CONFIG: 1, place.manifest: 2}.get(name, 0)
 
 
-def _parsed(found: Any) -> AddressRecord:
+def _parse_record(found: Any) -> AddressRecord:
     match found:
         case {"job": str(job), "run": str(run), "state": "staging" | "sealed" | "done" as state, "last": last}:
             pass
@@ -361,7 +361,7 @@ def _parsed(found: Any) -> AddressRecord:
         head=_name(found["head"]) if found["head"] else "", before=str(found["before"]),
         contents={_name(name): base64.b64decode(data) for name, data in found["contents"].items()},
         deleted={_name(name): base64.b64decode(data) for name, data in found["deleted"].items()},
-        heads=tuple(text["heads"]), old=tuple(text["old"]), last=None if last is None else _parsed(last),
+        heads=tuple(text["heads"]), old=tuple(text["old"]), last=None if last is None else _parse_record(last),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from zckpt.output.address import (
     settle,
 )
 from zckpt.output.checks import check_kind, exists
-from zckpt.output.contents import WEIGHTS, decided, listed_in
+from zckpt.output.contents import WEIGHTS, decide_replacement, listed_in
 from zckpt.output.files import INDEX, FileSource, FileStream
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
@@ -68,7 +68,7 @@ def _files_to_replace(
     listed = listed_in(place.out, there, merge=merge)
     inner = {name for name in listed if "/" in name}
     files = there - {name.partition("/")[0] for name in inner} | inner
-    return frozenset(decided(place.out, files, (), listed, {*new, place.manifest}, merge=merge).deleted)
+    return frozenset(decide_replacement(place.out, files, (), listed, {*new, place.manifest}, merge=merge).deleted)
 
 
 class AddressDestination:

@@ -13,7 +13,7 @@ from zckpt.output.names import check_name
 from zckpt.output.work_directory import is_unfinished, left_bytes
 from zckpt.storage.identity import is_below, is_mount, other_name_of, parts_elsewhere
 from zckpt.storage.location import LocalPath, Location
-from zckpt.storage.output_places import directory_for, entries, free_bytes, resolved
+from zckpt.storage.output_places import directory_for, entries, free_bytes, resolve_output
 
 
 def check_path(
@@ -42,7 +42,7 @@ def check_path(
     if not single:
         check_name(out)
     keep_apart(out, protected)
-    path = resolved(out.path)
+    path = resolve_output(out.path)
     if not os.path.lexists(path):
         return
     check_kind(out, "directory" if os.path.isdir(path) else "file", single=single)

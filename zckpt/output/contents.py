@@ -55,7 +55,7 @@ def replacement(out: Location, names: Collection[str], *, merge: bool) -> Replac
     listed = listed_in(out, entries(out.path), merge=merge)
     new = {*names, manifest.NAME}
     files, untouched = _survey(out.path, {*listed, *new})
-    return decided(out, files, untouched, listed, new, merge=merge)
+    return decide_replacement(out, files, untouched, listed, new, merge=merge)
 
 
 def listed_in(out: Location, there: Collection[str], *, merge: bool) -> set[str]:
@@ -89,7 +89,7 @@ def listed_in(out: Location, there: Collection[str], *, merge: bool) -> set[str]
     return {manifest.NAME} if merge else set()
 
 
-def decided(
+def decide_replacement(
     out: Location,
     files: Collection[str],
     untouched: Collection[str],

@@ -44,7 +44,7 @@ from zckpt.output.manifest import Manifest
 from zckpt.output.signature import Signing
 from zckpt.output.work_directory import WorkDirectory, left_by_others
 from zckpt.storage.location import LocalPath
-from zckpt.storage.output_places import entries, keeps_its_name, resolved
+from zckpt.storage.output_places import entries, keeps_its_name, resolve_output
 
 _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
 """After these errors the same command would fail again, or must not trust the files made so far."""
@@ -81,7 +81,7 @@ class LocalDestination:
         pace: Pace = DEFAULT_PACE,
         watch: Callable[[int], None] | None = None,
     ) -> None:
-        self.out = resolved(out)
+        self.out = resolve_output(out)
         self.parent, self.name = os.path.split(self.out)
         self.home = self.parent if single else self.out
         self.published = False
@@ -352,7 +352,7 @@ class LocalDestination:
             return True
         if changes.untouched or LocalPath(os.getcwd()).is_within(LocalPath(self.out)):
             return False
-        return _like(self.out, self.directory) and _linked(changes.stays, self.out, self.directory)
+        return _like(self.out, self.directory) and _link_files(changes.stays, self.out, self.directory)
 
 
 def _is_there(directory: str, file: Finished) -> bool:
@@ -388,7 +388,7 @@ def _like(old: str, new: str) -> bool:
     return True
 
 
-def _linked(names: Collection[str], old: str, new: str) -> bool:
+def _link_files(names: Collection[str], old: str, new: str) -> bool:
     """Makes hard links in the new directory to files that stay. Returns False if the file system does not allow that."""
     made: list[str] = []
     try:

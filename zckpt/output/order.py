@@ -16,7 +16,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.version import __version__
-from zckpt.base.words import count, joined
+from zckpt.base.words import count, join_words
 from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.fragments import ComputedStore
@@ -115,10 +115,10 @@ class OutputReport:
 
 def as_finished(written: Written, names: Sequence[str]) -> Finished:
     """The journal's facts of a file that the engine wrote; `names` are those of the plan's tensors, in its order."""
-    return Finished(written.path, written.nbytes, written.crc32, named(written.overflows, names))
+    return Finished(written.path, written.nbytes, written.crc32, overflows_by_name(written.overflows, names))
 
 
-def named(overflows: Mapping[int, Overflowed], names: Sequence[str]) -> dict[str, tuple[int, float]]:
+def overflows_by_name(overflows: Mapping[int, Overflowed], names: Sequence[str]) -> dict[str, tuple[int, float]]:
     """Tensor name -> (elements whose cast overflowed, the largest of them); `names` as in `as_finished`."""
     return {names[number]: (found.count, found.largest) for number, found in overflows.items()}
 
@@ -267,7 +267,7 @@ def overflows_of(
 
 def overflow_error(overflows: Mapping[str, tuple[int, float]], dtypes: Iterable[DType]) -> CastError:
     """The error for numbers that a cast to these dtypes would make infinite."""
-    targets = joined(sorted({dtype.torch_name for dtype in dtypes}))
+    targets = join_words(sorted({dtype.torch_name for dtype in dtypes}))
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     found = ", ".join(f"{n!r} ({count(overflows[n][0], 'element')}, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""

@@ -4,7 +4,7 @@ For the trainer, which writes saves, and for `layouts.places`, which finds them.
 [Note: work on a save] A save is staged in a directory `.zckpt-` and sixteen digits that follow from its tag, so that the next
 save of the tag finds the work of a killed run. The journal there names the tag. On file systems that cannot exchange two
 directories, there is a moment in which the tag has no directory although `latest` may name it. If a run is killed then, a seal
-says that the staged save is whole, readers use the staged directory (`displaced`), and the next save of any tag finishes the
+says that the staged save is whole, readers use the staged directory (`find_displaced`), and the next save of any tag finishes the
 commit (`finish_others`). Readers change nothing.
 """
 
@@ -29,7 +29,7 @@ STAGED = "files"
 """The directory in a work directory that becomes the save."""
 
 
-def displaced(directory: str) -> dict[str, str]:
+def find_displaced(directory: str) -> dict[str, str]:
     """Tag -> staged directory, of whole saves whose tag has no directory; see [Note: work on a save]."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):

@@ -65,7 +65,7 @@ class WorkDirectory:
         """
         while self._lock < 0:
             try:
-                self.was_there = not _made(self.path)
+                self.was_there = not _make_or_check(self.path)
                 self._lock = locks.take(os.path.join(self.path, "lock"))
             except FileNotFoundError:  # the run that had it ended and removed it
                 continue
@@ -119,7 +119,7 @@ class WorkDirectory:
             os.rmdir(self.path)
 
 
-def _made(path: str) -> bool:
+def _make_or_check(path: str) -> bool:
     """Makes the directory, or checks that an existing one belongs to this user: another user could put links in it.
 
     Returns:

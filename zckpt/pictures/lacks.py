@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from zckpt.base.words import count, joined, size
+from zckpt.base.words import count, join_words, size
 from zckpt.pictures.checkpoint_map import CheckpointMap
 from zckpt.pictures.incomplete import Lack
 from zckpt.pictures.page import text
@@ -42,7 +42,7 @@ def part_said(shape: tuple[int, ...], lack: Lack) -> str:
     parts = [_piece_said(shape, *piece) for piece in lack.pieces[:_MOST_PARTS]]
     if len(lack.pieces) > _MOST_PARTS:
         parts.append(count(len(lack.pieces) - _MOST_PARTS, "more part"))
-    return f"{joined(parts)} of {list(shape)}"
+    return f"{join_words(parts)} of {list(shape)}"
 
 
 def _piece_said(shape: tuple[int, ...], start: int, many: int, rows: int, pitch: int) -> str:
@@ -92,6 +92,6 @@ def _rows(found: CheckpointMap) -> Iterator[tuple[str, str, str]]:
         files = [found.grid.files[number].name for number in lack.files[:_MOST_PARTS]]
         more = [f"{len(lack.files) - _MOST_PARTS:,} more"] if len(lack.files) > _MOST_PARTS else []
         entry = found.tensors[lack.tensor]
-        yield entry.name, part_said(entry.shape, lack), joined(files + more)
+        yield entry.name, part_said(entry.shape, lack), join_words(files + more)
     for name, file in list(found.unseen.items())[:left]:
         yield name, "all of it", file

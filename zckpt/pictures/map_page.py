@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from zckpt.base.words import count, joined, ranges, size
+from zckpt.base.words import count, join_words, ranges, size
 from zckpt.core.catalog import Topology
 from zckpt.core.dtypes import DType
 from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share
@@ -358,7 +358,7 @@ def _tables(found: CheckpointMap) -> Iterator[str]:
         heads = ("Part", "Rank", "File", "Kind", "Size", "State", "Holds")
         yield f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead><tbody>"
         for part, label, file in rows[:_MOST_ROWS]:
-            held = joined([f"{size(number)} {name}" for name, number in file.contents.items()])
+            held = join_words([f"{size(number)} {name}" for name, number in file.contents.items()])
             held = f"would hold {held}" if file.gone and held else held
             state = _STATES.get(file.state, file.state) + (f": {file.reason}" if file.reason else "")
             cells = (part, label, file.name, file.kind, size(file.nbytes), state, held)

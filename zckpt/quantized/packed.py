@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
-from zckpt.base.words import count, examples, joined
+from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.core.recipes import DerivedStore
@@ -60,7 +60,7 @@ class Packed:
     @property
     def about(self) -> str:
         """The forms, for a person."""
-        return joined(list(dict.fromkeys(form.about for form in self.forms.values())))
+        return join_words(list(dict.fromkeys(form.about for form in self.forms.values())))
 
 
 def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed | None:
@@ -215,6 +215,6 @@ def _remedy_for(packed: Packed | None) -> str:
             f"{lost}Write the adapter alone with `zckpt to-peft`, or merge it into the model that was quantised: --merge-lora "
             "--base MODEL."
         )
-    libraries = joined(list(dict.fromkeys(form.by for form in packed.forms.values() if form.by)), "or")
+    libraries = join_words(list(dict.fromkeys(form.by for form in packed.forms.values() if form.by)), "or")
     first = f"Dequantise it with {libraries}, save it, and convert that; or convert" if libraries else "Convert"
     return f"{first} the model that was quantised. Leave these tensors out with --exclude if you do not want them."

@@ -14,7 +14,7 @@ from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.recipes import derived
+from zckpt.core.recipes import derive_entry
 from zckpt.quantized.configs import BLOCK, Quantization
 from zckpt.quantized.dequantise import Dequantised, Narrowed
 from zckpt.quantized.grids import Grid, grid_of
@@ -115,10 +115,10 @@ def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
     """What a quantised tensor stands for, in fp32 or rounded to a dtype."""
     entry = each.entry
     recipe = Dequantised((entry, each.scales), each.grid)
-    wide = derived(entry.name, entry.shape, F32, recipe, entry.role)
+    wide = derive_entry(entry.name, entry.shape, F32, recipe, entry.role)
     if dtype is None or dtype == F32:
         return wide
-    return derived(entry.name, entry.shape, dtype, Narrowed((wide,), dtype, recipe.unit), entry.role)
+    return derive_entry(entry.name, entry.shape, dtype, Narrowed((wide,), dtype, recipe.unit), entry.role)
 
 
 def about(quantization: Quantization | None, found: Collection[str]) -> str:

@@ -20,7 +20,7 @@ from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F32, DType
 from zckpt.core.folds import Rounded, Tools
-from zckpt.core.recipes import derived
+from zckpt.core.recipes import derive_entry
 from zckpt.quantized.grids import Grid
 
 if TYPE_CHECKING:
@@ -254,9 +254,9 @@ class Scales:
 
 def quantised(entry: TensorEntry, quantiser: Quantiser) -> TensorEntry:
     """The tensor's elements."""
-    return derived(entry.name, entry.shape, F8_E4M3, Elements(quantiser), entry.role)
+    return derive_entry(entry.name, entry.shape, F8_E4M3, Elements(quantiser), entry.role)
 
 
 def scales(name: str, shape: tuple[int, ...], quantiser: Quantiser) -> TensorEntry:
     """The tensor's scales, under a name and in a shape."""
-    return derived(name, shape, F32 if quantiser.dtype == F32 else BF16, Scales(quantiser))
+    return derive_entry(name, shape, F32 if quantiser.dtype == F32 else BF16, Scales(quantiser))

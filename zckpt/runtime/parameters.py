@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.base.errors import UsageError
-from zckpt.base.words import joined
+from zckpt.base.words import join_words
 from zckpt.runtime.sharding.deferred import gather_rows
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
 
@@ -244,7 +244,9 @@ def _state_of(states: dict[str, Any], one: ShardedParameter, key: str) -> torch.
     if not isinstance(found, torch.Tensor):
         raise UsageError(
             f"the optimizer has no state {key!r} of {one.name!r}",
-            expected=joined([repr(name) for name, value in states.items() if isinstance(value, torch.Tensor)], "or"),
+            expected=join_words(
+                [repr(name) for name, value in states.items() if isinstance(value, torch.Tensor)], "or"
+            ),
             remedy="Ask for one of these.",
         )
     return found

@@ -62,7 +62,7 @@ class OpenAhead:
         if not location.is_remote or name in self._asked:
             return location
         if name not in self._begun:
-            self._begun[name] = self._workers().submit(_opened, location.path)
+            self._begun[name] = self._workers().submit(_open_remote, location.path)
         return _Begun(location.path, self._begun[name])
 
     def _workers(self) -> ThreadPoolExecutor:
@@ -76,10 +76,10 @@ class OpenAhead:
             if len(self._begun) >= _MOST:
                 return
             if name not in self._asked and name not in self._begun:
-                self._begun[name] = self._workers().submit(_opened, self._files[name].path)
+                self._begun[name] = self._workers().submit(_open_remote, self._files[name].path)
 
 
-def _opened(address: str) -> RemoteFile:
+def _open_remote(address: str) -> RemoteFile:
     file = RemoteFile.opened(address)
     file.read(0, 1)
     if not address.endswith(".safetensors"):  # what torch writes has its directory at the end

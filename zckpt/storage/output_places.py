@@ -15,7 +15,7 @@ _USUAL = re.compile(rf"{re.escape(WORK)}(-.*)?|lost\+found")
 """Names in a mount point that are not data of a user."""
 
 
-def resolved(out: str) -> str:
+def resolve_output(out: str) -> str:
     """The output's absolute path; if OUT is a symbolic link, its target."""
     path = os.path.abspath(out)
     return os.path.realpath(path) if os.path.islink(path) else path
@@ -23,7 +23,7 @@ def resolved(out: str) -> str:
 
 def keeps_its_name(out: str) -> bool:
     """Whether OUT is a directory that cannot be renamed: a mount point, or in a directory that this user cannot write."""
-    out = resolved(out)
+    out = resolve_output(out)
     return os.path.isdir(out) and (is_mount(out) or not os.access(os.path.dirname(out), os.W_OK | os.X_OK))
 
 
@@ -34,13 +34,13 @@ def directory_for(out: str) -> str:
 
 def beside(out: str) -> str:
     """The work directory beside an output."""
-    parent, name = os.path.split(resolved(out))
+    parent, name = os.path.split(resolve_output(out))
     return os.path.join(parent, f".{name}{WORK}")
 
 
 def inside(out: str) -> str:
     """The work directory in an output that cannot be renamed."""
-    return os.path.join(resolved(out), WORK)
+    return os.path.join(resolve_output(out), WORK)
 
 
 def entries(directory: str) -> list[str]:

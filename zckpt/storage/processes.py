@@ -35,7 +35,7 @@ class Process:
         """Whether it has ended; False also for processes of other machines and containers, of which this is not known."""
         if (self.boot, self.space) != (_boot(), _space()) or "0" in (self.boot, self.space):
             return False
-        return _started(self.number) not in (self.started, "0")
+        return _start_time(self.number) not in (self.started, "0")
 
 
 NAME = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
@@ -44,7 +44,7 @@ NAME = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
 
 def this_process() -> Process:
     """The process that calls."""
-    return Process(_boot(), _space(), os.getpid(), _started(os.getpid()) or "0")
+    return Process(_boot(), _space(), os.getpid(), _start_time(os.getpid()) or "0")
 
 
 def parse(text: str) -> Process | None:
@@ -68,7 +68,7 @@ def _space() -> str:
         return "0"
 
 
-def _started(number: int) -> str:
+def _start_time(number: int) -> str:
     """Start time of a process; "" if there is no process of this number, "0" if the time cannot be read."""
     try:
         with open(f"/proc/{number}/stat", "rb") as file:

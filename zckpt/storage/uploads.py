@@ -101,7 +101,7 @@ class Upload:
             raise
 
 
-def put(address: str, data: bytes) -> None:
+def upload_small(address: str, data: bytes) -> None:
     """Sends a small file; tries again as in `patiently`."""
 
     def attempt() -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from zckpt.base.errors import InconsistentError, OutputError
 from zckpt.base.words import ranks
-from zckpt.team.rendezvous import Rendezvous, StoreRendezvous, awaited, default_store, own_connection
+from zckpt.team.rendezvous import Rendezvous, StoreRendezvous, default_store, own_connection, wait_for_notes
 
 ENTRY_S = 45.0
 """How long a meeting waits for ranks that should come at the same moment."""
@@ -114,10 +114,10 @@ class Meetings:
         minutes, keys = f"{place}/minutes", [f"{place}/{rank}" for rank in range(self.size)]
         self._rendezvous.put(keys[self.rank], json.dumps(word).encode())
         if self.rank == 0:
-            came = awaited(self._rendezvous, keys, within_s, check=self._check)
+            came = wait_for_notes(self._rendezvous, keys, within_s, check=self._check)
             absent = [rank for rank, key in enumerate(keys) if key not in came]
             words = [] if absent else [json.loads(came[key]) for key in keys]
-            self._rendezvous.put(minutes, json.dumps([absent, _folded(words), time.time()]).encode())
+            self._rendezvous.put(minutes, json.dumps([absent, _fold_repeats(words), time.time()]).encode())
             for key in (*self._old, *keys):
                 self._rendezvous.drop(key)
             self._old = [] if absent else [minutes]  # by the next meeting all will have read it
@@ -143,7 +143,7 @@ class Meetings:
             return note != self._read and self.rank not in json.loads(note)[0]
 
         patience_s = None if within_s is None else within_s + _EXTRA_S
-        posted = awaited(rendezvous, [key], patience_s, check=self._check, valid=of_this_meeting)
+        posted = wait_for_notes(rendezvous, [key], patience_s, check=self._check, valid=of_this_meeting)
         if not posted:
             return [], []
         self._read = posted[key]
@@ -159,7 +159,7 @@ class Meetings:
             if self.rank:
                 self._rendezvous.put(keys[self.rank - 1], b"left")
             else:
-                awaited(self._rendezvous, keys, _EXTRA_S)
+                wait_for_notes(self._rendezvous, keys, _EXTRA_S)
                 for key in keys:
                     self._rendezvous.drop(key)
 
@@ -201,6 +201,6 @@ class Meetings:
         return [one["word"] for one in said]
 
 
-def _folded(words: Sequence[Any]) -> list[tuple[Any, int]]:
+def _fold_repeats(words: Sequence[Any]) -> list[tuple[Any, int]]:
     """Words, each with how many times it follows itself."""
     return [(json.loads(said), len(list(alike))) for said, alike in itertools.groupby(map(json.dumps, words))]

@@ -15,7 +15,7 @@ from zckpt.engine import checksums
 from zckpt.engine.batches import batches, element_bytes
 from zckpt.engine.checksums import Partial
 from zckpt.engine.move import CastLoss, Mover, refuse
-from zckpt.engine.output_files import create, opened, output_failed
+from zckpt.engine.output_files import create, open_output_files, output_failed
 from zckpt.storage.descriptors import write_all
 from zckpt.storage.fsync_queue import make_durable
 
@@ -50,7 +50,7 @@ def begin(plan: Plan, root: str, done: Collection[str] = ()) -> None:
     """
     refuse(plan)
     paths = _paths(plan, root)
-    with opened(plan, root, paths, give_back=False) as files:
+    with open_output_files(plan, root, paths, give_back=False) as files:
         for output, store in plan.files:
             if output.path not in done:
                 create(paths[id(store)], output.size)
@@ -86,7 +86,7 @@ def move(
         taken = None if crcs is None else tuple(crcs)
         return WrittenPart(output.path, nbytes[id(store)], taken, mover.lost(store))
 
-    with opened(part, root, paths, give_back=mover.give_back) as files:
+    with open_output_files(part, root, paths, give_back=mover.give_back) as files:
         mover.carry_out(batches(part, bare=True), files, paths, finish, moved, progress=progress)
 
 

@@ -1,7 +1,7 @@
 """Where processes leave each other short notes, without a server of ours: torch.distributed's store, or a directory.
 
 For `meeting` and `together`. A note has a key and appears whole. Nobody is notified of one: who waits for it looks again and
-again (`awaited`), for a store that waits serves nobody else.
+again (`wait_for_notes`), for a store that waits serves nobody else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def wait(condition: Callable[[], bool], within_s: float | None, check: Callable[
     return True
 
 
-def awaited(
+def wait_for_notes(
     rendezvous: Rendezvous,
     keys: Collection[str],
     within_s: float | None,

@@ -27,7 +27,7 @@ from zckpt.base.words import ranges
 from zckpt.storage import processes
 from zckpt.storage.output_places import remove_rendezvous, rendezvous_for
 from zckpt.team.meeting import Meetings
-from zckpt.team.rendezvous import DirectoryRendezvous, Rendezvous, StoreRendezvous, awaited, tcp_store, wait
+from zckpt.team.rendezvous import DirectoryRendezvous, Rendezvous, StoreRendezvous, tcp_store, wait, wait_for_notes
 
 JOIN_S = 600.0
 """How long the processes wait for each other at the start: they read the checkpoint's indexes before they meet."""
@@ -60,7 +60,7 @@ class Launched:
     where: str
 
 
-def launched(environ: Mapping[str, str]) -> Launched:
+def detect_launcher(environ: Mapping[str, str]) -> Launched:
     """What torchrun or srun says; one process alone where neither does.
 
     A SLURM batch script is no step of its job, so a `zckpt` that it runs without srun is alone.
@@ -106,7 +106,7 @@ def allow() -> None:
 
 def here() -> Launched:
     """What the launcher says of this process; it is alone unless `allow` was called."""
-    return launched(os.environ if _asked else {})
+    return detect_launcher(os.environ if _asked else {})
 
 
 def speaks() -> bool:
@@ -194,12 +194,14 @@ class Team:
         if self.rank == 0:
             rendezvous.open()
             greetings = {f"hello/{rank}": rank for rank in range(1, self.size)}
-            came = {greetings[key]: note.decode() for key, note in awaited(rendezvous, greetings, JOIN_S).items()}
+            came = {
+                greetings[key]: note.decode() for key, note in wait_for_notes(rendezvous, greetings, JOIN_S).items()
+            }
             absent = sorted(set(greetings.values()) - came.keys())
             welcome: dict[str, Any] = {"session": word, "words": {str(r): w for r, w in came.items()}, "absent": absent}
             rendezvous.put("welcome", json.dumps(welcome).encode())
             if absent:
-                awaited(rendezvous, [f"farewell/{rank}" for rank in came], LEAVE_S)
+                wait_for_notes(rendezvous, [f"farewell/{rank}" for rank in came], LEAVE_S)
                 rendezvous.close()
         else:
             welcome = self._welcomed(rendezvous, word)
@@ -226,7 +228,7 @@ class Team:
         def answers(note: bytes) -> bool:
             return bool(json.loads(note).get("words", {}).get(str(self.rank)) == word)
 
-        found = awaited(rendezvous, ["welcome"], JOIN_S + LEAVE_S, check=greet, valid=answers)
+        found = wait_for_notes(rendezvous, ["welcome"], JOIN_S + LEAVE_S, check=greet, valid=answers)
         return dict(json.loads(found["welcome"])) if found else {"absent": [0]}
 
     # ---- who is alive -------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.progress import JobWatch, Progress, reported
-from zckpt.base.words import count, examples, size, wrapped
+from zckpt.base.progress import JobWatch, Progress, watch_progress
+from zckpt.base.words import count, examples, size, wrap_text
 from zckpt.checks.soundness import examined
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.groups import Reading
@@ -96,12 +96,12 @@ class Pruning:
         stay = len(self.fates) - len(self.going)
         goes = "went" if self.deleted else "would go"
         text = f"{self.run}: {count(stay, 'save stays', 'saves stay')}, {len(self.going):,} {goes} ({size(self.freed_bytes)})"
-        yield from wrapped(text, width, "    ")
+        yield from wrap_text(text, width, "    ")
         names = max((len(fate.save.name) for fate in self.fates), default=0)
         for fate in self.fates:
             word = "stays" if fate.why else "gone" if self.deleted else "goes"
             line = f"  {word:<5}  {size(fate.nbytes):>8}  {fate.save.name:<{names}}"
-            yield from wrapped(f"{line}  {'; '.join(fate.why)}".rstrip(), width, " " * 19)
+            yield from wrap_text(f"{line}  {'; '.join(fate.why)}".rstrip(), width, " " * 19)
         if self.left_bytes:
             yield f"  {'gone' if self.deleted else 'goes':<5}  {size(self.left_bytes):>8}  what an interrupted prune left"
         if not self.deleted and (self.going or self.left_bytes):
@@ -150,7 +150,7 @@ def prune(
             expected="tag directories such as global_step500, checkpoint-N folders, or steps such as step-100",
             remedy="Give the directory that the trainer saved to.",
         )  # fmt: skip
-    with reported(progress, None, "prune") as watch:
+    with watch_progress(progress, None, "prune") as watch:
         return _pruned(home, saves, links, rules, delete, deep, pace, watch)
 
 

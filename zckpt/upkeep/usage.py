@@ -18,7 +18,7 @@ from dataclasses import field
 from zckpt import layouts
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import count, size, wrapped
+from zckpt.base.words import count, size, wrap_text
 from zckpt.containers import open_container
 from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.catalog import TensorEntry
@@ -114,15 +114,15 @@ class RunUsage:
                 f" {size(classes[each]) if classes[each] else '-':>10}" for each in CLASSES
             )
         if self.beside_bytes:
-            yield from wrapped(f"beside the saves: {size(self.beside_bytes)} in other files", width, "    ")
+            yield from wrap_text(f"beside the saves: {size(self.beside_bytes)} in other files", width, "    ")
         for save in self.saves:
             if save.wasteful:
                 path, nbytes = next(iter(save.wasteful.items()))
                 others = f", and {count(len(save.wasteful) - 1, 'more file')}" if len(save.wasteful) > 1 else ""
                 text = f"{save.name}: {size(nbytes)} of {path!r} are no tensor's{others}; zckpt slim leaves them out"
-                yield from wrapped(text, width, "    ")
+                yield from wrap_text(text, width, "    ")
             if save.note:
-                yield from wrapped(f"{save.name}: {save.note}", width, "    ")
+                yield from wrap_text(f"{save.name}: {save.note}", width, "    ")
 
 
 def usage_of(path: str | os.PathLike[str]) -> RunUsage:

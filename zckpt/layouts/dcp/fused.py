@@ -17,7 +17,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import Block
-from zckpt.core.overlaps import rearranged
+from zckpt.core.overlaps import reorder_rows
 from zckpt.layouts.dcp.chunks import Shape
 from zckpt.layouts.dcp.metadata import TensorItem
 from zckpt.layouts.save.companions import config_near, config_of
@@ -127,7 +127,7 @@ def apart(whole: TensorEntry, parameter: FusedParameter, groups: int) -> list[Te
     for number, (name, shape) in enumerate(zip(parameter.parts, parameter.shapes, strict=True)):
         own, pitch = widths[number], sum(widths)
         block = Block(sum(widths[:number]), own, groups, pitch, pitch, 1)
-        fragments = rearranged(whole.fragments, [(block, 0, own)], whole.dtype.itemsize)
+        fragments = reorder_rows(whole.fragments, [(block, 0, own)], whole.dtype.itemsize)
         found.append(replace(whole, name=name, shape=shape, fragments=fragments))
     return found
 

@@ -19,7 +19,7 @@ from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
-from zckpt.core.overlaps import embed, shifted, tile
+from zckpt.core.overlaps import embed, shift, tile
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
 from zckpt.layouts.dcp.files import rank_of
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, TensorItem
@@ -193,7 +193,7 @@ class Items:
                     remedy="Save it again as a full state dict, or with another sharding.",
                 )
             if not dim:  # rows, one after the other
-                fragments = shifted(fragments, chunk.offsets[0] * math.prod(shape[1:]))
+                fragments = shift(fragments, chunk.offsets[0] * math.prod(shape[1:]))
                 break
             fragments = embed(fragments, shape, dim, chunk.offsets[dim], item.size[dim], item.dtype.itemsize)
             shape[dim] = item.size[dim]

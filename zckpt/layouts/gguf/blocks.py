@@ -14,7 +14,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.containers.gguf_file import Q8_0
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8
-from zckpt.core.recipes import derived
+from zckpt.core.recipes import derive_entry
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Tools
@@ -74,10 +74,10 @@ class FloatsOfBlocks:
 
 def in_blocks(entry: TensorEntry) -> TensorEntry:
     """A tensor as bytes of Q8_0; its rows must be multiples of 32."""
-    return derived(entry.name, Q8_0.stored(entry.shape), U8, BlocksOfFloats((entry,)), entry.role)
+    return derive_entry(entry.name, Q8_0.stored(entry.shape), U8, BlocksOfFloats((entry,)), entry.role)
 
 
 def as_floats(blocks: TensorEntry) -> TensorEntry:
     """The tensor that blocks stand for, as fp32."""
     shape = (*blocks.shape[:-1], blocks.shape[-1] // Q8_0.nbytes * Q8_0.block)
-    return derived(blocks.name, shape, F32, FloatsOfBlocks((blocks,)), blocks.role)
+    return derive_entry(blocks.name, shape, F32, FloatsOfBlocks((blocks,)), blocks.role)

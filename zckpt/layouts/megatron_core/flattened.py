@@ -16,7 +16,7 @@ from zckpt.base.words import count
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import Block, Fragment, fragment_of
-from zckpt.core.overlaps import embed, shifted
+from zckpt.core.overlaps import embed, shift
 
 
 def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
@@ -74,7 +74,7 @@ def _placed(
 ) -> Sequence[Fragment]:
     """What is held of one box, in the whole tensor."""
     numel = math.prod(extents)
-    local: Sequence[Fragment] = shifted(own, -number * numel)
+    local: Sequence[Fragment] = shift(own, -number * numel)
     offsets: list[int] = []
     for n, extent in zip(reversed(boxes), reversed(extents), strict=True):
         number, index = divmod(number, n)

@@ -14,7 +14,7 @@ from dataclasses import field, replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, ZckptError
-from zckpt.base.words import count, examples, joined
+from zckpt.base.words import count, examples, join_words
 from zckpt.containers import is_torch_zip, torch_zip
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.core.dtypes import F32
@@ -160,7 +160,7 @@ def _notes(save: MegatronSave) -> Iterator[str]:
     held = save.held
     if reason := _unnamed(save):
         halves = sorted({item.dtype.torch_name for item in held.weights.values() if item.dtype != F32})
-        yield f"{reason}: the weights are the model's own{f', in {joined(halves)}' if halves else ''}."
+        yield f"{reason}: the weights are the model's own{f', in {join_words(halves)}' if halves else ''}."
     if held.others:
         yield f"Left out: {count(len(held.others), 'tensor')} of the optimizer, such as {held.others[0]!r}."
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from zckpt.base.errors import UsageError
-from zckpt.base.words import joined
+from zckpt.base.words import join_words
 
 __all__ = [
     "log_dist",
@@ -81,7 +81,7 @@ def should_log_le(max_log_level_str: str) -> bool:
 def _level(name: str) -> int:
     if name.lower() not in log_levels:
         raise UsageError(
-            f"there is no log level {name!r}", expected=joined([*log_levels], "or"), remedy="Choose one of these."
+            f"there is no log level {name!r}", expected=join_words([*log_levels], "or"), remedy="Choose one of these."
         )
     return log_levels[name.lower()]
 

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.base.words import count, examples, joined
+from zckpt.base.words import count, examples, join_words
 from zckpt.live.device import has_fused_kernels
 from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion
 
@@ -112,7 +112,7 @@ def check_elementwise(optimizer: Optimizer, *, allowed: bool) -> None:
     if not allowed and name not in ELEMENTWISE:
         raise UsageError(
             f"optimizer {name} may need whole tensors, and would see only this rank's rows",
-            expected=f"an optimizer that treats each element by itself: {joined(sorted(ELEMENTWISE), 'or')}",
+            expected=f"an optimizer that treats each element by itself: {join_words(sorted(ELEMENTWISE), 'or')}",
             remedy="If it treats each element by itself, set zero_allow_untested_optimizer to true. Otherwise train at "
             "stage 0, where it sees whole tensors.",
         )

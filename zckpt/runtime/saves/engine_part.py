@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import joined, ranks
+from zckpt.base.words import join_words, ranks
 from zckpt.jobs.open import open_checkpoint
 from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.search import has_saves
@@ -218,7 +218,7 @@ class Saves:
         blind = [rank for rank, one in enumerate(words) if not one[1]]
         if len(tags) > 1:
             raise InconsistentError(
-                "the ranks disagree on the tag of load_checkpoint", found=joined([repr(one) for one in tags]),
+                "the ranks disagree on the tag of load_checkpoint", found=join_words([repr(one) for one in tags]),
                 expected="one tag", remedy="Nothing was changed. Pass the same tag on every rank, or none.",
             )  # fmt: skip
         if len(blind) == len(words):

@@ -16,7 +16,7 @@ import torch
 from zckpt import layouts
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import examples, joined
+from zckpt.base.words import examples, join_words
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.open import Opened, as_named_by
@@ -220,7 +220,7 @@ def _check_model(run: TrainingRun, catalog: Catalog, strict: bool) -> None:
     if wrong:
         raise InconsistentError(
             "has tensors of other shapes than the model", file=catalog.source.path,
-            found=joined(wrong if len(wrong) < 5 else [*wrong[:3], f"{len(wrong) - 3:,} more"]),
+            found=join_words(wrong if len(wrong) < 5 else [*wrong[:3], f"{len(wrong) - 3:,} more"]),
             expected="the shapes of the model",
             remedy="Nothing was changed. Make the model with the sizes that the checkpoint was trained with.",
         )  # fmt: skip

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import count, joined, ranks, size
+from zckpt.base.words import count, join_words, ranks, size
 from zckpt.output.saves import STAGED
 from zckpt.runtime.saves.agreed_attempt import Attempt
 from zckpt.runtime.saves.background import Saving
@@ -209,7 +209,7 @@ def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[
     tag, *others = dict.fromkeys(said for said, _ in words)
     if others:
         by_tag = {one: [rank for rank, (said, _) in enumerate(words) if said == one] for one in (tag, *others)}
-        found = joined([f"{one!r} on {ranks(numbers)}" for one, numbers in by_tag.items()])
+        found = join_words([f"{one!r} on {ranks(numbers)}" for one, numbers in by_tag.items()])
         if checkpoint.tag_validation == "FAIL":
             raise InconsistentError(
                 "the ranks disagree on the tag of save_checkpoint", found=found, expected="one tag",

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.words import joined, ranks
+from zckpt.base.words import join_words, ranks
 from zckpt.runtime.world import World
 from zckpt.team.rendezvous import default_store, own_connection
 
@@ -237,7 +237,7 @@ def _lateness(behind: Mapping[int, Doing], others: Mapping[int, Doing]) -> str:
         f"rank {rank} is {note}{f', at {note.line}' if note.line else ''} ({note.process})"
         for rank, note in sorted(behind.items())[:5]
     )
-    waiting = joined(sorted({note.what for note in others.values()}))
+    waiting = join_words(sorted({note.what for note in others.values()}))
     return f"The ranks wait for {ranks(sorted(behind))}: {late}. The others are {waiting} by now."
 
 
