@@ -28,7 +28,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import clip
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.layouts.plain import read as plain
-from zckpt.live.assignment import ElementPlace, _packed, assign, contributions
+from zckpt.live.assignment import ElementPlace, _pack_offer, assign, contributions
 from zckpt.live.parts import Offer
 from zckpt.live.ranks import Ranks
 from zckpt.runtime.world import elements_of
@@ -77,7 +77,7 @@ class OneOfMany(Ranks):
         self.rank, self.size, self.alike = rank, size, True
         self.got = self.sent = 0
         mine = range(size - 1 - rank, len(MODEL), size)
-        packed = [[_packed(number, offered(size, other, number)) for number in mine] for other in range(size)]
+        packed = [[_pack_offer(number, offered(size, other, number)) for number in mine] for other in range(size)]
         answers: list[Any] = []
         for checker in range(size):
             numbers = range(size - 1 - checker, len(MODEL), size)

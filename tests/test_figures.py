@@ -54,9 +54,9 @@ HOUSE = {
     "lines": 92_500,
     "lines of the trainer": 17_400,
     "classes": 745,
-    "functions named by one participle": 227,
+    "functions named by one participle": 0,
 }
-"""Of the package's source; each may only fall. The aims are 505, 80,000, 15,700, 655 and 0."""
+"""Of the package's source; each may only fall. The aims are 505, 80,000, 15,700 and 655."""
 
 IRREGULAR = {
     "made", "held", "said", "known", "found", "kept", "cut", "put", "set", "split", "built", "sent", "told", "laid", "left",
@@ -73,6 +73,8 @@ def test_the_source_is_no_larger_than_it_was() -> None:
         "lines": sum(lengths.values()),
         "lines of the trainer": sum(n for path, n in lengths.items() if path.is_relative_to(ROOT / "runtime")),
         "classes": sum(isinstance(node, ast.ClassDef) for tree in trees.values() for node in ast.walk(tree)),
-        "functions named by one participle": sum("_" not in n and (n.endswith("ed") or n in IRREGULAR) for n in names),
+        "functions named by one participle": sum(
+            "_" not in n and n != "embed" and (n.endswith("ed") or n in IRREGULAR) for n in names
+        ),
     }
     assert not {what: number for what, number in found.items() if number > HOUSE[what]}, found

@@ -134,7 +134,7 @@ def test_no_thread_is_left_after(ends: type[BaseException], tmp_path: Path, monk
         raise KeyboardInterrupt
 
     if ends is KeyboardInterrupt:
-        monkeypatch.setattr("zckpt.checks.soundness.examined", interrupted)
+        monkeypatch.setattr("zckpt.checks.soundness.examine_checkpoint", interrupted)
     before = threads()
     with pytest.raises(ends):
         zckpt.verify(tmp_path, deep=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.checks import soundness
-from zckpt.checks.second import unproved
+from zckpt.checks.second import as_unproved
 from zckpt.cli import main
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -38,7 +38,7 @@ def test_the_verdict_begins_with_what_is_lost(weights: Path, tmp_path: Path) -> 
 def test_without_a_second_reader_nothing_is_called_safe(
     weights: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(soundness, "compare_places", lambda listing, catalog: unproved("nobody wrote one", 1))
+    monkeypatch.setattr(soundness, "compare_places", lambda listing, catalog: as_unproved("nobody wrote one", 1))
     found = zckpt.verify(ZERO2, weights, progress=False)
     assert found.ok and found.deletable is not None and not found.deletable[0]
     assert "nobody wrote one" in found.deletable[1] and "--trust-reader" in found.deletable[1]

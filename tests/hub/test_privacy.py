@@ -15,7 +15,7 @@ from hub_server import SHARD_BYTES, HubServer
 
 from zckpt.base.errors import UnsafeError
 from zckpt.hub import PushReport
-from zckpt.hub.privacy import cleaned
+from zckpt.hub.privacy import clean_file
 from zckpt.jobs.options import Options
 
 Pusher = Callable[..., PushReport]
@@ -127,7 +127,7 @@ def test_nothing_private_goes_up(checkpoint: Path, server: HubServer, push: Push
     ],
 )
 def test_what_is_taken_out(name: str, text: str, clean: object) -> None:
-    data, notes = cleaned(name, text.encode(), "/somewhere/else")
+    data, notes = clean_file(name, text.encode(), "/somewhere/else")
     if clean is None:
         assert (data, notes) == (text.encode(), [])
     else:
@@ -138,7 +138,7 @@ def test_what_is_taken_out(name: str, text: str, clean: object) -> None:
 def test_ones_own_home_and_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", "/nfs/people/carol")
     source = str(tmp_path / "exp" / "run7")
-    data, _ = cleaned("README.md", f"from {source}/tag with /nfs/people/carol/x".encode(), source)
+    data, _ = clean_file("README.md", f"from {source}/tag with /nfs/people/carol/x".encode(), source)
     assert data == b"from run7/tag with ~/x"
 
 
@@ -146,13 +146,13 @@ def test_ones_own_home_and_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_checkpoints_own_path_is_cut_as_whole_components(own: str) -> None:
     """/model is no part of huggingface.co/models, nor of /models."""
     text = f"huggingface.co/models, /models, {own}2, {own}: {own}/tag and {own}."
-    data, _ = cleaned("README.md", text.encode(), own)
+    data, _ = clean_file("README.md", text.encode(), own)
     assert (
         data.decode()
         == f"huggingface.co/models, /models, {own if own == '/model' else 'model'}2, model: model/tag and model."
     )
     text = "huggingface.co/models and https://model/model stay"
-    assert cleaned("README.md", text.encode(), own) == (text.encode(), [])
+    assert clean_file("README.md", text.encode(), own) == (text.encode(), [])
 
 
 HEX = "0123456789abcdef" * 3
@@ -188,13 +188,13 @@ def test_a_secret_stops_the_push(what: str, name: str, checkpoint: Path, server:
 def test_secrets_are_found_in_files_of_every_kind(what: str, name: str) -> None:
     for data in (SECRETS[what].encode(), b"\xff\xfe\x80" + SECRETS[what].encode(), SECRETS[what].encode("utf-16")):
         with pytest.raises(UnsafeError, match=f"holds {what}") as caught:
-            cleaned(name, b"\x01first\n" + data + b"\n", "/somewhere/else")
+            clean_file(name, b"\x01first\n" + data + b"\n", "/somewhere/else")
         assert "line 2" in str(caught.value) and SECRETS[what] not in str(caught.value)
 
 
 def test_what_only_looks_like_a_secret() -> None:
     text = f"commit {HEX[:40]}, sha256 {HEX}{HEX[:16]}, hf_model, sk-learn, a wandb run of {HEX[:40]}, PUBLIC KEY-----, AKIA"
-    assert cleaned("README.md", text.encode(), "/somewhere/else") == (text.encode(), [])
+    assert clean_file("README.md", text.encode(), "/somewhere/else") == (text.encode(), [])
 
 
 def test_a_large_vocabulary_is_searched_too(checkpoint: Path, server: HubServer, push: Pusher) -> None:

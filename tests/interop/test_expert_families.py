@@ -18,7 +18,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.jobs.groups import Form
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
-from zckpt.naming.decompose import decomposed
+from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.recognise import by_parts
@@ -159,7 +159,7 @@ def test_a_config_from_the_arguments_of_a_run(kind: str, tmp_path: Path) -> None
     catalog = zckpt.open_checkpoint(tmp_path / "in").catalog
     facts = replace(facts_of(catalog), arguments={**MEGATRON, **RUNS[kind]})
     facts = facts.having(query_heads=4)
-    parts = decomposed(catalog, scheme(f"hf-{family(kind)}"), facts).parts
+    parts = decompose_with_origins(catalog, scheme(f"hf-{family(kind)}"), facts).parts
     facts = with_parts(facts, parts)
     assert by_parts(parts, facts)[0] == family(kind)
     made_of_it = make_config(scheme(f"hf-{family(kind)}"), parts, facts)
@@ -181,11 +181,11 @@ def test_there_and_back_in_megatron_cores_names(kind: str, tmp_path: Path) -> No
     catalog = zckpt.open_checkpoint(tmp_path).catalog
     own, core = scheme(f"hf-{family(kind)}"), scheme("megatron-core")
     facts = facts_of(catalog, model.config.to_dict())
-    parts = decomposed(catalog, own, facts).parts
+    parts = decompose_with_origins(catalog, own, facts).parts
     layers = "stacked" if kind in ("mixtral", "gpt-oss") else "numbered"
     theirs = compose(parts, core, facts.having(layers=layers))
     assert scheme_of(theirs.tensors, "").name == "megatron-core"
-    again = decomposed(theirs, core, facts)
+    again = decompose_with_origins(theirs, core, facts)
     found = compose(again.parts, own, again.facts)
     assert found.tensors.keys() == catalog.tensors.keys()
     truth = all_of(tmp_path)

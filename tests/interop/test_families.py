@@ -22,7 +22,7 @@ from zckpt.core.stores import MemoryStore
 from zckpt.jobs.groups import Form
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
-from zckpt.naming.decompose import decomposed
+from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.recognise import by_parts
@@ -142,7 +142,7 @@ def test_there_and_back(saved: tuple[str, Path, Any]) -> None:
     tensors = load_file(home / "model.safetensors")
     config = json.loads((home / "config.json").read_text())
     own = scheme(f"hf-{family}")
-    start = decomposed(as_catalog(tensors), own, facts_of(as_catalog(tensors), config))
+    start = decompose_with_origins(as_catalog(tensors), own, facts_of(as_catalog(tensors), config))
     assert_same_tensors(compose(start.parts, own, start.facts), tensors)
     crossed = set()
     for name in WRITERS:
@@ -153,7 +153,7 @@ def test_there_and_back(saved: tuple[str, Path, Any]) -> None:
             theirs = compose(start.parts, writer, start.facts)
         except UnsupportedError:
             continue
-        again = decomposed(theirs, writer, start.facts.having(version=3.0 if name == "megatron" else None))
+        again = decompose_with_origins(theirs, writer, start.facts.having(version=3.0 if name == "megatron" else None))
         assert_same_tensors(compose(again.parts, own, again.facts), tensors)
         crossed.add(name)
     assert crossed or family in ("gemma2", "gemma3", "glm4", "qwen3"), family
@@ -228,10 +228,10 @@ def test_the_config_is_made_from_the_arguments_of_a_run(kind: str) -> None:
         if n != "lm_head.weight" or not model.config.tie_word_embeddings
     }
     catalog = as_catalog(tensors)
-    start = decomposed(catalog, own, facts_of(catalog, model.config.to_dict()))
+    start = decompose_with_origins(catalog, own, facts_of(catalog, model.config.to_dict()))
     core = scheme("megatron-core")
     theirs = replace(compose(start.parts, core, start.facts), extras={"args": arguments, "checkpoint_version": 3.0})
-    found = decomposed(theirs, core, facts_of(theirs))
+    found = decompose_with_origins(theirs, core, facts_of(theirs))
     facts = with_parts(found.facts, found.parts)
     assert by_parts(found.parts, facts)[0] == family
     made = make_config(own, found.parts, facts)
@@ -314,7 +314,7 @@ def test_models_of_megatron_llm(kind: str) -> None:
                  "glu_activation": "swiglu" if family == "llama" else None}  # fmt: skip
     catalog = as_catalog(by_megatron_llm(state, 4, keys))
     catalog = replace(catalog, extras={"args": arguments, "checkpoint_version": 3.0})
-    found = decomposed(catalog, scheme("megatron"), facts_of(catalog))
+    found = decompose_with_origins(catalog, scheme("megatron"), facts_of(catalog))
     facts = with_parts(found.facts, found.parts)
     assert by_parts(found.parts, facts)[0] == family
     composed = compose(found.parts, scheme(f"hf-{family}"), found.facts)
@@ -335,9 +335,9 @@ def test_what_a_config_of_falcon_needs_is_named() -> None:
         n: t.detach() for n, t in transformers.FalconForCausalLM(config).state_dict().items() if "lm_head" not in n
     }
     own, core = scheme("hf-falcon"), scheme("megatron-core")
-    start = decomposed(as_catalog(state), own, facts_of(as_catalog(state), config.to_dict()))
+    start = decompose_with_origins(as_catalog(state), own, facts_of(as_catalog(state), config.to_dict()))
     theirs = compose(start.parts, core, start.facts)
-    parts = decomposed(theirs, core, start.facts).parts
+    parts = decompose_with_origins(theirs, core, start.facts).parts
     facts = with_parts(Facts({"query_heads": 4}), parts)
     with pytest.raises(UsageError, match="whether attention and MLP of a block are side by side"):
         make_config(own, start.parts, facts)

@@ -245,7 +245,7 @@ def test_tokens_are_those_of_transformers(kind: str, tmp_path: Path, monkeypatch
 
     def compare(ours: Tokens, theirs: Tokens) -> None:
         assert ours.numbers == theirs.numbers and ours.base == theirs.base and ours.special == theirs.special
-        assert {n: gguf_tokens._added(t) for n, t in theirs.added.items()} == dict(ours.added)
+        assert {n: gguf_tokens._parse_added(t) for n, t in theirs.added.items()} == dict(ours.added)
         assert kind == "pieces" or ours.encode(text) == theirs.encode(text)
         for token in ours.added.values():
             assert token.normalized or ours.shown(token.content) == theirs.shown(token.content)

@@ -37,7 +37,7 @@ from zckpt.base.errors import (
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
-from zckpt.layouts.dcp.write import cut
+from zckpt.layouts.dcp.write import split_into_chunks
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import ReadOptions
 
@@ -425,7 +425,7 @@ def test_a_safetensors_shard_is_missing(tmp_path: Path) -> None:
 
 
 def boxes(shape: tuple[int, ...], chunk_bytes: int) -> Iterator[torch.Tensor]:
-    for offsets, sizes in cut(shape, 4, chunk_bytes):
+    for offsets, sizes in split_into_chunks(shape, 4, chunk_bytes):
         box = torch.zeros(shape, dtype=torch.int)
         box[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = 1
         yield box

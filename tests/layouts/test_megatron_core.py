@@ -31,7 +31,7 @@ from zckpt.containers import TensorRef
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
-from zckpt.layouts.megatron_core.flattened import unflattened
+from zckpt.layouts.megatron_core.flattened import unflatten
 from zckpt.layouts.run.values import number_in
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "mcore"
@@ -306,7 +306,7 @@ def test_shapes_that_contradict_each_other(tmp_path: Path) -> None:
     boxes = replace(entry, shape=(2, 16, 12))
     for shape in ((2, 32), (3, 128), (0, 384), (2, 192, 1)):
         with pytest.raises(CorruptError, match="does not fit its parts"):
-            unflattened(boxes, shape)
+            unflatten(boxes, shape)
 
 
 def test_zarr_is_named(tmp_path: Path) -> None:

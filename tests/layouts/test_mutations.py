@@ -302,7 +302,7 @@ def cut_never_advances(p: Planter) -> None:
 
         return faulty
 
-    p.function(unsharded_training._cut, wrong)
+    p.function(unsharded_training._cut_states, wrong)
 
 
 UNSHARDED: dict[str, Plant] = {
@@ -617,7 +617,7 @@ def boxes_mirrored(p: Planter) -> None:
 
 def other_dimension(p: Planter) -> None:
     p.function(
-        slices.concatenated, lambda right: lambda shapes, dim: right(shapes, 1 - dim if len(shapes[0]) == 2 else dim)
+        slices.join_along, lambda right: lambda shapes, dim: right(shapes, 1 - dim if len(shapes[0]) == 2 else dim)
     )
 
 

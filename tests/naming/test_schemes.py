@@ -20,11 +20,11 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
-from zckpt.naming.decompose import decomposed
+from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.parts import ALL
 from zckpt.naming.recognise import by_parts
-from zckpt.naming.schemes import Scheme, parsed, scheme, scheme_of, schemes
+from zckpt.naming.schemes import Scheme, parse_scheme, scheme, scheme_of, schemes
 
 
 @pytest.mark.parametrize("name", schemes())
@@ -65,7 +65,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
 
 
 def made_of(*rules: dict[str, Any], **more: Any) -> Scheme:
-    return parsed({"scheme": "mine", "about": "a test's", "tensors": list(rules), **more})
+    return parse_scheme({"scheme": "mine", "about": "a test's", "tensors": list(rules), **more})
 
 
 Q, K, V = (f"blocks.{{b}}.attention.{name}.weight" for name in ("query", "key", "value"))
@@ -93,7 +93,7 @@ def test_each_word_of_a_rule() -> None:
         {"name": "emb", "parts": ["embedding.weight"], "vocabulary": True},
     )  # fmt: skip
     facts = Facts({"query_heads": 4, "key_heads": 2, "head_size": 2, "vocabulary": 7})
-    found = decomposed(of_tensors(tensors), mine, facts)
+    found = decompose_with_origins(of_tensors(tensors), mine, facts)
     parts = tensors_of(found.parts)
     by_group = fused.view(2, 8, 6)
     wanted = {f"blocks.{b}.experts.{e}.{n}.weight": x[b, e, at : at + 4] for b in range(2) for e in range(3)
@@ -124,10 +124,10 @@ def test_nothing_is_lost_silently() -> None:
     mine = made_of(EMB, {"name": "{b}.w13", "stack": ["e"], "parts": [GATE, UP]},
                    {"name": "*.freqs", "parts": None, "note": "Left out"})  # fmt: skip
     x = {"emb": torch.randn(3, 2), "0.w13": torch.randn(2, 4, 2), "a.freqs": torch.randn(2)}
-    found = decomposed(of_tensors(x), mine, Facts())
+    found = decompose_with_origins(of_tensors(x), mine, Facts())
     assert found.notes == ("Left out (1 tensor).",)
     with pytest.raises(UnsupportedError, match=r"no place in the scheme mine.*'other'"):
-        decomposed(of_tensors({**x, "other": torch.randn(2)}), mine, Facts())
+        decompose_with_origins(of_tensors({**x, "other": torch.randn(2)}), mine, Facts())
     with pytest.raises(UnsupportedError, match=r"no place in the scheme mine.*'0.w13'"):
         compose(found.parts, made_of(EMB), found.facts, found.origins)
     parts = found.parts.tensors
@@ -138,9 +138,9 @@ def test_nothing_is_lost_silently() -> None:
     with pytest.raises(InconsistentError, match="blocks or experts are missing"):
         compose(hole, mine, found.facts)
     with pytest.raises(InconsistentError, match=r"rows of tensor '0.w13' do not fit"):
-        decomposed(of_tensors({"0.w13": torch.randn(2, 5, 2)}), mine, Facts())
+        decompose_with_origins(of_tensors({"0.w13": torch.randn(2, 5, 2)}), mine, Facts())
     with pytest.raises(UsageError, match="key heads is not recorded"):
-        decomposed(
+        decompose_with_origins(
             of_tensors({"0.qkv": torch.randn(4)}),
             made_of({"name": "{b}.qkv", "parts": [Q, K, V]}),
             Facts({"query_heads": 2}),
@@ -155,15 +155,17 @@ def test_numbers_that_no_model_has() -> None:
     empty = TensorEntry("0.w13", (10**12, 0, 4), F32, "parameter", ())
     mine = made_of({"name": "{b}.w13", "stack": ["e"], "parts": [GATE, UP]})
     with pytest.raises(CorruptError, match="more blocks or experts"):
-        decomposed(Catalog({"0.w13": empty}, Source("test", "memory"), LIVE), mine, Facts())
+        decompose_with_origins(Catalog({"0.w13": empty}, Source("test", "memory"), LIVE), mine, Facts())
     heads = Facts({"query_heads": 10**15, "key_heads": 10**15, "head_size": 1})
     with pytest.raises(InconsistentError):
-        decomposed(of_tensors({"0.qkv": torch.randn(6, 2)}), made_of({"name": "{b}.qkv", "parts": [Q, K, V]}), heads)
+        decompose_with_origins(
+            of_tensors({"0.qkv": torch.randn(6, 2)}), made_of({"name": "{b}.qkv", "parts": [Q, K, V]}), heads
+        )
 
 
 def test_a_head_that_is_the_embedding_is_compared() -> None:
     mine = made_of(EMB, {"name": "head", "parts": ["head.weight"]})
-    found = decomposed(of_tensors({"emb": torch.randn(3, 2), "head": torch.randn(3, 2)}), mine, Facts())
+    found = decompose_with_origins(of_tensors({"emb": torch.randn(3, 2), "head": torch.randn(3, 2)}), mine, Facts())
     tied = compose(found.parts, mine, Facts({"tied": True}))
     assert list(tied) == ["emb"] and tied["emb"].replicas[0].whole
     assert list(compose(found.parts, mine, Facts())) == ["emb", "head"]
@@ -306,7 +308,7 @@ def test_a_plan_costs_what_its_tensors_cost(
     """Fragments are counted, which is what all work is done for; the time is bounded generously."""
     catalog = on_disk(shapes(), pieces=pieces)
     began = time.process_time()
-    found = decomposed(catalog, writer, Facts(facts))
+    found = decompose_with_origins(catalog, writer, Facts(facts))
     made = compose(found.parts, wanted, found.facts)
     spent = time.process_time() - began
     assert len(made) == (126 * 9 + 3 if writer.name == "megatron" else 61 * 256 * 3)

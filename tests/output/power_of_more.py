@@ -35,10 +35,10 @@ class Push(Trial):
         self.place.mkdir()
 
     def known(self) -> dict[str, str]:
-        return scratch.known(str(self.place / "s"), "page")
+        return scratch.read_known_shards(str(self.place / "s"), "page")
 
     def run(self) -> None:
-        with scratch.opened(str(self.place / "s"), "page") as opened:
+        with scratch.open_scratch(str(self.place / "s"), "page") as opened:
             for identity, sha256 in SHARDS.items():
                 opened.remember(identity, "name", sha256)
 
@@ -60,7 +60,7 @@ class PushThatEnds(Push):
         super().run()
 
     def run(self) -> None:
-        with scratch.opened(str(self.place / "s"), "page") as opened:
+        with scratch.open_scratch(str(self.place / "s"), "page") as opened:
             opened.finish(list(SHARDS))
 
     def judge(self, *, done: bool) -> None:

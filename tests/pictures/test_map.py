@@ -25,7 +25,7 @@ from zckpt.pictures.incomplete import Lack
 from zckpt.pictures.lacks import part_said
 from zckpt.pictures.map_page import data_of, map_page
 from zckpt.pictures.page import asset
-from zckpt.pictures.pieces import folded, repeated
+from zckpt.pictures.pieces import fold_pieces, unfold_pieces
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 SHOWN = ("zero3/w12", "zero2/tied_w2", "pipeline/zero1_pp2_tp2_dp2", "tensor/zero2_tp2_dp2", "moe/tensor_w4",
@@ -112,13 +112,13 @@ def test_bars_are_as_long_as_files_are_large() -> None:
 
 def test_a_thousand_ranks_that_share_evenly_are_one_piece() -> None:
     pieces = [[rank, 512, 40 * rank, 40, 1, 0, 0, 1] for rank in range(1000)]
-    assert folded(map(list, pieces)) == [[0, 512, 0, 40, 1, 0, 0, 1, 1000, 1, 0, 40]]
+    assert fold_pieces(map(list, pieces)) == [[0, 512, 0, 40, 1, 0, 0, 1, 1000, 1, 0, 40]]
     uneven = [*pieces, [1000, 512, 40_000, 3, 1, 0, 0, 1], [7, 0, 50_000, 3, 1, 0, 0, 1], [9, 0, 60_000, 3, 1, 0, 0, 1]]
     script = Script(
         {"tensors": {"names": [], "shapes": [], "dtypes": [], "roles": []}, "shapes": [], "dtypes": [], "sides": []}
     )
     keys = ("file", "byte", "start", "count", "rows", "pitch", "storePitch", "step")
-    shown = script(f"map.piecesOf({{tensors: null, pieces: [{json.dumps(folded(map(list, uneven)))}]}}, 0)")
+    shown = script(f"map.piecesOf({{tensors: null, pieces: [{json.dumps(fold_pieces(map(list, uneven)))}]}}, 0)")
     assert [[piece[key] for key in keys] for piece in shown] == uneven
 
 
@@ -218,7 +218,7 @@ def held(found: CheckpointMap) -> dict[tuple[str, str], set[tuple[str, int]]]:
     for layer in found.layers:
         for tensor, (_, pieces) in layer.pieces.items():
             elements = made.setdefault((layer.name, found.tensors[tensor].name), set())
-            for file, _, start, many, rows, pitch, _, _ in repeated(pieces):
+            for file, _, start, many, rows, pitch, _, _ in unfold_pieces(pieces):
                 elements |= {(names.get(file, ""), start + row * pitch + k) for row in range(rows) for k in range(many)}
     return made
 

@@ -16,11 +16,11 @@ from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, join_words
 from zckpt.checks.contents import held_files
 from zckpt.checks.examined import Examined
-from zckpt.checks.quantised import Expected, in_numbers, quantised
+from zckpt.checks.quantised import Expected, expect_quantised, in_numbers
 from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own_weights
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.side_by_side import add_output, read_both
-from zckpt.checks.soundness import examined
+from zckpt.checks.soundness import examine_checkpoint
 from zckpt.checks.verdict import Check, summarize
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
@@ -61,7 +61,9 @@ def compare(
         trust_reader: do without a second reader.
     """
     progress = progress_after(watch, done)
-    output = examined(converted, Reading(), whole=True, later=state.catalog is not None, pace=pace, progress=progress)
+    output = examine_checkpoint(
+        converted, Reading(), whole=True, later=state.catalog is not None, pace=pace, progress=progress
+    )
     if state.catalog is None or output.catalog is None:
         add_output(state, output, converted)
         state.add("equal", "", ["not compared, because one of the two cannot be read"])
@@ -73,10 +75,10 @@ def compare(
     if facts is not None and not facts.dtype and not chosen & facts.options.keys():  # nothing cast, renamed or left out
         facts = None
     catalog = in_numbers(state.catalog, state.place, output.catalog, facts)
-    wanted, left_out = _wanted(catalog, state.place, facts, lora)
+    wanted, left_out = _replay_steps(catalog, state.place, facts, lora)
     state.is_completed = state.catalog.evidence.left_out and wanted.evidence.complete is True
-    expected = quantised(wanted, output.place, facts)
-    lost = _lost(catalog, wanted, facts, left_out)
+    expected = expect_quantised(wanted, output.place, facts)
+    lost = _find_lost(catalog, wanted, facts, left_out)
     form = facts.options.get("form") if facts is not None else None
     renamed = has_renamed_states(form)
     if has_renamed_states(form):
@@ -110,7 +112,7 @@ def compare(
     wrong = len(problems) + weights
     problems += summarize(others[:weights], "tensors differ from the checkpoint")
     rounded = sorted(
-        {str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded | _quantised(facts)
+        {str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded | _coarsest_type(facts)
     )
     answer = f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}"
     state.checks.append(Check("equal", answer, tuple(problems), wrong))
@@ -123,7 +125,7 @@ def compare(
     return _deletable(state, output, left_out, rounded, run, trust_reader=trust_reader)
 
 
-def _lost(source: Catalog, wanted: Catalog, facts: Manifest | None, left_out: Sequence[str]) -> list[str]:
+def _find_lost(source: Catalog, wanted: Catalog, facts: Manifest | None, left_out: Sequence[str]) -> list[str]:
     """Tensors of the checkpoint of which the output is to hold nothing, although its ledger does not name them.
 
     A manifest without evidence is of a version that kept no ledger: then the options say what was left out.
@@ -143,11 +145,11 @@ def _other_source(facts: Manifest | None, catalog: Catalog) -> str:
     known = [key for key in ("layout", "tag", "step", "topology") if key in facts.source]
     if all(facts.source[key] == mine[key] for key in known):
         return ""
-    made, this = (_called(source) for source in (facts.source, mine))
+    made, this = (_describe_save(source) for source in (facts.source, mine))
     return f"the output was made from another save ({made}), this one is {this}"
 
 
-def _called(source: Mapping[str, object]) -> str:
+def _describe_save(source: Mapping[str, object]) -> str:
     """A save as its facts describe it: layout, tag or step, ranks."""
     topology = source.get("topology")
     ranks = (
@@ -165,14 +167,14 @@ def check_order(checkpoint: Location, converted: Location, state: Examined) -> N
     if place is None or manifests.find(converted) is not None or state.catalog is None:
         return
     source = manifests.read(place).source
-    other = examined(converted, Reading(), later=True).catalog
+    other = examine_checkpoint(converted, Reading(), later=True).catalog
     if other is None or other.source.layout in ("plain", state.catalog.source.layout):
         return
     mine = other.source.as_json(other.topology)
     if all(source.get(key) == mine[key] for key in ("layout", "tag", "step")):
         raise UsageError(
             "the arguments are the wrong way round", file=checkpoint,
-            found=f"an output of zckpt that was made from {_called(mine)}, as {converted.path!r} is",
+            found=f"an output of zckpt that was made from {_describe_save(mine)}, as {converted.path!r} is",
             expected="the checkpoint first, then what was made from it",
             remedy=f"Run zckpt verify {converted.path} {checkpoint.path}.",
         )  # fmt: skip
@@ -190,7 +192,7 @@ def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterato
             yield f"the model's own weight {b.name!r}", of, to
 
 
-def _wanted(
+def _replay_steps(
     catalog: Catalog, place: Place, facts: Manifest | None, lora: LoraMerge | None
 ) -> tuple[Catalog, list[str]]:
     """The tensors that an output with the manifest's options holds, and the names of those that it leaves out."""
@@ -258,7 +260,7 @@ def _pairs(
     return problems, list(pairs.values()), untied
 
 
-def _quantised(facts: Manifest | None) -> set[str]:
+def _coarsest_type(facts: Manifest | None) -> set[str]:
     """The type in which an output's matrices are, if it is coarser than any dtype."""
     form = None if facts is None else facts.options.get("form")
     return {"Q8_0"} if isinstance(form, Mapping) and form.get("type") == "q8_0" else set()

@@ -13,7 +13,7 @@ from zckpt.base.words import count
 from zckpt.layouts.save.listing import Listing
 
 
-def compared(listing: Listing, *, read: bool) -> tuple[str, list[str]] | None:
+def check_digests(listing: Listing, *, read: bool) -> tuple[str, list[str]] | None:
     """What the recorded digests say: (answer, problems); None where a save has none.
 
     Args:

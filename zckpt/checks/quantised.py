@@ -13,7 +13,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import BF16, DType
 from zckpt.jobs.casting import to_dtype
-from zckpt.jobs.opened import dequantised, opened_as_stored
+from zckpt.jobs.opened import dequantise, opened_as_stored
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import read_config
 from zckpt.output.manifest import Manifest
@@ -51,10 +51,10 @@ def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest 
     was_made = facts is not None and RECORDED in facts.options
     if not was_made and any(is_fp8(entry.dtype) for entry in output.tensors.values()):
         return catalog
-    return dequantised(opened_as_stored(catalog, place)).catalog
+    return dequantise(opened_as_stored(catalog, place)).catalog
 
 
-def quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
+def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
     """The tensors of an output; with those of fp8, if it was quantised.
 
     Args:

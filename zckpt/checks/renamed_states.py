@@ -41,14 +41,14 @@ def compare_renamed(source: Examined, output: Examined, form: Mapping[str, Any])
         form: the facts of the manifest.
     """
     from zckpt.jobs.megatron_states import megatron_states
-    from zckpt.naming.writers import named, naming_of
+    from zckpt.naming.writers import name_for_writer, naming_of
 
     chosen = source.catalog
     assert chosen is not None and output.catalog is not None
     found = Comparison()
     naming = naming_of(form)
     try:
-        model = named(chosen, source.place, naming)
+        model = name_for_writer(chosen, source.place, naming)
         known = {own: theirs for theirs, own in source.names.items()}
         wanted, _ = megatron_states(source.place, chosen, known, model, naming, experts_apart=False)
         there = layouts.read_training(output.place.listing)

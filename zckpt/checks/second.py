@@ -48,7 +48,7 @@ class Places(NamedTuple):
         )
 
 
-def unproved(why: str, found: int = 0) -> Places:
+def as_unproved(why: str, found: int = 0) -> Places:
     """Places that nothing proves."""
     return Places("none", found, why)
 
@@ -58,12 +58,12 @@ def look_again(listing: Listing) -> SecondLook | Places:
     try:
         family = layouts.family_of(listing)
         if isinstance(family.second, UnprovedFamily):
-            return unproved(family.second.why)
+            return as_unproved(family.second.why)
         return family.second(listing)
     except ZckptError as error:
-        return unproved(f"the second reader stops at the files ({error.what})")
+        return as_unproved(f"the second reader stops at the files ({error.what})")
     except _STRANGE as error:
-        return unproved(f"the second reader does not understand the files ({type(error).__name__}: {error})")
+        return as_unproved(f"the second reader does not understand the files ({type(error).__name__}: {error})")
 
 
 _STRANGE = (
@@ -148,9 +148,9 @@ def _compare(
                 own.append(run)
         lines = _Lines(look.beside) if masters is not None else None
     except ZckptError as error:
-        return unproved(f"the second reader stops at the files ({error.what})")
+        return as_unproved(f"the second reader stops at the files ({error.what})")
     except _STRANGE as error:
-        return unproved(f"the second reader does not understand the files ({type(error).__name__}: {error})")
+        return as_unproved(f"the second reader does not understand the files ({type(error).__name__}: {error})")
     found, missed = 0, list[str]()
     for key, entry in wanted.items():
         what = f"{key[1]} of {key[0]!r}" if key[1] else repr(key[0])
@@ -169,7 +169,7 @@ def _compare(
             problems.append(f"{what} is not read beside its master")
     if missed and not problems:
         why = look.unproved or "the files do not say twice where they are"
-        return unproved(f"{examples(missed)}: {why}", found)
+        return as_unproved(f"{examples(missed)}: {why}", found)
     return Places("second reader", found, "", tuple(problems))
 
 

@@ -14,10 +14,10 @@ from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedE
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import count, examples
 from zckpt.checks.contents import add_copies, add_padding, check_bytes
-from zckpt.checks.digests import compared
+from zckpt.checks.digests import check_digests
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, checked_file, checked_parts, examine, small_records
-from zckpt.checks.second import compare_places, unproved
+from zckpt.checks.second import as_unproved, compare_places
 from zckpt.checks.twins import find_twins
 from zckpt.containers import open_container
 from zckpt.engine import replicas
@@ -36,7 +36,7 @@ from zckpt.storage.descriptors import forget
 from zckpt.storage.location import Location, locate
 
 
-def examined(
+def examine_checkpoint(
     path: Location,
     options: Reading,
     *,
@@ -65,7 +65,7 @@ def examined(
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
     """
     place = find(path, options.tag, [locate(root) for root in options.also], as_part=options.as_part)
-    state = Examined(place, unproved("its tensors cannot be read"))
+    state = Examined(place, as_unproved("its tensors cannot be read"))
     state.facts = facts = _manifest_of(state, path)
     unknown = _open(state, path, options)
     _open_files(state, facts)
@@ -83,7 +83,7 @@ def examined(
             _check_ends(state)
         except ZckptError as error:  # a disk that does not give back what it was given
             state.add("bytes", "", [str(error)])
-    if (digests := compared(state.place.listing, read=deep or whole)) is not None:
+    if (digests := check_digests(state.place.listing, read=deep or whole)) is not None:
         state.add("digests", *digests)
     if unknown is not None and all(check.ok for check in state.checks if check.name != "tensors"):
         raise unknown  # nothing is damaged: zckpt cannot read it

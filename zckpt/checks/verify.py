@@ -70,7 +70,7 @@ def verify(
     """
     likely = likely_files(os.fspath(checkpoint), tag) if deep else []
     with watch_progress(progress, None, "verify") as watch, begun(likely, pace) as early:
-        from zckpt.checks.soundness import examined
+        from zckpt.checks.soundness import examine_checkpoint
         from zckpt.deltas.form import is_delta_directory
         from zckpt.jobs.groups import Reading
         from zckpt.storage.location import locate
@@ -89,7 +89,7 @@ def verify(
             if watch is not None:
                 watch.expect(nbytes + later)
 
-        state = examined(path, options, deep=deep, pace=pace, progress=watch, expect=expect, early=early)
+        state = examine_checkpoint(path, options, deep=deep, pace=pace, progress=watch, expect=expect, early=early)
         deletable = None
         if converted is not None:
             read = sum(file.store.size for file in state.files) if state.whole else 0

@@ -25,7 +25,7 @@ def lines(verbose: bool) -> list[str]:
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}{_libc()}",
         "processors": f"{_processors()}, {sys.byteorder}-endian",
-        **{name: _installed(name) for name in _PACKAGES},
+        **{name: _installed_version(name) for name in _PACKAGES},
     }
     width = max(map(len, table)) + 2
     return [f"{name:<{width}}{value}" for name, value in table.items()]
@@ -49,7 +49,7 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _installed(name: str) -> str:
+def _installed_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

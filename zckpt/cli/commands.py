@@ -69,7 +69,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a name; None if there is none."""
         if cmd_name in COMMANDS and cmd_name not in self._declared:
-            self._declared[cmd_name] = _built(cmd_name)
+            self._declared[cmd_name] = _build_command(cmd_name)
         return self._declared.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -99,7 +99,7 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name.ljust(width), summary) for name, (_, summary) in group.items()])
 
 
-def _built(name: str) -> Any:
+def _build_command(name: str) -> Any:
     declared = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     import_module(f"zckpt.cli.{COMMANDS[name][0]}").register(declared)
     declared.registered_commands = [command for command in declared.registered_commands if command.name == name]

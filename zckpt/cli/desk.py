@@ -47,17 +47,17 @@ def report(error: BaseException) -> int:
     from zckpt.team import together
 
     if os.environ.get("ZCKPT_DEBUG") == "1":
-        sys.stderr.write(_masked("".join(traceback.format_exception(error))))
-    code, known = _known(error)
+        sys.stderr.write(mask_secrets("".join(traceback.format_exception(error))))
+    code, known = _as_zckpt_error(error)
     notes = list(getattr(error, "__notes__", ()))
     facts = {**known.as_json(), "error": code, **({"notes": notes} if notes else {})}
     width = stderr_width()
     lines = [*known.lines(width), *(line for note in notes for line in wrap_text(f"note: {note}", width, " " * 6))]
     if not (isinstance(error, UnprintedError) and error.is_pipe and not error.done):  # `| head` has what it wanted
-        sys.stderr.writelines(_painted(_masked(line)) + "\n" for line in lines)
+        sys.stderr.writelines(_paint(mask_secrets(line)) + "\n" for line in lines)
     if "--json" in sys.argv[1:] and together.speaks():
         with contextlib.suppress(UnprintedError):
-            sys.stdout.write(_masked(json.dumps(facts) + "\n"))
+            sys.stdout.write(mask_secrets(json.dumps(facts) + "\n"))
             sys.stdout.flush()
     return 130 if _is_of_ctrl_c(error) else 2
 
@@ -67,7 +67,7 @@ def _is_of_ctrl_c(error: BaseException) -> bool:
     return any(isinstance(cause, Interrupted) and cause.is_ctrl_c for cause in causes_of(error))
 
 
-def _known(error: BaseException) -> tuple[str, ZckptError]:
+def _as_zckpt_error(error: BaseException) -> tuple[str, ZckptError]:
     """A code for programs, and the error with zckpt's fields."""
     if isinstance(error, ZckptError):
         return error.code, error
@@ -111,7 +111,7 @@ def _wrong_usage(error: BaseException) -> UsageError:
     )
 
 
-def _painted(line: str) -> str:
+def _paint(line: str) -> str:
     from zckpt.cli.output import label
 
     for word, colour in (("error:", "red"), ("note:", "yellow")):
@@ -120,12 +120,12 @@ def _painted(line: str) -> str:
     return line
 
 
-def _masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """A text without secrets: those that were given, and what looks like one."""
-    return redact(text, *_given())
+    return redact(text, *_secrets_given())
 
 
-def _given() -> Iterator[str]:
+def _secrets_given() -> Iterator[str]:
     """Secrets on the command line and in the environment."""
     for before, after in itertools.pairwise(sys.argv):
         if before == "--token":

@@ -79,7 +79,7 @@ def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -
         stage=drawn.stage,
         as_part=asked.reading.as_part,
     )
-    page = _written(found, drawn) if drawn.html is not None or drawn.open_page else None
+    page = _write_page(found, drawn) if drawn.html is not None or drawn.open_page else None
     done = "" if page is None else f"The page {page} is complete."
     if sink.as_json:
         sink.result(lambda: {**found.as_json(), "html": page}, tuple, done=done)
@@ -108,7 +108,7 @@ def place_of_page(wanted: str | None, what: str) -> str:
     return wanted or os.path.join(tempfile.mkdtemp(prefix=f"zckpt-{what}-"), f"{what}.html")
 
 
-def _written(found: CheckpointMap, drawn: Drawn) -> str:
+def _write_page(found: CheckpointMap, drawn: Drawn) -> str:
     """Writes the page; returns its path."""
     from zckpt.pictures.map_page import map_page
     from zckpt.pictures.page import write_page

@@ -110,16 +110,16 @@ def slim(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Slim], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes a smaller save."""
-    from zckpt.jobs.slim import described, execute
+    from zckpt.jobs.slim import describe_plan, execute
 
     began = time.perf_counter()
     planned = SLIM.prepare(ckpt, out, asked)
     facts: dict[str, object] = {"dropped": dict(planned.dropped), "saved_bytes": planned.saved_bytes}
-    words = Words(described(planned), _loaded(planned, tuple(asked.own.drop)), facts)
+    words = Words(describe_plan(planned), _loading_hint(planned, tuple(asked.own.drop)), facts)
     finish(planned, words, began, shown, execute, dry_run=dry_run)
 
 
-def _loaded(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
+def _loading_hint(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
     """How the smaller save is loaded, as a line."""
     out, layout = planned.out, planned.catalog.source.layout
     if layout == "megatron-core":

@@ -335,13 +335,13 @@ class _Template:
                 made.append(step.number(pickle))  # type: ignore[union-attr]
             elif kind is _Waits:
                 args = made[step.args[0]]  # type: ignore[union-attr,index]
-                made.append(_made(step.make, args, storages))  # type: ignore[union-attr]
+                made.append(_build_waiting(step.make, args, storages))  # type: ignore[union-attr]
             else:
                 made.append(_with(step.value, [(key, made[number]) for key, number in step.spots]))  # type: ignore[union-attr]
         return made[self._number] if self._number >= 0 else self._root
 
 
-def _made(make: Callable[..., object] | None, args: tuple[object, ...], storages: Storages) -> object:
+def _build_waiting(make: Callable[..., object] | None, args: tuple[object, ...], storages: Storages) -> object:
     """A storage or tensor that had to wait.
 
     Raises:

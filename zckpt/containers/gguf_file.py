@@ -171,10 +171,10 @@ class _Reader:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise damaged(self.file, f"no Unicode in {what}") from error
+            raise index_error(self.file, f"no Unicode in {what}") from error
 
 
-def damaged(file: Input, found: str, expected: str = "") -> CorruptError:
+def index_error(file: Input, found: str, expected: str = "") -> CorruptError:
     """The error for an index that contradicts itself."""
     return file.damaged("the GGUF header is damaged", found, expected)
 
@@ -199,33 +199,35 @@ def read_input(file: Input) -> Container:
         )  # fmt: skip
     tensors, entries = reader.number("Q", "the number of tensors"), reader.number("Q", "the number of entries")
     if tensors * 24 + entries * 13 > file.size:  # the least that they take
-        raise damaged(file, f"{tensors:,} tensors and {entries:,} entries", f"so many as fit into {file.size:,} bytes")
+        raise index_error(
+            file, f"{tensors:,} tensors and {entries:,} entries", f"so many as fit into {file.size:,} bytes"
+        )
     reader.holds = f"{tensors:,} tensors and {entries:,} entries, with their texts and arrays"
     reader.charge(_TENSOR_COST * tensors + _ENTRY_COST * entries)
     values: dict[str, GgufValue] = {}
     for _ in range(entries):
         key = reader.text("a key of the metadata")
         if key in values:
-            raise damaged(file, f"the key {key!r:.80} twice")
+            raise index_error(file, f"the key {key!r:.80} twice")
         values[key] = _value(reader, _kind(reader), key)
     infos = [_info(reader) for _ in range(tensors)]
     said = values.get("general.alignment")
     alignment = ALIGNMENT if said is None else said.value
     if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise damaged(file, f"an alignment of {alignment!r:.40}", "a power of two")
+        raise index_error(file, f"an alignment of {alignment!r:.40}", "a power of two")
     data_at = -(-reader.at // alignment) * alignment
     store = file.store()
     root: dict[str, TensorRef] = {}
     for name, shape, number, offset in infos:
         if name in root:
-            raise damaged(file, f"the tensor {name!r:.80} twice")
+            raise index_error(file, f"the tensor {name!r:.80} twice")
         if offset % alignment:
-            raise damaged(file, f"tensor {name!r:.80} at offset {offset:,}", f"a multiple of {alignment}")
+            raise index_error(file, f"tensor {name!r:.80} at offset {offset:,}", f"a multiple of {alignment}")
         root[name] = _tensor(file, store, name, shape, number, data_at + offset)
     end = data_at
     for name, ref in sorted(root.items(), key=lambda item: (item[1].byte_offset, item[1].nbytes)):
         if ref.numel and ref.byte_offset < end:
-            raise damaged(
+            raise index_error(
                 file, f"tensor {name!r:.80} at byte {ref.byte_offset:,}", f"byte {end:,} or later, behind the others"
             )
         end = max(end, ref.byte_offset + ref.nbytes)
@@ -235,7 +237,7 @@ def read_input(file: Input) -> Container:
 def _kind(reader: _Reader) -> Kind:
     number = reader.number("I", "the kind of a value")
     if number >= len(_KINDS):
-        raise damaged(reader.file, f"a value of kind {number:,}", f"a kind below {len(_KINDS)}")
+        raise index_error(reader.file, f"a value of kind {number:,}", f"a kind below {len(_KINDS)}")
     return _KINDS[number]
 
 
@@ -272,7 +274,7 @@ def _info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     name = reader.text("the name of a tensor")
     dims = reader.number("I", f"the dimensions of tensor {name!r:.80}")
     if dims > _MAX_DIMS:
-        raise damaged(reader.file, f"tensor {name!r:.80} in {dims:,} dimensions", f"at most {_MAX_DIMS}")
+        raise index_error(reader.file, f"tensor {name!r:.80} in {dims:,} dimensions", f"at most {_MAX_DIMS}")
     data = reader.take(8 * dims + 12, f"the shape, type and offset of tensor {name!r:.80}")
     *extents, number, offset = struct.unpack(f"<{dims}QIQ", data)
     return name, tuple(reversed(extents)), number, offset
@@ -289,14 +291,16 @@ def _tensor(
             expected=f"one of {known}", remedy="Give a GGUF file of the model in F32, F16, BF16 or Q8_0.",
         )  # fmt: skip
     if kind.block > 1 and (not shape or shape[-1] % kind.block):
-        raise damaged(file, f"tensor {name!r:.80} of {kind.name} with shape {list(shape)}", f"rows of {kind.block}s")
+        raise index_error(
+            file, f"tensor {name!r:.80} of {kind.name} with shape {list(shape)}", f"rows of {kind.block}s"
+        )
     stored = kind.stored(shape)
     numel = 1
     for extent in stored:
         numel *= extent
     nbytes = numel * kind.dtype.itemsize
     if nbytes > MAX_NUMBER:
-        raise damaged(file, f"tensor {name!r:.80} of shape {list(shape)}", "at most 2^63 bytes")
+        raise index_error(file, f"tensor {name!r:.80} of shape {list(shape)}", "at most 2^63 bytes")
     if byte_offset + nbytes > file.size:
         raise file.cut_short(f"tensor {name!r:.80}", byte_offset + nbytes)
     storage = StorageRef(name, kind.dtype, numel, "", store, byte_offset)
@@ -347,24 +351,24 @@ def skeleton(specs: Sequence[GgufSpec], metadata: Mapping[str, GgufValue]) -> Sk
         )  # fmt: skip
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(specs), len(metadata)))
     for key, value in metadata.items():
-        head += _text(key) + struct.pack("<I", _KINDS.index(value.kind)) + _packed(value)
+        head += _text(key) + struct.pack("<I", _KINDS.index(value.kind)) + _pack_value(value)
     relative: dict[str, int] = {}
     end = 0
     for spec in specs:
         relative[spec.name] = end
         head += _text(spec.name) + struct.pack("<I", len(spec.shape))
         head += struct.pack(f"<{len(spec.shape)}QIQ", *reversed(spec.shape), spec.type.number, end)
-        end = _aligned(end + spec.nbytes)
-    start = _aligned(len(head))
+        end = _align_up(end + spec.nbytes)
+    start = _align_up(len(head))
     literals = [(0, bytes(head) + b"\0" * (start - len(head)))]
     for spec in specs:
         stop = relative[spec.name] + spec.nbytes
-        if gap := _aligned(stop) - stop:
+        if gap := _align_up(stop) - stop:
             literals.append((start + stop, b"\0" * gap))
     return Skeleton(start + end, tuple(literals), (), {name: start + offset for name, offset in relative.items()})
 
 
-def _aligned(offset: int) -> int:
+def _align_up(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -373,7 +377,7 @@ def _text(text: str | bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _packed(value: GgufValue) -> bytes:
+def _pack_value(value: GgufValue) -> bytes:
     if value.kind == "string":
         return _text(value.value)  # type: ignore[arg-type]
     if value.kind != "array":

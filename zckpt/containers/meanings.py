@@ -123,7 +123,7 @@ def _dict(items: Any = ()) -> dict[object, object]:
     return {plain_key(key): value for key, value in (items.items() if type(items) is dict else items)}
 
 
-def _set(items: Any = ()) -> set[object]:
+def _as_set(items: Any = ()) -> set[object]:
     if type(items) not in (list, tuple, set, frozenset):
         raise TypeError(f"a set of a {type(items).__name__}")
     return set(map(plain_key, items))
@@ -256,8 +256,8 @@ MEANINGS: Mapping[str, Callable[..., object]] = {
     "collections.defaultdict": lambda factory=None, items=(): _dict(items),
     "collections.deque": lambda items=(), maxlen=None: _list(items),
     "builtins.dict": _dict,
-    "builtins.set": _set,
-    "builtins.frozenset": lambda items=(): frozenset(_set(items)),
+    "builtins.set": _as_set,
+    "builtins.frozenset": lambda items=(): frozenset(_as_set(items)),
     "builtins.list": _list,
     "builtins.tuple": _plain(tuple, list, tuple),
     "builtins.bytes": _plain(bytes, bytes, bytearray, list),

@@ -194,14 +194,14 @@ class Phrases:
         function, phrases = known
         for phrase in phrases:
             if (found := phrase.read(machine.data, at, machine.memo, self._shapes)) is not None:
-                return _made(machine, function, phrase, found)
+                return _finish_object(machine, function, phrase, found)
         if (nested := self.read_nested(machine, function, at)) is not None:
             return nested
         if len(phrases) < _MOST_PHRASES and machine.data.startswith(_BEGIN, at):
             made = Phrase.of(machine.data, at, machine.memo)
             if made is not None and (found := made.read(machine.data, at, machine.memo, self._shapes)) is not None:
                 phrases.append(made)
-                return _made(machine, function, made, found)
+                return _finish_object(machine, function, made, found)
         return None
 
     def read_nested(self, machine: Machine, function: Placeholder, at: int) -> Made | None:
@@ -285,7 +285,7 @@ class Phrases:
         return known[1], 2, state.end(), 0
 
 
-def _made(machine: Machine, function: Placeholder, phrase: Phrase, found: Found) -> Made:
+def _finish_object(machine: Machine, function: Placeholder, phrase: Phrase, found: Found) -> Made:
     state, at, cost, plain = found
     made = machine.finished(function, state)
     return made, phrase.memoized, at, cost if type(made) is Placeholder else plain

@@ -48,10 +48,10 @@ def waste_of(refs: Iterable[TensorRef]) -> int:
         if ref.numel:
             storage = (ref.store.path, ref.storage_byte_offset, ref.storage_nbytes)
             storages.setdefault(storage, set()).add((ref.byte_offset, ref.byte_stop))
-    return sum(nbytes - _covered(spans) for (_, _, nbytes), spans in storages.items())
+    return sum(nbytes - _count_covered(spans) for (_, _, nbytes), spans in storages.items())
 
 
-def _covered(spans: Iterable[tuple[int, int]]) -> int:
+def _count_covered(spans: Iterable[tuple[int, int]]) -> int:
     """Bytes in any of these ranges."""
     covered = last = 0
     for begin, end in sorted(spans):

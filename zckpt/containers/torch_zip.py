@@ -102,7 +102,7 @@ def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for key in keys:
         text = re.escape(key.encode())
-        for match in _numbered(len(key), text).finditer(data):
+        for match in _memo_pattern(len(key), text).finditer(data):
             number = match["small"] or match["medium"] or match["large"]
             found[key] = int.from_bytes(number, "little", signed=match["large"] is not None)
     return found
@@ -120,7 +120,7 @@ def pickle_of(path: str | os.PathLike[str]) -> bytes:
         return directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
 
 
-def _numbered(length: int, text: bytes) -> re.Pattern[bytes]:
+def _memo_pattern(length: int, text: bytes) -> re.Pattern[bytes]:
     """A text of this length, its memo entry, and a number of 1, 2 or 4 bytes."""
     sized = re.escape(length.to_bytes(4, "little"))
     return re.compile(

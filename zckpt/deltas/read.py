@@ -112,7 +112,7 @@ def read_delta(place: Location) -> DeltaDirectory:
     changed: dict[str, DifferencePlace] = {}
     for file, names in sorted(files.items()):
         changed.update(_in_file(place / file, names))
-    known = _unchanged(place / UNCHANGED, form) if (place / UNCHANGED).is_file() else {}
+    known = _unchanged_digests(place / UNCHANGED, form) if (place / UNCHANGED).is_file() else {}
     unchanged = {name: digest for name, digest in known.items() if name not in changed}
     return DeltaDirectory(place, form, changed, unchanged, (INDEX, *sorted(files), *([UNCHANGED] if known else [])))
 
@@ -146,7 +146,7 @@ def _in_file(file: Location, names: set[str]) -> Iterator[tuple[str, DifferenceP
         yield name, DifferencePlace(file, ref.byte_offset, ref.nbytes, digest)
 
 
-def _unchanged(file: Location, form: DeltaForm) -> dict[str, str]:
+def _unchanged_digests(file: Location, form: DeltaForm) -> dict[str, str]:
     match read_json(file, MOST_BYTES, "checksums of unchanged tensors"):
         case {"checksum_format": str(kind), "tensors": dict(tensors)} if kind == form.checksum and kind in CHECKSUMS:
             if all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in tensors.values()):

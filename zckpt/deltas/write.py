@@ -74,7 +74,7 @@ class DeltaCounts:
     nbytes: int
 
 
-def grouped(tensors: Iterable[tuple[Sized, int]], most_bytes: int) -> list[list[Sized]]:
+def group_by_size(tensors: Iterable[tuple[Sized, int]], most_bytes: int) -> list[list[Sized]]:
     """Tensors, each given with its bytes, in groups of at most so many, or of one tensor; in their order."""
     groups: list[list[Sized]] = []
     room = 0

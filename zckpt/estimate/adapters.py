@@ -58,7 +58,7 @@ def with_adapter(model: ModelSize, adapter: Mapping[str, Any], file: str) -> Mod
         added: tuple[ParameterSize, ...] = ()
         if any(_is(module, name) for name in saved):
             added = (replace(one, name=f"{one.name}.modules_to_save", trained=True),)
-        elif leaf == "weight" and len(one.shape) == 2 and _targeted(module, targets, adapter):
+        elif leaf == "weight" and len(one.shape) == 2 and _is_targeted(module, targets, adapter):
             rank, (rows, columns) = _rank(module, adapter), one.shape
             added = (
                 ParameterSize(f"{module}.lora_A.weight", (rank, columns)),
@@ -66,7 +66,7 @@ def with_adapter(model: ModelSize, adapter: Mapping[str, Any], file: str) -> Mod
             )
             hit = True
         elif leaf == "bias" and adapter.get("bias") in ("all", "lora_only"):
-            own = adapter.get("bias") == "all" or _targeted(module, targets, adapter)
+            own = adapter.get("bias") == "all" or _is_targeted(module, targets, adapter)
             frozen = replace(one, trained=own)
         change[one.name] = (frozen, *added)
     if not hit:
@@ -84,7 +84,7 @@ def _is(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def _targeted(module: str, targets: str | Sequence[str], adapter: Mapping[str, Any]) -> bool:
+def _is_targeted(module: str, targets: str | Sequence[str], adapter: Mapping[str, Any]) -> bool:
     layers = adapter.get("layers_to_transform")
     if layers is not None:
         number = re.search(r"\.(\d+)\.", module)

@@ -254,11 +254,11 @@ def estimate_choices(
             for stage in range(1 if offload else 0, 4):
                 for checkpointing in (False, True) if known else (None,):
                     choices.append(_choice(model, run, length, stage, offload, precision, checkpointing))
-    fitted = tuple(_fitted(one, memory, host_memory) for one in choices)
+    fitted = tuple(_fit_choice(one, memory, host_memory) for one in choices)
     mine = None
     if asked is not None:
         stage, offload, precision = asked
-        mine = _fitted(
+        mine = _fit_choice(
             _choice(model, run, length, stage, offload, precision, False if known else None), memory, host_memory
         )
     return Estimate(model, run, length if known else None, fitted, memory, host_memory, mine, file)
@@ -288,7 +288,7 @@ def _choice(
     return Choice(stage, "cpu" if offload else "none", precision, checkpointing, peak, peak.host * run.gpus)
 
 
-def _fitted(one: Choice, memory: int | None, host_memory: int | None) -> Choice:
+def _fit_choice(one: Choice, memory: int | None, host_memory: int | None) -> Choice:
     if memory is None and host_memory is None:
         return one
     fits = (memory is None or one.peak.device <= memory) and (host_memory is None or one.node_host <= host_memory)

@@ -19,7 +19,7 @@ from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as plan_conversion
 from zckpt.jobs.declarations import PUSH, Asked
 from zckpt.jobs.open import Opened, open_catalog
-from zckpt.jobs.opened import dequantised
+from zckpt.jobs.opened import dequantise
 from zckpt.jobs.options import Options
 from zckpt.layouts.save.companions import read_config
 
@@ -110,7 +110,7 @@ def load(source: str, dtype: str | DType | None, asked: Asked[None]) -> PlannedC
     opened = open_catalog(source, asked.reading, as_stored=True)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     if chosen is not None:
-        opened = dequantised(opened)
+        opened = dequantise(opened)
     return plan_conversion(source, "", asked.having(dtype=chosen, format="safetensors"), opened=opened)
 
 

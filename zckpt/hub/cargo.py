@@ -160,7 +160,7 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
     notes = list(prepared.notes)
 
     def add(name: str, data: bytes, origin: str) -> None:
-        clean, changes = privacy.cleaned(name, data, source)
+        clean, changes = privacy.clean_file(name, data, source)
         notes.extend(changes)
         small.append(SmallFile(name, len(clean), clean, origin))
 

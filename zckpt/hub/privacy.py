@@ -66,7 +66,7 @@ def check_secrets(name: str, data: bytes) -> None:
             )  # fmt: skip
 
 
-def cleaned(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
+def clean_file(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
     """A small file as it may be published, and sentences on what was changed in it.
 
     Args:

@@ -81,7 +81,7 @@ def _line(identity: str, name: str, sha256: str) -> str:
     return json.dumps({"name": name, "sha256": sha256, "identity": identity})
 
 
-def known(directory: str, *page: object) -> dict[str, str]:
+def read_known_shards(directory: str, *page: object) -> dict[str, str]:
     """Identity -> SHA-256 of the shards that earlier pushes to a page made; read without the lock."""
     return _read(os.path.join(_path(directory, page), _JOURNAL))
 
@@ -94,7 +94,7 @@ def default_directory() -> str:
 
 
 @contextlib.contextmanager
-def opened(directory: str, *page: object) -> Iterator[Scratch]:
+def open_scratch(directory: str, *page: object) -> Iterator[Scratch]:
     """The scratch directory for a page, for this process alone.
 
     Args:
@@ -106,7 +106,7 @@ def opened(directory: str, *page: object) -> Iterator[Scratch]:
         OutputError: the directory cannot be made.
     """
     path = _path(directory, page)
-    lock = _locked(path)
+    lock = _lock_directory(path)
     try:
         scratch = Scratch(path, _read(os.path.join(path, _JOURNAL)))
         scratch.clear()  # shards of a push that was killed
@@ -119,7 +119,7 @@ def _path(directory: str, page: tuple[object, ...]) -> str:
     return os.path.join(directory, "push-" + hashlib.sha256(repr(page).encode()).hexdigest()[:16])
 
 
-def _locked(path: str) -> int:
+def _lock_directory(path: str) -> int:
     """Makes a directory, if it does not exist, and takes its lock."""
     try:
         while True:

@@ -115,7 +115,7 @@ def prepare(
         written = SmallFile("README.md", len(text), text, "the model card, written by zckpt")
         cargo = replace(cargo, small=(*cargo.small, written))
     removed = checks.mistakable(page, [file.name for file in cargo.files], target)
-    known = scratch.known(target.scratch or scratch.default_directory(), *_place(hub, target))
+    known = scratch.read_known_shards(target.scratch or scratch.default_directory(), *_place(hub, target))
     there = _there(cargo, target, page, known)
     if cargo.signing is not None:
         signature = target.place(SIGNATURE)
@@ -185,7 +185,7 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
         listed = tuple((path, page.files[path].size, page.files[path].oid) for path in ready.there)
         return _report(ready, Committed(page.head), listed, began)
     directory = target.scratch or scratch.default_directory()
-    with quietly(), in_large_pieces(), scratch.opened(directory, *_place(hub, target)) as room:
+    with quietly(), in_large_pieces(), scratch.open_scratch(directory, *_place(hub, target)) as room:
         check_free(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)), room.path)
         page = _made_ready(ready)
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
@@ -240,7 +240,7 @@ def _commit(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Committ
     from huggingface_hub import CommitOperationDelete
 
     target, hub = ready.target, ready.hub
-    small_files, notes = _signed(ready, page, sent)
+    small_files, notes = _add_signature(ready, page, sent)
     contents = {target.place(file.name): file.content for file in small_files}
     wanted: dict[str, tuple[int, frozenset[str]]] = {file.path: (file.size, frozenset({file.sha256})) for file in sent}
     wanted |= {target.place(file.name): (file.nbytes, file.hashes()) for file in small_files}
@@ -268,7 +268,7 @@ def _commit(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Committ
     return committed(hub.page(target.repo_id, target.revision)), wanted, [*notes, note]
 
 
-def _signed(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Sequence[SmallFile], list[str]]:
+def _add_signature(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Sequence[SmallFile], list[str]]:
     """The small files of the commit, with the signature of all; and notes for the user."""
     cargo, target = ready.cargo, ready.target
     if cargo.signing is None:

@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 20
 """Elements of an adapter that are looked at together."""
 
 
-def chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
+def choose_adapter(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
     """The adapter to write.
 
     Raises:
@@ -100,13 +100,13 @@ def looked_at(adapter: AdapterWeights) -> tuple[str, int, list[str]]:
             is_zero = entry.name in begin_as_zeros
             for start in range(0, entry.numel, _AT_ONCE):
                 data = reader.read(elements(entry, start, min(entry.numel, start + _AT_ONCE)))
-                digest.update(data if sys.byteorder == "little" else _swapped(data, entry))
+                digest.update(data if sys.byteorder == "little" else _swap_bytes(data, entry))
                 is_zero = is_zero and data.count(0) == len(data)
             if is_zero:
                 zeros.append(name)
     return digest.hexdigest(), len(begin_as_zeros), zeros
 
 
-def _swapped(data: bytes, entry: TensorEntry) -> bytes:
+def _swap_bytes(data: bytes, entry: TensorEntry) -> bytes:
     width = entry.dtype.itemsize
     return b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))

@@ -30,7 +30,7 @@ from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.convert import usual_dtype
 from zckpt.jobs.declarations import APPLY, Asked
 from zckpt.jobs.options import ApplyOptions
-from zckpt.jobs.planned import Report, protected
+from zckpt.jobs.planned import Report, protected_places
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
@@ -159,7 +159,7 @@ def prepare(
     found = tuple(read_delta(one) for one in places)
     version = opened_version(os.fspath(old), asked)
     _check_chain(version, found)
-    inputs = {*protected(version.opened, locate(old)), *places}
+    inputs = {*protected_places(version.opened, locate(old)), *places}
     check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
     names = tuple(_names(version, one) for one in found)
     for one in found:
@@ -257,7 +257,7 @@ def execute(
 
     def make(directory: str, name: str, moved: Moved) -> list[Finished]:
         if name not in files:
-            return [_copied(next(file for file, copy in job.copies if copy == name), directory, name)]
+            return [_copy_file(next(file for file, copy in job.copies if copy == name), directory, name)]
         output, store = files[name]
         path = os.path.join(directory, name)
         create(path, output.size)
@@ -313,7 +313,7 @@ def _proof(job: PlannedApply) -> list[str]:
     return [f"{path} has no checksums of unchanged tensors, so only the changed ones were proved." for path in silent]
 
 
-def _copied(file: Location, directory: str, name: str) -> Finished:
+def _copy_file(file: Location, directory: str, name: str) -> Finished:
     with open(os.path.join(directory, name), "wb") as copy:
         for block in file.blocks():
             copy.write(block)

@@ -31,7 +31,7 @@ from zckpt.jobs.declarations import AVERAGE, Asked
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Average
-from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted
 from zckpt.layouts.run_saves import saves_of
 from zckpt.output.checks import keep_apart
@@ -116,14 +116,14 @@ def prepare(
     checkpoints: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], asked: Asked[Average]
 ) -> PlannedAverage:
     """Everything but the work; arguments as for `average`. Writes nothing."""
-    named = [_split(os.fspath(path)) for path in checkpoints]
+    named = [_split_tag(os.fspath(path)) for path in checkpoints]
     if asked.own.last is not None:
         named = _last_of(named, asked.own.last)
-    base = [] if asked.own.task_vector is None else [_split(os.fspath(asked.own.task_vector))]
+    base = [] if asked.own.task_vector is None else [_split_tag(os.fspath(asked.own.task_vector))]
     weights = _weights(len(named), asked.own, os.fspath(out))
     opened = [open_asked(path, asked.having(tag=tag)) for path, tag in (*base, *named)]
     for (path, _), one in zip((*base, *named), opened, strict=True):
-        keep_apart(locate(out), protected(one, locate(path), beside=asked.publishing.beside))
+        keep_apart(locate(out), protected_places(one, locate(path), beside=asked.publishing.beside))
     bare = [strip_wrappers(one.catalog)[0] for one in opened]
     for one, tensors_of in zip(opened, bare, strict=True):
         check_wanted(one, tensors_of, asked.selecting)
@@ -162,7 +162,7 @@ def _is_tied(name: str, kept: str, catalog: Catalog) -> bool:
     return name not in catalog.tensors and catalog.aliases.get(name, kept) == kept
 
 
-def _split(path: str) -> tuple[str, str | None]:
+def _split_tag(path: str) -> tuple[str, str | None]:
     """`PATH:TAG` as path and tag, unless there is something of the whole name, or it is an address without a tag."""
     head, colon, tail = path.rpartition(":")
     whole = locate(path)

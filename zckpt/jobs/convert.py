@@ -23,7 +23,7 @@ from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked
-from zckpt.jobs.planned import Planned, Report, carried_out, protected
+from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted
 from zckpt.jobs.steps import open_model, record_of, steps_of
 from zckpt.jobs.working_model import WorkingModel
@@ -145,7 +145,9 @@ def prepare(
     if asked.merging.lora is None and not is_copy:
         check_wanted(opened, bare, asked.selecting)
     named = (asked.naming.form.config, asked.naming.form.layer_names)
-    inputs = protected(opened, source, beside=asked.publishing.beside or (single and not place.is_remote), named=named)
+    inputs = protected_places(
+        opened, source, beside=asked.publishing.beside or (single and not place.is_remote), named=named
+    )
     is_of_several = asked.merging.lora is not None or asked.merging.base is not None
     if not is_of_several:
         _check_output(place, asked, inputs, single=single)
@@ -159,7 +161,7 @@ def prepare(
     for step in steps_of(asked, to_directory=not single):
         model = step.apply(model)
     for other in model.made_from:
-        inputs |= protected(other, other.place.home, beside=not model.is_merged)
+        inputs |= protected_places(other, other.place.home, beside=not model.is_merged)
         if other.place.listing.directory.is_dir():  # else it is one file, beside which an output may be
             inputs.add(other.place.home)
     if is_of_several:

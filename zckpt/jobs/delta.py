@@ -20,15 +20,15 @@ from zckpt.core.plan import Plan
 from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding, hasher_of, version_in
 from zckpt.deltas.pieces import PieceReader, pieces
-from zckpt.deltas.write import DeltaCounts, data_name, end_delta, facts_name, grouped, needed_by, write_group
+from zckpt.deltas.write import DeltaCounts, data_name, end_delta, facts_name, group_by_size, needed_by, write_group
 from zckpt.deltas.zstd import Compressor
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import DELTA, Asked
 from zckpt.jobs.options import DeltaOptions
 from zckpt.jobs.own_groups import Delta
-from zckpt.jobs.planned import protected
+from zckpt.jobs.planned import protected_places
 from zckpt.jobs.provenance import provenance
-from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, paired
+from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, pair_tensors
 from zckpt.output import manifest as manifests
 from zckpt.output.files import FileOrder, Moved
 from zckpt.output.journal import Finished
@@ -179,10 +179,10 @@ def prepare(
     Compressor(0, lambda data: None)
     first = opened_version(os.fspath(old), asked.having(tag=asked.own.old_tag, also=()))
     second = opened_version(os.fspath(new), asked)
-    inputs = protected(first.opened, locate(old)) | protected(second.opened, locate(new))
+    inputs = protected_places(first.opened, locate(old)) | protected_places(second.opened, locate(new))
     check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
-    pairs = paired(first, second, asked.casting.dtype)
-    groups = grouped(((pair, pair.nbytes) for pair in pairs), to_bytes(asked.sharding.max_shard_size))
+    pairs = pair_tensors(first, second, asked.casting.dtype)
+    groups = group_by_size(((pair, pair.nbytes) for pair in pairs), to_bytes(asked.sharding.max_shard_size))
     plan = Plan((), [(entry, entry) for pair in pairs for entry in (pair.old, pair.new)])
     facts = [form.metadata, [pair.dtype.name for pair in pairs], [len(group) for group in groups]]
     job = fingerprint(plan, (), "delta", *facts, signed_by(asked.signing_key.sign))
@@ -230,7 +230,7 @@ def execute(
         group = job.groups[numbers[name] - 1]
 
         def encoded(pair: TensorPair) -> tuple[TensorChange, int]:
-            return _encoded(reader, pair, job.form, directory), pair.nbytes
+            return _encode_change(reader, pair, job.form, directory), pair.nbytes
 
         def watched() -> Any:
             for difference, nbytes in reader.in_order(encoded, group, lambda made: made[0].close()):
@@ -267,7 +267,7 @@ def execute(
     )  # fmt: skip
 
 
-def _encoded(reader: PieceReader, pair: TensorPair, form: DeltaForm, directory: str) -> TensorChange:
+def _encode_change(reader: PieceReader, pair: TensorPair, form: DeltaForm, directory: str) -> TensorChange:
     encoder = Encoder(pair.old.name, pair.old.numel, pair.dtype, form, directory)
     try:
         for start, stop in pieces(pair.old.numel, pair.dtype):

@@ -22,7 +22,7 @@ from zckpt.jobs.groups import Form, Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.naming.transform import formed
+from zckpt.naming.transform import apply_form
 
 _MOST_LISTED = 20
 
@@ -258,22 +258,22 @@ def _both(
     a: str | os.PathLike[str], b: str | os.PathLike[str], reading: Reading
 ) -> tuple[tuple[Catalog, tuple[str, ...]], tuple[Catalog, tuple[str, ...]]]:
     """Both sides' tensors and notes; if one of them alone is GGUF, its tensors have transformers' names."""
-    left, right = _opened(a, reading), _opened(b, reading)
+    left, right = _open_side(a, reading), _open_side(b, reading)
     if (METADATA in left[0].extras) == (METADATA in right[0].extras):
         return left, right
     if METADATA in left[0].extras:
-        return _opened(a, reading, with_hub_names=True), right
-    return left, _opened(b, reading, with_hub_names=True)
+        return _open_side(a, reading, with_hub_names=True), right
+    return left, _open_side(b, reading, with_hub_names=True)
 
 
-def _opened(
+def _open_side(
     path: str | os.PathLike[str], reading: Reading, *, with_hub_names: bool = False
 ) -> tuple[Catalog, tuple[str, ...]]:
     opened = open_catalog(os.fspath(path), reading)
     catalog, stripped = strip_wrappers(opened.catalog)
     if not with_hub_names:
         return catalog, opened.catalog.source.notes + stripped
-    form = formed(catalog, opened.place, Form(), to_directory=False)
+    form = apply_form(catalog, opened.place, Form(), to_directory=False)
     return form.catalog, opened.catalog.source.notes + stripped + form.notes
 
 

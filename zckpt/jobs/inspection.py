@@ -21,14 +21,14 @@ from zckpt.jobs.casting import output_dtype
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import Opened, open_place, strip_wrappers
-from zckpt.jobs.opened import dequantised, scaled_in
+from zckpt.jobs.opened import dequantise, scaled_in
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, lost_files, slices_as_json
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
-from zckpt.naming.adapter_names import unmerged
+from zckpt.naming.adapter_names import note_unmerged
 from zckpt.quantized.plain import about
 from zckpt.storage.location import locate
 
@@ -255,7 +255,7 @@ def inspect_checkpoint(
         if text:
             details = (*catalog.source.details, ("quantized", text))
             catalog = replace(catalog, source=replace(catalog.source, details=details))
-        notes = opened.catalog.source.notes + stripped + tuple(filter(None, [unmerged(catalog)]))
+        notes = opened.catalog.source.notes + stripped + tuple(filter(None, [note_unmerged(catalog)]))
         exportable = _judge_packed(opened) or Verdict(True, _wholeness(catalog))
     lost = lost_files(place.listing) if catalog is None else {}
     grid = grid_of(place.listing, catalog, lost)
@@ -276,7 +276,7 @@ def _refusal(error: ZckptError, place: Place) -> Verdict:
 
 def _judge_packed(opened: Opened) -> Verdict | None:
     """Why whole weights cannot be made, if that is because of how they are quantised; None if that is no hindrance."""
-    numbers = dequantised(opened)
+    numbers = dequantise(opened)
     try:
         numbers.check_read(numbers.catalog.tensors.values())
     except ZckptError as error:

@@ -20,7 +20,7 @@ from zckpt.layouts.megatron_core.write import MegatronOptimizer
 from zckpt.layouts.places import Place
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import number_in
-from zckpt.naming.writers import RenamedModel, SchemeNames, named
+from zckpt.naming.writers import RenamedModel, SchemeNames, name_for_writer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,12 +61,12 @@ def megatron_states(
             if entry.role != "frozen"  # a tied head is, in some saves
         }
         try:
-            composed = named(replace(chosen, tensors=held), place, naming).catalog
+            composed = name_for_writer(replace(chosen, tensors=held), place, naming).catalog
         except ZckptError as error:
-            raise _untrained(chosen) or error from error
+            raise _untrained_error(chosen) or error from error
         states = [entry for entry in composed.tensors.values() if entry.role != "buffer"]
         if [entry.name for entry in states] != [entry.name for entry in weights]:
-            raise _untrained(chosen) or InconsistentError(
+            raise _untrained_error(chosen) or InconsistentError(
                 "the optimizer states have other names than the weights", file=chosen.source.path, remedy=OTHER_SAVE
             )
         places += [(moment, entry) for entry in states]
@@ -85,7 +85,7 @@ def _check(training: Training, path: str) -> None:
         )  # fmt: skip
 
 
-def _untrained(weights: Catalog) -> UnsupportedError | None:
+def _untrained_error(weights: Catalog) -> UnsupportedError | None:
     """The error for parameters without states, if there are any."""
     frozen = [entry.name for entry in weights.tensors.values() if entry.role == "frozen"]
     return UnsupportedError(

@@ -16,7 +16,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog
-from zckpt.jobs.adapters import CONFIG, chosen, config_path, looked_at, made_config, read_adapter_config
+from zckpt.jobs.adapters import CONFIG, choose_adapter, config_path, looked_at, made_config, read_adapter_config
 from zckpt.jobs.groups import LoraMerge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.trained import check_copies, trained_in, trained_with, without_copies
@@ -24,7 +24,7 @@ from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare
-from zckpt.naming.merge import base_of, merged
+from zckpt.naming.merge import base_of, merge_adapters
 from zckpt.storage.location import Location, locate
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
@@ -96,7 +96,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     given_up |= {name: "whole" for name, its in beneath.items() if its in replaced}
     if base is None:
         _check_base(weights, adapters, opened)
-    model = merged(weights, with_files, config, trained, opened.place.listing.directory.path)
+    model = merge_adapters(weights, with_files, config, trained, opened.place.listing.directory.path)
     check_copies(model.copies, adapters)
     unused = {id(copy.fragments): "copy" for copy, _ in model.copies}
     for adapter, kept in zip(adapters, with_files, strict=True):
@@ -156,7 +156,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     return Merged(
         catalog=replace(catalog, tensors=tensors, aliases=aliases, padding=(), views=views),
         place=place,
-        config=_untied(config) if model.untied and config is not None else None,
+        config=_untie_config(config) if model.untied and config is not None else None,
         notes=tuple(notes),
         recorded=facts,
         copies=tuple((file, name) for name, file in sorted(copies.items())),
@@ -198,7 +198,7 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
     return replace(given, allow_untrained=True)
 
 
-def _untied(config: Mapping[str, object]) -> dict[str, object]:
+def _untie_config(config: Mapping[str, object]) -> dict[str, object]:
     """A config that says that head and embedding are not tied."""
     found = {**config, "tie_word_embeddings": False}
     text = config.get("text_config")
@@ -287,7 +287,9 @@ def _adapters(
     if not lora.adapters:
         if not names and is_adapter_file(catalog):
             return [_of_directory(opened, catalog, 1.0)], [opened]
-        return [_of_checkpoint(opened, catalog, found, chosen(None, names, catalog), 1.0, with_base=with_base)], []
+        return [
+            _of_checkpoint(opened, catalog, found, choose_adapter(None, names, catalog), 1.0, with_base=with_base)
+        ], []
     adapters: list[AdapterWeights] = []
     others: list[Opened] = []
     if is_adapter_file(catalog):
@@ -296,7 +298,7 @@ def _adapters(
             remedy="Pass the base model as CKPT, and each adapter with --adapter.",
         )  # fmt: skip
     for said in lora.adapters:
-        path, weight = _weighted(said, names)
+        path, weight = _parse_weight(said, names)
         if path in names:
             adapters.append(_of_checkpoint(opened, catalog, found, path, weight, with_base=with_base))
             continue
@@ -304,7 +306,7 @@ def _adapters(
         own, _ = strip_wrappers(other.catalog)
         there = adapters_in(own)
         if there:
-            name = chosen(None, sorted({it.adapter for it in there.values()}), own)
+            name = choose_adapter(None, sorted({it.adapter for it in there.values()}), own)
             adapters.append(
                 replace(_of_checkpoint(other, own, there, name, weight, with_base=False), name=other.place.home.name)
             )
@@ -314,7 +316,7 @@ def _adapters(
     return adapters, others
 
 
-def _weighted(
+def _parse_weight(
     said: str | os.PathLike[str] | tuple[str | os.PathLike[str], float], names: Sequence[str]
 ) -> tuple[str, float]:
     """A path or an adapter's name, and its weight: of `out/style:0.5`, and of a pair."""

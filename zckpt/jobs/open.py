@@ -25,7 +25,7 @@ from zckpt.core.plan import Plan
 from zckpt.core.stores import MemoryStore
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.opened import Opened as Opened
-from zckpt.jobs.opened import dequantised, opened_as_stored
+from zckpt.jobs.opened import dequantise, opened_as_stored
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.state_names import WRAPPERS
@@ -89,7 +89,7 @@ def open_place(place: Place, reading: Reading, *, as_stored: bool = False, keeps
     evidence = Evidence("unknown", f"it is {part}, taken alone", "the others") if part else catalog.evidence
     catalog = replace(catalog, source=source, evidence=evidence)
     opened = opened_as_stored(catalog, place)
-    return opened if as_stored else dequantised(opened, keeps_dtypes=keeps_dtypes)
+    return opened if as_stored else dequantise(opened, keeps_dtypes=keeps_dtypes)
 
 
 def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from zckpt.core.dtypes import BF16
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
 from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
-from zckpt.quantized.plain import Scaled, about, plain, scaled
+from zckpt.quantized.plain import Scaled, about, find_scaled, plain
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -127,11 +127,11 @@ def _modelopt_beside(place: Place) -> Quantization | None:
 
 
 def scaled_in(opened: Opened) -> dict[str, Scaled]:
-    """The tensors of fp8 that have scales, of a checkpoint that was opened as stored; raises as `quantized.plain.scaled`."""
-    return scaled(opened.catalog, opened.quantization, opened.packed.members if opened.packed is not None else ())
+    """The tensors of fp8 that have scales, of a checkpoint that was opened as stored; raises as `quantized.plain.find_scaled`."""
+    return find_scaled(opened.catalog, opened.quantization, opened.packed.members if opened.packed is not None else ())
 
 
-def dequantised(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
+def dequantise(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
     """A checkpoint that was opened as stored, with the numbers that quantised tensors stand for.
 
     Args:

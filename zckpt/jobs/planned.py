@@ -138,7 +138,7 @@ def carried_out(planned: Planned, progress: Progress, label: str, began: float) 
         return replace(execute(planned, watch), seconds=time.perf_counter() - began)
 
 
-def protected(
+def protected_places(
     opened: Opened, checkpoint: Location, *, beside: bool = False, named: Iterable[object] = ()
 ) -> set[Location]:
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set.

@@ -193,7 +193,7 @@ def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topol
         rows[rank] = {}
         for kind in kinds:
             if (file := own.get((rank, kind))) is not None:
-                rows[rank][kind] = _judged(file, rank, world_size, steps[kind])
+                rows[rank][kind] = _judge_file(file, rank, world_size, steps[kind])
             elif rank < world_size:
                 rows[rank][kind] = Cell("", state="missing", lost=_lost_name(family, there[kind], "dp", rank))
     whole = {file.kind: file.cell for file in files if file.rank is None}
@@ -215,7 +215,7 @@ def _usual(values: Iterable[int | None]) -> int | None:
     return next((value for value, _ in Counter(values).most_common(1)), None)
 
 
-def _judged(file: _RankFile, rank: int, world_size: int, usual_step: int | None) -> Cell:
+def _judge_file(file: _RankFile, rank: int, world_size: int, usual_step: int | None) -> Cell:
     """The file's state, now that the world size and the step of the save are known."""
     cell, count, step = file.cell, file.facts.world_size, file.facts.step
     if cell.state != "ok":

@@ -23,7 +23,7 @@ from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import RESHARD, Asked
 from zckpt.jobs.open import Opened, open_asked
 from zckpt.jobs.own_groups import TargetWorld
-from zckpt.jobs.planned import Planned, Report, carried_out, protected
+from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.companions import config_file, read_own_config
@@ -77,7 +77,7 @@ def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[O
     """
     opened = open_asked(source, asked)
     training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
-    check_path(out, single=False, overwrite=asked.publishing.overwrite, protected=protected(opened, source))
+    check_path(out, single=False, overwrite=asked.publishing.overwrite, protected=protected_places(opened, source))
     return opened, training
 
 
@@ -97,7 +97,7 @@ def prepare(
     source, place = locate(checkpoint), locate(out)
     opened, training = opened_run(source, place, asked)
     target, laid = laid_out(opened, training, asked.own)
-    return planned(opened, target, laid, place, "latest", asked, asked.own.world_size)
+    return plan_reshard(opened, target, laid, place, "latest", asked, asked.own.world_size)
 
 
 def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[ZeroTarget, Laid]:
@@ -112,7 +112,7 @@ def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[Ze
     return target, lay_out(opened.catalog, training, target)
 
 
-def planned(
+def plan_reshard(
     opened: Opened,
     target: T,
     laid: Laid,

@@ -27,7 +27,7 @@ _BODIES = frozenset(
 """What models call the part that holds their layers: a prefix that belongs to them."""
 
 
-def settled(
+def resolve_selection(
     catalog: Catalog, selecting: Selecting, naming: Naming, before: Iterable[str] = ()
 ) -> tuple[Naming, tuple[str, ...]]:
     """The options for names with the prefix that `auto` finds, and sentences on it and on wishes that match nothing.

@@ -29,16 +29,16 @@ from zckpt.engine.independent import differences
 from zckpt.jobs.declarations import Asked
 from zckpt.jobs.open import Opened, open_asked
 from zckpt.jobs.own_groups import Slim
-from zckpt.jobs.planned import Planned, Report, protected
+from zckpt.jobs.planned import Planned, Report, protected_places
 from zckpt.jobs.planned import execute as written
-from zckpt.jobs.slim_files import Cut, is_copied, place_of, slimmed, swapped_in, swapped_states
+from zckpt.jobs.slim_files import Cut, is_copied, place_of, slim_file, swapped_in, swapped_states
 from zckpt.jobs.slim_items import fewer_items
 from zckpt.layouts import family_of, universal
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.universal.files import is_state
-from zckpt.layouts.zero.torch_files import Pair, copied
+from zckpt.layouts.zero.torch_files import Pair, plan_copy
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
 from zckpt.output.signature import signing_of
@@ -77,7 +77,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     """
     source, place = locate(checkpoint), locate(out)
     opened = open_asked(source, asked)
-    check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=protected(opened, source))
+    check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=protected_places(opened, source))
     listing, family = opened.place.listing, family_of(opened.place.listing)
     cut = Cut("optimizer" in asked.own.drop, "frozen" in asked.own.drop)
     prefix = f"{listing.tag}/" if listing.tag and family.tagged else ""
@@ -92,7 +92,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
         cut.bytes.update(fewer.dropped)
     else:
         containers = _containers(opened, asked)
-        equal = _chosen(opened.catalog, listing, containers, cut, asked)
+        equal = _choose_tensors(opened.catalog, listing, containers, cut, asked)
         left_out = _optimizer_files(listing, containers) if cut.optimizer else set()
         for name, file in listing.files.items():
             if name in left_out:
@@ -100,11 +100,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
                 continue
             made = None
             if name in containers:
-                made = slimmed(prefix + name, containers[name], cut, swapped_in(listing, name))
+                made = slim_file(prefix + name, containers[name], cut, swapped_in(listing, name))
             if made is None and not is_copied(opened.place, name):
                 others.append(prefix + name)
                 continue
-            made_file, filled = made or copied(prefix + name, file.store())
+            made_file, filled = made or plan_copy(prefix + name, file.store())
             files.append(made_file)
             pairs += filled
     _check_dropped(opened, asked, cut, left_out)
@@ -236,7 +236,7 @@ def _optimizer_files(listing: Listing, containers: Mapping[str, Container]) -> s
     return {file.name for file in family.named_files(listing.files) if file.kind in ("optim", "optimizer")}
 
 
-def _chosen(
+def _choose_tensors(
     catalog: Catalog, listing: Listing, containers: Mapping[str, Container], cut: Cut, asked: Asked[Slim]
 ) -> list[tuple[TensorEntry, TensorEntry]]:
     """Marks the tensors that are left out; returns what must be equal for that."""
@@ -312,7 +312,7 @@ def _check_dropped(opened: Opened, asked: Asked[Slim], cut: Cut, left_out: set[s
         )  # fmt: skip
 
 
-def described(planned: PlannedSlim) -> str:
+def describe_plan(planned: PlannedSlim) -> str:
     """What a command says of the new save."""
     without = join_words([f"{what.replace('-', ' ')} ({size(nbytes)})" for what, nbytes in planned.dropped.items()])
     return f"a save that is {size(planned.saved_bytes)} smaller" + (f", without {without}" if without else "")

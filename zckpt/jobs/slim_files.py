@@ -134,7 +134,7 @@ def is_copied(place: Place, name: str) -> bool:
     return True
 
 
-def slimmed(
+def slim_file(
     path: str, container: Container, cut: Cut, swapped: Callable[[str], bool]
 ) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
     """A file without what is left out and without waste; None if it has neither.

@@ -22,10 +22,10 @@ from zckpt.layouts import dcp, family_of, megatron_core
 from zckpt.layouts.dcp.metadata import read_metadata
 from zckpt.layouts.dcp.smaller import Files, nbytes_of, of_optimizers, without
 from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
-from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, tracked
+from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_tracker
 from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.listing import list_files
-from zckpt.layouts.zero.torch_files import Pair, copied
+from zckpt.layouts.zero.torch_files import Pair, plan_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ def fewer_items(opened: Opened, asked: Asked[Slim]) -> FewerItems | None:
         named = (n for n in listing.files if not n.endswith(".distcp") and n != ".metadata" and home + n not in written)
         named = (name for name in named if name not in left_out)
         for name in named:
-            file, moved = copied(home + name, listing.files[name].store())
+            file, moved = plan_copy(home + name, listing.files[name].store())
             files.append(file)
             pairs += moved
     if home and is_megatron:
-        files.append(literal_file(TRACKER, tracked(listing.directory.absolute().name).encode()))
+        files.append(literal_file(TRACKER, read_tracker(listing.directory.absolute().name).encode()))
     return FewerItems(files, pairs, {"optimizer": dropped} if dropped else {}, nbytes, left_out)

@@ -15,10 +15,10 @@ from zckpt.core.catalog import Catalog
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting
 from zckpt.jobs.open import Opened, strip_wrappers
-from zckpt.jobs.selection import is_wanted, select, settled
+from zckpt.jobs.selection import is_wanted, resolve_selection, select
 from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import read_config
-from zckpt.naming.adapter_names import unmerged
+from zckpt.naming.adapter_names import note_unmerged
 
 
 class ModelStep(Protocol):
@@ -52,7 +52,7 @@ class NoteAdapters:
     """Says that there are adapters which are not merged."""
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        note = unmerged(model.catalog)
+        note = note_unmerged(model.catalog)
         return replace(model, notes=(*model.notes, note)) if note else model
 
 
@@ -73,9 +73,9 @@ class Reform:
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
         if self.form == Form() and _gguf_in(model.catalog) is None:
             return self._in_hub_form(model) if self.to_directory else model
-        from zckpt.naming.transform import formed
+        from zckpt.naming.transform import apply_form
 
-        found = formed(model.catalog, model.place, self.form, to_directory=self.to_directory, exclude=self.exclude)
+        found = apply_form(model.catalog, model.place, self.form, to_directory=self.to_directory, exclude=self.exclude)
         return replace(
             model, catalog=found.catalog, config=found.config or model.config, notes=(*model.notes, *found.notes),
             recorded=with_form(model.recorded, found.recorded), given_up={**model.given_up, **found.dropped},
@@ -114,7 +114,7 @@ class Select:
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
         before = model.catalog
-        naming, notes = settled(before, self.selecting, self.naming, before=model.earlier)
+        naming, notes = resolve_selection(before, self.selecting, self.naming, before=model.earlier)
         catalog = select(before, self.selecting, naming)
         kept = before if self.selecting == Selecting() else before.select(lambda one: is_wanted(one, self.selecting))
         dropped = before.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
@@ -151,9 +151,9 @@ class WriteNames:
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
         from zckpt.naming.gguf_tensors import as_read
-        from zckpt.naming.writers import GGUF, named, naming_of
+        from zckpt.naming.writers import GGUF, name_for_writer, naming_of
 
-        found = named(model.catalog, model.place, naming_of(self.recorded))
+        found = name_for_writer(model.catalog, model.place, naming_of(self.recorded))
         is_gguf = self.recorded["names"] == GGUF
         catalog = as_read(found.catalog, found.config, self.recorded) if is_gguf else found.catalog
         return replace(model, catalog=catalog, config=found.config, notes=(*model.notes, *found.notes))

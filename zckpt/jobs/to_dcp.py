@@ -28,10 +28,10 @@ from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Dcp
-from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.jobs.selection import check_wanted, select, settled
+from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.selection import check_wanted, resolve_selection, select
 from zckpt.layouts.dcp.metadata import Path
-from zckpt.layouts.dcp.state import dotted
+from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
@@ -39,8 +39,8 @@ from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
 from zckpt.layouts.save.companions import config_file
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.save.run_files import run_files
-from zckpt.naming.transform import Formed, formed
-from zckpt.naming.writers import SchemeNames, named
+from zckpt.naming.transform import Formed, apply_form
+from zckpt.naming.writers import SchemeNames, name_for_writer
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
@@ -117,11 +117,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_asked(source, asked)
-    inputs = protected(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))
+    inputs = protected_places(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))
     check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     check_wanted(opened, stripped, asked.selecting)
-    form, naming = _renamed(stripped, opened, asked)
+    form, naming = _rename(stripped, opened, asked)
     asked = replace(asked, naming=naming)
     catalog = form.catalog
     save = other = DcpWriter(asked.own.max_file_bytes)
@@ -160,7 +160,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     return PlannedConversion(opened, order, opened.catalog.source.notes + notes, asked)
 
 
-def _renamed(catalog: Catalog, opened: Opened, asked: Asked[Dcp]) -> tuple[Formed, Naming]:
+def _rename(catalog: Catalog, opened: Opened, asked: Asked[Dcp]) -> tuple[Formed, Naming]:
     """The tensors that are wanted, under the names that are wanted, and the option with the prefix that was found.
 
     Raises:
@@ -173,7 +173,7 @@ def _renamed(catalog: Catalog, opened: Opened, asked: Asked[Dcp]) -> tuple[Forme
                 "--vocab-size is of use only with --names", found="--vocab-size without --names",
                 remedy="Add --names, or leave out --vocab-size.",
             )  # fmt: skip
-        naming, said = settled(catalog, asked.selecting, asked.naming)
+        naming, said = resolve_selection(catalog, asked.selecting, asked.naming)
         return Formed(select(catalog, asked.selecting, naming), notes=said), naming
     if asked.own.optimizer is not None:
         raise UsageError(
@@ -182,13 +182,13 @@ def _renamed(catalog: Catalog, opened: Opened, asked: Asked[Dcp]) -> tuple[Forme
         )  # fmt: skip
     if names == "hf" or names.startswith("hf:"):
         form = Form(names, asked.own.config, None, asked.own.vocab_size)
-        found = formed(catalog, opened.place, form, to_directory=True, exclude=asked.selecting.exclude)
-        naming, said = settled(found.catalog, asked.selecting, asked.naming, before=catalog)
+        found = apply_form(catalog, opened.place, form, to_directory=True, exclude=asked.selecting.exclude)
+        naming, said = resolve_selection(found.catalog, asked.selecting, asked.naming, before=catalog)
         return replace(
             found, catalog=select(found.catalog, asked.selecting, naming), notes=(*found.notes, *said)
         ), naming
-    naming, said = settled(catalog, asked.selecting, asked.naming)
-    model = named(
+    naming, said = resolve_selection(catalog, asked.selecting, asked.naming)
+    model = name_for_writer(
         select(catalog, asked.selecting, naming),
         opened.place,
         SchemeNames(names, asked.own.config, vocab_size=asked.own.vocab_size),
@@ -227,7 +227,7 @@ def _add_optimizer(
     if model_key and (key == model_key[: len(key)] or model_key == key[: len(model_key)]):
         raise UsageError(
             "one of two keys is inside the other",
-            found=f"--under {dotted(model_key)}, --optimizer {dotted(key)}",
+            found=f"--under {join_path(model_key)}, --optimizer {join_path(key)}",
             remedy="Choose keys side by side, such as --under model --optimizer optim.",
         )
     if catalog.tensors.keys() != stripped.tensors.keys():
@@ -240,10 +240,10 @@ def _add_optimizer(
     names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
     for group in training.groups:
         _add_states(save, key, group, training, names)
-    if not key or any(name.startswith(f"{dotted(key)}.") for name in catalog if not model_key):
+    if not key or any(name.startswith(f"{join_path(key)}.") for name in catalog if not model_key):
         raise UsageError(
             "the optimizer would be among the weights",
-            found=f"--optimizer {dotted(key)!r}",
+            found=f"--optimizer {join_path(key)!r}",
             remedy="Pass --under, such as --under model, or another --optimizer.",
         )
     complete = asked.own.accelerate and layouts.family_of(opened.place.listing).tagged

@@ -27,17 +27,17 @@ from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8
-from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
-from zckpt.naming.transform import formed
+from zckpt.naming.transform import apply_form
 from zckpt.output.publish import check_output
-from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, without, written
-from zckpt.quantized.grids import Grid, blocks_of, stacked
-from zckpt.quantized.quantise import Quantiser, quantised, scales
+from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, quantization_config, without
+from zckpt.quantized.grids import Grid, as_matrices, blocks_of
+from zckpt.quantized.quantise import Quantiser, quantise_entry, scales
 from zckpt.storage.location import locate
 
 
@@ -74,10 +74,10 @@ class PlannedFp8(PlannedConversion):
 
     def tensors(self) -> list[dict[str, object]]:
         """What quantising did to each tensor, for `--json`; numbers are None where others made some of the elements."""
-        return [_described(name, self.quantisers[name]) for name in self.quantisers]
+        return [_describe_quantiser(name, self.quantisers[name]) for name in self.quantisers]
 
 
-def _described(name: str, quantiser: Quantiser) -> dict[str, object]:
+def _describe_quantiser(name: str, quantiser: Quantiser) -> dict[str, object]:
     found = quantiser.measured
     is_whole = found.elements == quantiser.entry.numel
     relative = found.error / found.largest if found.largest else 0.0
@@ -151,7 +151,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
             remedy="Write to a directory, and load or push it as a whole.",
         )  # fmt: skip
     opened = open_asked(source, asked)
-    inputs = protected(
+    inputs = protected_places(
         opened, source, beside=asked.publishing.beside, named=(asked.naming.form.config, asked.naming.form.layer_names)
     )
     check_output(
@@ -159,7 +159,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     )
     bare, stripped = strip_wrappers(opened.catalog)
     check_wanted(opened, bare, asked.selecting)
-    form = formed(bare, opened.place, asked.naming.form, to_directory=True, exclude=asked.selecting.exclude)
+    form = apply_form(bare, opened.place, asked.naming.form, to_directory=True, exclude=asked.selecting.exclude)
     catalog = select(form.catalog, asked.selecting, asked.naming)
     opened.check_read(catalog.tensors.values())
     config = opened.config(form.config)
@@ -175,7 +175,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
     target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, narrow_first=True)
     destination = lay_out(wanted, weights.catalog.aliases, target)
-    config = {**without(config), "quantization_config": written(asked.own.scheme, weights.kept)}
+    config = {**without(config), "quantization_config": quantization_config(asked.own.scheme, weights.kept)}
     file = config_file(config, asked.casting.dtype or BF16)
     copies, left_out = opened.companions()
     destination = replace(destination, files=(*destination.files, *([file] if file else [])))
@@ -220,7 +220,7 @@ def fp8_weights(
         UsageError: a glob matches nothing, or nothing is left.
     """
     layers = layers_of(catalog.tensors, config)
-    chosen, left = _chosen(catalog, config, layers, quantize, keep)
+    chosen, left = _choose_matrices(catalog, config, layers, quantize, keep)
     notes: list[str] = []
     stacks = {name for name in chosen if catalog.tensors[name].shape[:-2]}
     if scheme != "block128" and stacks:
@@ -242,7 +242,7 @@ def fp8_weights(
             continue
         grid = _grid(entry.shape, scheme)
         quantiser = quantisers[name] = Quantiser(entry, grid, of_scales)
-        tensors[name] = quantised(entry, quantiser)
+        tensors[name] = quantise_entry(entry, quantiser)
         beside = f"{name}_scale_inv" if scheme == "block128" else f"{name}_scale"
         tensors[beside] = scales(beside, _scales_shape(entry.shape, grid, scheme), quantiser)
         dtypes[name], dtypes[beside] = tensors[name].dtype, of_scales
@@ -287,7 +287,7 @@ def _of_joined(layers: LinearLayers, chosen: Collection[str], catalog: Catalog, 
         )
 
 
-def _chosen(
+def _choose_matrices(
     catalog: Catalog,
     config: Mapping[str, Any],
     layers: LinearLayers | None,
@@ -345,7 +345,7 @@ def _check_experts(chosen: Iterable[str], can: Iterable[str], path: str) -> None
 
 
 def _grid(shape: tuple[int, ...], scheme: Scheme) -> Grid:
-    _, rows, columns = stacked(shape)
+    _, rows, columns = as_matrices(shape)
     of: dict[str, Callable[[], tuple[int, int]]] = {
         "block128": lambda: BLOCK,
         "channel": lambda: (1, columns),

@@ -24,15 +24,15 @@ from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Gguf
-from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
-from zckpt.naming.gguf_tensors import completed, vocabulary_rows
-from zckpt.naming.writers import GGUF, SchemeNames, named
+from zckpt.naming.gguf_tensors import add_frequency_factors, vocabulary_rows
+from zckpt.naming.writers import GGUF, SchemeNames, name_for_writer
 from zckpt.output.publish import check_output
 from zckpt.storage.location import Location, locate
 
@@ -109,11 +109,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     home = _tokenizer_of(opened, asked.own.tokenizer)
     tokenizer, left_out = ([], ()) if home is None else companions(home, opened.place.named)
     files = [file for file, _ in tokenizer]
-    inputs = protected(opened, source, beside=asked.publishing.beside, named=(asked.own.config, *files))
+    inputs = protected_places(opened, source, beside=asked.publishing.beside, named=(asked.own.config, *files))
     check_output(place, single=single, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     check_wanted(opened, stripped, asked.selecting)
-    model = named(
+    model = name_for_writer(
         select(stripped, asked.selecting, asked.naming),
         opened.place,
         SchemeNames(GGUF, asked.own.config, by_own_job=True),
@@ -121,7 +121,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     architecture_of(model.config, opened.catalog.source.path)
     filled_in(model.config, opened.catalog.source.path)  # which says what is no usable config
     rows = vocabulary_rows(model.config, home)
-    tensors = completed(model.catalog.tensors, model.config, rows)
+    tensors = add_frequency_factors(model.catalog.tensors, model.config, rows)
     ggml = TYPES[asked.own.type]
     described = [(entry.name, entry.shape, type_of(entry, ggml).name) for entry in tensors]
     beside = GgufModel(

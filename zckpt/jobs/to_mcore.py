@@ -24,12 +24,12 @@ from zckpt.jobs.megatron_states import megatron_states
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Megatron
-from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.jobs.selection import check_wanted, select, settled
+from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.selection import check_wanted, resolve_selection, select
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.megatron_arguments import megatron_arguments, megatron_notes
-from zckpt.naming.writers import NUMBERED, SchemeNames, named
+from zckpt.naming.writers import NUMBERED, SchemeNames, name_for_writer
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
@@ -102,17 +102,17 @@ def prepare(
     """Everything but the work; arguments as for `to_mcore`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_asked(source, asked)
-    inputs = protected(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))
+    inputs = protected_places(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))
     check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     multiple = asked.own.make_vocab_size_divisible_by * asked.own.tensor_parallel
     layers = NUMBERED if asked.own.numbered_layers else None
     names = SchemeNames("megatron-core", asked.own.config, layers, multiple, asked.own.vocab_size)
-    naming, said = settled(stripped, asked.selecting, asked.naming)
+    naming, said = resolve_selection(stripped, asked.selecting, asked.naming)
     asked = replace(asked, naming=naming)
     check_wanted(opened, stripped, asked.selecting)
     chosen = select(stripped, asked.selecting, naming)
-    model = named(chosen, opened.place, names)
+    model = name_for_writer(chosen, opened.place, names)
     catalog = model.catalog
     states: MegatronOptimizer | None = None
     more: tuple[str, ...] = ()

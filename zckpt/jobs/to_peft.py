@@ -21,14 +21,14 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.jobs.adapters import CONFIG, WEIGHTS, chosen, config_path, made_config, read_adapter_config
+from zckpt.jobs.adapters import CONFIG, WEIGHTS, choose_adapter, config_path, made_config, read_adapter_config
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_PEFT, Asked
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.own_groups import Adapter
-from zckpt.jobs.planned import Report, execute, protected
+from zckpt.jobs.planned import Report, execute, protected_places
 from zckpt.layouts.plain.read import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.naming.adapter_names import Found, adapters_in, is_adapter_file, only_adapter
@@ -115,12 +115,12 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     """Everything but the work. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_asked(source, asked)
-    shielded = protected(opened, source, beside=asked.publishing.beside)
+    shielded = protected_places(opened, source, beside=asked.publishing.beside)
     check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
     found = adapters_in(catalog)
     names = ["default"] if is_adapter_file(catalog) else sorted({it.adapter for it in found.values()})
-    adapter = chosen(asked.own.adapter, names, catalog)
+    adapter = choose_adapter(asked.own.adapter, names, catalog)
     said = config_path(opened, adapter, alone=len(names) == 1)
     copies, left_out = opened.companions()
     if said and not is_own(locate(said), opened.place.home, opened.place.named):

@@ -17,8 +17,8 @@ from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_STATES, Asked
 from zckpt.jobs.open import open_asked, states_of
 from zckpt.jobs.options import Options
-from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.jobs.selection import select, settled
+from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.selection import resolve_selection, select
 from zckpt.layouts.plain.read import OPTIMIZER, WeightsTarget, lay_out
 from zckpt.output.publish import check_output
 from zckpt.storage.location import locate
@@ -71,9 +71,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
             remedy="Give OUT a name without such an ending.",
         )  # fmt: skip
     opened = open_asked(source, asked)
-    check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=protected(opened, source))
+    check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=protected_places(opened, source))
     named = states_of(opened, allow_unknown=asked.reading.allow_unknown_layout)
-    _, notes = settled(named.catalog(opened.catalog), asked.selecting, asked.naming)
+    _, notes = resolve_selection(named.catalog(opened.catalog), asked.selecting, asked.naming)
     catalog = select(named.catalog(opened.catalog), asked.selecting)
     target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, stem=OPTIMIZER)
     destination = lay_out([(entry, entry.dtype) for entry in catalog.tensors.values()], catalog.aliases, target)

@@ -15,7 +15,7 @@ from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.jobs.declarations import TO_UNIVERSAL, Asked
 from zckpt.jobs.planned import Report, carried_out
-from zckpt.jobs.reshard import PlannedReshard, opened_run, planned, tag_of
+from zckpt.jobs.reshard import PlannedReshard, opened_run, plan_reshard, tag_of
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.universal.write import UniversalTarget, lay_out
 from zckpt.storage.location import locate
@@ -48,7 +48,7 @@ def prepare(
     tag = tag if _ACCELERATE.fullmatch(tag) else f"{tag}_universal"
     target = UniversalTarget(tag, training.precision)
     laid = lay_out(opened.catalog, training, opened.place.listing, target)
-    return planned(opened, target, laid, place, UNIVERSAL_POINTER, asked)
+    return plan_reshard(opened, target, laid, place, UNIVERSAL_POINTER, asked)
 
 
 def to_universal(

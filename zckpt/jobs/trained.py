@@ -201,7 +201,7 @@ def _comparable(a: TensorEntry, b: TensorEntry, *, rounded: bool) -> tuple[Tenso
     """The two tensors, the one that can be cast to the other's dtype without rounding first; None where neither can."""
     for source, target in ((a, b), (b, a)):
         fits = is_lossless(source.dtype, target.dtype) or (rounded and source is a and _are_rounded(a, b))
-        if a.shape == b.shape and fits and not any(_computed(target)):
+        if a.shape == b.shape and fits and not any(_are_computed(target)):
             return replace(source, replicas=()), replace(target, replicas=())
     return None
 
@@ -210,5 +210,5 @@ def _are_rounded(a: TensorEntry, b: TensorEntry) -> bool:
     return a.dtype.kind == "float" and b.dtype in CAST_TARGETS
 
 
-def _computed(entry: TensorEntry) -> Iterator[bool]:
+def _are_computed(entry: TensorEntry) -> Iterator[bool]:
     return (isinstance(fragment.store, DerivedStore) for fragment in entry.fragments)

@@ -22,8 +22,8 @@ from zckpt.jobs.casting import output_dtype
 from zckpt.jobs.declarations import Asked
 from zckpt.jobs.groups import Form
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.selection import select, settled
-from zckpt.naming.transform import formed
+from zckpt.jobs.selection import resolve_selection, select
+from zckpt.naming.transform import apply_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def opened_version(path: str, asked: Asked[object]) -> WeightsVersion:
     opened = open_catalog(path, asked.reading, as_stored=True)
     catalog, stripped = strip_wrappers(opened.catalog)
     plain = opened.catalog.source.layout == "plain"
-    form = formed(
+    form = apply_form(
         catalog,
         opened.place,
         Form() if plain else asked.naming.form,
@@ -86,7 +86,7 @@ def opened_version(path: str, asked: Asked[object]) -> WeightsVersion:
     if plain:
         catalog = form.catalog
     else:
-        naming, said = settled(form.catalog, asked.selecting, asked.naming, before=catalog)
+        naming, said = resolve_selection(form.catalog, asked.selecting, asked.naming, before=catalog)
         catalog = select(form.catalog, asked.selecting, naming)
     if not plain or asked.casting.dtype is not None:
         opened.check_read(catalog.tensors.values())
@@ -101,7 +101,7 @@ def dtype_in(version: WeightsVersion, entry: TensorEntry, wanted: DType | None) 
     return output_dtype(entry, wanted or BF16)
 
 
-def paired(old: WeightsVersion, new: WeightsVersion, wanted: DType | None) -> list[TensorPair]:
+def pair_tensors(old: WeightsVersion, new: WeightsVersion, wanted: DType | None) -> list[TensorPair]:
     """Every tensor of the old version with the same of the new one, in the old one's order.
 
     Raises:

@@ -21,7 +21,7 @@ from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.layouts.places import find
 from zckpt.layouts.run.steps import TRACKER
 from zckpt.layouts.save import accelerate
-from zckpt.layouts.save.listing import UNIVERSAL_POINTER, listed
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, list_names
 from zckpt.layouts.save.pointers import read_pointer
 from zckpt.storage.location import Location
 
@@ -57,7 +57,7 @@ def saves_of(run: Location) -> tuple[list[RunSave], list[str]]:
         raise NotACheckpointError(
             "no such directory", file=run, remedy="Give the directory that holds the run's saves."
         )
-    names = listed(run)
+    names = list_names(run)
     if layouts.is_save(names):
         raise NotACheckpointError(
             "is itself a save", file=run, expected="the directory that holds a run's saves",

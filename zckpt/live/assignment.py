@@ -105,7 +105,7 @@ def assign(world: Ranks, offered: Sequence[Offer] | Exception) -> Assignment:
     else:
         for number, offer in enumerate(offered):
             sent[_checker(world, number, offer.part.name)].append((number, offer))
-        came = world.swap([[_packed(*one) for one in some] or None for some in sent])
+        came = world.swap([[_pack_offer(*one) for one in some] or None for some in sent])
     answers = world.swap(_answers(came, () if isinstance(offered, Exception) else offered))
     mine: dict[str, TensorPart] = {}
     found: list[list[_Checked] | Exception] = []
@@ -139,7 +139,7 @@ def _checker(world: Ranks, number: int, name: str) -> int:
     return world.size - 1 - turn % world.size  # rank 0, which has most to do, comes last
 
 
-def _packed(number: int, offer: Offer) -> _Packed:
+def _pack_offer(number: int, offer: Offer) -> _Packed:
     part = offer.part
     fragments: list[tuple[int, ...]] = [
         (one.store.size, one.byte_offset, one.start, one.count, one.rows, one.pitch, one.store_pitch, one.step)
@@ -170,7 +170,7 @@ def _check(came: Sequence[Sequence[_Packed]], chosen: Sequence[Sequence[list[int
 
 def _whole(held: Mapping[int, tuple[_Packed, list[int]]], turns: _Turns) -> _Named:
     """One tensor, of which these are all offers; notes who contributes what."""
-    name, shape, dtype, role = _named({rank: offer for rank, (offer, _) in held.items()})
+    name, shape, dtype, role = _name_tensor({rank: offer for rank, (offer, _) in held.items()})
     holders: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, (offer, _) in held.items():
         for number, (_, _, start, count, rows, pitch, *_) in enumerate(offer[6]):
@@ -187,7 +187,7 @@ def _whole(held: Mapping[int, tuple[_Packed, list[int]]], turns: _Turns) -> _Nam
     return name, shape, dtype, role
 
 
-def _named(offers: Mapping[int, _Packed]) -> _Named:
+def _name_tensor(offers: Mapping[int, _Packed]) -> _Named:
     """A tensor as all ranks describe it; ranks without elements need not know the dtype."""
     first = next(iter(offers.values()))
     known = next((offer for offer in offers.values() if offer[6]), first)

@@ -184,7 +184,7 @@ def bring(
         What was written, or the error. After an error this rank still sends and receives all pieces, so that no rank waits.
     """
     lost: Lost = {}
-    source = _carried(held, mine, clamp, lost)
+    source = _cast_pieces(held, mine, clamp, lost)
     if sink is None:
         return _send(world, mine, source) or Brought(lost)
     failed = attempt(lambda: _put_all(sink, source))
@@ -239,7 +239,7 @@ def _send(
     return failed
 
 
-def _carried(
+def _cast_pieces(
     held: LocalModel, mine: Sequence[Contribution], clamp: bool, lost: Lost
 ) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
     """The bytes of every piece, cast, in order; each is valid until the next one is requested."""
@@ -304,8 +304,8 @@ class _Batch:
             self._devices.add(local.device)
         is_cast = str(local.dtype) != f"torch.{piece.of.target.dtype.torch_name}"
         self._waiting.append((piece, part, self._used if is_cast else None))
-        self._taken += _aligned(nbytes)
-        self._used += _aligned(piece.nbytes)
+        self._taken += _align_up(nbytes)
+        self._used += _align_up(piece.nbytes)
 
     def start(self) -> None:
         """Ends the batch: what is copied after this belongs to another one."""
@@ -331,7 +331,7 @@ def view_of(data: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()))
 
 
-def _aligned(nbytes: int) -> int:
+def _align_up(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 

@@ -33,11 +33,11 @@ from zckpt.core.dtypes import DType
 from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding
 from zckpt.deltas.pieces import PieceReader, pieces
-from zckpt.deltas.write import end_delta, grouped, write_group
+from zckpt.deltas.write import end_delta, group_by_size, write_group
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import APPLY
 from zckpt.jobs.delta import DeltaReport, form_for
-from zckpt.jobs.planned import protected
+from zckpt.jobs.planned import protected_places
 from zckpt.jobs.versions import WeightsVersion, opened_version, paired_with
 from zckpt.live.assignment import (
     Assignment,
@@ -126,11 +126,13 @@ def export_delta(
             assert isinstance(given, LocalModel) and isinstance(before, WeightsVersion)
             place = locate(out)
             form = form_for(place, version, encoding, checksum)
-            check_path(place, single=False, overwrite=False, protected=protected(before.opened, locate(directory)))
+            check_path(
+                place, single=False, overwrite=False, protected=protected_places(before.opened, locate(directory))
+            )
             aliases = {dropped: kept for dropped, kept in given.aliases.items() if kept in entries}
             pairs = paired_with(before, entries, aliases, "the live model", wanted)
             share = -(-sum(pair.nbytes for pair in pairs) // world.size)
-            groups = grouped(((pair, pair.nbytes) for pair in pairs), max(1, min(most, share)))
+            groups = group_by_size(((pair, pair.nbytes) for pair in pairs), max(1, min(most, share)))
             staging = LocalDestination(place.path, single=False)
             staging.begin()
             staging.keep(())

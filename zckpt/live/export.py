@@ -77,7 +77,7 @@ def consolidate(
     state: dict[str, torch.Tensor] = {}
 
     def plan() -> dict[str, ElementPlace]:
-        entries = _chosen(assigned.tensors, exclude_frozen)
+        entries = _choose_tensors(assigned.tensors, exclude_frozen)
         for name, entry in entries.items():
             state[name] = torch.empty(entry.shape, dtype=getattr(torch, _dtype_of(entry, wanted).torch_name))
         return {name: ElementPlace(i, 0, _dtype_of(one, wanted)) for i, (name, one) in enumerate(entries.items())}
@@ -140,9 +140,9 @@ def save_pretrained(
         def plan() -> _Share:
             nonlocal work
             aliases = given.aliases if isinstance(given, LocalModel) else {}
-            entries = _chosen(assigned.tensors, exclude_frozen)
+            entries = _choose_tensors(assigned.tensors, exclude_frozen)
             small = small_files(engine_or_model, wanted or _usual(entries))
-            work = _planned(entries, aliases, os.fspath(out_dir), wanted, target, small)
+            work = _plan_export(entries, aliases, os.fspath(out_dir), wanted, target, small)
             stack.enter_context(work.staging)
             work.staging.begin()
             work.staging.keep(())
@@ -171,7 +171,7 @@ def _name(dtype: str | DType | torch.dtype) -> str | DType:
     return str(dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
-def _chosen(tensors: Mapping[str, TensorEntry] | Exception, exclude_frozen: bool) -> dict[str, TensorEntry]:
+def _choose_tensors(tensors: Mapping[str, TensorEntry] | Exception, exclude_frozen: bool) -> dict[str, TensorEntry]:
     if isinstance(tensors, Exception):
         raise tensors
     chosen = {name: entry for name, entry in tensors.items() if not (exclude_frozen and entry.role == "frozen")}
@@ -217,7 +217,7 @@ class _Work:
     numel: int
 
 
-def _planned(
+def _plan_export(
     tensors: Mapping[str, TensorEntry],
     aliases: Mapping[str, str],
     out: str,

@@ -136,7 +136,10 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
     too_large: set[str] = set()
     if direct:
         placed = [
-            (entry, _placed(entry, dtype, MemoryStore(tensor.data_ptr(), entry.numel * dtype.itemsize, tensor)))
+            (
+                entry,
+                _place_in_memory(entry, dtype, MemoryStore(tensor.data_ptr(), entry.numel * dtype.itemsize, tensor)),
+            )
             for entry, tensor, dtype in sorted(direct, key=lambda item: item[1].data_ptr())
         ]
         too_large |= _run(placed)
@@ -159,7 +162,7 @@ def _can_move(source: DType, target: DType) -> bool:
     return source == target or (source.kind == "float" and target in CAST_TARGETS)
 
 
-def _placed(entry: TensorEntry, dtype: DType, store: MemoryStore, byte_offset: int = 0) -> TensorEntry:
+def _place_in_memory(entry: TensorEntry, dtype: DType, store: MemoryStore, byte_offset: int = 0) -> TensorEntry:
     fragments = (Fragment(store, byte_offset, 0, entry.numel),)
     return TensorEntry(entry.name, entry.shape, dtype, entry.role, fragments)
 
@@ -212,7 +215,7 @@ class _Buffer:
         store = MemoryStore(memory.data_ptr(), BUFFER_BYTES, memory)
         fragments = clip(entry.fragments, start, start + part.numel(), entry.dtype.itemsize)
         source = TensorEntry(entry.name, tuple(part.shape), entry.dtype, entry.role, fragments)
-        self._pairs.append((source, _placed(source, dtype, store, self._used)))
+        self._pairs.append((source, _place_in_memory(source, dtype, store, self._used)))
         elements = memory[self._used : self._used + nbytes].view(getattr(torch, dtype.torch_name))
         self._copies.append((part, elements.view(part.shape)))
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

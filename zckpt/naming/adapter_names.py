@@ -45,17 +45,17 @@ def found_in(name: str) -> Found | None:
     if match := _PROMPT.fullmatch(name):
         return Found(match["adapter"], "prompt_embeddings" if match["rest"] == "embedding.weight" else "")
     if match := _WHOLE.fullmatch(name):
-        return Found(match["adapter"], _rooted(match["module"] + match["rest"]))
+        return Found(match["adapter"], _add_root(match["module"] + match["rest"]))
     match = _TUNED.fullmatch(name)
     if match is None or (match["rest"] is None and match["adapter"] in ("weight", "bias")):
         return None
     if match["module"].endswith("trainable_tokens_original"):
         return None
     bare = match["module"].endswith("lora_magnitude_vector")
-    return Found(match["adapter"], _rooted(match["module"] + ("" if bare else match["rest"] or "")))
+    return Found(match["adapter"], _add_root(match["module"] + ("" if bare else match["rest"] or "")))
 
 
-def _rooted(name: str) -> str:
+def _add_root(name: str) -> str:
     """The name from `base_model.` on, which is added if it is missing."""
     at = f".{name}".find(".base_model.")
     return name[at:] if at >= 0 else _BASE + name
@@ -81,7 +81,7 @@ def is_adapter_file(catalog: Catalog) -> bool:
     return not adapters_in(catalog) and any(map(_IN_FILE.fullmatch, catalog))
 
 
-def unmerged(catalog: Catalog) -> str:
+def note_unmerged(catalog: Catalog) -> str:
     """A sentence where a checkpoint's weights have LoRA adapters beside them, or are adapters alone; "" where they have none."""
     modules = {name.partition(".lora_")[0]: name for name in (*catalog, *catalog.aliases) if _LORA.search(name)}
     if not modules:
@@ -114,7 +114,7 @@ def only_adapter(catalog: Catalog, adapter: str, bias: str = "none") -> tuple[Ca
         if it.adapter == adapter
         and not (name in catalog.aliases and it.saved.endswith(".token_adapter.trainable_tokens_delta"))
     }
-    chosen.update({name: _rooted(name) for name in catalog if name not in found and _is_trained_bias(name, bias)})
+    chosen.update({name: _add_root(name) for name in catalog if name not in found and _is_trained_bias(name, bias)})
     tensors = {saved: replace_name(catalog[name], saved) for name, saved in chosen.items()}
     others = tuple(name for name in catalog.tensors if name not in chosen)
     return replace(catalog, tensors=tensors, aliases={}), others

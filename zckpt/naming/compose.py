@@ -11,8 +11,8 @@ from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.naming.decompose import in_pairs, same
 from zckpt.naming.facts import Facts, with_parts
-from zckpt.naming.parts import filled, numbered
-from zckpt.naming.rows import grouped, shifted_by, stacked, turned, with_rows
+from zckpt.naming.parts import fill_template, parse_part_name
+from zckpt.naming.rows import group_rows, shifted_by, stack_rows, transpose, with_rows
 from zckpt.naming.schemes import NamingRule, Scheme
 
 _Numbers = tuple[int, int]
@@ -54,7 +54,7 @@ def compose(parts: Catalog, scheme: Scheme, facts: Facts, origins: Mapping[str, 
     facts = _as_written(with_parts(facts, parts), scheme)
     held: _Held = {}
     for name, entry in parts.tensors.items():
-        part, block, expert = numbered(name)
+        part, block, expert = parse_part_name(name)
         held.setdefault(part, {})[block, expert] = entry
     _tie(held, facts)
     routed = frozenset(block for block, _ in held.get("blocks.{b}.router.weight", {}))
@@ -102,10 +102,10 @@ def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Fac
 
     def fused(at: _Numbers) -> TensorEntry:
         parts = [held_.pop(at) for held_ in there]
-        name = filled(rule.names[0], *at)
+        name = fill_template(rule.names[0], *at)
         if rule.is_plain:
             return replace(parts[0], name=name) if parts[0].name != name else parts[0]
-        return _fused(name, parts, rule, facts)
+        return _fuse_parts(name, parts, rule, facts)
 
     if not rule.stack:
         for at in numbers:
@@ -119,8 +119,10 @@ def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Fac
         )
     for at, inner in stacks.items():
         lead = _lead(rule, inner, facts)
-        name = filled(rule.names[0], *at)
-        yield _Made((phase, at[0], rule.number, at[1]), rule, at[0], stacked(name, [fused(one) for one in inner], lead))
+        name = fill_template(rule.names[0], *at)
+        yield _Made(
+            (phase, at[0], rule.number, at[1]), rule, at[0], stack_rows(name, [fused(one) for one in inner], lead)
+        )
 
 
 def _lead(rule: NamingRule, numbers: Sequence[_Numbers], facts: Facts) -> tuple[int, ...]:
@@ -143,7 +145,7 @@ def _lead(rule: NamingRule, numbers: Sequence[_Numbers], facts: Facts) -> tuple[
     return lead
 
 
-def _fused(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts: Facts) -> TensorEntry:
+def _fuse_parts(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts: Facts) -> TensorEntry:
     """One tensor, without its leading axes."""
     if rule.vocabulary and (rows := facts.whole("padded_vocabulary")):
         parts = [with_rows(part, max(rows, part.shape[0])) for part in parts]
@@ -152,10 +154,10 @@ def _fused(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts: Fac
     groups = 1
     if len(parts) > 1 and rule.rows != "joined":
         groups = parts[0].shape[0] if rule.rows == "alternating" else facts.number(rule.rows)
-    entry = grouped(name, parts, groups)
+    entry = group_rows(name, parts, groups)
     if rule.plus:
         entry = shifted_by(entry, rule.plus)
-    return turned(entry) if rule.transpose else entry
+    return transpose(entry) if rule.transpose else entry
 
 
 def _check_used(held: _Held, scheme: Scheme, parts: Catalog, facts: Facts, origins: Mapping[str, str]) -> None:
@@ -165,14 +167,14 @@ def _check_used(held: _Held, scheme: Scheme, parts: Catalog, facts: Facts, origi
         IncompleteError: a part was not, since another part of its tensor is missing.
         UnsupportedError: no rule takes it.
     """
-    left = [filled(template, *at) for template, own in held.items() for at in own]
+    left = [fill_template(template, *at) for template, own in held.items() for at in own]
     if not left:
         return
     takers = {p: rule for rule in scheme.rules for p in rule.parts or () if facts.meet(rule.when)}
     for name in left:
-        part, *at = numbered(name)
+        part, *at = parse_part_name(name)
         rule = takers.get(part)
-        lacking = [filled(p, *at) for p in (rule.parts or ())] if rule else []
+        lacking = [fill_template(p, *at) for p in (rule.parts or ())] if rule else []
         lacking = [p for p in lacking if p not in parts.tensors]
         if lacking:
             raise IncompleteError(

@@ -130,7 +130,7 @@ def check_keys(config: Mapping[str, Any], keys: Mapping[str, Keys], writer: str,
             expected=f"one of {', '.join(sorted(keys))}", remedy=remedy,
         )  # fmt: skip
     wrong = [
-        f"{key} {_shown(value)}{why}"
+        f"{key} {_as_text(value)}{why}"
         for key, value in sorted(config.items())
         if (why := _why_not(key, value, keys[kind], fields_of(kind))) is not None
     ]
@@ -147,9 +147,9 @@ def _why_not(key: str, value: object, keys: Keys, fields: Mapping[str, Any]) -> 
     if key in keys.only:
         wanted = keys.only[key]
         is_fit = (value is None and key not in fields) or any(_is_same(value, one) for one in wanted)
-        return None if is_fit else f" (only {join_words([_shown(one) for one in wanted], 'or')})"
+        return None if is_fit else f" (only {join_words([_as_text(one) for one in wanted], 'or')})"
     if key in fields:
-        return None if _is_same(value, fields[key]) else f" (only {_shown(fields[key])})"
+        return None if _is_same(value, fields[key]) else f" (only {_as_text(fields[key])})"
     return None if value is None or value is False or value in ([], {}, "") else " (a key that zckpt does not know)"
 
 
@@ -158,6 +158,6 @@ def _is_same(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _shown(value: object) -> str:
+def _as_text(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 100 else f"{text[:97]}..."

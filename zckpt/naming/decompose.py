@@ -14,8 +14,8 @@ from zckpt.core.catalog import Catalog, Replica, TensorEntry, replace_name
 from zckpt.naming.facts import Facts
 from zckpt.naming.groups import with_groups
 from zckpt.naming.local_names import local_names
-from zckpt.naming.parts import filled
-from zckpt.naming.rows import moved, paired, rows_of, shifted_by, split, turned, with_rows
+from zckpt.naming.parts import fill_template
+from zckpt.naming.rows import move_rows, rows_of, shifted_by, split_rows, swap_head_halves, transpose, with_rows
 from zckpt.naming.schemes import Fit, NamingRule, Scheme
 from zckpt.naming.vocabulary import with_vocabulary
 
@@ -52,11 +52,11 @@ class Decomposed:
 
 
 def decompose(catalog: Catalog, scheme: Scheme, facts: Facts) -> Catalog:
-    """The parts of the model whose tensors a writer named by its scheme; errors as in `decomposed`."""
-    return decomposed(catalog, scheme, facts).parts
+    """The parts of the model whose tensors a writer named by its scheme; errors as in `decompose_with_origins`."""
+    return decompose_with_origins(catalog, scheme, facts).parts
 
 
-def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
+def decompose_with_origins(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
     """The same, with where the parts come from and what was left out.
 
     Raises:
@@ -65,7 +65,7 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
         UsageError: a fact that is needed is not known.
     """
     fits = _all_fit(catalog, scheme)
-    facts = _completed(catalog, scheme, fits, facts)
+    facts = _complete_facts(catalog, scheme, fits, facts)
     facts, notes = _with_vocabulary(catalog, scheme, fits, facts)
     tensors: dict[str, TensorEntry] = {}
     origins: dict[str, str] = {}
@@ -75,7 +75,7 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
         rule = _rule_of(name, fits[name], facts)
         if rule.parts is None:
             if rule.refused:
-                raise _refused(name, rule, facts)
+                raise _refusal_of(name, rule, facts)
             left_out.setdefault(rule.note, []).append(name)
             continue
         if rule.vocabulary and entry.shape:
@@ -107,7 +107,7 @@ def _with_vocabulary(
     return facts, ()
 
 
-def _refused(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:
+def _refusal_of(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:
     return UnsupportedError(
         "its weights are in a form that cannot be taken apart", file=facts.path, found=f"{name!r}, which is {rule.refused}",
         expected="weights of bf16, fp16 or fp32",
@@ -177,7 +177,7 @@ def _aliases(catalog: Catalog, scheme: Scheme, facts: Facts) -> dict[str, str]:
         rule = None if fit is None else next((rule for rule in fit.rules if facts.meet(rule.when)), None)
         if fit is None or rule is None or rule.parts is None or len(rule.parts) != 1 or rule.stack:
             return None
-        return filled(rule.parts[0], fit.block, fit.expert)
+        return fill_template(rule.parts[0], fit.block, fit.expert)
 
     found = {part(dropped): part(kept) for dropped, kept in catalog.aliases.items()}
     return {dropped: kept for dropped, kept in found.items() if dropped and kept and dropped != kept}
@@ -187,7 +187,7 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
     """The parts in one tensor."""
     templates = rule.parts or ()
     if rule.is_plain:
-        return [replace_name(entry, filled(templates[0], fit.block, fit.expert))]
+        return [replace_name(entry, fill_template(templates[0], fit.block, fit.expert))]
     entry = _in_shape(entry, rule, facts)
     lead = entry.shape[: len(rule.stack)]
     shape = entry.shape[len(rule.stack) :]
@@ -202,13 +202,13 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
             found=f"shape {list(entry.shape)}", expected=f"at most {_MOST_STACKED:,} of them", remedy=COPY_AGAIN,
         )  # fmt: skip
     places = [_numbers(rule.stack, index, fit) for index in itertools.product(*map(range, lead))]
-    names = [[filled(template, *place) for template in templates] for place in places]
+    names = [[fill_template(template, *place) for template in templates] for place in places]
     if rule.rows == "joined" and not rule.transpose:
         shapes = [(rows, *shape[1:]) for rows in _widths(entry, rule, shape, facts)] if len(templates) > 1 else [shape]
-        held = split(entry, [piece for own in names for piece in zip(own, shapes)])
+        held = split_rows(entry, [piece for own in names for piece in zip(own, shapes)])
     else:
-        items = split(entry, [(own[0], shape) for own in names]) if rule.stack else [entry]
-        held = [part for item, own in zip(items, names) for part in _unfused(item, rule, own, facts)]
+        items = split_rows(entry, [(own[0], shape) for own in names]) if rule.stack else [entry]
+        held = [part for item, own in zip(items, names) for part in _split_fused(item, rule, own, facts)]
     if rule.pairs:
         held = [in_pairs(part, rule, facts, number % len(templates), apart=True) for number, part in enumerate(held)]
     if rule.plus:
@@ -231,13 +231,13 @@ def _in_shape(entry: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry
     if entry.numel % known or not entry.numel:
         raise _unfit(entry, f"shape {list(entry.shape)}", facts)
     shape = tuple(facts.number(fact) if fact else entry.numel // known for fact in rule.shape)
-    return moved(entry, entry.name, shape, lambda fragments, _: fragments)
+    return move_rows(entry, entry.name, shape, lambda fragments, _: fragments)
 
 
 def in_pairs(part: TensorEntry, rule: NamingRule, facts: Facts, number: int, *, apart: bool) -> TensorEntry:
     """A part whose rule has rotary pairs, with them in halves (`apart`), or the other way; `number` is its place in the rule."""
     kind = rule.pairs if rule.pairs != "both" else (rule.parts or ())[number].split(".")[-2]
-    return part if kind == "value" else paired(part, facts.number(_SHARES[kind]), apart=apart)
+    return part if kind == "value" else swap_head_halves(part, facts.number(_SHARES[kind]), apart=apart)
 
 
 def _numbers(stack: Sequence[str], index: Sequence[int], fit: Fit) -> tuple[int, int]:
@@ -246,10 +246,10 @@ def _numbers(stack: Sequence[str], index: Sequence[int], fit: Fit) -> tuple[int,
     return own.get("b", fit.block), own.get("e", fit.expert)
 
 
-def _unfused(item: TensorEntry, rule: NamingRule, names: Sequence[str], facts: Facts) -> Iterator[TensorEntry]:
+def _split_fused(item: TensorEntry, rule: NamingRule, names: Sequence[str], facts: Facts) -> Iterator[TensorEntry]:
     """The parts in a tensor that is not stacked."""
     if rule.transpose:
-        item = turned(item)
+        item = transpose(item)
     if len(names) == 1:
         yield replace_name(item, names[0])
         return
@@ -288,7 +288,7 @@ def _unfit(entry: TensorEntry, found: str, facts: Facts) -> InconsistentError:
     )  # fmt: skip
 
 
-def _completed(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts) -> Facts:
+def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts) -> Facts:
     """The facts, with those that names and fused tensors' shapes show: key_heads, head_size, gated, latent (MLA)."""
     for name, fit in fits.items():
         if fit.rules[0].parts == ("blocks.{b}.router.weight",) and len(catalog.tensors[name].shape) > 1:

@@ -16,7 +16,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UsageError, ZckptError
 from zckpt.containers import Placeholder, enum_value
 from zckpt.core.catalog import Catalog
-from zckpt.naming.parts import numbered
+from zckpt.naming.parts import parse_part_name
 from zckpt.storage.location import locate
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -139,7 +139,7 @@ def facts_of(
     given = _flat(config or {})
     values: dict[str, object] = {name: _number(keys, given, arguments) for name, keys in _KEYS.items()}
     values["key_heads"] = _key_heads(given, arguments)
-    values["tied"] = _tied(given, arguments)
+    values["tied"] = _is_head_tied(given, arguments)
     values["window"] = _window(arguments)
     values["model_type"] = kind if isinstance(kind := (config or {}).get("model_type"), str) else None
     values["version"] = float(version) if isinstance(version, int | float) else None
@@ -164,7 +164,7 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     first: dict[str, tuple[int, ...]] = {}
     blocks, experts, dense, routed = -1, -1, set[int](), set[int]()
     for name, entry in parts.tensors.items():
-        part, block, expert = numbered(name)
+        part, block, expert = parse_part_name(name)
         blocks, experts = max(blocks, block), max(experts, expert)
         if part.startswith("blocks.{b}.mlp."):
             dense.add(block)
@@ -344,7 +344,7 @@ def _key_heads(config: Mapping[str, object], arguments: Mapping[str, object]) ->
     return _number(("num_query_groups", "num_attention_heads_kv", "num_kv_heads"), arguments)
 
 
-def _tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
+def _is_head_tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
     """Whether the head is the embedding, as far as it is said."""
     if isinstance(said := config.get("tie_word_embeddings"), bool):
         return said

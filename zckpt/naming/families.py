@@ -26,7 +26,7 @@ from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedErr
 from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import SHAPES, Facts
-from zckpt.naming.parts import numbered
+from zckpt.naming.parts import parse_part_name
 from zckpt.naming.rotary import rope_conflicts, rope_scaling_of
 from zckpt.naming.schemes import Scheme
 
@@ -100,7 +100,7 @@ def refusals(family: Scheme, facts: Facts) -> list[str]:
         for name, values in family.config.get("required", {}).items()
         if arguments.get(name) not in (None, *values)
     ]
-    return refused + _unmapped(family, facts) + _scaled_attention(family, facts)
+    return refused + _find_unmapped(family, facts) + _scaled_attention(family, facts)
 
 
 def mapped_arguments(family: Scheme) -> set[str]:
@@ -124,7 +124,7 @@ def _arguments_in(value: Any) -> set[str]:
     return set()
 
 
-def _unmapped(family: Scheme, facts: Facts) -> list[str]:
+def _find_unmapped(family: Scheme, facts: Facts) -> list[str]:
     """Arguments of the run that change what it computes, and that the family has no place for."""
     arguments, known = facts.arguments, mapped_arguments(family)
     latent = arguments.get("multi_latent_attention") is True
@@ -226,7 +226,7 @@ def _from_facts(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
     """
     found: dict[str, object] = {}
     missing: list[str] = []
-    there = {numbered(name).part for name in parts.tensors}
+    there = {parse_part_name(name).part for name in parts.tensors}
     for key, said in family.config["facts"].items():
         name, default = said if isinstance(said, list) else (said, None)
         if "." in name:

@@ -119,7 +119,7 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
         CorruptError: one of the files cannot be read.
     """
     package = library()
-    with _quiet(), _staged(model) as directory:
+    with _quiet(), _stage_model(model) as directory:
         writer = package.GGUFWriter(None, architecture_of(model.config, str(model.home or "")))
         for name, shape, kind in model.tensors:
             number = getattr(package.GGMLQuantizationType, kind)
@@ -201,7 +201,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _staged(model: GgufModel) -> Iterator[Path]:
+def _stage_model(model: GgufModel) -> Iterator[Path]:
     """A directory with the model's small files, called as the one that they are from; it is removed at the end."""
     name = "model" if model.home is None else os.path.basename(os.path.abspath(model.home.path)) or "model"
     with tempfile.TemporaryDirectory(prefix="zckpt-gguf-") as scratch:

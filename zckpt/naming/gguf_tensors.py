@@ -32,7 +32,9 @@ _MOST_BYTES = 64 << 20
 """Of a tokenizer.json that is read for its number of tokens."""
 
 
-def completed(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], rows: int | None) -> list[TensorEntry]:
+def add_frequency_factors(
+    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], rows: int | None
+) -> list[TensorEntry]:
     """The tensors in their order, with the factors of frequencies, if the model has some, before them.
 
     Args:
@@ -78,7 +80,7 @@ def as_read(catalog: Catalog, config: Mapping[str, Any], recorded: Mapping[str, 
         recorded: the type, and the rows of the embedding.
     """
     asked = TYPES[str(recorded["type"])]
-    tensors = completed(catalog.tensors, config, recorded.get("rows"))
+    tensors = add_frequency_factors(catalog.tensors, config, recorded.get("rows"))
     read = {e.name: as_floats(in_blocks(e)) if type_of(e, asked) is Q8_0 else e for e in tensors}
     return replace(catalog, tensors=read, aliases={}, padding=())
 

@@ -99,12 +99,12 @@ def _as_tokens(
         return list(getattr(found, "ids", found))
 
     return Tokens(
-        numbers, {number: _added(token) for number, token in added.items()}, base, special, encode,
+        numbers, {number: _parse_added(token) for number, token in added.items()}, base, special, encode,
         lambda text: str(tokenizer.decode(encode(text, around=False), skip_special_tokens=False)),
     )  # fmt: skip
 
 
-def _added(token: Any) -> Added:
+def _parse_added(token: Any) -> Added:
     return Added(token.content, token.special, token.normalized)
 
 

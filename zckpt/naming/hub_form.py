@@ -36,7 +36,7 @@ def in_hub_form(catalog: Catalog, config: Mapping[str, object]) -> tuple[Catalog
         return catalog, ()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # imported modules may print
-            found = _reverted(catalog, config)
+            found = _revert_names(catalog, config)
     except Exception as error:  # transformers' mapping may not fit these tensors
         reason = " ".join(str(error).split())[:200]
         return catalog, (f"Names stay as they are: transformers' mapping failed ({type(error).__name__}: {reason}).",)
@@ -72,7 +72,7 @@ def _kinds(config: Mapping[str, object]) -> Iterator[str]:
             yield from _kinds(value)
 
 
-def _reverted(catalog: Catalog, config: Mapping[str, Any]) -> Catalog | None:
+def _revert_names(catalog: Catalog, config: Mapping[str, Any]) -> Catalog | None:
     """Runs the mapping backwards on tensors without memory; None if the tensors are not those of the model."""
     import torch
     import transformers

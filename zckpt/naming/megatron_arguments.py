@@ -15,7 +15,7 @@ from zckpt.base.words import join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.config_keys import ROTARY, WINDOW, Keys, check_keys, fields_of, whole_config
 from zckpt.naming.facts import Facts
-from zckpt.naming.parts import numbered
+from zckpt.naming.parts import parse_part_name
 from zckpt.naming.rotary import rotary_arguments, rotary_of, unsaid_rotary
 
 _SAME = {
@@ -182,7 +182,7 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
     config = whole_config(config)
     check_keys(config, KEYS, _WRITER, facts.path, _REMEDY)
     kind = str(config["model_type"])
-    there = {numbered(name).part for name in parts.tensors}
+    there = {parse_part_name(name).part for name in parts.tensors}
     learned, latent = "positions.weight" in there, "blocks.{b}.attention.key_value_down.weight" in there
     rotary = "rope_parameters" in fields_of(kind)
     query, key = facts.whole("query_heads"), facts.whole("key_heads")
@@ -212,7 +212,7 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
         "padded_vocab_size": facts.get("padded_vocabulary") or facts.get("vocabulary"),
         "make_vocab_size_divisible_by": multiple,
     }  # fmt: skip
-    found |= _said(_SAME, config) | _window(kind, config, facts.whole("blocks") or 0)
+    found |= _read_arguments(_SAME, config) | _window(kind, config, facts.whole("blocks") or 0)
     wrong: list[str] = []
     if rotary:
         rope, unsaid = _rope_of(kind, config)
@@ -274,7 +274,7 @@ def _rope_of(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list
     return whole, wrong
 
 
-def _said(keys: Mapping[str, tuple[str, ...]], config: Mapping[str, object]) -> dict[str, object]:
+def _read_arguments(keys: Mapping[str, tuple[str, ...]], config: Mapping[str, object]) -> dict[str, object]:
     return {
         argument: next(value for key in names if (value := config.get(key)) is not None)
         for argument, names in keys.items()
@@ -346,7 +346,10 @@ def _has_groups(kind: str, config: Mapping[str, Any]) -> bool:
 def _experts(facts: Facts, parts: Catalog, config: Mapping[str, Any], there: set[str]) -> dict[str, object]:
     """What describes experts and their router."""
     routed = {
-        block for name in parts.tensors for part, block, _ in (numbered(name),) if part == "blocks.{b}.router.weight"
+        block
+        for name in parts.tensors
+        for part, block, _ in (parse_part_name(name),)
+        if part == "blocks.{b}.router.weight"
     }
     blocks = facts.whole("blocks") or 0
     kind = str(config["model_type"])

@@ -60,7 +60,7 @@ def base_of(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=tensors, aliases=aliases, padding=())
 
 
-def merged(
+def merge_adapters(
     base: Catalog,
     adapters: Sequence[AdapterWeights],
     config: Mapping[str, object] | None,
@@ -202,11 +202,11 @@ def _copies(adapter: AdapterWeights, ties: Mapping[str, str]) -> Iterator[tuple[
             continue
         pairs = (factors.a, kept.a), (factors.b, kept.b)
         if factors.embedding != kept.embedding:
-            pairs = (factors.a, _turned(kept.b)), (factors.b, _turned(kept.a))
+            pairs = (factors.a, _transpose(kept.b)), (factors.b, _transpose(kept.a))
         yield from pairs
 
 
-def _turned(entry: TensorEntry) -> TensorEntry:
+def _transpose(entry: TensorEntry) -> TensorEntry:
     """A matrix's transpose."""
     rows, columns = entry.shape
     fragments = views.transpose_fragments(entry.fragments, rows, columns, entry.dtype.itemsize)

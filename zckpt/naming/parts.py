@@ -74,7 +74,7 @@ class Numbered(NamedTuple):
     expert: int
 
 
-def numbered(name: str) -> Numbered:
+def parse_part_name(name: str) -> Numbered:
     """A part's name as its template and its numbers."""
     match = _NUMBERED.match(name)
     if match is None:
@@ -85,7 +85,7 @@ def numbered(name: str) -> Numbered:
     return Numbered("blocks.{b}.experts.{e}." + name[match.end() :], int(block), int(expert))
 
 
-def filled(template: str, block: int, expert: int) -> str:
+def fill_template(template: str, block: int, expert: int) -> str:
     """A template with its numbers."""
     if "{" not in template:
         return template

@@ -13,7 +13,7 @@ from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import Facts
 from zckpt.naming.families import model_types, refusals
-from zckpt.naming.parts import numbered
+from zckpt.naming.parts import parse_part_name
 from zckpt.naming.schemes import Scheme, families, scheme
 
 
@@ -42,7 +42,7 @@ def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = N
     Raises:
         UnsupportedError: they fit none; says what comes near.
     """
-    there = {numbered(name).part: name for name in parts.tensors}
+    there = {parse_part_name(name).part: name for name in parts.tensors}
     every = [scheme(f"hf-{name}") for name in families()]
     alike = [each for each in every if not any(_unlike(each, there, facts))]
     fitting = [each for each in alike if not refusals(each, facts) and _is_meant(each, facts)]
@@ -82,11 +82,11 @@ def _nearest(
     texts = [
         f"no place for {examples(dict.fromkeys(origins.get(there[part], there[part]) for part in sorted(alien)))}"
     ] * bool(alien)
-    texts += [f"no {examples(_written(near, sorted(lacking)))}"] * bool(lacking)
+    texts += [f"no {examples(_names_of(near, sorted(lacking)))}"] * bool(lacking)
     return f"hf:{near.name.removeprefix('hf-')}, the nearest: {' and '.join(texts)}"
 
 
-def _written(family: Scheme, parts: Sequence[str]) -> list[str]:
+def _names_of(family: Scheme, parts: Sequence[str]) -> list[str]:
     """The names of the tensors in which a family has some parts."""
     names = (r.names[0] for part in parts for r in family.rules if part in (r.parts or ()))
     return [name.replace("{b}", "0").replace("{e}", "0") for name in dict.fromkeys(names)]

@@ -32,13 +32,13 @@ Renumber = Callable[[Fragments, int], Fragments]
 """(fragments, bytes of an element) -> fragments elsewhere."""
 
 
-def moved(entry: TensorEntry, name: str, shape: Shape, move: Renumber) -> TensorEntry:
+def move_rows(entry: TensorEntry, name: str, shape: Shape, move: Renumber) -> TensorEntry:
     """A tensor of another one's elements, with its replicas."""
     replicas = tuple(replace(r, fragments=move(r.fragments, r.dtype.itemsize)) for r in entry.replicas)
     return TensorEntry(name, shape, entry.dtype, entry.role, move(entry.fragments, entry.dtype.itemsize), replicas)
 
 
-def split(entry: TensorEntry, pieces: Sequence[tuple[str, Shape]]) -> list[TensorEntry]:
+def split_rows(entry: TensorEntry, pieces: Sequence[tuple[str, Shape]]) -> list[TensorEntry]:
     """A tensor's pieces, which lie end to end: their names and shapes are given."""
     bounds = [0, *itertools.accumulate(math.prod(shape) for _, shape in pieces)]
     own = split_at(entry.fragments, bounds, entry.dtype.itemsize)
@@ -71,10 +71,12 @@ def rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], n
     own, pitch = widths[number] * width, sum(widths) * width
     block = Block(sum(widths[:number]) * width, own, groups, pitch, pitch, 1)
     shape = (widths[number] * groups, *entry.shape[1:])
-    return moved(entry, name, shape, lambda fragments, itemsize: reorder_rows(fragments, [(block, 0, own)], itemsize))
+    return move_rows(
+        entry, name, shape, lambda fragments, itemsize: reorder_rows(fragments, [(block, 0, own)], itemsize)
+    )
 
 
-def grouped(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEntry:
+def group_rows(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEntry:
     """Several parts in one tensor; see [Note: groups of rows].
 
     Raises:
@@ -107,10 +109,10 @@ def grouped(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEntry
         placed = (f for own, block, at in zip(held, passes, starts) for f in place(own, block, at, pitch, itemsize))
         return tuple(sorted(placed, key=lambda fragment: fragment.start))
 
-    return _made(name, (sum(part.shape[0] for part in parts), *rest), parts, together)
+    return _combine(name, (sum(part.shape[0] for part in parts), *rest), parts, together)
 
 
-def stacked(name: str, items: Sequence[TensorEntry], lead: Shape) -> TensorEntry:
+def stack_rows(name: str, items: Sequence[TensorEntry], lead: Shape) -> TensorEntry:
     """Equal tensors in one, with leading axes.
 
     Raises:
@@ -128,10 +130,10 @@ def stacked(name: str, items: Sequence[TensorEntry], lead: Shape) -> TensorEntry
     def together(held: Sequence[Fragments], itemsize: int) -> Fragments:
         return tuple(f for number, own in enumerate(held) for f in shift(own, number * numel))
 
-    return _made(name, (*lead, *first.shape), items, together)
+    return _combine(name, (*lead, *first.shape), items, together)
 
 
-def _made(
+def _combine(
     name: str, shape: Shape, parts: Sequence[TensorEntry], together: Callable[[Sequence[Fragments], int], Fragments]
 ) -> TensorEntry:
     """A tensor of several, with the replicas that all of them have."""
@@ -148,17 +150,17 @@ def _made(
     return TensorEntry(name, shape, first.dtype, role, fragments, tuple(replicas))
 
 
-def turned(entry: TensorEntry) -> TensorEntry:
+def transpose(entry: TensorEntry) -> TensorEntry:
     """The transposed matrix; of any other tensor, itself."""
     if len(entry.shape) != 2:
         return entry
     rows, columns = entry.shape
-    return moved(
+    return move_rows(
         entry, entry.name, (columns, rows), lambda fragments, size: transpose_fragments(fragments, rows, columns, size)
     )
 
 
-def paired(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
+def swap_head_halves(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
     """A part whose heads' rows are neighbouring pairs, with them in two halves; or the other way.
 
     Args:
@@ -183,7 +185,7 @@ def paired(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
             order.append((Block(pairs, width, half, 2 * width, 2 * width, 1), halves, width))
         else:
             order.append((Block(halves, width, half, width, width, 1), pairs, 2 * width))
-    return moved(entry, entry.name, entry.shape, lambda fragments, size: reorder_rows(fragments, order, size))
+    return move_rows(entry, entry.name, entry.shape, lambda fragments, size: reorder_rows(fragments, order, size))
 
 
 def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
@@ -192,7 +194,7 @@ def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
         return entry
     rest = entry.shape[1:]
     if rows < entry.shape[0]:
-        return split(entry, [(entry.name, (rows, *rest)), ("", (entry.shape[0] - rows, *rest))])[0]
+        return split_rows(entry, [(entry.name, (rows, *rest)), ("", (entry.shape[0] - rows, *rest))])[0]
     numel = entry.numel
     more = rows * math.prod(rest) - numel
 

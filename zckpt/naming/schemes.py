@@ -202,7 +202,7 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Callable[[str], Fit | None
         numbers: dict[str, str] = {}
         for pattern, rule in near:
             match = pattern.fullmatch(name)
-            if match and (not rule.beside or _numbered(rule.beside, match) in there):
+            if match and (not rule.beside or _with_numbers(rule.beside, match) in there):
                 rules[rule.number] = rule
                 numbers = {**match.groupdict(), **numbers}
         if not rules:
@@ -217,7 +217,7 @@ def _skeleton(name: str) -> str:
     return ".".join(["0" if word.isdecimal() else word for word in name.split(".")])
 
 
-def _numbered(template: str, match: re.Match[str]) -> str:
+def _with_numbers(template: str, match: re.Match[str]) -> str:
     """A template with the numbers that a name has."""
     for key, number in match.groupdict().items():
         template = template.replace(f"{{{key}}}", number)
@@ -256,10 +256,10 @@ def families() -> tuple[str, ...]:
 def scheme(name: str) -> Scheme:
     """Reads a scheme, one of `schemes`."""
     with open(os.path.join(FILES, f"{name}.json"), "rb") as file:
-        return parsed(json.load(file))
+        return parse_scheme(json.load(file))
 
 
-def parsed(data: Mapping[str, Any]) -> Scheme:
+def parse_scheme(data: Mapping[str, Any]) -> Scheme:
     """The scheme that a file's JSON says."""
     rules: list[NamingRule] = []
     for written in data["tensors"]:

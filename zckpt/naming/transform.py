@@ -18,7 +18,7 @@ from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, find_config, read_config
 from zckpt.naming.compose import compose
-from zckpt.naming.decompose import decomposed
+from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import facts_of, with_parts
 from zckpt.naming.families import check_config, make_config, model_types
 from zckpt.naming.gguf_config import config_of_gguf, is_known
@@ -63,7 +63,7 @@ class Formed:
     dropped: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def formed(
+def apply_form(
     catalog: Catalog, place: Place, form: FormAsked, *, to_directory: bool, exclude: Sequence[str] = ()
 ) -> Formed:
     """The catalog in the form that the options ask for.
@@ -88,7 +88,7 @@ def formed(
         prefixes = read_layer_names(said) if isinstance(said, str) else said
         return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
     if form.to is not None or is_known(_mapping(catalog.extras.get(METADATA))):
-        return _converted(catalog, place, form, exclude)
+        return _to_transformers(catalog, place, form, exclude)
     if form.vocab_size is not None:
         raise UsageError(
             "--vocab-size is of use only with --to",
@@ -108,7 +108,7 @@ def formed(
     return Formed(found, notes=notes, recorded={} if found is catalog else {"form": {"hub": True}})
 
 
-def _converted(catalog: Catalog, place: Place, form: FormAsked, exclude: Sequence[str]) -> Formed:
+def _to_transformers(catalog: Catalog, place: Place, form: FormAsked, exclude: Sequence[str]) -> Formed:
     """The catalog as a model of transformers."""
     to, config = form.to or "hf", form.config
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
@@ -128,7 +128,7 @@ def _converted(catalog: Catalog, place: Place, form: FormAsked, exclude: Sequenc
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
     source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{name}")
     facts = facts_of(catalog, given, directory, rules, home=place.home.path, vocab_size=form.vocab_size)
-    found = decomposed(catalog, source, facts)
+    found = decompose_with_origins(catalog, source, facts)
     said |= recorded_vocabulary(found.facts)
     facts = with_parts(found.facts, found.parts)
     if not name:

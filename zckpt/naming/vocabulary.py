@@ -49,10 +49,10 @@ def with_vocabulary(facts: Facts, rows: int, *, padded: bool) -> tuple[Facts, tu
                 expected=f"at most {rows:,}, the rows of the embedding", remedy=f"Change {OPTION}.",
             )  # fmt: skip
         return facts, ()
-    if not padded or _unpadded(facts.arguments, rows):
+    if not padded or _is_unpadded(facts.arguments, rows):
         return facts, ()
     multiple = _multiple(facts.arguments)
-    for words, where in _said(facts):
+    for words, where in _vocabulary_sources(facts):
         if 0 < words <= rows and _explains(words, rows, multiple, facts.arguments):
             return facts.having(vocabulary=words, vocabulary_from=where), ()
     if multiple is None and facts.arguments.get("padded_vocab_size") is None:
@@ -88,7 +88,7 @@ def _multiple(arguments: Mapping[str, object]) -> int | None:
     return each * ranks if type(ranks) is int and ranks > 0 else each
 
 
-def _unpadded(arguments: Mapping[str, object], rows: int) -> bool:
+def _is_unpadded(arguments: Mapping[str, object], rows: int) -> bool:
     """Whether a run of Megatron Bridge says that it does not pad, and its vocabulary has as many rows as there are."""
     return arguments.get("should_pad_vocab") is False and arguments.get("vocab_size") == rows
 
@@ -100,7 +100,7 @@ def _explains(words: int, rows: int, multiple: int | None, arguments: Mapping[st
     return arguments.get("padded_vocab_size") == rows
 
 
-def _said(facts: Facts) -> Iterator[tuple[int, str]]:
+def _vocabulary_sources(facts: Facts) -> Iterator[tuple[int, str]]:
     """(words, what says so) of the run and of tokenizers, which are read when they are asked."""
     said = facts.arguments.get("vocab_size")
     if type(said) is int:

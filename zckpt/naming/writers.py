@@ -21,11 +21,11 @@ from zckpt.core.fragments import ComputedStore, Fragment
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
 from zckpt.naming.compose import compose
-from zckpt.naming.decompose import Decomposed, decomposed
+from zckpt.naming.decompose import Decomposed, decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.hub_form import in_hub_form
-from zckpt.naming.parts import filled, numbered
+from zckpt.naming.parts import fill_template, parse_part_name
 from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import Scheme, scheme, scheme_of, schemes
 from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
@@ -106,7 +106,7 @@ def writers() -> tuple[str, ...]:
     return tuple(name for name, each in own if not each.has_local_names and not each.has_own_job)
 
 
-def named(catalog: Catalog, place: Place, naming: SchemeNames) -> RenamedModel:
+def name_for_writer(catalog: Catalog, place: Place, naming: SchemeNames) -> RenamedModel:
     """The tensors with a writer's names.
 
     Args:
@@ -133,8 +133,8 @@ def named(catalog: Catalog, place: Place, naming: SchemeNames) -> RenamedModel:
                 f"{count(padded - words, 'row')} of the embedding and of the head are zero.",
             )
     tensors = compose(found.parts, writer, facts, found.origins)
-    tensors, stacked, aliases = _spelled(_completed(tensors, writer, found.parts, facts), writer)
-    aliases |= _tied(tensors, writer, facts)
+    tensors, stacked, aliases = _spell_names(_add_missing(tensors, writer, found.parts, facts), writer)
+    aliases |= _tied_names(tensors, writer, facts)
     recorded = {
         "names": naming.writer,
         "layers": facts.get("layers"),
@@ -171,7 +171,7 @@ def _in_parts(
     source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{family}")
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
     facts = facts_of(catalog, known, directory, rules, home=place.home.path, vocab_size=naming.vocab_size)
-    found = decomposed(catalog, source, facts)
+    found = decompose_with_origins(catalog, source, facts)
     facts = with_parts(found.facts, found.parts)
     if known is None:
         family, more = by_parts(found.parts, facts)
@@ -184,22 +184,22 @@ def _are_alike(parts: Catalog) -> bool:
     """Whether all blocks have the same parts."""
     blocks: dict[int, set[str]] = {}
     for name in parts.tensors:
-        part, block, expert = numbered(name)
+        part, block, expert = parse_part_name(name)
         if block >= 0 and expert <= 0:
             blocks.setdefault(block, set()).add(part)
     return len({frozenset(own) for own in blocks.values()}) < 2
 
 
-def _completed(composed: Catalog, writer: Scheme, parts: Catalog, facts: Facts) -> Catalog:
+def _add_missing(composed: Catalog, writer: Scheme, parts: Catalog, facts: Facts) -> Catalog:
     """The tensors, with those that the writer has beside the model's parts: zeros, as they are before training."""
     tensors = dict(composed.tensors)
-    routed = [at.block for name in parts.tensors if (at := numbered(name)).part == "blocks.{b}.router.weight"]
+    routed = [at.block for name in parts.tensors if (at := parse_part_name(name)).part == "blocks.{b}.router.weight"]
     for rule in writer.rules:
         if rule.parts is not None or not rule.zeros or not routed:
             continue
         numel = with_parts(facts, parts).number(rule.zeros)
         for block in routed:
-            name = filled(rule.names[0], block, -1)
+            name = fill_template(rule.names[0], block, -1)
             nbytes = numel * F32.itemsize
             store = ComputedStore(nbytes, functools.partial(bytearray, nbytes), ())
             zeros = TensorEntry(name, (numel,), F32, "buffer", (Fragment(store, 0, 0, numel),))
@@ -207,7 +207,7 @@ def _completed(composed: Catalog, writer: Scheme, parts: Catalog, facts: Facts) 
     return replace(composed, tensors=tensors)
 
 
-def _tied(composed: Catalog, writer: Scheme, facts: Facts) -> dict[str, str]:
+def _tied_names(composed: Catalog, writer: Scheme, facts: Facts) -> dict[str, str]:
     """Names of the head -> the embedding's, where the model ties the two and the writer names both."""
     named_by = {
         rule.parts[0]: rule
@@ -220,7 +220,7 @@ def _tied(composed: Catalog, writer: Scheme, facts: Facts) -> dict[str, str]:
     return dict.fromkeys(head.names, embedding.names[0])
 
 
-def _spelled(composed: Catalog, writer: Scheme) -> tuple[Catalog, dict[str, int], dict[str, str]]:
+def _spell_names(composed: Catalog, writer: Scheme) -> tuple[Catalog, dict[str, int], dict[str, str]]:
     """The tensors with their roles, the number of each one's leading axes, and further spellings -> names."""
     stacked: dict[str, int] = {}
     aliases: dict[str, str] = {}
@@ -233,5 +233,5 @@ def _spelled(composed: Catalog, writer: Scheme) -> tuple[Catalog, dict[str, int]
         if rule.parts == _BUFFERS:
             tensors[name] = replace(tensors[name], role="buffer")
         for spelling in rule.names[1:]:
-            aliases[filled(spelling, fit.block, fit.expert)] = name
+            aliases[fill_template(spelling, fit.block, fit.expert)] = name
     return replace(composed, tensors=tensors), stacked, aliases

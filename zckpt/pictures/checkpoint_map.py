@@ -21,7 +21,7 @@ from zckpt.jobs.rank_files import experts_as_json
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.pictures.incomplete import Lack, incomplete, lacking, make_room
 from zckpt.pictures.pieces import PieceLayer, contents_of, state_layers, weight_layers
-from zckpt.pictures.resharded import Resharded, resharded
+from zckpt.pictures.resharded import Resharded, preview_reshard
 from zckpt.pictures.rows import FileGrid, file_grid
 
 ROLES = {"parameter": "trainable", "frozen": "frozen", "buffer": "buffer"}
@@ -200,6 +200,6 @@ def checkpoint_map(
     after = None
     if world_size is not None:
         asked = RESHARD.ask(tag=tag, also=also, read_options=read_options, world_size=world_size, stage=stage)
-        after = resharded(os.fspath(path), asked, names)
+        after = preview_reshard(os.fspath(path), asked, names)
     unseen = {} if known is None else known.unseen
     return CheckpointMap(inspection, grid, tuple(layers), after, unread, tuple(lacks), unseen)

@@ -23,7 +23,7 @@ from zckpt.jobs.open import strip_wrappers
 from zckpt.jobs.rank_files import Cell, Grid, other_files
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import Listing, natural
-from zckpt.pictures.pieces import PieceLayer, repeated
+from zckpt.pictures.pieces import PieceLayer, unfold_pieces
 from zckpt.pictures.rows import GONE, FileGrid
 from zckpt.storage.location import Location
 from zckpt.storage.stand_in import StandIn
@@ -128,10 +128,10 @@ def lacking(layers: Sequence[PieceLayer], grid: FileGrid) -> list[Lack]:
     copies = next((layer.pieces for layer in layers if layer.purpose == "module"), {})
     found: list[Lack] = []
     for tensor, (_, pieces) in layers[0].pieces.items():
-        own = [piece for piece in repeated(pieces) if piece[0] in gone]
+        own = [piece for piece in unfold_pieces(pieces) if piece[0] in gone]
         if own:
             numel = sum(piece[3] * piece[4] for piece in own)
-            spare = tensor in copies and not any(piece[0] in gone for piece in repeated(copies[tensor][1]))
+            spare = tensor in copies and not any(piece[0] in gone for piece in unfold_pieces(copies[tensor][1]))
             places = tuple((piece[2], piece[3], piece[4], piece[5]) for piece in own)
             found.append(Lack(tensor, numel, places, tuple(dict.fromkeys(piece[0] for piece in own)), spare))
     return found
@@ -141,7 +141,7 @@ def make_room(layers: Sequence[PieceLayer], grid: FileGrid) -> None:
     """Files that are gone become at least as long as what would lie in them."""
     for layer in layers:
         for dtype, pieces in layer.pieces.values():
-            for file, byte, _, many, rows, _, pitch, step in repeated(pieces):
+            for file, byte, _, many, rows, _, pitch, step in unfold_pieces(pieces):
                 if file >= 0 and grid.files[file].gone:
                     end = byte + ((rows - 1) * pitch + (many - 1) * step + 1) * dtype.itemsize
                     grid.files[file].expected = max(grid.files[file].expected, end)

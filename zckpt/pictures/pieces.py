@@ -43,7 +43,7 @@ class PieceLayer:
     pieces: Mapping[int, tuple[DType, list[Piece]]]
 
 
-def folded(pieces: Iterable[Piece]) -> list[Piece]:
+def fold_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Pieces of eight numbers as lists in which pieces that are evenly apart are one."""
     found: list[Piece] = []
     for piece in pieces:
@@ -58,7 +58,7 @@ def folded(pieces: Iterable[Piece]) -> list[Piece]:
     return [_short(piece) for piece in found]
 
 
-def repeated(pieces: Iterable[Piece]) -> Iterator[tuple[int, ...]]:
+def unfold_pieces(pieces: Iterable[Piece]) -> Iterator[tuple[int, ...]]:
     """Pieces one by one, each as its first eight numbers."""
     for piece in pieces:
         whole = [*piece, *USUAL[len(piece) :]]
@@ -86,7 +86,7 @@ def pieces_of(fragments: Iterable[Fragment], itemsize: int, grid: FileGrid, name
         if number != _NOWHERE:
             contents = grid.files[number].contents
             contents[name] = contents.get(name, 0) + f.numel * itemsize
-    return folded(made)
+    return fold_pieces(made)
 
 
 def layer_of(

@@ -44,7 +44,7 @@ class Resharded:
         return contents_of(self.grid, self.layers)
 
 
-def resharded(path: str, asked: Asked[TargetWorld], numbers: Sequence[str]) -> Resharded:
+def preview_reshard(path: str, asked: Asked[TargetWorld], numbers: Sequence[str]) -> Resharded:
     """The checkpoint that `asked` says for.
 
     Args:

@@ -214,11 +214,11 @@ def _further(found: _Collected, inspection: Inspection) -> None:
     for path in held:
         name = names.get(path, path.removeprefix(root))
         there = name not in inspection.lost
-        file = MappedFile(name, "weights", stores[path]) if there else _lost(name, "weights")
+        file = MappedFile(name, "weights", stores[path]) if there else _missing_file(name, "weights")
         made.append(FileRow(name, (found.add(file, path),)))
     for name in inspection.lost:
         if (path := str(listing.where(name))) not in found.numbers:
-            made.append(FileRow(name, (found.add(_lost(name, "weights"), path),)))
+            made.append(FileRow(name, (found.add(_missing_file(name, "weights"), path),)))
     found.group("Weights" if len(made) < len(found.files) else "Files", ("weights",), made)
     rest = [(path, name) for path, name in names.items() if path not in found.numbers]
     small = []
@@ -228,7 +228,7 @@ def _further(found: _Collected, inspection: Inspection) -> None:
     found.group("Other files" if found.groups else "Files", ("other",), small)
 
 
-def _lost(name: str, kind: str) -> MappedFile:
+def _missing_file(name: str, kind: str) -> MappedFile:
     return MappedFile(name, kind, 0, 0, "missing", "the save names it")
 
 

@@ -80,7 +80,7 @@ def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = Non
     """
     held: Mapping[str, int] = contents or {}
     styles = {name: _CONTENTS[n % len(_CONTENTS)] for n, name in enumerate(held)} | {OTHER: "bright_black"}
-    shown = list(_shown(grid))
+    shown = list(_rows_to_show(grid))
     labels = max((min(len(visible(row.label)), _MOST_LABEL) for _, rows, _ in shown for row in rows), default=0)
     room = width - len(lead) - labels - 2
     scale = _scale(grid, room)
@@ -111,7 +111,7 @@ def _style(kind: str) -> str:
     return _STYLES.get(kind, "blue")
 
 
-def _shown(grid: FileGrid) -> Iterator[tuple[RowGroup, list[FileRow], int]]:
+def _rows_to_show(grid: FileGrid) -> Iterator[tuple[RowGroup, list[FileRow], int]]:
     """Rows that are printed: the first ones of each group, and all those with something wrong as far as there is room."""
     groups = [group for group in grid.groups if group.columns != ("other",)] or list(grid.groups)
     each = max(2, _MOST_ROWS // max(1, len(groups)))

@@ -94,7 +94,7 @@ def without(config: Mapping[str, object]) -> dict[str, object]:
     return kept
 
 
-def written(scheme: Scheme, kept: Sequence[str]) -> dict[str, object]:
+def quantization_config(scheme: Scheme, kept: Sequence[str]) -> dict[str, object]:
     """The `quantization_config` of an output.
 
     Args:

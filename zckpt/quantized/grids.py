@@ -83,7 +83,7 @@ class Grid:
             start += count
 
 
-def stacked(shape: tuple[int, ...]) -> tuple[int, int, int]:
+def as_matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Matrices, rows and columns of a tensor; a vector is one row, and a number one of one."""
     rows, columns = (1, 1, *shape)[-2:]
     return math.prod(shape[:-2]), rows, columns
@@ -91,7 +91,7 @@ def stacked(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 def blocks_of(shape: tuple[int, ...], block: tuple[int, int]) -> Grid:
     """Blocks of one size over a tensor."""
-    matrices, rows, columns = stacked(shape)
+    matrices, rows, columns = as_matrices(shape)
     return Grid(matrices, rows, columns, *block)
 
 
@@ -103,7 +103,7 @@ def grid_of(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, i
         scales: of its scales.
         block: rows and columns of a block, where there is one scale for each block.
     """
-    matrices, rows, columns = stacked(shape)
+    matrices, rows, columns = as_matrices(shape)
     number, lead = math.prod(scales), shape[:-2]
     blocks = Grid(matrices, rows, columns, *block)
     if number == matrices and (number == 1 or scales[: len(lead)] == lead):

@@ -39,7 +39,7 @@ class Scaled:
     grid: Grid
 
 
-def scaled(catalog: Catalog, quantization: Quantization | None, packed: Collection[str] = ()) -> dict[str, Scaled]:
+def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Collection[str] = ()) -> dict[str, Scaled]:
     """The tensors of fp8 that have scales beside them, by name.
 
     Args:
@@ -92,7 +92,7 @@ def plain(catalog: Catalog, found: Mapping[str, Scaled], dtype: DType | None = N
 
     Args:
         catalog: as stored.
-        found: its tensors of fp8, by `scaled`.
+        found: its tensors of fp8, by `find_scaled`.
         dtype: that the numbers are rounded to; None for fp32.
     """
     if not found:

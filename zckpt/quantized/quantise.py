@@ -252,7 +252,7 @@ class Scales:
         return (found.view(np.uint32) >> 16).astype(np.uint16) if self.quantiser.dtype == BF16 else found
 
 
-def quantised(entry: TensorEntry, quantiser: Quantiser) -> TensorEntry:
+def quantise_entry(entry: TensorEntry, quantiser: Quantiser) -> TensorEntry:
     """The tensor's elements."""
     return derive_entry(entry.name, entry.shape, F8_E4M3, Elements(quantiser), entry.role)
 

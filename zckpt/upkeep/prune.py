@@ -14,7 +14,7 @@ from zckpt.base.errors import NotACheckpointError, UnsupportedError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import JobWatch, Progress, watch_progress
 from zckpt.base.words import count, examples, size, wrap_text
-from zckpt.checks.soundness import examined
+from zckpt.checks.soundness import examine_checkpoint
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.groups import Reading
 from zckpt.layouts.run_saves import RunSave, named_by_pointers, saves_of, tags_in
@@ -151,10 +151,10 @@ def prune(
             remedy="Give the directory that the trainer saved to.",
         )  # fmt: skip
     with watch_progress(progress, None, "prune") as watch:
-        return _pruned(home, saves, links, rules, delete, deep, pace, watch)
+        return _prune_saves(home, saves, links, rules, delete, deep, pace, watch)
 
 
-def _pruned(
+def _prune_saves(
     home: Location,
     saves: list[RunSave],
     links: list[str],
@@ -166,7 +166,7 @@ def _pruned(
 ) -> Pruning:
     values = {metric: values_of(saves, metric) for metric in rules.best}
     problems = {save.name: found for save in saves if (found := _problem(save, deep=False, pace=pace))}
-    needed, notes = _needed(home, saves)
+    needed, notes = _find_needed(home, saves)
     led = RunLinks(home.path, saves)
     read = 0
     sure: set[str] = set()
@@ -201,7 +201,7 @@ def _pruned(
         def needed_now(going: Collection[str]) -> set[str]:
             led = RunLinks(home.path, saves, going)
             staying = {save.name for save in saves}.difference(going)
-            return {*_needed(home, saves)[0], *led.reasons(staying), *led.mounted}
+            return {*_find_needed(home, saves)[0], *led.reasons(staying), *led.mounted}
 
         going = [save for save in saves if save.name not in why]
         stayed = remove(home.path, going, needed_now, done) if going or is_left(home.path) else []
@@ -220,7 +220,7 @@ def _pruned(
     return Pruning(home.path, delete, fates, left, tuple(notes))
 
 
-def _needed(home: Location, saves: list[RunSave]) -> tuple[dict[str, list[str]], list[str]]:
+def _find_needed(home: Location, saves: list[RunSave]) -> tuple[dict[str, list[str]], list[str]]:
     """Name of a save -> what names it, whatever the rules say; and notes about files that name none."""
     pointed, notes = named_by_pointers(home, {save.name for save in saves})
     needed: dict[str, list[str]] = {}
@@ -240,7 +240,7 @@ def _problem(save: RunSave, *, deep: bool, pace: Pace, progress: Callable[[int],
     """What is wrong with a save; empty if it is complete, and intact as far as it was read."""
     try:
         for tag in tags_in(save):
-            found = examined(save.path, Reading(tag=tag), deep=deep, pace=pace, progress=progress)
+            found = examine_checkpoint(save.path, Reading(tag=tag), deep=deep, pace=pace, progress=progress)
             if not found.ok:
                 return next(problem for check in found.checks for problem in check.problems)
             if found.catalog is not None and found.catalog.evidence.complete is None:

@@ -80,7 +80,7 @@ def remove(
                 stayed.append(save.name)
                 continue
             aside = os.path.join(work.files, save.name)
-            if _renamed(os.path.join(run, save.name), aside):
+            if _move_away(os.path.join(run, save.name), aside):
                 sync(run)
                 _delete(aside)
             done(save.name)
@@ -92,7 +92,7 @@ def remove(
     return stayed
 
 
-def _renamed(path: str, aside: str) -> bool:
+def _move_away(path: str, aside: str) -> bool:
     """Renames a save away; False if it is gone, as the run itself deletes saves too.
 
     Raises:

@@ -137,10 +137,10 @@ def usage_of(path: str | os.PathLike[str]) -> RunUsage:
         if saves:
             inside = {save.name for save in saves}
             beside = {name: nbytes for name, nbytes in _sizes(home).items() if name.partition("/")[0] not in inside}
-            found = tuple(_measured(save.path, save.name, save.step) for save in saves)
+            found = tuple(_measure_save(save.path, save.name, save.step) for save in saves)
             return RunUsage(home.path, found, sum(beside.values()))
     find(home)  # raises where there is nothing
-    return RunUsage(home.path, (_measured(home, home.name, None),), 0)
+    return RunUsage(home.path, (_measure_save(home, home.name, None),), 0)
 
 
 def _sizes(path: Location) -> dict[str, int]:
@@ -175,7 +175,7 @@ class _Count:
                 self.ranges.setdefault(fragment.store.path, []).append(span)
 
 
-def _measured(path: Location, name: str, step: int | None) -> SaveUsage:
+def _measure_save(path: Location, name: str, step: int | None) -> SaveUsage:
     sizes = _sizes(path)
     home = path if path.is_dir() else path.parent
     counted = _Count()

@@ -135,7 +135,7 @@ def split_model(model: DcpModel, inside: Mapping[str, _Unit], items: Items, list
     for name, item in model.items.items():
         if name in inside:
             path = item.path[:-1]
-            found |= dict(_split(item, inside[name], items, lambda n, path=path: (*path, n)))
+            found |= dict(_split_flat(item, inside[name], items, lambda n, path=path: (*path, n)))
         else:
             found[own_name(name)] = item
     for dropped, kept in tied.items():
@@ -154,7 +154,7 @@ def split_optimizer(optimizer: DcpOptimizer, inside: Mapping[str, _Unit], items:
         if unit is None:
             found.append((path, item))
         elif isinstance(item, TensorItem) and len(item.size) == 1:
-            found += ((one.path, one) for _, one in _split(item, unit, items, lambda n, rest=path[1:]: (n, *rest)))
+            found += ((one.path, one) for _, one in _split_flat(item, unit, items, lambda n, rest=path[1:]: (n, *rest)))
         else:
             found += (((n, *path[1:]), item) for n in unit.inside)
     settings = [(path, _names_in(path, item, inside)) for path, item in optimizer.settings]
@@ -170,7 +170,7 @@ def _names_in(path: Path, item: TensorItem | BytesItem, inside: Mapping[str, _Un
     return replace(item, place=InertValue(names))
 
 
-def _split(
+def _split_flat(
     item: TensorItem, unit: _Unit, items: Items, path_of: Callable[..., Path]
 ) -> Iterator[tuple[str, TensorItem]]:
     """The parameters in a flat one.

@@ -122,7 +122,7 @@ def read_metadata(listing: Listing) -> Metadata:
     if ".metadata" in names:
         return _Pickled(listing, ".metadata").metadata
     if names:
-        return _merged(listing, [_Pickled(listing, name).metadata for name in names])
+        return _merge_metadata(listing, [_Pickled(listing, name).metadata for name in names])
     if shards := listing.matching(SAFETENSORS):
         return _of_safetensors(listing, shards)
     raise missing_metadata(listing)
@@ -313,7 +313,7 @@ class _Pickled:
         return dtype
 
 
-def _merged(listing: Listing, parts: list[Metadata]) -> Metadata:
+def _merge_metadata(listing: Listing, parts: list[Metadata]) -> Metadata:
     """The metadata of ranks that saved alone, together: each has only its own chunks.
 
     Raises:
@@ -329,15 +329,15 @@ def _merged(listing: Listing, parts: list[Metadata]) -> Metadata:
                 (known.size, known.dtype) != (item.size, item.dtype)
             ):  # fmt: skip
                 raise InconsistentError(
-                    f"ranks do not agree on {name!r}", file=part.file, found=_described(item),
-                    expected=_described(known), remedy=OTHER_SAVE,
+                    f"ranks do not agree on {name!r}", file=part.file, found=_type_name(item),
+                    expected=_type_name(known), remedy=OTHER_SAVE,
                 )  # fmt: skip
             chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in (*item.chunks, *known.chunks)}
             items[name] = TensorItem(name, known.path, known.dtype, known.size, tuple(chunks.values()))
     return Metadata(listing.directory.path, items, any(part.nested for part in parts), parts[0].version)
 
 
-def _described(item: TensorItem | BytesItem) -> str:
+def _type_name(item: TensorItem | BytesItem) -> str:
     return f"{item.dtype} of {list(item.size)}" if isinstance(item, TensorItem) else "an object"
 
 

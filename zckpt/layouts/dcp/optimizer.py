@@ -19,7 +19,7 @@ from zckpt.layouts.dcp.chunks import Shape
 from zckpt.layouts.dcp.fused import apart, check_splits, fused_parameters, key_heads
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Path, TensorItem
-from zckpt.layouts.dcp.state import DcpOptimizer, dotted
+from zckpt.layouts.dcp.state import DcpOptimizer, join_path
 from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.state_names import WRAPPERS
@@ -85,7 +85,7 @@ class States:
         """
         if len(path) > 1:
             name = self._known(str(path[0]))
-            return None if name is None else (name, dotted(path[1:]))
+            return None if name is None else (name, join_path(path[1:]))
         text = str(path[0]) if path else ""
         head = text.rpartition(".")[0]
         while head:
@@ -254,7 +254,7 @@ class States:
 
 def _number(path: Path) -> tuple[int, str] | None:
     """(group, setting) of a path after `param_groups` that begins with a number."""
-    head, rest = (path[0], dotted(path[1:])) if len(path) > 1 else str(path[0]).partition(".")[::2]
+    head, rest = (path[0], join_path(path[1:])) if len(path) > 1 else str(path[0]).partition(".")[::2]
     return (int(head), rest) if str(head).isdecimal() and rest and "." not in rest else None
 
 

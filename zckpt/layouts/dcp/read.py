@@ -79,13 +79,13 @@ def load_items(listing: Listing, metadata: Metadata, padded: AbstractSet[Path] =
 def _is_of_model(states: States) -> bool:
     try:
         return states.is_of_model()
-    except CorruptError:  # `_trained` says so
+    except CorruptError:  # `_find_trained` says so
         return True
-    except _lost(states.items.listing):  # their names are in such a file
+    except _errors_to_pass(states.items.listing):  # their names are in such a file
         return False
 
 
-def _lost(listing: Listing) -> tuple[type[ZckptError], ...]:
+def _errors_to_pass(listing: Listing) -> tuple[type[ZckptError], ...]:
     """What to catch where files are known to be missing, which is no reason to stop there; nothing in other saves."""
     return (IncompleteError,) if listing.absent else ()
 
@@ -156,7 +156,7 @@ def _shapes_beside(listing: Listing) -> tuple[dict[str, Shape], str]:
 
 def catalog_of(save: DcpSave, listing: Listing, evidence: Evidence) -> Catalog:
     """The catalog of a save's items, and what proves that they are all; errors as in `read`."""
-    trained, notes = _trained(save)
+    trained, notes = _find_trained(save)
     roles = _roles(save.model.items, trained)
     kept, aliases = ties(save.model.items)
     tensors, copies = tied_copies(save.items.tensors(kept, roles), trained, _steps(save), listing)
@@ -189,14 +189,14 @@ def _prefix(save: DcpSave) -> str:
     return "model." if is_composers and any(i.path[:3] == _COMPOSER for i in save.metadata.items.values()) else ""
 
 
-def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
+def _find_trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
     """The parameters that optimizers own; or the reason why they are not known."""
     trained: set[str] = set()
     try:
         trained = {name for states in save.optimizers for name in states.parameters()}
         for states in save.optimizers:
             states.check_fused()
-    except (UnsupportedError, InconsistentError, CorruptError) + _lost(save.items.listing) as error:
+    except (UnsupportedError, InconsistentError, CorruptError) + _errors_to_pass(save.items.listing) as error:
         return trained, (f"The optimizer's states are not read: {error.what}.",)
     return trained, ()
 
@@ -208,7 +208,7 @@ def unread_states(listing: Listing) -> str:
 
 def unread_in(save: DcpSave) -> str:
     """The same, of a save's items."""
-    _, notes = _trained(save)
+    _, notes = _find_trained(save)
     return notes[0].rstrip(".") if notes else ""
 
 

@@ -21,7 +21,7 @@ from zckpt.containers import Placeholder, TensorRef, load_pickle
 from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import open_input
 from zckpt.layouts.save.listing import Listing, list_files
-from zckpt.layouts.save.second import NO_PROOF, Path, SecondLook, Shape, dotted, fields_of, hold_box
+from zckpt.layouts.save.second import NO_PROOF, Path, SecondLook, Shape, fields_of, hold_box, join_path
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.|(?<=\.)module\.")
@@ -46,7 +46,7 @@ def find_again(listing: Listing) -> SecondLook:
     beside = listing.directory.absolute()
     if match := re.fullmatch(r"pytorch_model_fsdp_(\d+)", beside.name):
         optimizer = beside.parent / f"optimizer_{match[1]}"
-        if (optimizer / ".metadata").is_file() and not any("param_groups" in dotted(path) for path in others):
+        if (optimizer / ".metadata").is_file() and not any("param_groups" in join_path(path) for path in others):
             apart, more = described_in(list_files(optimizer, ""))
             tensors, others = [*tensors, *apart], [*others, *more]
     return look_at(listing, tensors, others)
@@ -61,7 +61,7 @@ def look_at(listing: Listing, tensors: Sequence[SavedTensor], others: Iterable[P
     taken = {id(tensor) for tensor in of_model.values()}
     held = [(name, "", tensor) for name, tensor in of_model.items()]
     for tensor in tensors:
-        if id(tensor) not in taken and (said := _state_of(dotted(tensor.path), plain)) is not None:
+        if id(tensor) not in taken and (said := _state_of(join_path(tensor.path), plain)) is not None:
             held.append((*said, tensor))
     runs = (
         run
@@ -74,12 +74,12 @@ def look_at(listing: Listing, tensors: Sequence[SavedTensor], others: Iterable[P
 
 def _of_model(tensors: Sequence[SavedTensor], others: Iterable[Path], key: str) -> dict[str, SavedTensor]:
     """The model's tensors: under `key`, under a key that names a model, or those that are no optimizer's."""
-    everywhere = [dotted(path) for path in (*(tensor.path for tensor in tensors), *others)]
+    everywhere = [join_path(path) for path in (*(tensor.path for tensor in tensors), *others)]
     homes = {name[: name.index("param_groups")] for name in everywhere if "param_groups" in name.split(".")}
     free = {
         tensor.path: tensor
         for tensor in tensors
-        if not any(dotted(tensor.path).startswith((f"{home}state.", f"{home}param_groups.")) for home in homes)
+        if not any(join_path(tensor.path).startswith((f"{home}state.", f"{home}param_groups.")) for home in homes)
     }
     if key:
         return _below(free, f"{key}.")
@@ -88,21 +88,21 @@ def _of_model(tensors: Sequence[SavedTensor], others: Iterable[Path], key: str) 
         named |= {path[: at + 1] for at, head in enumerate(path[:2]) if head in _MODELS and at + 1 < len(path)}
     if named:
         ordered = sorted(named, key=lambda home: (len(home), _MODELS.index(str(home[-1]))))
-        return _below(free, f"{dotted(ordered[0])}.")
+        return _below(free, f"{join_path(ordered[0])}.")
     heads = {path[0] for path in free}
     if len(heads) == 1 and all(len(path) > 1 for path in free):
         return _below(free, f"{heads.pop()}.")
-    joined = [head for head in _MODELS if all(dotted(path).startswith(f"{head}.") for path in free)]
+    joined = [head for head in _MODELS if all(join_path(path).startswith(f"{head}.") for path in free)]
     if homes - {""} and joined:
         return _below(free, f"{joined[0]}.")
     top = {path: tensor for path, tensor in free.items() if len(path) == 1}
     most = sum(math.prod(tensor.shape) for tensor in free.values())
     is_top = 2 * sum(math.prod(tensor.shape) for tensor in top.values()) > most
-    return {dotted(path): tensor for path, tensor in (top if is_top else free).items()}
+    return {join_path(path): tensor for path, tensor in (top if is_top else free).items()}
 
 
 def _below(tensors: Mapping[Path, SavedTensor], head: str) -> dict[str, SavedTensor]:
-    named = ((dotted(path), tensor) for path, tensor in tensors.items())
+    named = ((join_path(path), tensor) for path, tensor in tensors.items())
     return {name.removeprefix(head): tensor for name, tensor in named if name.startswith(head)}
 
 
@@ -145,7 +145,7 @@ def described_in(listing: Listing) -> tuple[list[SavedTensor], list[Path]]:
                 others.append(path)
                 continue
             beside[path] = fields_of(fields_of(state.get("mcore_data")).get(item))
-            boxes = map(fields_of, _listed(sizes["chunks"]))
+            boxes = map(fields_of, _as_sequence(sizes["chunks"]))
             empty = {_numbers(box["offsets"]) for box in boxes if 0 in _numbers(box["sizes"])}
             here = [chunk for chunk in chunks.get(item, []) if tuple(chunk[0]) not in empty]
             found.setdefault(path, (_numbers(sizes["size"]), []))[1].extend(here)
@@ -198,7 +198,7 @@ def _of_shards(listing: Listing) -> list[SavedTensor]:
     return [SavedTensor((name,), shapes[name], parts) for name, parts in found.items()]
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
 
 
@@ -209,4 +209,4 @@ def _whole(value: object) -> int:
 
 
 def _numbers(value: object) -> Shape:
-    return tuple(_whole(number) for number in _listed(value))
+    return tuple(_whole(number) for number in _as_sequence(value))

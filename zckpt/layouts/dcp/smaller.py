@@ -68,7 +68,7 @@ def without(listing: Listing, metadata: Metadata, dropped: Collection[str], dire
         entry = TensorEntry(store.path, (at,), U8, "buffer", tuple(fragments))
         pairs.append((entry, replace(entry, fragments=(Fragment(store, 0, 0, at),))))
     paths: dict[str, Path] = {name: item.path for name, item in kept.items()} if metadata.nested else {}
-    items = {name: _described(item, moved) for name, item in kept.items()}
+    items = {name: _describe_item(item, moved) for name, item in kept.items()}
     beside: dict[object, object] = {name: value for name, value in metadata.beside.items() if name in kept}
     files.append(literal_file(f"{directory}.metadata", metadata_file(items, paths, beside)))
     return files, pairs
@@ -90,7 +90,7 @@ def _places(item: TensorItem | BytesItem) -> Sequence[ItemPlace]:
     return found
 
 
-def _described(item: TensorItem | BytesItem, moved: dict[ItemPlace, ItemPlace]) -> Described:
+def _describe_item(item: TensorItem | BytesItem, moved: dict[ItemPlace, ItemPlace]) -> Described:
     if isinstance(item, BytesItem):
         assert isinstance(item.place, ItemPlace)
         return moved[item.place]

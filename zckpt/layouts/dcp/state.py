@@ -58,7 +58,7 @@ class DcpOptimizer:
     )
 
 
-def dotted(path: Iterable[str | int]) -> str:
+def join_path(path: Iterable[str | int]) -> str:
     """A path with dots, as torch writes it."""
     return ".".join(map(str, path))
 
@@ -92,7 +92,7 @@ def optimizers_of(metadata: Metadata) -> dict[str, DcpOptimizer]:
     for path in paths.values():
         at = next(_parts_at(path, "param_groups"), None)
         if at is not None:
-            homes.setdefault(path[:at], DcpOptimizer(dotted(path[:at])))
+            homes.setdefault(path[:at], DcpOptimizer(join_path(path[:at])))
     for name, path in paths.items():
         for part in ("state", "param_groups"):
             at = next((at for at in _parts_at(path, part) if path[:at] in homes), None)
@@ -131,7 +131,9 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
         )
     if key:
         chosen = {
-            dotted(paths[n])[len(key) + 1 :]: i for n, i in tensors.items() if dotted(paths[n]).startswith(key + ".")
+            join_path(paths[n])[len(key) + 1 :]: i
+            for n, i in tensors.items()
+            if join_path(paths[n]).startswith(key + ".")
         }
         if not chosen:
             raise UsageError(
@@ -143,17 +145,17 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
     if models := _alike({name: paths[name] for name in tensors}, tensors):
         raise several_models(metadata.file, models)
     section, alone = _choose({name: paths[name] for name in tensors}, tensors)
-    chosen = {dotted(path[len(section) :]): tensors[name] for name, path in ((n, paths[n]) for n in tensors)
+    chosen = {join_path(path[len(section) :]): tensors[name] for name, path in ((n, paths[n]) for n in tensors)
               if path[: len(section)] == section and not (alone and len(path) > 1)}  # fmt: skip
     taken = {item.name for item in chosen.values()}
     left = [_section(paths[name]) for name in tensors if name not in taken]
     several = not section and not alone and any(len(paths[name]) > 1 for name in tensors)
-    return DcpModel(dotted(section), chosen, tuple(_notes(section, left, several)))
+    return DcpModel(join_path(section), chosen, tuple(_notes(section, left, several)))
 
 
 def _section(path: Path) -> str:
     """The key that a tensor is under; empty for one on top."""
-    return dotted(path[:1]) if len(path) > 1 else ""
+    return join_path(path[:1]) if len(path) > 1 else ""
 
 
 def _alike(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> list[str]:
@@ -161,12 +163,12 @@ def _alike(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> list
     named = _named_sections(paths)
     first = [key for key in named if _preference(key)[:2] == _preference(named[0])[:2]]
     if len(first) > 1:
-        return [dotted(key) for key in first]
+        return [join_path(key) for key in first]
     on_top = any(len(path) == 1 for path in paths.values())
     shapes: dict[str, dict[str, Shape]] = {}
     for name, path in paths.items():
         if len(path) > 1:
-            shapes.setdefault(dotted(path[:1]), {})[dotted(path[1:])] = tuple(tensors[name].size)
+            shapes.setdefault(join_path(path[:1]), {})[join_path(path[1:])] = tuple(tensors[name].size)
     return [] if named or on_top else models_among(shapes)
 
 
@@ -182,7 +184,7 @@ def _named_sections(paths: Mapping[str, Path]) -> list[Path]:
 
 
 def _preference(section: Path) -> tuple[int, int, str]:
-    return len(section), MODEL_KEYS.index(str(section[-1])), dotted(section)
+    return len(section), MODEL_KEYS.index(str(section[-1])), join_path(section)
 
 
 def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tuple[Path, bool]:
@@ -203,7 +205,7 @@ def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tup
 
 def _notes(section: Path, left: Sequence[str], several: bool) -> Iterator[str]:
     if section and (left or section != ("model",)):
-        yield f"The weights under the key {dotted(section)!r} are taken."
+        yield f"The weights under the key {join_path(section)!r} are taken."
     if several:
         yield "No key says which state dict is the model: all are taken, under their full names. --key takes one of them."
     for name, count in Counter(left).items():

@@ -28,7 +28,7 @@ from zckpt.core.plan import Checksum, OutputFile, literal_file
 from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace, Shape
 from zckpt.layouts.dcp.metadata import Path
-from zckpt.layouts.dcp.state import dotted
+from zckpt.layouts.dcp.state import join_path
 
 CHUNK_BYTES = 64 << 20
 """Bytes of a chunk at most, but a chunk has at least one row. Every chunk costs a kilobyte and a read."""
@@ -88,7 +88,7 @@ class DcpWriter:
         """A tensor, perhaps cast."""
         laid = _Laid(source, dtype, [])
         chunks: list[DcpChunk] = []
-        for offsets, sizes in cut(source.shape, dtype.itemsize, self.chunk_bytes):
+        for offsets, sizes in split_into_chunks(source.shape, dtype.itemsize, self.chunk_bytes):
             spec = TensorSpec("", dtype, sizes)
             skeleton = torch_zip.skeleton_of(spec, [spec])
             place, file = self._append(skeleton)
@@ -116,7 +116,7 @@ class DcpWriter:
 
     def again(self, path: Path, known: Path) -> None:
         """Adds an item with the same value and place as another one."""
-        self._add(path, self._items[dotted(known)])
+        self._add(path, self._items[join_path(known)])
 
     def values(self, paths: Iterable[Path], value: object) -> None:
         """Adds the same pickled object several times, with one place."""
@@ -125,8 +125,8 @@ class DcpWriter:
             self._add(path, place)
 
     def _add(self, path: Path, item: tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace) -> None:
-        self._paths[dotted(path)] = path
-        self._items[dotted(path)] = item
+        self._paths[join_path(path)] = path
+        self._items[join_path(path)] = item
 
     def _append(self, skeleton: Skeleton) -> tuple[ItemPlace, _DataFile]:
         if not self._files or (self._files[-1].size and self._files[-1].size + skeleton.size > self.max_file_bytes):
@@ -168,17 +168,18 @@ def metadata_file(
     stored: dict[object, object] = {}
     for name, item in items.items():
         if isinstance(item, ItemPlace):
-            described[name] = _made("BytesStorageMetadata", None)
+            described[name] = _torch_object("BytesStorageMetadata", None)
             stored[_index(name, None)] = _info(item)
             continue
         dtype, shape, chunks = item
-        described[name] = _made(
+        described[name] = _torch_object(
             "TensorStorageMetadata",
             {
-                "properties": _made("TensorProperties", (dtype, _STRIDED, False, _CONTIGUOUS, False)),
+                "properties": _torch_object("TensorProperties", (dtype, _STRIDED, False, _CONTIGUOUS, False)),
                 "size": Size(shape),
                 "chunks": [
-                    _made("ChunkStorageMetadata", {"offsets": Size(c.offsets), "sizes": Size(c.sizes)}) for c in chunks
+                    _torch_object("ChunkStorageMetadata", {"offsets": Size(c.offsets), "sizes": Size(c.sizes)})
+                    for c in chunks
                 ],
             },
         )
@@ -187,10 +188,10 @@ def metadata_file(
             stored[_index(name, chunk.offsets)] = _info(chunk.place)
     root = {"state_dict_metadata": described, "planner_data": dict(paths), "storage_data": stored}
     more = {"mcore_data": beside} if beside else {}
-    return emit(_made("Metadata", {**root, "storage_meta": None, "version": "1.0.0", **more}), {})
+    return emit(_torch_object("Metadata", {**root, "storage_meta": None, "version": "1.0.0", **more}), {})
 
 
-def cut(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator[tuple[Shape, Shape]]:
+def split_into_chunks(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator[tuple[Shape, Shape]]:
     """(offsets, sizes) of a tensor's chunks, in the order of their elements; see [Note: how tensors are cut].
 
     Args:
@@ -224,13 +225,13 @@ _STRIDED = Placeholder("torch.serialization", "_get_layout", ("torch.strided",),
 _CONTIGUOUS = Placeholder(_METADATA, "_MEM_FORMAT_ENCODING", (0,), called=True)
 
 
-def _made(name: str, state: object) -> Placeholder:
+def _torch_object(name: str, state: object) -> Placeholder:
     """An object of one of torch's dataclasses."""
     return Placeholder(_METADATA, name, (), state, called=True, new=True)
 
 
 def _index(name: str, offsets: Shape | None) -> Placeholder:
-    return _made(
+    return _torch_object(
         "MetadataIndex", {"fqn": name, "index": None, **({} if offsets is None else {"offset": Size(offsets)})}
     )
 

@@ -99,7 +99,7 @@ def model_parts(listing: Listing) -> dict[int, Listing]:
                 names.setdefault(int(match["mp"]), {})[name] = None
     if not names:
         return {}
-    wanted = max(1 + max(names), _said(listing, next(iter(names[min(names)]))))
+    wanted = max(1 + max(names), _parts_in_config(listing, next(iter(names[min(names)]))))
     if missing := sorted(set(range(wanted)) - names.keys()):
         raise IncompleteError(
             "parts of the model are missing", file=listing.directory,
@@ -114,7 +114,7 @@ def model_parts(listing: Listing) -> dict[int, Listing]:
     }
 
 
-def _said(listing: Listing, name: str) -> int:
+def _parts_in_config(listing: Listing, name: str) -> int:
     """How many parts of the model there were, as metaseq's config in a file says; 0 where it does not."""
     config = listing.entry(name, "cfg")
     model = config.get("model") if isinstance(config, Mapping) else None

@@ -180,7 +180,7 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
     """
     found: list[Held] = []
     local = _experts_of_a_rank(ranks[0])
-    for key in _ordered(ranks[0]):
+    for key in _order_names(ranks[0]):
         first = ranks[0].params[key]
         if not first.alone or len(ranks) == 1:
             used = {n: rank.tensor(key).numel - rank.params[key].padding for n, rank in enumerate(ranks)}
@@ -198,12 +198,12 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
             found.append(Held(key, first.shapes, {0: first.numel}))
             continue
         for number in range(len(ranks)):
-            shapes = {_renumbered(name, number, local): shape for name, shape in first.shapes.items()}
+            shapes = {_renumber_expert(name, number, local): shape for name, shape in first.shapes.items()}
             found.append(Held(key, shapes, {number: first.numel}))
     return found
 
 
-def _ordered(rank: Rank) -> list[str]:
+def _order_names(rank: Rank) -> list[str]:
     """The stored parameters, as the model has them: in the order of the state dict, or of the metadata where there were two."""
     if files.EXPERTS.fullmatch(os.path.basename(rank.file)):
         return list(rank.params)
@@ -220,7 +220,7 @@ def _experts_of_a_rank(rank: Rank) -> dict[str, int]:
     return {head: 1 + max(own) for head, own in numbers.items()}
 
 
-def _renumbered(name: str, rank: int, local: Mapping[str, int]) -> str:
+def _renumber_expert(name: str, rank: int, local: Mapping[str, int]) -> str:
     expert = EXPERT.fullmatch(name)
     assert expert is not None
     return f"{expert['head']}{rank * local[expert['head']] + int(expert['number'])}{expert['tail']}"
@@ -247,7 +247,7 @@ def read_rank(listing: Listing, name: str, *others: str) -> Rank:
         )  # fmt: skip
     try:
         params = {own.key: own for own in _params(metadata)}
-        tied = dict(_tied(metadata))
+        tied = dict(_tie_entries(metadata))
         buffers = frozenset(map(str, metadata.get("buffer_names") or ()))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CorruptError(
@@ -291,12 +291,12 @@ def _check_like(first: Rank, other: Rank) -> None:
         same = a is not None and b is not None and list(a.shapes.items()) == list(b.shapes.items())
         if not same or first.tensor(key).numel != other.tensor(key).numel:
             raise InconsistentError(
-                f"ranks do not agree on {key!r}", file=other.file, found=_described(other, key),
-                expected=f"{_described(first, key)}, as rank 0 has it", remedy=OTHER_SAVE,
+                f"ranks do not agree on {key!r}", file=other.file, found=_describe_rank(other, key),
+                expected=f"{_describe_rank(first, key)}, as rank 0 has it", remedy=OTHER_SAVE,
             )  # fmt: skip
 
 
-def _described(rank: Rank, key: str) -> str:
+def _describe_rank(rank: Rank, key: str) -> str:
     own = rank.params.get(key)
     if own is None:
         return "no such parameter"
@@ -331,7 +331,7 @@ def _params(metadata: Mapping[str, Any]) -> Iterator[Own]:
             yield Own(f"{home}{key}", shapes, _whole(own["padding"]), alone)
 
 
-def _tied(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _tie_entries(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(dropped name, kept name); see [Note: FairScale's tied names]."""
     for module in metadata["param_metadata"]:
         home = _home(module)

@@ -26,9 +26,9 @@ from zckpt.layouts.save.second import (
     Shape,
     Slice,
     cut_evenly,
-    dotted,
     fields_of,
     hold_slice,
+    join_path,
     leaves_of,
 )
 
@@ -110,23 +110,23 @@ def _of_part(files: list[_File]) -> Tensors:
             for key, own in _stored_in(file, metadata, tensors).items():
                 stored.setdefault(key, []).append(own)
             tensors = {
-                name: tensors[name] for name in map(str, _listed(metadata.get("buffer_names"))) if name in tensors
+                name: tensors[name] for name in map(str, _as_sequence(metadata.get("buffer_names"))) if name in tensors
             }
         experts = _experts_in(tensors)
         for name, ref in tensors.items():
-            renamed = _numbered(name, file.rank, experts)
+            renamed = _renumber_expert(name, file.rank, experts)
             found.setdefault(renamed, (ref.shape, []))[1].append(_Held("", ref, 0, ref.numel, 0))
     for ranks in stored.values():
         experts = _experts_in(name for own in stored.values() for name in own[0].shapes)
         for group in [[own] for own in ranks] if ranks[0].alone else [ranks]:
-            _split(group, experts if ranks[0].alone else {}, found)
+            _split_vectors(group, experts if ranks[0].alone else {}, found)
     return found
 
 
 def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str, TensorRef]) -> dict[str, _Stored]:
     """The stored parameters of a file, by their keys."""
     found: dict[str, _Stored] = {}
-    modules = [fields_of(module) for module in _listed(metadata["param_metadata"])]
+    modules = [fields_of(module) for module in _as_sequence(metadata["param_metadata"])]
     said = {
         f"{module['fsdp_path']}.{key}" if module["fsdp_path"] else key: (module, fields_of(own))
         for module in modules
@@ -136,7 +136,7 @@ def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str
     for key, (module, own) in said.items():
         if key in tensors:
             home = f"{module['fsdp_path']}." if module["fsdp_path"] else ""
-            pairs = zip(_listed(own["names"]), _listed(own["shapes"]), strict=True)
+            pairs = zip(_as_sequence(own["names"]), _as_sequence(own["shapes"]), strict=True)
             shapes = {f"{home}{name}": _shape(shape) for name, shape in pairs}
             numel = tensors[key].numel - _number(own["padding"])
             vectors = {"": tensors[key], **states.get(key, {})}
@@ -152,8 +152,8 @@ def _states_of(root: Mapping[str, object], stored: Mapping[str, TensorRef]) -> d
     ]
     lengths = [next((ref.numel for ref in vectors.values()), -1) for vectors in own]
     keys = [*stored]
-    first = _matched(lengths, [stored[key].numel for key in keys])
-    last = _matched(lengths[::-1], [stored[key].numel for key in keys[::-1]])
+    first = _find_in_order(lengths, [stored[key].numel for key in keys])
+    last = _find_in_order(lengths[::-1], [stored[key].numel for key in keys[::-1]])
     if first is None or last is None or first != [len(keys) - 1 - at for at in reversed(last)]:
         return {}
     return {keys[at]: vectors for at, vectors in zip(first, own, strict=True)}
@@ -163,7 +163,7 @@ def _vectors(state: object) -> dict[str, TensorRef]:
     return {name: ref for name, ref in fields_of(state).items() if isinstance(ref, TensorRef) and ref.shape}
 
 
-def _matched(wanted: Sequence[int], there: Sequence[int]) -> list[int] | None:
+def _find_in_order(wanted: Sequence[int], there: Sequence[int]) -> list[int] | None:
     """The first places of numbers, in their order, among others; None where they are not there."""
     found: list[int] = []
     for number in wanted:
@@ -174,13 +174,13 @@ def _matched(wanted: Sequence[int], there: Sequence[int]) -> list[int] | None:
     return found
 
 
-def _split(ranks: list[_Stored], experts: Mapping[str, int], found: Tensors) -> None:
+def _split_vectors(ranks: list[_Stored], experts: Mapping[str, int], found: Tensors) -> None:
     """Splits ranks' vectors, which are one end to end, into the tensors that lie in them."""
     end = sum(own.numel for own in ranks)
     at = 0
     for name, shape in ranks[0].shapes.items():
         numel = math.prod(shape)
-        renamed = _numbered(name, ranks[0].rank, experts)
+        renamed = _renumber_expert(name, ranks[0].rank, experts)
         held = found.setdefault(renamed, (shape, []))[1]
         before = 0
         for own in ranks:
@@ -199,7 +199,7 @@ def _experts_in(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(head for head, _ in pairs))
 
 
-def _numbered(name: str, rank: int, experts: Mapping[str, int]) -> str:
+def _renumber_expert(name: str, rank: int, experts: Mapping[str, int]) -> str:
     match = _EXPERT.fullmatch(name)
     if match is None or match[1] not in experts:
         return name
@@ -225,15 +225,15 @@ def _tensors(root: Mapping[str, object]) -> dict[str, TensorRef]:
     inner = next((root[key] for key in ("model", "state_dict", "model_state_dict", "weights") if key in root), root)
     if inner is root:
         return {name: ref for name, ref in root.items() if isinstance(ref, TensorRef)}
-    return {dotted(path): ref for path, ref in leaves_of(inner) if isinstance(ref, TensorRef)}
+    return {join_path(path): ref for path, ref in leaves_of(inner) if isinstance(ref, TensorRef)}
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
 
 
 def _shape(value: object) -> Shape:
-    return tuple(map(_number, _listed(value)))
+    return tuple(map(_number, _as_sequence(value)))
 
 
 def _number(value: object) -> int:

@@ -184,7 +184,7 @@ def _optimizer(ranks: Sequence[Rank], held: Sequence[Held]) -> _Optimizer | None
     settings: list[Mapping[str, object]] = []
     states: list[Mapping[int, Mapping[str, object]]] = []
     for rank, said in zip(ranks, found, strict=True):
-        numbered, own = _numbered(rank, said, keys)
+        numbered, own = _number_states(rank, said, keys)
         if groups is not None and groups != numbered:
             raise InconsistentError(
                 "ranks' optimizers do not have the same parameters", file=rank.file,
@@ -209,7 +209,7 @@ def _is_vector(value: object) -> bool:
     return isinstance(value, TensorRef) and bool(value.shape)
 
 
-def _numbered(
+def _number_states(
     rank: Rank, said: Mapping[str, object] | None, keys: Sequence[str]
 ) -> tuple[list[list[int]], dict[int, Mapping[str, object]]]:
     """The positions in `keys` of each group's parameters, and their states by position."""

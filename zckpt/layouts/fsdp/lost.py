@@ -16,7 +16,7 @@ from zckpt.base.errors import IncompleteError
 from zckpt.containers import TensorRef
 from zckpt.core.dtypes import DType
 from zckpt.layouts.dcp.metadata import Path
-from zckpt.layouts.dcp.state import dotted
+from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.fsdp.files import pattern_of
 from zckpt.layouts.save.listing import Listing
 
@@ -130,6 +130,6 @@ def take_lost(listing: Listing, tensors: Mapping[Path, Gathered], optimizer: str
     for path, held in tensors.items():
         files = lost.get("optim" if path[0] == optimizer else "model")
         if files is not None and held.is_cut:
-            for box, rank, ref in files.parts(dotted(path), held.size, held.dtype, list(held.boxes)):
+            for box, rank, ref in files.parts(join_path(path), held.size, held.dtype, list(held.boxes)):
                 held.boxes[box] = [(rank, ref)]
     return {rank for files in lost.values() for rank in files.ranks}

@@ -33,7 +33,7 @@ from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, Path, TensorItem
-from zckpt.layouts.dcp.state import dotted
+from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.fsdp.files import ANY, NONE, VERL, pattern_of
 from zckpt.layouts.fsdp.lost import lost_ranks, take_lost
 from zckpt.layouts.run.training import Training
@@ -174,7 +174,7 @@ class RankFiles:
         if missing := sorted(set(range(self.world_size)) - set(there)):
             raise missing_ranks(listing, "rank", sorted(there), missing, self.world_size)
         self._check_kinds()
-        self._tensors |= {path: _joined(runs, None, self.world_size) for path, runs in self._flat.items()}
+        self._tensors |= {path: _join_runs(runs, None, self.world_size) for path, runs in self._flat.items()}
         self._check_cut()
         with suppress(CorruptError), refuse_odd_values(listing):  # then they stay as they are, without names
             self._name_states()
@@ -183,7 +183,7 @@ class RankFiles:
         """Adds what one rank's file holds."""
         rank, file = held_by.rank, held_by.path
         for path, value in held_by.leaves:
-            name = dotted(path[1:])
+            name = join_path(path[1:])
             cut = value if isinstance(value, CutTensor) else cut_tensor(value, name, file, self._known)
             if cut is None and not isinstance(value, TensorRef):
                 if path not in self._values:
@@ -221,10 +221,10 @@ class RankFiles:
             if (above := files.get((_MODEL, path[0]))) is not None:  # with a mapping in it, a file looks nested
                 raise other_kind(str(path[0]), self._files.get(path) or files[path], value or {}, above)
             if path in self._values and path in files:
-                raise other_kind(dotted(path[1:]), self._files[path], value, files[path])
+                raise other_kind(join_path(path[1:]), self._files[path], value, files[path])
             for length in range(2, len(path)):
                 if (above := files.get(path[:length])) is not None:
-                    raise other_kind(dotted(path[1:length]), self._files.get(path) or files[path], {}, above)
+                    raise other_kind(join_path(path[1:length]), self._files.get(path) or files[path], {}, above)
 
     def _check_cut(self) -> None:
         """Raises UnsupportedError where several ranks hold tensors that do not say how they were cut."""
@@ -267,7 +267,7 @@ class RankFiles:
         states = dict(self._tensors)
         for path, runs in self._runs.items():
             flat, own = trained[int(path[2])][1:]
-            states[path] = _joined(runs, None if flat else own, self._shards())
+            states[path] = _join_runs(runs, None if flat else own, self._shards())
             if flat:  # it may end with padding
                 states[path].size = own
         for path, held in states.items():
@@ -300,11 +300,11 @@ class RankFiles:
         """The same as a save of torch.distributed.checkpoint; errors as in `read`."""
         items: dict[str, TensorItem | BytesItem] = {}
         for path, held in self._tensors.items():
-            name = dotted(path)
+            name = join_path(path)
             chunks = (DcpChunk(offsets, sizes, refs[0][1]) for (offsets, sizes), refs in held.boxes.items())
             items[name] = TensorItem(name, path, held.dtype, held.size, tuple(chunks), held.view)
         for path, value in self._values.items():
-            name = dotted(path)
+            name = join_path(path)
             items[name] = BytesItem(name, path, InertValue(value))
         metadata = Metadata(self.listing.directory.path, items, True)
         return dcp.load_items(self.listing, metadata, self._flat.keys())
@@ -363,10 +363,10 @@ def _files(listing: Listing) -> Iterator[RankFile]:
             file = listing.files[name].path
             root = as_mapping(listing.open(name).root, "its content", file)
             root = {key: value for key, value in root.items() if kind != _MODEL or key not in views}
-            yield RankFile(rank, file, _placed(kind, root, len(kinds)))
+            yield RankFile(rank, file, _walk_values(kind, root, len(kinds)))
 
 
-def _joined(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> _Gathered:
+def _join_runs(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> _Gathered:
     """The elements of a flattened tensor, of which each of `ranks` ranks has the next ones; others have copies.
 
     `shape` is the tensor's own; None for a vector of which that is not known.
@@ -384,7 +384,7 @@ def _joined(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> _
     return whole
 
 
-def _placed(kind: str, root: Mapping[str, object], kinds: int) -> Iterator[tuple[Path, object]]:
+def _walk_values(kind: str, root: Mapping[str, object], kinds: int) -> Iterator[tuple[Path, object]]:
     """What a file holds, under paths that begin with `model` or `optim`."""
     head = kind if kind in (_MODEL, _OPTIMIZER) else _MODEL if kinds == 1 else kind
     nested = any(isinstance(value, Mapping) and any(leaves(value)) for value in root.values())

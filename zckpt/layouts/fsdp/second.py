@@ -26,9 +26,9 @@ from zckpt.layouts.save.second import (
     Path,
     SecondLook,
     Shape,
-    dotted,
     fields_of,
     hold_elements,
+    join_path,
     leaves_of,
 )
 
@@ -80,7 +80,7 @@ def look_at_ranks(listing: Listing, values: Iterable[tuple[int, Path, object]]) 
     cut: dict[Path, None] = {}
     others: dict[Path, None] = {}
     for rank, path, value in values:
-        if _FLAT.search(dotted(path)):
+        if _FLAT.search(join_path(path)):
             raise UnsupportedError(
                 "holds flat parameters, whose names only the model knows", file=listing.directory, remedy=NO_PROOF
             )
@@ -96,10 +96,10 @@ def look_at_ranks(listing: Listing, values: Iterable[tuple[int, Path, object]]) 
             continue
         shapes.setdefault(path, shape)
         parts.setdefault(path, []).extend(own)
-    return _named(listing, shapes, parts, vectors, list(cut), list(others))
+    return _name_numbered(listing, shapes, parts, vectors, list(cut), list(others))
 
 
-def _named(
+def _name_numbered(
     listing: Listing,
     shapes: Mapping[Path, Shape],
     parts: Mapping[Path, list[Part]],
@@ -113,7 +113,7 @@ def _named(
     if not numbered:
         return look
     numbers = {path[path.index("state") + 1] for path in numbered}
-    trained = [(name, look.names[name]) for path in cut for name in look.names if dotted(path).endswith(f".{name}")]
+    trained = [(name, look.names[name]) for path in cut for name in look.names if join_path(path).endswith(f".{name}")]
     if len(trained) != len(numbers):
         trained = [(name, shape) for name, shape in trained if _ADAPTER.search(name)]
     if numbers != set(range(len(trained))):
@@ -160,7 +160,7 @@ def _part_of(value: object, rank: int) -> RankPart:
     held = fields_of(value)
     spec, local = fields_of(held["_spec"]), unwrap(held["_local_tensor"])
     extents, coordinate = _mesh(spec["mesh"], rank)
-    said = [(class_of(placement), fields_of(placement)) for placement in _listed(spec["placements"])]
+    said = [(class_of(placement), fields_of(placement)) for placement in _as_sequence(spec["placements"])]
     cuts = [
         MeshCut(kind, number_of(own.get("dim", 0)), number_of(own.get("split_factor", 1)), extent, at)
         for (kind, own), extent, at in zip(said, extents, coordinate, strict=True)
@@ -181,22 +181,22 @@ def place_part(shape: Shape, cuts: Sequence[MeshCut], local: object) -> RankPart
         indexes = [(0, extent)]
         for kind, of, factor, ranks, coordinate in cuts:
             if kind in ("Shard", "_StridedShard") and of % len(shape) == dim:
-                indexes = _cut(indexes, factor if kind == "_StridedShard" else 1, ranks, coordinate)
+                indexes = _cut_spans(indexes, factor if kind == "_StridedShard" else 1, ranks, coordinate)
             elif kind not in ("Shard", "_StridedShard", "Replicate"):
                 raise ValueError(f"a placement {kind}")
-        spans = _joined(indexes)
+        spans = _join_spans(indexes)
         if len(spans) > 1 or sum(stop - start for start, stop in spans) != local.shape[dim]:
             raise ValueError(f"a rank has {spans} of {extent} indexes, and {local.shape[dim]} in its file")
         offsets.append(spans[0][0] if spans else 0)
     return RankPart(shape, [(offsets, local)] if local.numel else [])
 
 
-def _cut(indexes: list[tuple[int, int]], factor: int, ranks: int, coordinate: int) -> list[tuple[int, int]]:
+def _cut_spans(indexes: list[tuple[int, int]], factor: int, ranks: int, coordinate: int) -> list[tuple[int, int]]:
     """What one rank of a mesh's dimension gets of spans of indexes: its chunk, or its chunk of each of `factor` chunks."""
     numel = sum(stop - start for start, stop in indexes)
     own: list[tuple[int, int]] = []
     for first, last in _chunks(0, numel, factor):
-        own += _taken(indexes, *_chunks(first, last, ranks)[coordinate])
+        own += _take_spans(indexes, *_chunks(first, last, ranks)[coordinate])
     return own
 
 
@@ -206,7 +206,7 @@ def _chunks(start: int, stop: int, number: int) -> list[tuple[int, int]]:
     return [(min(stop, start + n * size), min(stop, start + (n + 1) * size)) for n in range(number)]
 
 
-def _taken(indexes: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
+def _take_spans(indexes: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
     """The spans that come first-th to last-th among these, counted by index."""
     at = 0
     for start, stop in indexes:
@@ -216,7 +216,7 @@ def _taken(indexes: Sequence[tuple[int, int]], first: int, last: int) -> Iterato
         at += stop - start
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
@@ -229,8 +229,8 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def _order(said: object, number: int) -> list[int]:
     """The order in which a mesh's dimensions cut: from left to right, unless the spec says another."""
     order: list[int] = []
-    for entry in _listed(said):
-        order += sizes_of((entry.args if isinstance(entry, Placeholder) else _listed(entry))[1])
+    for entry in _as_sequence(said):
+        order += sizes_of((entry.args if isinstance(entry, Placeholder) else _as_sequence(entry))[1])
     return [*order, *(at for at in range(number) if at not in order)]
 
 
@@ -243,7 +243,7 @@ def _mesh(value: object, rank: int) -> tuple[Shape, Shape]:
         dims = [([extent], [stride]) for extent, stride in zip(ranks.shape, ranks.stride, strict=True)]
     else:
         layout = fields_of(mesh["_layout"])
-        axes = [fields_of(axis) for axis in _listed(layout.get("axes"))]
+        axes = [fields_of(axis) for axis in _as_sequence(layout.get("axes"))]
         pairs = [(a["shape"], a["stride"]) for a in axes] or list(zip(_each(layout["shape"]), _each(layout["stride"])))
         dims = [(list(_flat(shape)), list(_flat(stride))) for shape, stride in pairs]
     extents = tuple(math.prod(shape) for shape, _ in dims)
@@ -262,9 +262,9 @@ def _mesh(value: object, rank: int) -> tuple[Shape, Shape]:
 
 
 def _shards(value: Placeholder, rank: int) -> Iterator[Part]:
-    state = _listed(value.state)
-    local, metadata = _listed(state[0]), fields_of(state[1])
-    everywhere = [fields_of(shard) for shard in _listed(metadata["shards_metadata"])]
+    state = _as_sequence(value.state)
+    local, metadata = _as_sequence(state[0]), fields_of(state[1])
+    everywhere = [fields_of(shard) for shard in _as_sequence(metadata["shards_metadata"])]
     own = [shard for shard in everywhere if fields_of(shard["placement"]).get("_rank") == rank]
     for number, shard in enumerate(map(fields_of, local)):
         ref, said = shard["tensor"], own[number] if len(own) == len(local) else fields_of(shard["metadata"])
@@ -283,7 +283,7 @@ def _flat(value: object) -> Iterator[int]:
         yield from _flat(one) if isinstance(one, tuple | list) else [number_of(one)]
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
 
 

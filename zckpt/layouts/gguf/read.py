@@ -30,7 +30,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         CorruptError, UnsupportedError: as of `containers.gguf_file`.
     """
     names = _parts(listing)
-    containers = [_opened(listing, name) for name in names]
+    containers = [_open_file(listing, name) for name in names]
     metadata = {key: value.value for key, value in _values(containers[0]).items()}
     tensors: dict[str, TensorEntry] = {}
     types: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     return Catalog(tensors, source, Evidence("metadata", by), extras={METADATA: metadata})
 
 
-def _opened(listing: Listing, name: str) -> Container:
+def _open_file(listing: Listing, name: str) -> Container:
     container = listing.open(name)
     if container.kind != "gguf":
         raise NotACheckpointError(

@@ -66,7 +66,7 @@ def lay_out(
         UnsupportedError: GGUF cannot hold a tensor, or so many parts.
     """
     specs = [GgufSpec(entry.name, type_of(entry, asked), entry.shape) for entry in tensors]
-    parts = _split(specs, most_bytes)
+    parts = _split_parts(specs, most_bytes)
     if len(parts) > _MOST_PARTS:
         raise UnsupportedError(
             "the model would have too many parts", found=f"{len(parts):,}", expected=f"at most {_MOST_PARTS:,}",
@@ -99,7 +99,7 @@ def lay_out(
     return GgufLayout(tuple(files), tuple(pairs))
 
 
-def _split(specs: Sequence[GgufSpec], most_bytes: int | None) -> list[list[GgufSpec]]:
+def _split_parts(specs: Sequence[GgufSpec], most_bytes: int | None) -> list[list[GgufSpec]]:
     """The tensors of each part: as many as fit, and at least one."""
     parts: list[list[GgufSpec]] = [[]]
     held = 0

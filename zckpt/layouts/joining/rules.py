@@ -26,7 +26,7 @@ from zckpt.containers import Placeholder
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.fragments import Block
 from zckpt.layouts.joining.patterns import Patterns
-from zckpt.layouts.joining.slices import Joint, SliceRows, concatenated, parts, replicated, totalled
+from zckpt.layouts.joining.slices import Joint, SliceRows, join_along, join_replicas, join_sums, parts
 from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.save.state_names import WRAPPERS
 
@@ -60,15 +60,15 @@ class FileRules:
         how, count, widths = rule["join"], rule.get("parts", 1), rule.get("widths")
         try:
             if how == "replicated":
-                joint = replicated(shapes)
+                joint = join_replicas(shapes)
             elif how == "mean" or how == "sum":
-                joint = totalled(shapes, "mean" if how == "mean" else "sum")
+                joint = join_sums(shapes, "mean" if how == "mean" else "sum")
             elif isinstance(how, int) and isinstance(widths, list):
                 joint = parts(shapes, how, widths)
             elif isinstance(how, int) and count != 1:
                 joint = parts(shapes, how, _widths(shapes, how, count))
             elif isinstance(how, int):
-                joint = concatenated(shapes, how)
+                joint = join_along(shapes, how)
             else:
                 raise ValueError(f"no way of joining is called {how!r}")
         except (ValueError, TypeError, IndexError) as error:
@@ -149,7 +149,7 @@ class CheckpointRules:
                 remedy="Pass other rules with --tp-rules, or leave the tensor out with --exclude.",
             )  # fmt: skip
         if len(shapes) == 1 and self._ranks() > 1:  # it was joined since: what it says is of the run before
-            return replicated(shapes)
+            return join_replicas(shapes)
         try:
             joint = self._affine(name, shapes) or self._by_category(name, shapes)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -200,9 +200,9 @@ class CheckpointRules:
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Joint:
         if self._names("tp_replicated_parameter_patterns", name):
-            return replicated(shapes)
+            return join_replicas(shapes)
         if self._names("parameter_to_average_patterns", name):
-            return totalled(shapes, "mean")
+            return join_sums(shapes, "mean")
         if self._names("parameter_with_2_sub_params_cat_dim_0", name):
             joint = parts(shapes, 0, _halves(shapes))
             return replace(joint, words={"cat_dim": 0, "param_n_sub_params": 2})
@@ -210,7 +210,7 @@ class CheckpointRules:
             for pattern in entry["patterns"]:
                 if self.matches(pattern, name):
                     return self._sub_params(pattern, entry, shapes)
-        return concatenated(shapes, 1 if self._names("parameter_with_row_parallelism_patterns", name) else 0)
+        return join_along(shapes, 1 if self._names("parameter_with_row_parallelism_patterns", name) else 0)
 
     def _sub_params(self, pattern: str, entry: Mapping[str, object], shapes: Sequence[Shape]) -> Joint:
         """Joins stacked tensors of unlike width, perhaps with more dimensions than the slices have."""
@@ -229,7 +229,7 @@ class CheckpointRules:
             widths = [[size // len(shapes)] * len(shapes) for size in sizes]
         if not isinstance(widths, list | tuple) or any(sum(w) != s for w, s in zip(widths, sizes, strict=True)):
             raise ValueError(f"sub-parameters of {sizes} rows, cut into {widths}")
-        views = _viewed(shapes, view, dim, widths)
+        views = _view_shapes(shapes, view, dim, widths)
         joint = parts(views, dim, widths)
         state = {"patterns": entry["patterns"], "shape": view, "partition_dim": dim}
         shape = Placeholder("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", (), state, True, new=True)
@@ -262,7 +262,9 @@ def _entries(value: object) -> list[Mapping[str, list[str]]]:
     return [item.state if isinstance(item, Placeholder) else item for item in listed]  # type: ignore[misc]
 
 
-def _viewed(shapes: Sequence[Shape], view: Sequence[object], dim: int, widths: Sequence[Sequence[int]]) -> list[Shape]:
+def _view_shapes(
+    shapes: Sequence[Shape], view: Sequence[object], dim: int, widths: Sequence[Sequence[int]]
+) -> list[Shape]:
     """The slices' shapes in a view of as many elements, in which one dimension may be -1."""
     seen: list[Shape] = []
     for rank, shape in enumerate(shapes):

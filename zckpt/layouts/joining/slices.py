@@ -66,7 +66,7 @@ def whole_of(shape: Shape, rank: int = 0) -> SliceRows:
     return SliceRows(rank, Block(0, math.prod(shape), 1, 0, 0, 1), 0, 0)
 
 
-def replicated(shapes: Sequence[Shape]) -> Joint:
+def join_replicas(shapes: Sequence[Shape]) -> Joint:
     """Joins slices that are all the same."""
     shape = shapes[0]
     if any(other != shape for other in shapes):
@@ -74,7 +74,7 @@ def replicated(shapes: Sequence[Shape]) -> Joint:
     return Joint(shape, (whole_of(shape),), {rank: (whole_of(shape, rank),) for rank in range(1, len(shapes))})
 
 
-def totalled(shapes: Sequence[Shape], total: Total) -> Joint:
+def join_sums(shapes: Sequence[Shape], total: Total) -> Joint:
     """Joins slices by their mean or sum."""
     return Joint(shapes[0], (), total=total)
 
@@ -107,7 +107,7 @@ def parts(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) ->
     return Joint((*shape[:dim], extent, *shape[dim + 1 :]), tuple(pieces))
 
 
-def concatenated(shapes: Sequence[Shape], dim: int) -> Joint:
+def join_along(shapes: Sequence[Shape], dim: int) -> Joint:
     """Joins slices end to end in a dimension."""
     joint = parts(shapes, dim, [[shape[dim] if 0 <= dim < len(shape) else 0 for shape in shapes]])
     return Joint(joint.shape, joint.pieces, words={"cat_dim": dim})
@@ -133,9 +133,9 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
         store = ComputedStore(numel * itemsize, lambda: total_of(slices, joint.total or "mean"), sources_of(slices))
         return TensorEntry(name, shape, first.dtype, first.role, (Fragment(store, 0, 0, numel),) if numel else ())
     held = [entry.fragments for entry in slices]
-    fragments = _placed(held, joint.pieces, itemsize)
+    fragments = _place_slices(held, joint.pieces, itemsize)
     replicas = [
-        Replica(first.dtype, _placed(held, pieces, itemsize), _rank(rank), True)
+        Replica(first.dtype, _place_slices(held, pieces, itemsize), _rank(rank), True)
         for rank, pieces in joint.copies.items()
     ]
     copies = [[copy for copy in entry.replicas if copy.rank and copy.dtype == entry.dtype] for entry in slices]
@@ -145,20 +145,21 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
         rank = " and ".join(dict.fromkeys(copy.rank for copy in several if copy))
         is_whole = any(copy.whole for copy in several if copy)
         replicas += [
-            Replica(first.dtype, _placed(other, pieces, itemsize), rank, is_whole)
+            Replica(first.dtype, _place_slices(other, pieces, itemsize), rank, is_whole)
             for pieces in (joint.pieces, *joint.copies.values())
         ]
     weights = [copy for entry in slices if (copy := entry.own_copy) is not None]
     if len(weights) == len(slices):
         narrow, own = weights[0].dtype, [weight.fragments for weight in weights]
-        replicas.append(Replica(narrow, _placed(own, joint.pieces, narrow.itemsize)))
+        replicas.append(Replica(narrow, _place_slices(own, joint.pieces, narrow.itemsize)))
         replicas += [
-            Replica(narrow, _placed(own, pieces, narrow.itemsize), _rank(rank)) for rank, pieces in joint.copies.items()
+            Replica(narrow, _place_slices(own, pieces, narrow.itemsize), _rank(rank))
+            for rank, pieces in joint.copies.items()
         ]
-    return cut(TensorEntry(name, joint.shape, first.dtype, first.role, fragments, tuple(replicas)), joint.keep)
+    return first_rows(TensorEntry(name, joint.shape, first.dtype, first.role, fragments, tuple(replicas)), joint.keep)
 
 
-def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
+def first_rows(entry: TensorEntry, keep: int | None) -> TensorEntry:
     """The first `keep` rows of the first dimension; all rows if it is None."""
     if keep is None or not entry.shape or keep >= entry.shape[0]:
         return entry
@@ -189,7 +190,9 @@ def _rank(rank: int) -> str:
     return f"tensor-parallel rank {rank}"
 
 
-def _placed(slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[SliceRows], itemsize: int) -> tuple[Fragment, ...]:
+def _place_slices(
+    slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[SliceRows], itemsize: int
+) -> tuple[Fragment, ...]:
     found: list[Fragment] = []
     for piece in pieces:
         found += place(slices[piece.rank], piece.rows, piece.start, piece.pitch, itemsize)

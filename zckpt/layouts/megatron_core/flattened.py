@@ -19,7 +19,7 @@ from zckpt.core.fragments import Block, Fragment, fragment_of
 from zckpt.core.overlaps import embed, shift
 
 
-def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+def unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     """The tensor of this shape whose boxes an entry has, one after the other.
 
     Raises:
@@ -41,7 +41,7 @@ def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
             held.setdefault(piece.start // numel, []).append(piece)
     fragments: list[Fragment] = []
     for number, own in held.items():
-        fragments += _placed(own, number, boxes, extents, shape, itemsize)
+        fragments += _place_boxes(own, number, boxes, extents, shape, itemsize)
         if len(fragments) > MAX_FRAGMENTS:
             raise UnsupportedError(
                 f"{entry.name!r} is scattered over too many pieces", found=count(len(fragments), "piece"),
@@ -64,7 +64,7 @@ def _by_box(fragment: Fragment, numel: int, itemsize: int) -> list[Fragment]:
     return pieces
 
 
-def _placed(
+def _place_boxes(
     own: Sequence[Fragment],
     number: int,
     boxes: Sequence[int],

@@ -66,7 +66,7 @@ def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[P
     for name in held.weights:
         if name not in held.states:
             continue
-        is_vector = name.endswith(".bias") or len(held.weights[name].shape) - _stacked(name) <= 1
+        is_vector = name.endswith(".bias") or len(held.weights[name].shape) - _count_stacked(name) <= 1
         taking = [number for number, group in enumerate(groups) if group.takes(name, is_vector, apart)]
         decoupled = [number for number in taking if groups[number].settings.get("is_decoupled_lr")]
         if len(taking := decoupled or taking) != 1:
@@ -79,7 +79,7 @@ def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[P
     made: list[ParameterGroup] = []
     for group, names in zip(groups, members, strict=True):
         if names:
-            made.append(_made(held, group, names, group.settings.get("step", _common_step(run))))
+            made.append(_make_group(held, group, names, group.settings.get("step", _common_step(run))))
     return made
 
 
@@ -97,10 +97,10 @@ def named_groups(held: MegatronItems, metadata: Metadata, items: Items) -> list[
             group = _Group({key: items.value(item) for key, item in settings.items()})
             step = items.value(held.steps[name]) if name in held.steps else group.settings.get("step", 0)
             groups.setdefault(repr(sorted(group.settings.items())), (group, step, []))[2].append(name)
-    return [_made(held, group, names, step) for group, step, names in groups.values()]
+    return [_make_group(held, group, names, step) for group, step, names in groups.values()]
 
 
-def _made(held: MegatronItems, group: _Group, names: list[str], step: object) -> ParameterGroup:
+def _make_group(held: MegatronItems, group: _Group, names: list[str], step: object) -> ParameterGroup:
     states = dict.fromkeys(state for name in names for state in held.states[name] if state != "param")
     return ParameterGroup(tuple(names), group.kept(), {"step": step}, tuple(states))
 
@@ -125,6 +125,6 @@ def _common_step(run: MegatronRun) -> object:
     return run.step or 0
 
 
-def _stacked(name: str) -> int:
+def _count_stacked(name: str) -> int:
     """Dimensions of a tensor that count layers and experts."""
     return len(_LAYERS.findall(name)) + len(_EXPERTS.findall(name))

@@ -24,7 +24,7 @@ from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
 from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
 from zckpt.layouts.megatron_core.files import COMMON, CONFIG, NONE
-from zckpt.layouts.megatron_core.flattened import unflattened
+from zckpt.layouts.megatron_core.flattened import unflatten
 from zckpt.layouts.megatron_core.optimizer import named_groups, parameter_groups
 from zckpt.layouts.megatron_core.run_state import MegatronRun, backend, run_state
 from zckpt.layouts.run.training import Training
@@ -72,7 +72,7 @@ class MegatronSave:
         found = self.items.tensors(items, roles)
         for name, item in items.items():
             if (shape := shape_before(self.metadata.beside, item)) is not None:
-                found[name] = unflattened(found[name], shape)
+                found[name] = unflatten(found[name], shape)
         return found
 
 
@@ -158,14 +158,14 @@ def _role(name: str, item: TensorItem, held: MegatronItems) -> Role:
 
 def _notes(save: MegatronSave) -> Iterator[str]:
     held = save.held
-    if reason := _unnamed(save):
+    if reason := _why_unnamed(save):
         halves = sorted({item.dtype.torch_name for item in held.weights.values() if item.dtype != F32})
         yield f"{reason}: the weights are the model's own{f', in {join_words(halves)}' if halves else ''}."
     if held.others:
         yield f"Left out: {count(len(held.others), 'tensor')} of the optimizer, such as {held.others[0]!r}."
 
 
-def _unnamed(save: MegatronSave) -> str:
+def _why_unnamed(save: MegatronSave) -> str:
     """Why states of an optimizer that is there are not read; empty where they are, or there is none."""
     if save.held.states or not (save.held.buckets or save.run.sharding):
         return ""
@@ -183,7 +183,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     save = load(listing)
     held, run = save.held, save.run
     if not held.states:
-        reason = _unnamed(save)
+        reason = _why_unnamed(save)
         raise UnsupportedError(
             "holds no optimizer states that name their parameters" if reason else "holds no optimizer states",
             file=listing.directory, found=run.sharding or "weights only", expected="optimizer states by name (fully_reshardable)",
@@ -224,7 +224,7 @@ def _rest(run: MegatronRun) -> dict[str, object]:
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    return _unnamed(load(listing))
+    return _why_unnamed(load(listing))
 
 
 def left_out(listing: Listing) -> list[str]:

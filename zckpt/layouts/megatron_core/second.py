@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from zckpt.layouts.dcp.second import SavedTensor, described_in
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import HeldRun, SecondLook, Shape, StoredRows, dotted, hold_box
+from zckpt.layouts.save.second import HeldRun, SecondLook, Shape, StoredRows, hold_box, join_path
 
 _SHAPE = "nd_reformulated_orig_global_shape"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
@@ -31,7 +31,7 @@ def find_again(listing: Listing) -> SecondLook:
     names: dict[str, Shape | None] = {}
     held: list[tuple[str, str, SavedTensor]] = []
     for tensor in described_in(listing)[0]:
-        name = dotted(tensor.path)
+        name = join_path(tensor.path)
         if _NO_WEIGHT.search(name):
             continue
         if len(tensor.path) > 3 and tensor.path[:2] == ("optimizer", "state"):
@@ -60,11 +60,11 @@ def _runs(name: str, state: str, tensor: SavedTensor) -> Iterator[HeldRun]:
             if shape is None:
                 yield run
             else:
-                moved = _unflattened(run.run, tensor.shape, shape, ref.dtype.itemsize)
+                moved = _unflatten(run.run, tensor.shape, shape, ref.dtype.itemsize)
                 yield from (HeldRun(name, state, rows) for rows in moved)
 
 
-def _unflattened(rows: StoredRows, saved: Shape, shape: Shape, size: int) -> Iterator[StoredRows]:
+def _unflatten(rows: StoredRows, saved: Shape, shape: Shape, size: int) -> Iterator[StoredRows]:
     """The elements of rows of boxes, in the whole tensor."""
     *boxes, numel = saved
     extents = [extent // number for extent, number in zip(shape, boxes, strict=True)]

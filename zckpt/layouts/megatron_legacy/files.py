@@ -145,7 +145,7 @@ def ranks_of(listing: Listing, split: RunSplit) -> dict[ModelRank, str]:
         if rank is None:
             raise InconsistentError(
                 "is of no rank of this save", file=listing.files[name].path,
-                found=f"{name.partition('/')[0]!r} in a run of {_described(split)}",
+                found=f"{name.partition('/')[0]!r} in a run of {_describe_split(split)}",
                 expected=f"directories such as {split.directory_of(ModelRank(0, 0, 0))!r}",
                 remedy="Move the directory away if it is of another save; if not, pass --tp and --pp as the run had them.",
             )  # fmt: skip
@@ -155,7 +155,7 @@ def ranks_of(listing: Listing, split: RunSplit) -> dict[ModelRank, str]:
         names = [split.directory_of(rank) for rank in missing]
         raise IncompleteError(
             "directories of ranks are missing", file=listing.directory,
-            found=f"{examples(sorted(found.values()))} of a run of {_described(split)}", expected=f"{examples(names)} too",
+            found=f"{examples(sorted(found.values()))} of a run of {_describe_split(split)}", expected=f"{examples(names)} too",
             remedy=f"Copy {examples(names, 8)} from the nodes that wrote them "
             "(--also DIR lays further directories over this one).",
         )  # fmt: skip
@@ -220,7 +220,7 @@ def _size(args: Mapping[str, object], *keys: str) -> int | None:
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
-def _described(split: RunSplit) -> str:
+def _describe_split(split: RunSplit) -> str:
     sizes = {"tensor": split.tp, "pipeline": split.pp, "expert": split.ep}
     said = [f"{axis} parallelism {size}" for axis, size in sizes.items() if size > 1]
     return ", ".join(said) or "one rank"

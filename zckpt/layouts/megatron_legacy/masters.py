@@ -124,7 +124,7 @@ def _of_vectors(
             problems.append(_unlike(name, refs.pop(name), master))
         size = _bucket_size(rank, chunk, args)
         laid = (_starts(rank, members, way, size, args) for way in _WAYS)
-        proved = next((each for each in laid if _proved(rank, each, master, reader)), None)
+        proved = next((each for each in laid if _is_proved(rank, each, master, reader)), None)
         if proved is None and odd:  # one of the two is cut, and it may be the masters
             raise ContradictionError("; ".join(problems))
         if proved is None:
@@ -240,7 +240,7 @@ def _gaps(rank: TensorsOfRank, starts: Mapping[int, int], numel: int) -> Iterato
         yield done, numel - done
 
 
-def _proved(rank: TensorsOfRank, laid: tuple[dict[int, int], int], master: TensorRef, reader: ElementReader) -> bool:
+def _is_proved(rank: TensorsOfRank, laid: tuple[dict[int, int], int], master: TensorRef, reader: ElementReader) -> bool:
     """Whether a vector is as long as it should be, and its masters are the weights when they are rounded."""
     starts, numel = laid
     held = sum(rank.tensors[index].ref.numel for index in starts)

@@ -23,7 +23,7 @@ from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
 from zckpt.engine.elements import ElementReader
 from zckpt.layouts.joining.rules import FileRules, check_loads, rules_of_file, unknown_rule
-from zckpt.layouts.joining.slices import Joint, concatenated, join, parts, replicated
+from zckpt.layouts.joining.slices import Joint, join, join_along, join_replicas, parts
 from zckpt.layouts.megatron_legacy import files
 from zckpt.layouts.megatron_legacy.files import ModelRank
 from zckpt.layouts.megatron_legacy.masters import ContradictionError, Masters, masters_of
@@ -236,7 +236,7 @@ class LegacySave:
             units = [self._unit(first, own) for _, own in sorted(by_expert_rank.items())]
             entry = units[0]
             if first.grouped:
-                entry = join(name, units, concatenated([unit.shape for unit in units], 0))
+                entry = join(name, units, join_along([unit.shape for unit in units], 0))
                 entry = replace(entry, shape=_as_saved(first, entry.shape))
             yield entry
 
@@ -300,15 +300,15 @@ class LegacySave:
 
     def _joint(self, held: RankTensor, shapes: Sequence[Shape]) -> Joint:
         if len(shapes) == 1:
-            return replicated(shapes)
+            return join_replicas(shapes)
         if held.grouped:
             halves = 2 if held.name.endswith("1") and self.rules.path.endswith("swiglu.json") else 1
             dim = 1 if held.name.endswith("2") else 2
             return parts(shapes, dim, [[shape[dim] // halves for shape in shapes]] * halves)
         if held.is_buffer and len(set(shapes)) == 1:
-            return replicated(shapes)
+            return join_replicas(shapes)
         if shapes[0] and shapes[0][0] * len(shapes) == self._down_projected(held.name):
-            return concatenated(shapes, 0)
+            return join_along(shapes, 0)
         joint = self.rules.joint(held.name, shapes)
         if joint is None:
             raise unknown_rule(held.name, shapes, self.listing.directory.path)

@@ -24,10 +24,10 @@ from zckpt.layouts.save.second import (
     BesideMaster,
     HeldRun,
     SecondLook,
-    dotted,
     fields_of,
     hold_box,
     hold_whole,
+    join_path,
     leaves_of,
     rows_of,
     view_as,
@@ -138,7 +138,7 @@ def _number(key: str) -> int:
 
 
 def _tensors(root: object) -> dict[str, TensorRef]:
-    found = ((dotted(path), value) for path, value in leaves_of(root))
+    found = ((join_path(path), value) for path, value in leaves_of(root))
     return {n: v for n, v in found if isinstance(v, TensorRef) and not n.endswith("_extra_state")}
 
 
@@ -186,24 +186,24 @@ def _parts(name: str, local: str, ref: TensorRef, rank: _Rank, run: _Run) -> Ite
         first = grouped[1] == "1"
         rows, columns = ref.shape if first else (ref.shape[0] // own, ref.shape[1])
         part = view_as(ref, (own, rows, columns // own) if first else (own, rows, columns))
-        yield from _cut(name, part, 2 if first else 1, at, ranks, gates if first else 1, (rank.ep, run.ep))
+        yield from _cut_slices(name, part, 2 if first else 1, at, ranks, gates if first else 1, (rank.ep, run.ep))
         return
     rows = ref.shape[0] if ref.shape else 1
     if (match := _DOWN.fullmatch(local)) and ranks > 1:
         sizes = ["q_lora_rank"] if match[1] == "q" else ["kv_lora_rank", "qk_pos_emb_head_dim"]
         if rows * ranks == sum(_size(run.args, size) for size in sizes):
-            yield from _cut(name, ref, 0, at, ranks, 1)
+            yield from _cut_slices(name, ref, 0, at, ranks, 1)
         elif rows == sum(_size(run.args, size) for size in sizes):
             yield from hold_whole(name, "", ref)
     elif ranks == 1 or _WHOLE.fullmatch(local) or ref.dtype.kind != "float":
         yield from hold_whole(name, "", ref)
     elif _COLUMN.fullmatch(local):
-        yield from _cut(name, ref, 0, at, ranks, gates if _GATED.fullmatch(local) else 1)
+        yield from _cut_slices(name, ref, 0, at, ranks, gates if _GATED.fullmatch(local) else 1)
     elif _ROW.fullmatch(local):
-        yield from _cut(name, ref, 1, at, ranks, 1)
+        yield from _cut_slices(name, ref, 1, at, ranks, 1)
 
 
-def _cut(
+def _cut_slices(
     name: str, ref: TensorRef, dim: int, rank: int, ranks: int, pieces: int, expert: tuple[int, int] = (0, 1)
 ) -> Iterator[HeldRun]:
     """A rank's slice of a tensor of so many pieces, each of which is cut for itself; `expert`: of the first dimension."""
@@ -226,9 +226,9 @@ def _beside(listing: Listing, rank: _Rank) -> Iterator[BesideMaster]:
             if isinstance(master, TensorRef) and isinstance(held, TensorRef) and held.shape == master.shape:
                 yield BesideMaster(master, str(state), held)
     saved = listing.entry(f"{rank.directory}/model_optim_rng.pt", "optimizer")
-    for optimizer in map(fields_of, _listed(saved) or [saved]):  # a list where experts have one of their own
+    for optimizer in map(fields_of, _as_sequence(saved) or [saved]):  # a list where experts have one of their own
         groups = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-        masters = [ref for group in _listed(groups) for ref in _listed(group)]
+        masters = [ref for group in _as_sequence(groups) for ref in _as_sequence(group)]
         inner = fields_of(optimizer.get("optimizer"))
         for master, own in zip(masters, map(fields_of, fields_of(inner.get("state")).values())):
             for state, held in own.items():
@@ -245,5 +245,5 @@ def _mappings(value: object, depth: int = 0) -> Iterator[tuple[int, Mapping[obje
         yield from _mappings(one, depth + 1)
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()

@@ -22,7 +22,7 @@ from zckpt.layouts.moe.experts import Layer, Layers, sharers
 from zckpt.layouts.moe.groups import parts_of, with_shapes
 from zckpt.layouts.moe.optimizers import NamedMasters, Optimizers, spread_of
 from zckpt.layouts.moe.records import modules, second_routers, without_experts
-from zckpt.layouts.run.agreement import merged
+from zckpt.layouts.run.agreement import merge_groups
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
@@ -199,7 +199,7 @@ class MixtureReader:
         """Without ZeRO: what the run of one model-parallel rank needs beside its weights, with all experts."""
         first = next(training for home, training in self._trainings if home == mp_rank)
         states = {name: own for _, training in self._trainings for name, own in training.states.items()}
-        groups = merged([training.groups for _, training in self._trainings])
+        groups = merge_groups([training.groups for _, training in self._trainings])
         return without_experts(replace(first, groups=groups, states={**states, **first.states}, joined=self._joined()))
 
     @cached_property

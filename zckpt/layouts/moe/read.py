@@ -37,7 +37,7 @@ from zckpt.layouts.moe.mixture import MixtureReader, load, model_name
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.parallel import read as model_parallel
 from zckpt.layouts.parallel.read import ModelSlice
-from zckpt.layouts.run.agreement import merged
+from zckpt.layouts.run.agreement import merge_groups
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import EXPERT_NAME, MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, read_model_states
@@ -214,7 +214,7 @@ class Split(model_parallel.ParallelSave):
         for own in experts:
             states |= own.states
             padding += own.padding
-        groups = (*training.groups, *merged([own.groups for own in experts]))
+        groups = (*training.groups, *merge_groups([own.groups for own in experts]))
         return replace(without_experts(training), groups=groups, states=states, padding=tuple(padding))
 
 

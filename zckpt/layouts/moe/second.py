@@ -28,9 +28,9 @@ from zckpt.layouts.save.second import (
     HeldRun,
     SecondLook,
     Shape,
-    dotted,
     fields_of,
     hold_box,
+    join_path,
     leaves_of,
     mapping,
     shapes_of,
@@ -127,7 +127,7 @@ def _experts(listing: Listing, tp: int) -> dict[tuple[int, int, int], list[Mappi
     """(stage, layer, expert) -> what each tensor rank that has a file of it holds."""
     found: dict[tuple[int, int, int], list[Mapping[str, TensorRef]]] = {}
     for match in sorted((m for m in map(_EXPERT.fullmatch, listing.files) if m), key=lambda m: int(m[3])):
-        tensors = ((dotted(path), ref) for path, ref in leaves_of(listing.open(match[0]).root))
+        tensors = ((join_path(path), ref) for path, ref in leaves_of(listing.open(match[0]).root))
         own = {name: ref for name, ref in tensors if isinstance(ref, TensorRef)}
         found.setdefault((int(match[3]) // tp, int(match[1]), int(match[2])), []).append(own)
     return found

@@ -64,7 +64,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     source = catalog.source
     try:
         with refuse_odd_values(listing):
-            optimizer = _named(files, catalog, listing)
+            optimizer = _name_states(files, catalog, listing)
             steps = _steps(files)
     except ZckptError as error:
         return replace(
@@ -86,7 +86,7 @@ def unread_states(listing: Listing) -> str:
     files = _files(listing)
     try:
         with refuse_odd_values(listing):
-            _named(files, plain.read(files.weights, allow_unknown=True), listing)
+            _name_states(files, plain.read(files.weights, allow_unknown=True), listing)
     except ZckptError as error:
         return error.what
     return ""
@@ -100,7 +100,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """
     files = _files(listing)
     catalog = plain.read(files.weights, allow_unknown=allow_unknown)
-    optimizer = _named(files, catalog, listing)
+    optimizer = _name_states(files, catalog, listing)
     states: dict[str, dict[str, TensorEntry]] = {}
     others: dict[str, dict[str, TensorEntry]] = {}
     groups: list[ParameterGroup] = []
@@ -145,7 +145,7 @@ def _is_vector(value: object) -> bool:
 # -- names for numbers -----------------------------------------------------------------------------------------------
 
 
-def _named(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimizer:
+def _name_states(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimizer:
     """The optimizer with names.
 
     Raises:
@@ -157,7 +157,7 @@ def _named(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimi
     if files.ranks and (missing := sorted(set(range(max(files.ranks))) - set(files.ranks))):
         raise missing_ranks(listing, "optimizer", sorted(files.ranks), missing, 1 + max(files.ranks))
     groups = [[as_list(g.get("params")) for g in _groups(state)] for _, state in parts]
-    states = [_unpacked(own) if isinstance(own := state["state"], Mapping) else {} for _, state in parts]
+    states = [_unwrap_states(own) if isinstance(own := state["state"], Mapping) else {} for _, state in parts]
     if any(len(own) != len(groups[0]) for own in groups) or not groups[0]:
         raise UnsupportedError(
             "the ranks' optimizers do not have the same groups", file=listing.directory,
@@ -219,7 +219,7 @@ _PACKED = "__bnb_optimizer_quant_state__"
 """Under it, bitsandbytes keeps what FSDP must not cut. Source: bitsandbytes 0.50.2, optim/optimizer.py `state_dict`."""
 
 
-def _unpacked(states: Mapping[object, object]) -> dict[object, object]:
+def _unwrap_states(states: Mapping[object, object]) -> dict[object, object]:
     """Number -> states, without the level that bitsandbytes puts around them."""
     found: dict[object, object] = {}
     for number, own in states.items():

@@ -58,11 +58,11 @@ def _states(listing: Listing, held: Mapping[str, TensorRef]) -> dict[str, Mappin
         for number in range(len(optimizers[0]))
     ]
     largest = [sorted(group, key=lambda own: -own[1].numel) for group in groups]
-    ways = [found for way in (groups, largest) if (found := _fitted(way, optimizers)) is not None]
+    ways = [found for way in (groups, largest) if (found := _fit_groups(way, optimizers)) is not None]
     return ways[0] if ways and all(way == ways[0] for way in ways) else {}
 
 
-def _fitted(
+def _fit_groups(
     groups: Sequence[Sequence[tuple[str, TensorRef]]], optimizers: Sequence[Sequence[Sequence[Mapping[str, object]]]]
 ) -> dict[str, Mapping[str, object]] | None:
     """The states by names, where each parameter goes to the rank with the fewest elements; None where shapes contradict."""
@@ -91,7 +91,7 @@ def _shapes_in(state: Mapping[str, object]) -> list[Shape]:
 def _groups_in(optimizer: Mapping[str, object]) -> list[list[Mapping[str, object]]]:
     """The states of each group, in the order of its numbers."""
     states: dict[object, object] = dict(fields_of(optimizer.get("state")).items())
-    groups = [_listed(fields_of(group).get("params")) for group in _listed(optimizer.get("param_groups"))]
+    groups = [_as_sequence(fields_of(group).get("params")) for group in _as_sequence(optimizer.get("param_groups"))]
     return [[fields_of(states.get(number)) for number in group] for group in groups]
 
 
@@ -102,5 +102,5 @@ def _optimizer_in(root: object) -> Mapping[str, object]:
     return next((fields_of(top[key]) for key in _KEYS if "param_groups" in fields_of(top.get(key))), {})
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()

@@ -28,7 +28,7 @@ def check_numbered(listing: Listing, owned: Set[str], present: Set[int], tp_rank
     """
     if lost := sorted({int(layer) for layer in owned if layer.isdigit()} - present):
         files = examples(f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt" for layer in lost)
-        raise _lost(listing, f"no {files}")
+        raise _missing_error(listing, f"no {files}")
 
 
 def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Collection[str]], tp_rank: int) -> None:
@@ -47,14 +47,14 @@ def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Collection[
     if lost := [name for name in tied if not any(name in names for names in held)]:
         more = sorted({name for names in held for name in names if name.split(".")[0].isdigit()} - {*tied})
         file = f"layer_NN-model_{tp_rank:02d}-model_states.pt"
-        raise _lost(
+        raise _missing_error(
             listing, f"no file {file} with {examples(lost)}, and files with {examples(more)}",
             "If no file is missing, the layers' state dicts have other names than their parameters: zckpt does not read "
             "such saves of several pipeline stages.",
         )  # fmt: skip
 
 
-def _lost(listing: Listing, found: str, more: str = "") -> IncompleteError:
+def _missing_error(listing: Listing, found: str, more: str = "") -> IncompleteError:
     return IncompleteError(
         "files of layers are missing", file=listing.directory, found=found,
         expected="a file of every layer whose tensors a pipeline stage lists",

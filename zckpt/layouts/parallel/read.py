@@ -32,9 +32,9 @@ from zckpt.layouts.joining.rules import (
     rules_of_file,
     unknown_rule,
 )
-from zckpt.layouts.joining.slices import Joint, cut_off, join, replicated
+from zckpt.layouts.joining.slices import Joint, cut_off, join, join_replicas
 from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied
-from zckpt.layouts.run.agreement import merged
+from zckpt.layouts.run.agreement import merge_groups
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
@@ -223,7 +223,7 @@ class ParallelSave:
     def _joint(self, name: str, slices: Sequence[TensorEntry]) -> Joint:
         shapes = [entry.shape for entry in slices]
         if len(slices) == 1 or (slices[0].role == "buffer" and len(set(shapes)) == 1):
-            return replicated(shapes)
+            return join_replicas(shapes)
         joint = self.rules.joint(name, shapes) if self.rules else None
         if joint is None:
             raise unknown_rule(name, shapes, self.listing.directory.path)
@@ -257,7 +257,7 @@ class ParallelSave:
         for number, stage in enumerate(self.stages):
             for entry in self._stage_tensors(stage, padding):
                 first = tensors.get(entry.name)
-                tensors[entry.name] = entry if first is None else _tied(first, entry, number)
+                tensors[entry.name] = entry if first is None else _tie_entries(first, entry, number)
             aliases |= stage[0].catalog.aliases
         model, save = self.stages[0][0].model, self.stages[0][0].save
         dp = self._data_parallel()
@@ -328,7 +328,7 @@ class ParallelSave:
                 padding += (pad for entries in parts.values() for pad in cut_off(name, entries, joint))
             groups.append(list(held[0].groups))
         assert first is not None
-        return replace(first, groups=merged(groups), states=states, joined=joined, padding=tuple(padding))
+        return replace(first, groups=merge_groups(groups), states=states, joined=joined, padding=tuple(padding))
 
 
 def _not_read(name: str, held: Sequence[Training]) -> Iterator[Padding]:
@@ -337,7 +337,7 @@ def _not_read(name: str, held: Sequence[Training]) -> Iterator[Padding]:
     return (Padding(e.dtype, e.fragments, "the same states on another stage", zero=False) for e in entries)
 
 
-def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
+def _tie_entries(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
     """One entry for a tensor that a further stage holds too, after checking that both are alike."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise InconsistentError(

@@ -24,10 +24,10 @@ from zckpt.layouts.save.second import (
     Shape,
     Slice,
     StoredRows,
-    dotted,
     fields_of,
     hold_elements,
     hold_slice,
+    join_path,
     leaves_of,
 )
 from zckpt.layouts.zero.second import FILE, RankTensors, tensors_of
@@ -130,13 +130,13 @@ def cuts_of(
         return whole
     if _says(rules, "parameter_with_2_sub_params_cat_dim_0", name, patterns):
         halves = [-(-shape[0] // 2) for shape in shapes]
-        return _stacked(shapes, 0, [halves, [shape[0] - half for shape, half in zip(shapes, halves, strict=True)]])
-    for own in map(fields_of, _listed(rules.get("parameter_with_sub_params"))):
-        for pattern in map(str, _listed(own["patterns"])):
+        return _stack_slices(shapes, 0, [halves, [shape[0] - half for shape, half in zip(shapes, halves, strict=True)]])
+    for own in map(fields_of, _as_sequence(rules.get("parameter_with_sub_params"))):
+        for pattern in map(str, _as_sequence(own["patterns"])):
             if patterns.match(pattern, name):
                 return _sub_params(pattern, own, shapes, rules)
     dim = 1 if _says(rules, "parameter_with_row_parallelism_patterns", name, patterns) else 0
-    return _stacked(shapes, dim, [[shape[dim] for shape in shapes]])
+    return _stack_slices(shapes, dim, [[shape[dim] for shape in shapes]])
 
 
 _RULE_FILES = Path(__file__).parents[1] / "joining" / "rule_files"
@@ -146,7 +146,7 @@ def _given_rules(given: str) -> list[Mapping[str, object]]:
     """The rules of a file, or of one that comes with zckpt: the person who converts says so, and no file repeats it."""
     built_in = _RULE_FILES / f"{given}.json"
     path = built_in if built_in.is_file() else Path(given)
-    return [fields_of(rule) for rule in _listed(fields_of(json.loads(path.read_bytes()))["rules"])]
+    return [fields_of(rule) for rule in _as_sequence(fields_of(json.loads(path.read_bytes()))["rules"])]
 
 
 def _cuts_by(given: Sequence[Mapping[str, object]], name: str, shapes: Sequence[Shape]) -> Sequence[Slice | Blocks]:
@@ -154,21 +154,21 @@ def _cuts_by(given: Sequence[Mapping[str, object]], name: str, shapes: Sequence[
     rule = next((rule for rule in given if re.match(str(rule["match"]), name)), {"join": "replicated"})
     if len(shapes) == 1 or rule["join"] in ("replicated", "mean", "sum"):
         return [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
-    dim, said, number = _number(rule["join"]), _listed(rule.get("widths")), rule.get("parts", 1)
+    dim, said, number = _number(rule["join"]), _as_sequence(rule.get("widths")), rule.get("parts", 1)
     extent = sum(shape[dim] for shape in shapes)
-    sizes = [_number(own) for own in _listed(number)] or [extent // _number(number)] * _number(number)
+    sizes = [_number(own) for own in _as_sequence(number)] or [extent // _number(number)] * _number(number)
     if said:
-        return _stacked(shapes, dim, [[_number(own) for own in _listed(row)] for row in said])
+        return _stack_slices(shapes, dim, [[_number(own) for own in _as_sequence(row)] for row in said])
     if sizes == [extent]:
-        return _stacked(shapes, dim, [[shape[dim] for shape in shapes]])
-    return _stacked(shapes, dim, [[size // len(shapes)] * len(shapes) for size in sizes])
+        return _stack_slices(shapes, dim, [[shape[dim] for shape in shapes]])
+    return _stack_slices(shapes, dim, [[size // len(shapes)] * len(shapes) for size in sizes])
 
 
 def _says(rules: Mapping[str, object], key: str, name: str, patterns: Patterns) -> bool:
-    return any(patterns.match(pattern, name) for pattern in _listed(rules.get(key)))
+    return any(patterns.match(pattern, name) for pattern in _as_sequence(rules.get(key)))
 
 
-def _stacked(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> list[Slice]:
+def _stack_slices(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> list[Slice]:
     """Slices of tensors that lie one after the other in a dimension; `widths`: of each tensor, what each rank has."""
     extent = sum(map(sum, widths))
     cuts: list[Slice] = []
@@ -188,22 +188,22 @@ def _sub_params(
     pattern: str, own: Mapping[str, object], shapes: Sequence[Shape], rules: Mapping[str, object]
 ) -> list[Slice]:
     """Sub-parameters of unlike width, each of which is cut for itself, in a view of the slices."""
-    dim, view = _number(own["partition_dim"]), _listed(own["shape"])
-    sizes = [_number(size) for size in _listed(view[dim])]
+    dim, view = _number(own["partition_dim"]), _as_sequence(own["shape"])
+    sizes = [_number(size) for size in _as_sequence(view[dim])]
     if not sizes:  # before version 0.4: how many equal ones there are
         number = _number(view[dim])
         sizes = [sum(shape[dim] for shape in shapes) // number] * number
     said = fields_of(rules.get("sub_param_shard_widths")).get(pattern)
-    widths = [[_number(width) for width in _listed(row)] for row in _listed(said)]
+    widths = [[_number(width) for width in _as_sequence(row)] for row in _as_sequence(said)]
     widths = widths or [[size // len(shapes)] * len(shapes) for size in sizes]
     viewed: list[Shape] = []
     for rank, shape in enumerate(shapes):
-        dims = [sum(map(_number, _listed(extent))) if _listed(extent) else extent for extent in view]
+        dims = [sum(map(_number, _as_sequence(extent))) if _as_sequence(extent) else extent for extent in view]
         dims[dim] = sum(row[rank] for row in widths)
         known = math.prod(extent for extent in dims if isinstance(extent, int) and extent >= 0)
         rest = math.prod(shape) // known if known else 0
         viewed.append(tuple(extent if isinstance(extent, int) and extent >= 0 else rest for extent in dims))
-    return _stacked(viewed, dim, widths)
+    return _stack_slices(viewed, dim, widths)
 
 
 def _affine(name: str, rules: Mapping[str, object], patterns: Patterns) -> Mapping[str, object] | None:
@@ -214,9 +214,11 @@ def _affine(name: str, rules: Mapping[str, object], patterns: Patterns) -> Mappi
 def _blocks(rank: Mapping[str, object]) -> Blocks:
     """The runs of a rank's pieces: `source` is (first element, strides) in the whole, `dest` in the slice."""
     found: Blocks = []
-    for piece in map(fields_of, _listed(rank["pieces"])):
-        (to, to_steps), (at, steps) = _listed(piece["source"]), _listed(piece["dest"])
-        dims = [*zip(map(_number, _listed(piece["shape"])), _listed(to_steps), _listed(steps), strict=True)]
+    for piece in map(fields_of, _as_sequence(rank["pieces"])):
+        (to, to_steps), (at, steps) = _as_sequence(piece["source"]), _as_sequence(piece["dest"])
+        dims = [
+            *zip(map(_number, _as_sequence(piece["shape"])), _as_sequence(to_steps), _as_sequence(steps), strict=True)
+        ]
         count = 1
         while dims and (dims[-1][0] == 1 or dims[-1][1:] == (count, count)):
             count *= dims.pop()[0]
@@ -235,7 +237,7 @@ def layers_in(listing: Listing) -> dict[tuple[int, int], dict[str, TensorRef]]:
     found: dict[tuple[int, int], dict[str, TensorRef]] = {}
     for match in map(_LAYER.fullmatch, listing.files):
         if match:
-            tensors = ((dotted(path), ref) for path, ref in leaves_of(listing.open(match[0]).root))
+            tensors = ((join_path(path), ref) for path, ref in leaves_of(listing.open(match[0]).root))
             found[int(match[1]), int(match[2])] = {n: ref for n, ref in tensors if isinstance(ref, TensorRef)}
     return found
 
@@ -258,7 +260,7 @@ def add_layers(found: RankTensors, layers: Mapping[int, Mapping[str, TensorRef]]
                 found.whole.setdefault(name, []).append(ref)
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
 
 

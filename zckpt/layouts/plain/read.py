@@ -344,7 +344,7 @@ def lay_out(
         )
     specs = {entry.name: TensorSpec(entry.name, dtype, entry.shape) for entry, dtype in wanted}
     roles = {entry.name: entry.role for entry, _ in wanted}
-    shards = {target.file: list(specs)} if target.file else _split(specs, target)
+    shards = {target.file: list(specs)} if target.file else _assign_shards(specs, target)
     files: list[tuple[OutputFile, FileStore]] = []
     entries: dict[str, TensorEntry] = {}
     weight_map: dict[str, str] = {}
@@ -370,7 +370,7 @@ def lay_out(
     return LaidOutFiles(tuple(files), entries)
 
 
-def _split(specs: Mapping[str, TensorSpec], target: WeightsTarget) -> dict[str, list[str]]:
+def _assign_shards(specs: Mapping[str, TensorSpec], target: WeightsTarget) -> dict[str, list[str]]:
     """Shard file -> tensor names, by the hub's own rule."""
     from huggingface_hub import split_state_dict_into_shards_factory
 

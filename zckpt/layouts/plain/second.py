@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import SecondLook, dotted, fields_of, hold_whole, leaves_of
+from zckpt.layouts.save.second import SecondLook, fields_of, hold_whole, join_path, leaves_of
 
 _USUAL = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _FURTHER = (
@@ -60,4 +60,4 @@ def _tensors(root: object) -> Iterator[tuple[str, TensorRef]]:
     for path, value in leaves_of(root):
         local = value if isinstance(value, TensorRef) else fields_of(value).get("_local_tensor")
         if isinstance(local, TensorRef):
-            yield dotted(path), local
+            yield join_path(path), local

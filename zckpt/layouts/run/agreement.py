@@ -81,7 +81,7 @@ def disagreements(listing: Listing) -> Iterator[Disagreement]:
     for name in listing.files:
         if (found := _optimizer(listing, name)) is None:
             continue
-        said = _said(name, *found)
+        said = _read_statement(name, *found)
         same_rank, first = of_rank.setdefault(said.rank, said), like.setdefault(len(said.groups), said)
         every = next(iter(like.values()))
         if len(same_rank.groups) != len(said.groups):
@@ -114,7 +114,7 @@ def check(listing: Listing) -> None:
         )
 
 
-def merged(stages: Iterable[Iterable[ParameterGroup]]) -> tuple[ParameterGroup, ...]:
+def merge_groups(stages: Iterable[Iterable[ParameterGroup]]) -> tuple[ParameterGroup, ...]:
     """The groups of all pipeline stages: those of the same number are one, if they have the same settings.
 
     A tied parameter is in the group that its first stage has it in.
@@ -175,7 +175,7 @@ def _optimizer(listing: Listing, name: str) -> tuple[str, Mapping[str, object]] 
     return None
 
 
-def _said(name: str, rank: str, outer: Mapping[str, object]) -> _Said:
+def _read_statement(name: str, rank: str, outer: Mapping[str, object]) -> _Said:
     of_zero = SHARD_NAME.fullmatch(name) is not None
     groups: dict[str, Mapping[str, object]] = {}
     own: dict[str, Mapping[str, object]] = {"the loss scaler": {k: outer[k] for k in (_OF_LAST_STEP,) if k in outer}}

@@ -27,7 +27,7 @@ OF_MEGATRON = re.compile(r"iter_\d{7}|release")
 """The directories of steps that Megatron writes."""
 
 
-def tracked(directory: str) -> str:
+def read_tracker(directory: str) -> str:
     """What `TRACKER` says of such a directory: its number, or `release`."""
     return directory.removeprefix("iter_").lstrip("0") or "0"
 

@@ -12,7 +12,7 @@ from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
-from zckpt.layouts.save.listing import listed
+from zckpt.layouts.save.listing import list_names
 from zckpt.storage.location import Location
 
 
@@ -75,4 +75,4 @@ def list_folder(path: Location) -> Folder:
         kinds.update(path.kinds())
         return list(kinds)
 
-    return Folder(path, {name: kinds[name] for name in listed(path, names)})
+    return Folder(path, {name: kinds[name] for name in list_names(path, names)})

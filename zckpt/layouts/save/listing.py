@@ -249,7 +249,7 @@ def list_files(
     return lay_over(
         directory,
         tag,
-        [(root, listed(root, lambda root: root.file_names(below))) for root in (directory, *also)],
+        [(root, list_names(root, lambda root: root.file_names(below))) for root in (directory, *also)],
         belongs,
     )
 
@@ -276,7 +276,7 @@ def lay_over(
     return Listing(directory, tag, {name: files[name] for name in sorted(files, key=natural)})
 
 
-def listed(directory: Location, names: Callable[[Location], list[str]] = lambda root: root.names()) -> list[str]:
+def list_names(directory: Location, names: Callable[[Location], list[str]] = lambda root: root.names()) -> list[str]:
     """What is in a directory, in natural order; `names`: which of it.
 
     Raises:

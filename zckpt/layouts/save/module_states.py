@@ -174,7 +174,7 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
     param_shapes = tuple(_shapes(group, file) for group in groups)
     frozen_shapes = _shapes(root.get("frozen_param_shapes") or {}, file)
     buffer_names = frozenset(str(n) for n in _sequence(root.get("buffer_names")))
-    shared = _shared(root.get("shared_params"), file)
+    shared = _read_shared(root.get("shared_params"), file)
     listed = {name: shape for group in (*param_shapes, frozen_shapes) for name, shape in group.items()}
     if not listed:  # nothing but the buffers' names says what torch's wrappers have put into names
         bare = {WRAPPERS.sub("", name) for name in buffer_names}
@@ -356,7 +356,7 @@ def _shapes(value: object, file: str) -> dict[str, Shape]:
     return shapes
 
 
-def _shared(value: object, file: str) -> dict[str, str]:
+def _read_shared(value: object, file: str) -> dict[str, str]:
     """A mapping, or a list of pairs."""
     if isinstance(value, list | tuple):
         value = {pair[0]: pair[1] for pair in value if isinstance(pair, list | tuple) and len(pair) == 2}

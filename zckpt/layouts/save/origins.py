@@ -77,10 +77,10 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
     count = state.get("partition_count") if isinstance(state, Mapping) else None
     if isinstance(count, list | tuple):  # groups of experts, which come last, have others
         count = next(iter(count), None)
-    return RankFacts(_whole(count), None, tuple(_swapped(listing, name, state)))
+    return RankFacts(_whole(count), None, tuple(_find_swap_files(listing, name, state)))
 
 
-def _swapped(listing: Listing, name: str, state: object) -> Iterator[str]:
+def _find_swap_files(listing: Listing, name: str, state: object) -> Iterator[str]:
     """The swap files of vectors that an optimizer file has no elements of, or only those of a buffer."""
     match = SHARD_NAME.fullmatch(name)
     state = state if isinstance(state, Mapping) else {}

@@ -73,10 +73,10 @@ def run_files(
                 dropped.add(rank)
             elif world_size > 1 or match["stem"] != "rng_state_":
                 copies.append((place, name))
-    return copies, _said(dropped, known, world_size) + left_out
+    return copies, _notes_on_random(dropped, known, world_size) + left_out
 
 
-def _said(dropped: set[int], known: set[int], world_size: int) -> tuple[str, ...]:
+def _notes_on_random(dropped: set[int], known: set[int], world_size: int) -> tuple[str, ...]:
     notes: list[str] = []
     if dropped:
         whom = words.ranks(sorted(dropped))

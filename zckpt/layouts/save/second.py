@@ -338,6 +338,6 @@ def leaves_of(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
             yield from leaves_of(below, (*path, key if type(key) is int else str(key)))
 
 
-def dotted(path: Iterable[str | int]) -> str:
+def join_path(path: Iterable[str | int]) -> str:
     """A path with dots."""
     return ".".join(map(str, path))

@@ -49,7 +49,7 @@ class _Known:
 
 
 @functools.cache
-def _known() -> _Known:
+def _read_table() -> _Known:
     with open(_TABLE, encoding="utf-8") as file:
         said = json.load(file)
     tied = {**dict.fromkeys(said["tied"], True), **dict.fromkeys(said["apart"], False)}
@@ -60,7 +60,7 @@ def is_tied(config: Mapping[str, object]) -> bool | None:
     """Whether a model's head and embedding are one weight; None if its config does not tell. See [Note: nested configs]."""
     text = config.get("text_config")
     parts = [part for part in (config, text) if isinstance(part, Mapping)]
-    said = [_said(part) for part in parts]
+    said = [_is_tied(part) for part in parts]
     if any(part.get(KEY) is True for part in parts):
         return True
     if len({*said}) == 1:
@@ -71,19 +71,19 @@ def is_tied(config: Mapping[str, object]) -> bool | None:
     return said[0] if version.isdecimal() and (said[0] is True or said[-1] is False) else None
 
 
-def _said(config: Mapping[str, object]) -> bool | None:
+def _is_tied(config: Mapping[str, object]) -> bool | None:
     """What a config says of itself, or its class's default."""
     value, kind = config.get(KEY), config.get("model_type")
     if isinstance(value, bool):
         return value
-    return _known().tied.get(kind) if isinstance(kind, str) else None
+    return _read_table().tied.get(kind) if isinstance(kind, str) else None
 
 
 def _weights(config: Mapping[str, object]) -> tuple[str, Mapping[str, str]]:
     """A model's class, and which of its tensors may be another one."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    return name, _known().weights.get(name, {})
+    return name, _read_table().weights.get(name, {})
 
 
 def heads_of(config: Mapping[str, object], embedding: str) -> tuple[str, ...]:

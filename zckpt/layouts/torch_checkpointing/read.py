@@ -285,7 +285,7 @@ class _Save:
         if said["type"] == "default_tensor_v1":
             pieces = zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True)
             parts = [
-                (CutPart(_shape(offsets), _shape(sizes)), _narrowed(value, _shape(local), _shape(sizes)))
+                (CutPart(_shape(offsets), _shape(sizes)), _narrow(value, _shape(local), _shape(sizes)))
                 for offsets, local, sizes in pieces
             ]
             return reader.cut(value.dtype, size, parts, {})
@@ -335,7 +335,7 @@ def _is_whole(said: Mapping[str, Any]) -> bool:
     return is_plain and all(placement["type"] == "Replicate" for placement in data["placements"])
 
 
-def _narrowed(ref: TensorRef, first: Shape, sizes: Shape) -> TensorRef:
+def _narrow(ref: TensorRef, first: Shape, sizes: Shape) -> TensorRef:
     """A box of a tensor."""
     if len(first) != len(ref.shape) or any(a + n > whole for a, n, whole in zip(first, sizes, ref.shape, strict=True)):
         raise ValueError(f"a piece {list(sizes)} at {list(first)} of {list(ref.shape)}")

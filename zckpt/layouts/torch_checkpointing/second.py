@@ -65,7 +65,7 @@ def _part_of(ref: TensorRef, way: Mapping[str, object], rank: int) -> object:
         mesh = fields_of(data["mesh_spec"])
         extents, place = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"]).index(rank)
         cuts: list[MeshCut] = []
-        for dim, said in enumerate(map(fields_of, _listed(data["placements"]))):
+        for dim, said in enumerate(map(fields_of, _as_sequence(data["placements"]))):
             kind = {"StridedShard": "_StridedShard"}.get(str(said["type"]), str(said["type"]))
             at = place // math.prod(extents[dim + 1 :]) % extents[dim]
             own = number_of(said.get("dim", 0)), number_of(said.get("split_factor", 1))
@@ -74,7 +74,7 @@ def _part_of(ref: TensorRef, way: Mapping[str, object], rank: int) -> object:
             return ref
         return place_part(sizes_of(data["global_shape"]), cuts, ref)
     pieces = zip(
-        *(map(sizes_of, _listed(data[f"{name}"])) for name in ("global_offsets", "local_offsets", "local_sizes"))
+        *(map(sizes_of, _as_sequence(data[f"{name}"])) for name in ("global_offsets", "local_offsets", "local_sizes"))
     )
     parts: list[tuple[Sequence[int], TensorRef]] = []
     for offsets, local, sizes in pieces:
@@ -86,5 +86,5 @@ def _part_of(ref: TensorRef, way: Mapping[str, object], rank: int) -> object:
     return RankPart(sizes_of(data["global_shape"]), parts)
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()

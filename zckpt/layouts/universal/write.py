@@ -17,7 +17,7 @@ from zckpt.core.dtypes import F32, U8, DType
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile
 from zckpt.core.stores import FileStore
-from zckpt.layouts.joining.slices import Joint, cut
+from zckpt.layouts.joining.slices import Joint, first_rows
 from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.moe.experts import is_own
 from zckpt.layouts.run.training import Training
@@ -83,7 +83,7 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
             home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
             add(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
     file = TorchFile(f"{target.tag}/{STATE}")
-    add(file.finish(file.adopt(_left(training, stage_3, catalog.topology.dp))))
+    add(file.finish(file.adopt(_without_partitions(training, stage_3, catalog.topology.dp))))
     if not catalog.source.zero_stage:  # of a run without ZeRO there are none that say whose parameters are whose
         laid = lay_out_model(catalog, training, ZeroTarget(target.tag, 1, 1, target.precision))
         return Laid((*files, *laid.files), (*pairs, *laid.pairs))
@@ -139,7 +139,7 @@ def _tensor_file(
     file = TorchFile(path)
     if joint is None:
         return file.finish(file.tensor(replace(entry, shape=(entry.numel,), replicas=()), dtype))
-    return file.finish({**file.adopt(joint.words), "param": file.tensor(cut(entry, joint.keep), dtype)})
+    return file.finish({**file.adopt(joint.words), "param": file.tensor(first_rows(entry, joint.keep), dtype)})
 
 
 def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
@@ -157,7 +157,7 @@ def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-def _left(training: Training, stage_3: bool, ranks: int) -> dict[str, object]:
+def _without_partitions(training: Training, stage_3: bool, ranks: int) -> dict[str, object]:
     """One rank's optimizer file without its partitions; at stage 3, with them.
 
     As DeepSpeed's converter does, it says of each group, of experts too, that all data-parallel ranks share it, without padding.

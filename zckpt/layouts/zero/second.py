@@ -25,9 +25,9 @@ from zckpt.layouts.save.second import (
     SecondLook,
     Shape,
     StoredRows,
-    dotted,
     hold_elements,
     hold_whole,
+    join_path,
     leaves_of,
     listed_in,
     mapping,
@@ -163,7 +163,7 @@ def add_module(found: RankTensors, roots: Iterable[Mapping[str, object]], *, is_
     for root in roots:
         module = root.get("module")
         leaves = leaves_of(module) if isinstance(module, Mapping) else ()
-        tensors = {dotted(path): ref for path, ref in leaves if isinstance(ref, TensorRef)}
+        tensors = {join_path(path): ref for path, ref in leaves if isinstance(ref, TensorRef)}
         listed, kept = listed_in(root), {*shared_in(root).values()}
         loose = {name: ref for name, ref in tensors.items() if listed and name not in listed and name not in kept}
         lacking = {name: shape for name, shape in listed.items() if name not in tensors}

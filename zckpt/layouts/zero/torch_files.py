@@ -160,7 +160,7 @@ class TorchFile:
         }
 
 
-def copied(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+def plan_copy(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
     """A file that is to be what another one is."""
     made = FileStore(path, store.size)
     if not store.size:

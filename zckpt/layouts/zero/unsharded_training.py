@@ -61,7 +61,7 @@ def training_of(model: ModelStates, names: Names | None = None) -> Training:
         per_element = tuple(n for n, value in first.items() if isinstance(value, TensorRef) and _is_of(value, n))
         shapes = [_shape(model, name) for name in members]
         if is_flat:
-            states |= dict(_cut(model, members, shapes, first, per_element))
+            states |= dict(_cut_states(model, members, shapes, first, per_element))
         else:
             for name, shape, state in zip(members, shapes, own, strict=True):
                 states[name] = {
@@ -137,7 +137,7 @@ def _parameters(model: ModelStates) -> list[str]:
     return list(places.values())
 
 
-def _cut(
+def _cut_states(
     model: ModelStates, names: Sequence[str], shapes: Sequence[tuple[int, ...]], state: Mapping[str, object],
     per_element: Sequence[str],
 ) -> Iterator[tuple[str, dict[str, TensorEntry]]]:  # fmt: skip

@@ -147,7 +147,7 @@ def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) 
         directory=opened.place.listing.directory.path,
         catalog=catalog,
         buffers=buffers,
-        buffers_lost=_lost(run, own, buffers),
+        buffers_lost=_lacks_buffers(run, own, buffers),
         precision=None if training is None else getattr(torch, training.precision.torch_name),
         groups=groups,
         scaler=_scaler(training) if training is not None and options.optimizer else None,
@@ -285,7 +285,7 @@ def _own_buffers(
     return found
 
 
-def _lost(run: TrainingRun, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
+def _lacks_buffers(run: TrainingRun, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
     """Whether ranks had buffers of their own, and this rank's are missing."""
     ranks = own.get("differing_buffers") or []
     same_world = own.get("world_size") == run.world_size
