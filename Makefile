@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-l
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize asan tsan wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch
+.PHONY: demo test proofs fuzz check sanitize asan tsan wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch oldest
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -71,6 +71,16 @@ old-torch: .make/old-torch
 	$(BIN)/python -m venv --clear .venv-old
 	.venv-old/bin/pip --disable-pip-version-check install -q --no-compile --no-deps torch==$(OLD_TORCH) sympy==1.13.1
 	.venv-old/bin/python tests/old_torch.py $(VENV)
+	@touch $@
+
+# A part of the tests with the oldest libraries that pyproject.toml allows, in a folder beside the environment.
+OLDEST_TESTS := tests/distributed/test_pretrained.py tests/runtime/test_config.py tests/runtime/test_start.py tests/cli/test_json.py
+oldest: .make/oldest/ready
+	PYTHONPATH=$(CURDIR)/.make/oldest $(PYTEST) $(OLDEST_TESTS)
+.make/oldest/ready: .make/test pyproject.toml .ci/oldest.py
+	rm -rf $(@D)
+	$(BIN)/pip --disable-pip-version-check install -q --no-compile --target $(@D) $$($(BIN)/python .ci/oldest.py)
+	$(BIN)/pip --disable-pip-version-check install -q --no-compile --no-deps --target $(@D) $$($(BIN)/python .ci/oldest.py alone)
 	@touch $@
 
 # verl's merger of rank files, without what the rest of verl needs: a second opinion, and a rival.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +11,22 @@ import pytest
 
 Outcome = Callable[..., list[Any]]
 SCRIPT = "pretrained_checks.py"
-BOTH = ("Init", "HfDeepSpeedConfig")
+LOADS_PARTS = int(importlib.metadata.version("transformers").partition(".")[0]) >= 5
+WAYS = 2 if LOADS_PARTS else 1
+"""In which models are made in parts: transformers 4 does so only because it knows the config."""
 
 
 def test_from_pretrained_loads_what_it_loads_without_sharding(outcome: Outcome) -> None:
     for rank in outcome(SCRIPT, 2, "loaded"):
-        assert len(rank) == 14
+        assert len(rank) == 7 * WAYS
         assert {name: found for name, found in rank.items() if found} == {}
 
 
 def test_what_is_missing_or_of_another_shape_is_initialised(outcome: Outcome) -> None:
     for rank in outcome(SCRIPT, 2, "missing_and_mismatched"):
-        for how in BOTH:
-            assert rank[how] == [["score.weight"], ["lm_head.weight", "model.embed_tokens.weight"], [0.02, 0.02], []]
+        assert len(rank) == WAYS
+        for found in rank.values():
+            assert found == [["score.weight"], ["lm_head.weight", "model.embed_tokens.weight"], [0.02, 0.02], []]
 
 
 def test_from_config_initialises_and_the_model_trains(outcome: Outcome) -> None:
@@ -41,6 +45,7 @@ def test_the_documented_inference_runs_with_an_input_for_each_rank(outcome: Outc
     assert outcome(SCRIPT, 2, "inference_as_documented") == [[True, True]] * 2
 
 
+@pytest.mark.skipif(not LOADS_PARTS, reason="in transformers 4 rank 0 reads all of a checkpoint")
 @pytest.mark.parametrize("world", [2, *proofs.cases([[4]])])
 def test_a_rank_needs_memory_for_its_part_only(outcome: Outcome, world: int) -> None:
     """The largest tensor has 7.8 MiB; a fifth of a part is less than the part of one more rank."""

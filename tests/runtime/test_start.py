@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, StepLR
 
 from zckpt import runtime
-from zckpt.base.errors import UsageError
+from zckpt.base.errors import IncompleteError, UsageError
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
 
@@ -60,3 +62,68 @@ def test_what_is_no_optimizer_or_schedule(arguments: dict[str, Any], what: str) 
 def test_a_model_without_anything_to_train() -> None:
     with pytest.raises(UsageError, match="no parameter to train"):
         runtime.initialize(model=nn.Linear(2, 1).requires_grad_(False), config=CONFIG)
+
+
+def test_a_model_has_one_engine() -> None:
+    engine = runtime.initialize(model=nn.Linear(2, 1), config=CONFIG)[0]
+    for model, what in ((engine, "got an engine as its model"), (engine.module, "the model is sharded already")):
+        with pytest.raises(UsageError, match=what) as caught:
+            runtime.initialize(model=model, config=CONFIG)
+        assert caught.value.remedy == "Use the engine that there is, or make the model anew."
+
+
+def test_inference_with_the_config_of_a_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A schedule without an optimizer is left aside, as DeepSpeed leaves it: the config's and the script's."""
+    caplog.set_level(logging.INFO, "zckpt.runtime")
+    model, rows = nn.Linear(2, 1), torch.ones(1, 2)
+    wanted = model(rows)
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 3},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    }
+    engine, optimizer, _, schedule = runtime.initialize(model=model, config=config, lr_scheduler=ConstantLR)
+    with torch.no_grad():
+        assert torch.equal(engine(rows), wanted) and optimizer is schedule is None
+    assert "There is no optimizer, so the schedule is left aside." in caplog.messages
+
+
+def test_what_is_logged_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The config once, whole; which of two optimizers is taken; a step that nothing went before."""
+    caplog.set_level(logging.INFO, "zckpt.runtime")
+    model = nn.Linear(2, 1)
+    config = {**CONFIG, "gradient_clipping": "auto"}
+    optimizer = torch.optim.Adam(model.parameters())
+    engine = runtime.initialize(model=model, config=config, optimizer=optimizer, auto={"gradient_clipping": 0.5})[0]
+    [line] = [one for one in caplog.messages if one.startswith("The config with what was computed")]
+    assert '"gradient_clipping": 0.5' in line and '"train_micro_batch_size_per_gpu": 1' in line
+    assert "initialize was given its own optimizer, so that of the config (SGD) is left aside." in caplog.messages
+    caplog.clear()
+    engine.step()
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert [one[:51] for one in caplog.messages] == ["engine.step() without a backward since the last step"[:51]]
+
+
+def test_wrong_arguments_of_the_engines_calls(tmp_path: Path) -> None:
+    engine = runtime.initialize(model=nn.Linear(2, 1), config=CONFIG)[0]
+    with pytest.raises(UsageError, match="a loss that is a tensor; found a float"):
+        engine.backward(1.0)  # type: ignore[arg-type]
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(IncompleteError, match=r"tag 'x'.*the tags global_step0\. Choose one with the argument tag"):
+        engine.load_checkpoint(tmp_path, tag="x")
+
+
+def test_gathering_passes_over_what_is_no_parameter() -> None:
+    """As DeepSpeed does: libraries give it the values of `state_dict()`, which are of a model in parts here."""
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    with runtime.zero.Init(config_dict_or_path=config):
+        model = nn.Linear(2, 1)
+    state = model.state_dict()
+    with runtime.zero.GatheredParameters([torch.ones(2), *state.values()], modifier_rank=0) as given:
+        assert [one is mine for one, mine in zip(given, model.parameters(), strict=True)] == [True, True]
+        model.bias.data.fill_(7.0)
+    with runtime.zero.GatheredParameters([torch.ones(2)]) as given:
+        assert given == []
+    with runtime.zero.GatheredParameters(model.bias):
+        assert model.bias.item() == 7.0 and state["bias"].device.type == "cpu"

@@ -211,6 +211,8 @@ class Engine(TrainingRun):
         try:
             last = self.is_gradient_accumulation_boundary()
             if last:
+                if not self._backwards and not self.pending_micro_steps:
+                    _log.warning("engine.step() without a backward since the last step: all gradients are zero.")
                 self.optimizer.step()
                 if self._applied and self.lr_scheduler is not None:
                     self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -424,13 +426,17 @@ class Engine(TrainingRun):
 add_answers(Engine)
 
 
-def _check_loss(loss: torch.Tensor, what: str) -> None:
+def _check_loss(loss: object, what: str) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            f"{what} needs a loss that is a tensor", found=f"a {type(loss).__name__}",
+            remedy="Pass what the forward returned, not its .item().",
+        )  # fmt: skip
     if loss.numel() != 1:
         raise UsageError(
-            f"{what} needs a loss of one element",
-            found=f"a loss of shape {list(loss.shape)}",
+            f"{what} needs a loss of one element", found=f"a loss of shape {list(loss.shape)}",
             remedy="Reduce the loss first, for example with loss.mean().",
-        )
+        )  # fmt: skip
 
 
 def _to_half(value: Any) -> Any:

@@ -19,12 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zckpt.base.errors import UsageError
 from zckpt.live.device import device_of_messages
 from zckpt.runtime.arguments import refuse_parallel, refuse_partial
 from zckpt.runtime.config.read import read_config
 from zckpt.runtime.config.zero import Zero
-from zckpt.runtime.sharding.deferred import Recorder, defer, gather_rows, local_rows, rows_held_by
+from zckpt.runtime.sharding.deferred import Recorder, defer, detached_from, gather_rows, local_rows, rows_held_by
 from zckpt.runtime.sharding.external import register_external_parameter, unregister_external_parameter
 from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType, label
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
@@ -142,14 +141,11 @@ class GatheredParameters:
     context manager returns, as a list, and what the modules hold (`model.head.weight`). Every rank has to enter and leave.
 
     Args:
-        params: parameters as the modules hold them, one or several; of a model before or after `initialize`. Buffers among
-            them are left as they are.
+        params: parameters as the modules hold them, one or several; of a model before or after `initialize`. As DeepSpeed
+            does, it passes over all other tensors: they are not in the list.
         modifier_rank: the rank whose changes all ranks take over on leaving; None discards changes.
         fwd_module: accepted for DeepSpeed's sake and not used.
         enabled: False does nothing, and returns an empty list.
-
-    Raises:
-        UsageError: one of `params` is not a parameter of a model, or is sharded by something else.
     """
 
     def __init__(
@@ -159,10 +155,8 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        several = [params] if isinstance(params, torch.Tensor) else list(params)
-        if any(isinstance(one, nn.Parameter) for one in several):
-            several = [one for one in several if isinstance(one, nn.Parameter)]  # buffers are whole everywhere
-        self._params = list({id(p): p for p in several}.values()) if enabled else []
+        several = map(detached_from, [params] if isinstance(params, torch.Tensor) else params)
+        self._params = list({id(p): p for p in several if _is_gatherable(p)}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._inside: list[tuple[nn.Parameter, Callable[[bool], None]]] = []
 
@@ -184,6 +178,11 @@ class GatheredParameters:
         self._inside = []
 
 
+def _is_gatherable(tensor: torch.Tensor) -> bool:
+    plain = isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor)
+    return plain or sharded_parameter_of(tensor) is not None
+
+
 def _order(parameter: torch.Tensor) -> tuple[int, str]:
     """A key that sorts parameters alike on all ranks, also if they come out of a set."""
     rows = rows_held_by(parameter) if isinstance(parameter, nn.Parameter) else None
@@ -196,13 +195,6 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
     sharded = sharded_parameter_of(parameter)
     if sharded is not None:
         return _gather_sharded(sharded)
-    if isinstance(parameter, DTensor) or not isinstance(parameter, nn.Parameter):
-        raise UsageError(
-            "GatheredParameters got a tensor that is no parameter of a model of zckpt.runtime",
-            found=f"a {type(parameter).__name__} of shape {list(parameter.shape)}",
-            expected="a parameter of a model, plain or sharded by zckpt.runtime",
-            remedy="Pass parameters of the model that initialize or zero.Init got, such as model.head.weight.",
-        )
     rows = rows_held_by(parameter)
     if rows is None:
         return parameter, lambda keep: None

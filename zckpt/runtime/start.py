@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from zckpt.base.errors import UsageError
 from zckpt.runtime.activations import configure_once
 from zckpt.runtime.arguments import config_of, refuse_parallel
-from zckpt.runtime.config.read import Settings, batch_of, read_config
+from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
 from zckpt.runtime.observe.monitor import check_libraries
@@ -94,6 +96,12 @@ def initialize(
     if model is None or config is None:
         missing = "model" if model is None else "config"
         raise UsageError(f"initialize needs a {missing}", remedy=f"Pass it: initialize({missing}=...).")
+    if isinstance(model, (Engine, FSDPModule)):
+        raise UsageError(
+            "initialize got an engine as its model" if isinstance(model, Engine) else "the model is sharded already",
+            found=f"a {type(model).__name__}", expected="a model that no engine has",
+            remedy="Use the engine that there is, or make the model anew.",
+        )  # fmt: skip
     refuse_parallel(mpu, mesh_param)
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
     _check(settings, optimizer, lr_scheduler)
@@ -104,9 +112,10 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = join_world()
     batch = batch_of(settings, world.size)
+    trains = optimizer is not None or settings.config.optimizer.type is not None
     if world.rank == 0:
         _log_unused(settings)
-    trains = optimizer is not None or settings.config.optimizer.type is not None
+        _log_chosen(settings, batch, optimizer, lr_scheduler, trains=trains)
     if world.rank == 0 and trains:
         _log_differences(settings)
     groups = groups_of(model, model_parameters)
@@ -155,15 +164,12 @@ def _check(settings: Settings, optimizer: object, lr_scheduler: object) -> None:
     """
     config, stage = settings.config, settings.zero.stage
     trains = optimizer is not None or config.optimizer.type is not None
-    schedules = lr_scheduler is not None or config.scheduler.type is not None
-    give = "Pass an optimizer to initialize, or add a section 'optimizer' to the config"
-    if not trains and schedules:
-        raise UsageError("a schedule needs an optimizer, and there is none", file=settings.file, remedy=f"{give}.")
     if not trains and stage in (1, 2):
         raise UsageError(
             f"ZeRO stage {stage} shards an optimizer's states, and there is no optimizer",
             file=settings.file,
-            remedy=f"{give}. For inference choose stage 3 (sharded) or 0 (whole).",
+            remedy="Pass an optimizer to initialize, or add a section 'optimizer' to the config. For inference choose stage 3 "
+            "(sharded) or 0 (whole).",
         )
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise UsageError(
@@ -213,6 +219,22 @@ def _log_unused(settings: Settings) -> None:
     if settings.unused:
         lines = "\n".join(f"  {key}: {why}" for key, why in settings.unused)
         _log.info("Keys of %s that change nothing here:\n%s", settings.file, lines)
+
+
+def _log_chosen(
+    settings: Settings, batch: BatchSizes, optimizer: object, lr_scheduler: object, *, trains: bool
+) -> None:
+    """Logs the config with all that was computed, and which of two optimizers or schedules is taken."""
+    config = settings.config
+    for name, given, own in (
+        ("optimizer", optimizer, config.optimizer.type),
+        ("scheduler", lr_scheduler, config.scheduler.type),
+    ):
+        if given is not None and own is not None:
+            _log.warning("initialize was given its own %s, so that of the config (%s) is left aside.", name, own)
+    if not trains and (lr_scheduler is not None or config.scheduler.type):
+        _log.info("There is no optimizer, so the schedule is left aside.")
+    _log.info("The config with what was computed: %s", json.dumps({**settings.raw, **batch.by_key()}))
 
 
 def _log_differences(settings: Settings) -> None:

@@ -36,6 +36,10 @@ class BatchSizes:
     micro: int
     accumulation: int
 
+    def by_key(self) -> dict[str, int]:
+        """By the config's keys."""
+        return dict(zip(_BATCH, (self.total, self.micro, self.accumulation), strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import join_words, ranks
 from zckpt.jobs.open import open_checkpoint
 from zckpt.layouts.save.pointers import latest_of
@@ -140,7 +140,13 @@ class Saves:
             counters=not load_module_only,
             strict=load_module_strict,
         )
-        found = load(self.run, self._meetings("load"), path, chosen or None, options)
+        try:
+            found = load(self.run, self._meetings("load"), path, chosen or None, options)
+        except ZckptError as error:  # whoever calls from Python has no option of a command line
+            error.what, error.found, error.remedy = (
+                text.replace("--tag", "the argument tag") for text in (error.what, error.found, error.remedy)
+            )
+            raise
         if custom_load_fn is not None:
             self._load_by(path, chosen or None, custom_load_fn)
         return found
