@@ -195,6 +195,7 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
     sharded = sharded_parameter_of(parameter)
     if sharded is not None:
         return _gather_sharded(sharded)
+    assert isinstance(parameter, nn.Parameter)
     rows = rows_held_by(parameter)
     if rows is None:
         return parameter, lambda keep: None

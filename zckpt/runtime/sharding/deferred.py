@@ -87,7 +87,7 @@ class DeferredParameter(nn.Parameter):
         asks = str(sys._getframe(1).f_globals.get("__name__"))
         return torch.device("meta") if rows is None or asks.partition(".")[0] == "torch" else rows.values.device
 
-    def detach(self) -> torch.Tensor:  # type: ignore[override]
+    def detach(self) -> torch.Tensor:
         """What `state_dict()` has of it, with its attributes; `detached_from` finds the parameter."""
         alone = DeferredParameter(super().detach(), requires_grad=False)
         vars(alone).update(vars(self), **{_DETACHED: self})
