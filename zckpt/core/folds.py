@@ -112,6 +112,20 @@ class Kernels(Protocol):
         What is larger than E4M3's largest number, 448, becomes that; NaN stays NaN. The bits go into `out`.
         """
 
+    def of_codes(
+        self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
+    ) -> None:
+        """Puts (number of the table - zero point) * factor into `numbers`, for each code; difference and product are rounded.
+
+        Args:
+            codes: places in the table.
+            table: of 256 numbers.
+            blocks: how blocks lie over the codes.
+            zeros: a zero point for each block; None for none.
+            factors: likewise.
+            numbers: the result.
+        """
+
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
         """Writes each 32 numbers as a block of 34 bytes (ggml's Q8_0): the scale as fp16, and the numbers divided by it.
 

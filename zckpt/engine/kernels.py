@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zckpt.core.folds import Kernels, MatrixBlocks, Rounded
-from zckpt.engine import kernels_fp8
+from zckpt.engine import kernels_codes, kernels_fp8
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Bytes, Floats
@@ -61,6 +61,12 @@ class NativeKernels:
         """As `Kernels.to_e4m3`."""
         kernels_fp8.check(numbers, blocks, factors, out)
         return Rounded(*_core.to_e4m3(_address(numbers), blocks, _address(factors), _address(out)))
+
+    def of_codes(
+        self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
+    ) -> None:
+        """As `Kernels.of_codes`."""
+        kernels_codes.of_codes(codes, table, blocks, zeros, factors, numbers)
 
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
         """As `Kernels.to_q8_0`."""
@@ -131,6 +137,12 @@ class ReferenceKernels:
     def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
         """As `Kernels.to_e4m3`."""
         return kernels_fp8.to_e4m3(numbers, blocks, factors, out)
+
+    def of_codes(
+        self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
+    ) -> None:
+        """As `Kernels.of_codes`."""
+        kernels_codes.of_codes(codes, table, blocks, zeros, factors, numbers)
 
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
         """As `Kernels.to_q8_0`."""

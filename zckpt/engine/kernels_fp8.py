@@ -50,7 +50,7 @@ def multiply_blocks(numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> N
 
     check(numbers, blocks, factors)
     with np.errstate(all="ignore"):
-        numbers *= _spread_scales(factors, blocks)
+        numbers *= spread_scales(factors, blocks)
 
 
 def to_e4m3(numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
@@ -60,7 +60,7 @@ def to_e4m3(numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) 
     check(numbers, blocks, factors, out)
     if not len(numbers):
         return Rounded(0, 0, 0.0)
-    factor = _spread_scales(factors, blocks)
+    factor = spread_scales(factors, blocks)
     signs, size = numbers.view(np.uint32), np.abs(numbers)
     with np.errstate(all="ignore"):
         y = size / factor
@@ -90,7 +90,7 @@ def _block_rows(blocks: MatrixBlocks) -> Any:
     return (blocks.first + np.arange(blocks.rows)) // blocks.block_rows
 
 
-def _spread_scales(factors: Floats, blocks: MatrixBlocks) -> Any:
+def spread_scales(factors: Floats, blocks: MatrixBlocks) -> Any:
     """The factor of each number."""
     import numpy as np
 

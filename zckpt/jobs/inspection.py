@@ -21,7 +21,7 @@ from zckpt.jobs.casting import output_dtype
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import Opened, open_place, strip_wrappers
-from zckpt.jobs.opened import dequantise, scaled_in
+from zckpt.jobs.opened import about, dequantise
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, lost_files, slices_as_json
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
@@ -29,7 +29,6 @@ from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.naming.adapter_names import note_unmerged
-from zckpt.quantized.plain import about
 from zckpt.storage.location import locate
 
 _ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "frozen"))
@@ -62,6 +61,7 @@ class Inspection:
         grid: model-parallel rank -> data-parallel rank -> kind of file ("model", "optim") -> its state.
         lost: names of files that an index or metadata name and that are missing, each with the tensors of which nothing else is
             known; looked for only where the weights cannot be exported.
+        numbers: the catalog with the tensors that quantised ones stand for: of these are all counts of parameters and bytes.
     """
 
     place: Place
@@ -71,6 +71,7 @@ class Inspection:
     resumable: Verdict
     notes: tuple[str, ...]
     lost: Mapping[str, list[str]] = field(default_factory=dict[str, "list[str]"])
+    numbers: Catalog | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.lines(width=words.PAGE))
@@ -98,6 +99,7 @@ class Inspection:
         facts: dict[str, object] = {"path": listing.directory.path, "tag": listing.tag, "tags": list(self.place.tags)}
         if catalog is not None:
             source, topology = catalog.source, catalog.topology
+            numbers = self.numbers or catalog
             facts |= {
                 "layout": source.layout,
                 "zero_stage": source.zero_stage,
@@ -105,11 +107,11 @@ class Inspection:
                 "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
                 "evidence": catalog.evidence.as_json(),
                 "experts": experts_as_json(topology),
-                "parameters": sum(entry.role != "buffer" for entry in catalog.tensors.values()),
-                "numel": catalog.numel,
-                "trainable_numel": _numel(catalog, "parameter"),
-                "frozen_numel": _numel(catalog, "frozen"),
-                "bytes": output_bytes(catalog),
+                "parameters": sum(entry.role != "buffer" for entry in numbers.tensors.values()),
+                "numel": numbers.numel,
+                "trainable_numel": _numel(numbers, "parameter"),
+                "frozen_numel": _numel(numbers, "frozen"),
+                "bytes": output_bytes(numbers),
                 "aliases": dict(catalog.aliases),
                 "optimizer": list(source.optimizer_states),
                 "steps": source.global_steps,
@@ -135,7 +137,7 @@ class Inspection:
         yield listing.directory.path
         if catalog is not None:
             topology = None if catalog.source.layout == "universal" else catalog.topology
-            yield from _catalog_rows(catalog, self.place, width)
+            yield from _catalog_rows(catalog, self.numbers or catalog, self.place, width)
         elif self.place.tags:
             yield from row("tags", ", ".join(self.place.tags), width)
         yield from file_rows(self.grid, listing, topology, width)
@@ -151,7 +153,7 @@ class Inspection:
                 yield from slice_lines(entry)
 
 
-def _catalog_rows(catalog: Catalog, place: Place, width: int | None) -> Iterator[str]:
+def _catalog_rows(catalog: Catalog, numbers: Catalog, place: Place, width: int | None) -> Iterator[str]:
     """What the tensors are, and what the run was that saved them."""
     source, topology = catalog.source, catalog.topology
     writer = " ".join(source.framework).strip()
@@ -169,13 +171,13 @@ def _catalog_rows(catalog: Catalog, place: Place, width: int | None) -> Iterator
         yield from row("parallelism", ranks, width)
     for label, text in source.details:
         yield from row(label, text, width)
-    roles = Counter(entry.role for entry in catalog.tensors.values())
+    roles = Counter(entry.role for entry in numbers.tensors.values())
     kinds = [
-        f"{roles[role]:,} {word} ({count(_numel(catalog, role), 'element')})" for role, word in _ROLES if roles[role]
+        f"{roles[role]:,} {word} ({count(_numel(numbers, role), 'element')})" for role, word in _ROLES if roles[role]
     ]
     buffers = [count(roles["buffer"], "buffer")] if roles["buffer"] else []
-    yield from row("tensors", f"{len(catalog):,}: {', '.join(kinds + buffers)}", width)
-    yield from row("size", ", ".join(f"{size(n)} as {dtype}" for dtype, n in output_bytes(catalog).items()), width)
+    yield from row("tensors", f"{len(numbers):,}: {', '.join(kinds + buffers)}", width)
+    yield from row("size", ", ".join(f"{size(n)} as {dtype}" for dtype, n in output_bytes(numbers).items()), width)
     for dropped, kept in catalog.aliases.items():
         if (
             source.layout == "megatron-core"
@@ -244,22 +246,23 @@ def inspect_checkpoint(
     try:
         reading = Reading(tag=tag, also=also, read_options=read_options, as_part=as_part)
         opened = open_place(place, reading, as_stored=True)
-        text = about(opened.quantization, scaled_in(opened))
+        numbers = dequantise(opened)
     except ZckptError as error:
         exportable = _refusal(error, place)
     else:
         place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
-        if opened.packed is not None:
-            text = f"{opened.packed.about} ({count(len(opened.packed.members), 'tensor')})"
-        if text:
+        now = numbers.catalog.tensors
+        stand_for = [name for name, entry in opened.catalog.tensors.items() if now.get(name, entry) is not entry]
+        if text := about(opened, stand_for):
             details = (*catalog.source.details, ("quantized", text))
             catalog = replace(catalog, source=replace(catalog.source, details=details))
         notes = opened.catalog.source.notes + stripped + tuple(filter(None, [note_unmerged(catalog)]))
-        exportable = _judge_packed(opened) or Verdict(True, _wholeness(catalog))
+        exportable = _judge_packed(numbers) or Verdict(True, _wholeness(catalog))
     lost = lost_files(place.listing) if catalog is None else {}
     grid = grid_of(place.listing, catalog, lost)
-    return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes, lost)
+    whole = None if catalog is None else numbers.catalog
+    return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes, lost, whole)
 
 
 def _wholeness(catalog: Catalog) -> str:
@@ -274,13 +277,12 @@ def _refusal(error: ZckptError, place: Place) -> Verdict:
     return Verdict(False, str(error).replace(place.listing.directory.path + os.sep, ""))
 
 
-def _judge_packed(opened: Opened) -> Verdict | None:
+def _judge_packed(numbers: Opened) -> Verdict | None:
     """Why whole weights cannot be made, if that is because of how they are quantised; None if that is no hindrance."""
-    numbers = dequantise(opened)
     try:
         numbers.check_read(numbers.catalog.tensors.values())
     except ZckptError as error:
-        return _refusal(error, opened.place)
+        return _refusal(error, numbers.place)
     return None
 
 

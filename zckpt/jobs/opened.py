@@ -5,18 +5,20 @@ For `open` and every job that begins with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
+from zckpt.base.words import count, join_words
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import BF16
+from zckpt.core.dtypes import BF16, DType
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
 from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
-from zckpt.quantized.plain import Scaled, about, find_scaled, plain
+from zckpt.quantized.plain import about as about_fp8
+from zckpt.quantized.plain import plain, product, find_scaled
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -126,9 +128,24 @@ def _modelopt_beside(place: Place) -> Quantization | None:
         return None
 
 
-def scaled_in(opened: Opened) -> dict[str, Scaled]:
-    """The tensors of fp8 that have scales, of a checkpoint that was opened as stored; raises as `quantized.plain.find_scaled`."""
-    return find_scaled(opened.catalog, opened.quantization, opened.packed.members if opened.packed is not None else ())
+def numbers_in(opened: Opened, dtype: DType | None = None) -> dict[str, TensorEntry]:
+    """The tensors that quantised ones stand for, of a checkpoint that was opened as stored: name of what is stored -> the tensor.
+
+    Args:
+        opened: the checkpoint.
+        dtype: that numbers are rounded to; None for fp32.
+
+    Raises:
+        InconsistentError, IncompleteError: scales do not fit, or are missing.
+    """
+    packed = opened.packed
+    members = () if packed is None else packed.members
+    found = {name: product(each, dtype) for name, each in find_scaled(opened.catalog, opened.quantization, members).items()}
+    if packed is None or not any(part.form.read for part in packed.parts):
+        return found
+    from zckpt.quantized.unpack import unpack
+
+    return found | unpack(opened.catalog, packed, opened.quantization, dtype)
 
 
 def dequantise(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
@@ -141,11 +158,28 @@ def dequantise(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
     Raises:
         InconsistentError, IncompleteError: scales do not fit, or are missing.
     """
-    found = scaled_in(opened)
+    found = numbers_in(opened, BF16 if keeps_dtypes else None)
     if not found:  # a config that speaks of fp8 where all is plain is from before the training
         stale = opened.quantization is not None and opened.quantization.is_read
         return replace(opened, is_plain=True) if stale else opened
-    catalog = plain(opened.catalog, found, BF16 if keeps_dtypes else None)
-    note = f"The weights are quantised, {about(opened.quantization, found)}; here they are the numbers that these stand for."
+    packed = opened.packed
+    rest = None if packed is None else packed.without(found.keys(), opened.catalog.tensors)
+    gone = set() if packed is None else packed.members - (rest.members if rest is not None else set())
+    catalog = plain(opened.catalog, found, gone)
+    note = f"The weights are quantised, {about(opened, found)}; here they are the numbers that these stand for."
     source = replace(catalog.source, notes=(*catalog.source.notes, note))
-    return replace(opened, catalog=replace(catalog, source=source), is_plain=True)
+    return replace(opened, catalog=replace(catalog, source=source), packed=rest, is_plain=rest is None)
+
+
+def about(opened: Opened, found: Collection[str]) -> str:
+    """How a checkpoint's weights are quantised, for a person; empty if they are not.
+
+    Args:
+        opened: as stored.
+        found: names of the tensors that stand for others.
+    """
+    packed = opened.packed
+    known = set() if packed is None else {part.codes.name for part in packed.parts}
+    fp8 = about_fp8(opened.quantization if packed is None else None, set(found) - known)
+    texts = [] if packed is None else [f"{packed.about} ({count(len(packed.members), 'tensor')})"]
+    return join_words([*texts, *([fp8] if fp8 else [])])

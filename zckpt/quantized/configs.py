@@ -10,6 +10,7 @@ quantization/quant_config.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Any, Literal
 
 from zckpt.base.dataclass import dataclass
@@ -34,12 +35,22 @@ class Quantization:
         about: the same with what distinguishes it, for a person.
         is_read: whether zckpt reads such weights.
         block: rows and columns of a block that has a scale.
+        facts: all that the config says.
     """
 
     method: str
     about: str
     is_read: bool
     block: tuple[int, int] = BLOCK
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def weights(self) -> list[Mapping[str, Any]]:
+        """What compressed-tensors says of weights, for each group of modules."""
+        groups = self.facts.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, dict) else []
+        found = (group.get("weights") for group in groups if isinstance(group, dict))
+        return [weights for weights in found if isinstance(weights, dict)]
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
@@ -54,16 +65,14 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     if method == "fp8":
         block = _pair(said.get("weight_block_size")) or BLOCK
         is_read = said.get("scale_fmt") in (None, "float", "ue8m0") and said.get("expert_dtype") in (None, "fp8")
-        return Quantization(method, method, is_read, block)
+        return Quantization(method, method, is_read, block, said)
     if method == "compressed-tensors":
-        form, groups = str(said.get("format")), said.get("config_groups")
-        groups = list(groups.values()) if isinstance(groups, dict) else []
-        weights = [group.get("weights") for group in groups if isinstance(group, dict)]
-        floats = [w for w in weights if isinstance(w, dict) and w.get("type") == "float" and w.get("num_bits") == 8]
+        form, weights = str(said.get("format")), Quantization(method, method, is_read=False, facts=said).weights
+        floats = [w for w in weights if w.get("type") == "float" and w.get("num_bits") == 8]
         block = next((pair for w in floats if (pair := _pair(w.get("block_structure")))), BLOCK)
-        is_read = bool(groups) and len(floats) == len(groups) and form in _FLOATS
-        return Quantization(method, f"{method} ({form})", is_read, block)
-    return Quantization(method, method, is_read=False)
+        is_read = bool(weights) and len(floats) == len(weights) and form in _FLOATS
+        return Quantization(method, f"{method} ({form})", is_read, block, said)
+    return Quantization(method, method, is_read=False, facts=said)
 
 
 def quantization_of_modelopt(said: object) -> Quantization | None:

@@ -28,7 +28,7 @@ _SCALE = "_scale|_weight_scale"
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """A form of quantised weights that zckpt does not read.
+    """A form of quantised weights.
 
     Attributes:
         about: what it is and who writes it.
@@ -38,6 +38,7 @@ class PackedForm:
         fits: whether the shapes of all of these can belong together, the codes' first; None for any.
         others: ends of what belongs to it too, where it is there.
         by: with what it can be dequantised; empty if nothing does that.
+        read: the reader of `unpack` that knows what it stands for; empty if zckpt does not read it.
     """
 
     about: str
@@ -47,11 +48,16 @@ class PackedForm:
     fits: Callable[[Sequence[Shape]], bool] | None = None
     others: tuple[str, ...] = ()
     by: str = ""
+    read: str = ""
 
 
 def _by_groups(per_scale: int) -> Callable[[Sequence[Shape]], bool]:
     """Whether each row has a scale for so many elements of its codes."""
     return lambda shapes: shapes[0] == (*shapes[1][:-1], per_scale * shapes[1][-1]) if shapes[1] else False
+
+
+def _is_matrix(shapes: Sequence[Shape]) -> bool:
+    return len(shapes[0]) >= 2
 
 
 def _by_rows(shapes: Sequence[Shape]) -> bool:
@@ -86,33 +92,34 @@ _OF_HQQ = (
 
 FORMS: tuple[PackedForm, ...] = (
     PackedForm(
-        "NVFP4 of ModelOpt", "", "U8", ((_SCALE, "F8_E4M3"), ("_scale_2|_weight_scale_2", FLOATS)), _by_groups(8)
+        "NVFP4 of ModelOpt", "", "U8", ((_SCALE, "F8_E4M3"), ("_scale_2|_weight_scale_2", FLOATS)), read="nvfp4"
     ),
     PackedForm(
         "NVFP4 of compressed-tensors", "_packed", "U8", (("_scale", "F8_E4M3"), ("_global_scale", FLOATS)),
-        by=_COMPRESSED,
+        by=_COMPRESSED, read="nvfp4, divided",
     ),
-    PackedForm("MXFP4 of compressed-tensors", "_packed", "U8", (("_scale", "U8"),), _by_groups(16), by=_COMPRESSED),
+    PackedForm("MXFP4 of compressed-tensors", "_packed", "U8", (("_scale", "U8"),), by=_COMPRESSED, read="mxfp4"),
     PackedForm(
         "packed integers of compressed-tensors", "_packed", "I32 U32", (("_scale", FLOATS),),
-        others=("_shape", "_zero_point", "_g_idx"), by=_COMPRESSED,
+        others=("_shape", "_zero_point", "_g_idx"), by=_COMPRESSED, read="packed integers",
     ),
     PackedForm(
         "MXFP4 of gpt-oss", "_blocks", "U8", (("_scales", "U8"),), _as_blocks,
-        by="transformers (Mxfp4Config(dequantize=True))",
+        by="transformers (Mxfp4Config(dequantize=True))", read="gpt-oss",
     ),
-    PackedForm("MXFP4", "", "U8", ((_SCALE, "U8"),), _by_groups(16)),
-    PackedForm("MXFP8", "", _FP8, ((_SCALE, "U8"),), _by_groups(32), by=_COMPRESSED),
-    PackedForm("int8 with scales", "", "I8", ((_SCALE, FLOATS),), _by_rows, ("_zero_point",), _COMPRESSED),
+    PackedForm("MXFP4", "", "U8", ((_SCALE, "U8"),), _by_groups(16), read="mxfp4"),
+    PackedForm("MXFP8", "", _FP8, ((_SCALE, "U8"),), by=_COMPRESSED, read="mxfp8"),
+    PackedForm("int8 with scales", "", "I8", ((_SCALE, FLOATS),), _is_matrix, ("_zero_point",), _COMPRESSED, "int8"),
     PackedForm(
-        "GPTQ", "qweight", "I32 U32", (("g_idx", "I32 I64"), ("scales", FLOATS)), others=("qzeros",), by="GPTQModel"
+        "GPTQ", "qweight", "I32 U32", (("g_idx", "I32 I64"), ("scales", FLOATS)), others=("qzeros",), by="GPTQModel",
+        read="gptq",
     ),
-    PackedForm("GPTQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(1), ("qzeros",), "GPTQModel"),
-    PackedForm("AWQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(8), ("qzeros",), "AutoAWQ"),
-    PackedForm("nf4 of bitsandbytes", ".quant_state.bitsandbytes__nf4", "U8", others=_OF_4_BITS, by=_BNB),
-    PackedForm("fp4 of bitsandbytes", ".quant_state.bitsandbytes__fp4", "U8", others=_OF_4_BITS, by=_BNB),
+    PackedForm("GPTQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(1), ("qzeros",), "GPTQModel", "gptq"),
+    PackedForm("AWQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(8), ("qzeros",), "AutoAWQ", "awq"),
+    PackedForm("nf4 of bitsandbytes", ".quant_state.bitsandbytes__nf4", "U8", others=_OF_4_BITS, by=_BNB, read="bnb4"),
+    PackedForm("fp4 of bitsandbytes", ".quant_state.bitsandbytes__fp4", "U8", others=_OF_4_BITS, by=_BNB, read="bnb4"),
     PackedForm("4 bits of bitsandbytes", ".absmax", "U8 F32", ((".quant_map", FLOATS),), others=_OF_4_BITS, by=_BNB),
-    PackedForm("int8 of bitsandbytes", "weight", "I8", (("SCB", FLOATS),), _by_rows, ("weight_format",), _BNB),
+    PackedForm("int8 of bitsandbytes", "weight", "I8", (("SCB", FLOATS),), _is_matrix, ("weight_format",), _BNB, "bnb8"),
     PackedForm("int8 of bitsandbytes", "weight_format", "U8", (("SCB", FLOATS),), by=_BNB),
     PackedForm(
         "HQQ", "W_q", WHOLE, (("scale|zero|nbits|packing|scale_q|zero_q", f"{FLOATS} {WHOLE} I64"),),
@@ -124,11 +131,11 @@ FORMS: tuple[PackedForm, ...] = (
     ),
     PackedForm(
         "torchao's quantised tensors", "_qdata", f"{WHOLE} {_FP8}", (("_scale|_scale_and_zero", f"{FLOATS} U8"),),
-        others=("_zero_point",), by="torchao (in transformers: model.dequantize())",
+        others=("_zero_point",), by="torchao (in transformers: model.dequantize())", read="torchao",
     ),
     PackedForm(
         "torchao's quantised tensors", ":qdata", f"{WHOLE} {_FP8}", ((":scale|:scale_and_zero", f"{FLOATS} U8"),),
-        others=(":zero_point",), by="torchao (in transformers: model.dequantize())",
+        others=(":zero_point",), by="torchao (in transformers: model.dequantize())", read="torchao",
     ),
     PackedForm(
         "optimum-quanto's quantised tensors", "._data", f"{WHOLE} {_FP8}", (("._scale", FLOATS),), others=("._shift",),

@@ -95,21 +95,27 @@ def blocks_of(shape: tuple[int, ...], block: tuple[int, int]) -> Grid:
     return Grid(matrices, rows, columns, *block)
 
 
-def grid_of(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> Grid | None:
+def grid_of(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int], *, has_groups: bool = False
+) -> Grid | None:
     """The grid of a tensor whose scales have a shape; None if they cannot be its scales.
 
     Args:
         shape: of the tensor.
         scales: of its scales.
         block: rows and columns of a block, where there is one scale for each block.
+        has_groups: whether there can be a scale for groups of columns, which are before blocks then.
     """
     matrices, rows, columns = as_matrices(shape)
     number, lead = math.prod(scales), shape[:-2]
     blocks = Grid(matrices, rows, columns, *block)
     if number == matrices and (number == 1 or scales[: len(lead)] == lead):
         return Grid(matrices, rows, columns, max(rows, 1), max(columns, 1))
-    if scales == (*lead, blocks.down, blocks.across):
+    is_by_rows = scales in ((*lead, rows, 1), (*lead, rows))
+    if scales == (*lead, blocks.down, blocks.across) and not (has_groups and is_by_rows):
         return blocks
-    if scales in ((*lead, rows, 1), (*lead, rows)):
+    if is_by_rows:
         return Grid(matrices, rows, columns, 1, max(columns, 1))
+    if scales[:-1] == (*lead, rows) and scales[-1] and columns % scales[-1] == 0:
+        return Grid(matrices, rows, columns, 1, columns // scales[-1])
     return None

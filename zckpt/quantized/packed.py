@@ -1,4 +1,4 @@
-"""Packed weights in a catalog: which tensors are codes, scales and tables of a quantisation that zckpt does not read.
+"""Packed weights in a catalog: which tensors are codes, scales and tables of a quantisation.
 
 For `jobs.opened`, which asks once for each checkpoint. No config is needed: `forms` is the table, and two rules for what is in no
 table are here. One is for bytes of 4 bits without scales, as FSDP and DeepSpeed gather the frozen base of a QLoRA. The other is
@@ -9,7 +9,8 @@ Source: bitsandbytes 0.50, functional.py `quantize_4bit` (the bytes are a column
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
@@ -41,18 +42,41 @@ _FEWEST = 8
 """Numbers in a column of packed bytes. bitsandbytes has blocks of 64 elements, which are 8 numbers of fp32."""
 
 
+class Part(NamedTuple):
+    """One tensor that is packed.
+
+    Attributes:
+        form: how.
+        stem: what the names of its tensors begin with.
+        codes: the tensor by which it is known.
+        beside: those that must be there, in the order of the form.
+        others: those that may be, by the ends of their names.
+    """
+
+    form: PackedForm
+    stem: str
+    codes: TensorEntry
+    beside: tuple[TensorEntry, ...] = ()
+    others: Mapping[str, TensorEntry] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """Of all its tensors."""
+        return {self.codes.name, *(entry.name for entry in (*self.beside, *self.others.values()))}
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What is packed in a catalog.
 
     Attributes:
-        forms: name of a tensor of codes -> the form of them.
-        members: names of all tensors that belong to a form: codes, scales, tables.
+        parts: each tensor that is packed.
+        members: names of all tensors that belong to them: codes, scales, tables.
         places: where each of these begins.
         has_adapter: whether there are matrices of a LoRA too.
     """
 
-    forms: Mapping[str, PackedForm]
+    parts: tuple[Part, ...]
     members: frozenset[str]
     places: frozenset[Fragment]
     has_adapter: bool
@@ -60,7 +84,11 @@ class Packed:
     @property
     def about(self) -> str:
         """The forms, for a person."""
-        return join_words(list(dict.fromkeys(form.about for form in self.forms.values())))
+        return join_words(list(dict.fromkeys(part.form.about for part in self.parts)))
+
+    def without(self, names: Collection[str], tensors: Mapping[str, TensorEntry]) -> Packed | None:
+        """What is packed beside the tensors with these codes; None if nothing is."""
+        return _packed_of([part for part in self.parts if part.codes.name not in names], tensors)
 
 
 def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed | None:
@@ -74,7 +102,7 @@ def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed |
     candidates = [name for name, entry in tensors.items() if _may_be_codes(name, entry)]
     if not candidates:
         return None
-    known: dict[str, PackedForm] = {}
+    parts: list[Part] = []
     members: set[str] = set()
     for form, dtypes, beside in _TABLE:
         for name in candidates:
@@ -82,20 +110,26 @@ def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed |
                 stem = name.removesuffix(form.codes)
                 found = [name, *(_find_beside(tensors, stem, ends, theirs) for ends, theirs in beside)]
                 if all(found) and (form.fits is None or form.fits([tensors[one].shape for one in found])):
-                    known[name] = form
-                    members.update(found, (stem + end for end in form.others if stem + end in tensors))
+                    own, *more = (tensors[one] for one in found)
+                    others = {end: tensors[stem + end] for end in form.others if stem + end in tensors}
+                    parts.append(Part(form, stem, own, tuple(more), others))
+                    members |= parts[-1].names
     rest = [name for name in candidates if name not in members]
-    known.update(dict.fromkeys(_find_columns(tensors, rest, quantization), _COLUMNS))
+    parts += [Part(_COLUMNS, name, tensors[name]) for name in _find_columns(tensors, rest, quantization)]
     for name, scales in _find_integers(tensors, rest).items():
-        known[name] = _INTEGERS
-        members.update(scales)
-    if not known:
+        parts.append(Part(_INTEGERS, name, tensors[name], tuple(tensors[one] for one in scales)))
+    return _packed_of(parts, tensors)
+
+
+def _packed_of(parts: Sequence[Part], tensors: Mapping[str, TensorEntry]) -> Packed | None:
+    if not parts:
         return None
-    members.update(known)
+    members: set[str] = set().union(*(part.names for part in parts))
+    known = [part.codes.name for part in parts]
     for module in {name[: name.find(".weight") + 1] or name[: name.rfind(".") + 1] for name in known}:
         members.update(module + end for end in BESIDE_MODULE if module + end in tensors)
     places = frozenset(tensors[name].fragments[0] for name in members if tensors[name].fragments)
-    return Packed(known, frozenset(members), places, any(".lora_" in name for name in tensors))
+    return Packed(tuple(parts), frozenset(members), places, any(".lora_" in name for name in tensors))
 
 
 def _may_be_codes(name: str, entry: TensorEntry) -> bool:
@@ -177,7 +211,8 @@ def check_unpacked(
     if not found:
         return
     if packed is not None:
-        found.sort(key=lambda entry: entry.name not in packed.forms)
+        first = {part.codes.name for part in packed.parts}
+        found.sort(key=lambda entry: entry.name not in first)
         how = f"as {packed.about}"
     else:
         how = "" if quantization is None else f"by {quantization.about}"
@@ -208,13 +243,13 @@ def _remedy_for(packed: Packed | None) -> str:
     if packed.has_adapter:
         lost = (
             "There are no scales in the save, so nothing can dequantise it. "
-            if _COLUMNS in packed.forms.values()
+            if any(part.form is _COLUMNS for part in packed.parts)
             else ""
         )
         return (
             f"{lost}Write the adapter alone with `zckpt to-peft`, or merge it into the model that was quantised: --merge-lora "
             "--base MODEL."
         )
-    libraries = join_words(list(dict.fromkeys(form.by for form in packed.forms.values() if form.by)), "or")
+    libraries = join_words(list(dict.fromkeys(part.form.by for part in packed.parts if part.form.by)), "or")
     first = f"Dequantise it with {libraries}, save it, and convert that; or convert" if libraries else "Convert"
     return f"{first} the model that was quantised. Leave these tensors out with --exclude if you do not want them."

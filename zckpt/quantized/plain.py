@@ -22,6 +22,8 @@ from zckpt.quantized.grids import Grid, grid_of
 _SCALES = ("_scale_inv", "_scale")
 _OF_INPUTS = ("input_scale", "activation_scale", "input_scale_inv")
 """Beside a weight: the scale of what goes into its module, which plain weights have no use for."""
+_OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
+"""Of quantised keys and values, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +89,34 @@ def is_fp8(dtype: DType) -> bool:
     return dtype.kind == "float" and dtype.itemsize == 1
 
 
-def plain(catalog: Catalog, found: Mapping[str, Scaled], dtype: DType | None = None) -> Catalog:
+def plain(catalog: Catalog, found: Mapping[str, TensorEntry], gone: Collection[str] = ()) -> Catalog:
     """The catalog with the numbers that quantised tensors stand for, without scales.
 
     Args:
         catalog: as stored.
-        found: its tensors of fp8, by `find_scaled`.
-        dtype: that the numbers are rounded to; None for fp32.
+        found: name of a tensor -> what it stands for.
+        gone: names of tensors that belong to those.
     """
-    if not found:
-        return catalog
-    gone = {each.scales.name for each in found.values()}
-    for name in found:
-        base = name.removesuffix("weight")
-        gone.update(base + end for end in _OF_INPUTS if base + end in catalog.tensors)
+    gone = {*gone} - found.keys()
+    for name, entry in found.items():
+        gone.update(
+            name + end for end in _SCALES if is_fp8(catalog.tensors[name].dtype) and name + end in catalog.tensors
+        )
+        module = entry.name.removesuffix("weight")
+        gone.update(module + end for end in _OF_INPUTS if module + end in catalog.tensors)
+    gone.update(name for name, entry in catalog.tensors.items() if entry.numel == 1 and name.endswith(_OF_CACHE))
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        if name in found:
-            entry = product(found[name], dtype)
         if name not in gone:
-            tensors[name] = entry
-    aliases = {dropped: kept for dropped, kept in catalog.aliases.items() if kept not in gone}
+            now = found.get(name, entry)
+            tensors[now.name] = now
+    aliases: dict[str, str] = {}
+    for other, kept in catalog.aliases.items():
+        if kept in found and found[kept].name != kept:
+            same = next(n for n, (a, b) in enumerate(zip(kept + " ", found[kept].name + " ")) if a != b)
+            aliases[other.removesuffix(kept[same:]) + found[kept].name[same:]] = found[kept].name
+        elif kept not in gone:
+            aliases[other] = kept
     return replace(catalog, tensors=tensors, aliases=aliases)
 
 
