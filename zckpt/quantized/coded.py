@@ -137,7 +137,7 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class BlockScales:
     """The scales of blocks.
 
     Attributes:
@@ -275,7 +275,7 @@ class Coded:
     codes: Codes
     table: tuple[float, ...] | TensorEntry
     grid: Grid
-    factors: Factors
+    factors: BlockScales
     zeros: Zeros | None = None
     order: TensorEntry | None = None
     groups: int = 0

@@ -19,7 +19,7 @@ from zckpt.core.recipes import derive_entry
 from zckpt.quantized.coded import (
     Coded,
     Codes,
-    Factors,
+    BlockScales,
     Nested,
     Zeros,
     e2m1,
@@ -157,7 +157,7 @@ def _in_groups(
     if second is not None and second.numel not in (1, math.prod(lead[:-1])):
         raise _misfit(part, "scales", second, "one, or one for each matrix")
     rows = codes.numel * 8 // bits // group
-    factors = Factors(scales, second, divides)
+    factors = BlockScales(scales, second, divides)
     packing = Codes(codes, bits, rows, group, group * bits // 8)
     return Coded(name, (*lead, columns), packing, table, Grid(1, rows, group, 1, group), factors)
 
@@ -169,7 +169,7 @@ def _gpt_oss(part: Part, known: Quantization, values: Values) -> Coded:
     turned, factors = turn(codes, matrices, rows, 16 * across), turn(scales, matrices, rows, across)
     packing = Codes(turned, 4, 32 * across, rows, rows, downwards=True)
     grid = Grid(matrices, 32 * across, rows, 32, 1)
-    return Coded(part.stem, (*lead, 32 * across, rows), packing, e2m1(), grid, Factors(factors))
+    return Coded(part.stem, (*lead, 32 * across, rows), packing, e2m1(), grid, BlockScales(factors))
 
 
 # ---- whole numbers --------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
     if order is not None and order.shape != (columns,):
         raise _misfit(part, "groups of columns", order, f"{[columns]}")
     return Coded(
-        part.stem, shape, packing, unsigned(bits, offset), ordered, Factors(scales), points, order, grid.across
+        part.stem, shape, packing, unsigned(bits, offset), ordered, BlockScales(scales), points, order, grid.across
     )
 
 
@@ -256,7 +256,7 @@ def _of_bytes(part: Part, name: str, grid: Grid | None, zeros: str) -> Coded:
         raise _misfit(part, "zero points", points, f"I8 {list(scales.shape)}")
     own = None if points is None else Zeros(Codes(points, 8, grid.down, grid.across, grid.across), 0, is_signed=True)
     packing = Codes(codes, 8, grid.rows, grid.columns, grid.columns)
-    return Coded(name, codes.shape, packing, floats_of_8_bits(codes.dtype), grid, Factors(scales), own)
+    return Coded(name, codes.shape, packing, floats_of_8_bits(codes.dtype), grid, BlockScales(scales), own)
 
 
 def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
@@ -288,7 +288,7 @@ def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
     packing = Codes(turn(codes, 1, words, rows), bits, rows, columns, words)
     grid = Grid(1, rows, columns, 1, 1 if order is not None else columns // groups)
     table = unsigned(bits, 0 if zeros is not None else 1 << bits - 1)
-    factors = Factors(turn(scales, 1, groups, rows))
+    factors = BlockScales(turn(scales, 1, groups, rows))
     return Coded(f"{part.stem}weight", (rows, columns), packing, table, grid, factors, points, order, groups)
 
 
@@ -304,7 +304,7 @@ def _awq(part: Part, known: Quantization, values: Values) -> Coded | None:
     rows = 8 * words
     packing = Codes(turn(codes, 1, columns, words), 4, rows, columns, columns, downwards=True, order=_AWQ)
     points = Zeros(Codes(turn(zeros, 1, groups, words), 4, rows, groups, groups, downwards=True, order=_AWQ), 0)
-    grid, factors = Grid(1, rows, columns, 1, columns // groups), Factors(turn(scales, 1, groups, rows))
+    grid, factors = Grid(1, rows, columns, 1, columns // groups), BlockScales(turn(scales, 1, groups, rows))
     return Coded(f"{part.stem}weight", (rows, columns), packing, unsigned(4), grid, factors, points)
 
 
@@ -339,7 +339,7 @@ def _bnb_4_bits(part: Part, known: Quantization, values: Values) -> Coded | None
     if scales.numel != rows or table.numel != 16 or (nested and nested.scales.numel != -(-rows // nested.size)):
         raise _misfit(part, "scales", scales, f"one for {size} elements of {list(shape)}, and a table of 16")
     packing = Codes(codes, 4, rows, size, size // 2 // width, high_first=True)
-    return Coded(part.stem, shape, packing, table, Grid(1, rows, size, 1, size), Factors(scales, nested=nested))
+    return Coded(part.stem, shape, packing, table, Grid(1, rows, size, 1, size), BlockScales(scales, nested=nested))
 
 
 def _bnb_int8(part: Part, known: Quantization, values: Values) -> Coded | None:
@@ -352,7 +352,7 @@ def _bnb_int8(part: Part, known: Quantization, values: Values) -> Coded | None:
         raise _misfit(part, "scales", scales, f"one for each row of {list(codes.shape)}")
     rows = scales.numel
     grid, packing = Grid(1, rows, columns, 1, max(1, columns)), Codes(codes, 8, rows, columns, columns)
-    return Coded(codes.name, codes.shape, packing, signed(8), grid, Factors(scales), last=_INTO_INT8)
+    return Coded(codes.name, codes.shape, packing, signed(8), grid, BlockScales(scales), last=_INTO_INT8)
 
 
 _READERS: Mapping[str, Reader] = {
