@@ -18,7 +18,7 @@ from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
 from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
 from zckpt.quantized.plain import about as about_fp8
-from zckpt.quantized.plain import plain, product, find_scaled
+from zckpt.quantized.plain import find_scaled, plain, product
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -140,7 +140,9 @@ def numbers_in(opened: Opened, dtype: DType | None = None) -> dict[str, TensorEn
     """
     packed = opened.packed
     members = () if packed is None else packed.members
-    found = {name: product(each, dtype) for name, each in find_scaled(opened.catalog, opened.quantization, members).items()}
+    found = {
+        name: product(each, dtype) for name, each in find_scaled(opened.catalog, opened.quantization, members).items()
+    }
     if packed is None or not any(part.form.read for part in packed.parts):
         return found
     from zckpt.quantized.unpack import unpack

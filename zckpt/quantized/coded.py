@@ -17,7 +17,7 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F8_E5M2, I8, U8, DType
 from zckpt.core.folds import Tools
-from zckpt.core.overlaps import split_at, shift
+from zckpt.core.overlaps import shift, split_at
 from zckpt.core.views import transpose_fragments
 from zckpt.quantized.grids import Grid
 
@@ -357,7 +357,9 @@ def turn(entry: TensorEntry, matrices: int, rows: int, columns: int) -> TensorEn
     each, size = rows * columns, entry.dtype.itemsize
     pieces = split_at(entry.fragments, range(0, entry.numel + 1, each), size) if each else ()
     fragments = tuple(
-        f for number, own in enumerate(pieces) for f in shift(transpose_fragments(own, rows, columns, size), number * each)
+        f
+        for number, own in enumerate(pieces)
+        for f in shift(transpose_fragments(own, rows, columns, size), number * each)
     )
     return TensorEntry(entry.name, (matrices, columns, rows), entry.dtype, entry.role, fragments)
 

@@ -17,9 +17,9 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F8_E4M3, F32, I8, DType
 from zckpt.core.recipes import derive_entry
 from zckpt.quantized.coded import (
+    BlockScales,
     Coded,
     Codes,
-    BlockScales,
     Nested,
     Zeros,
     e2m1,
@@ -31,7 +31,7 @@ from zckpt.quantized.coded import (
 )
 from zckpt.quantized.configs import BLOCK, Quantization
 from zckpt.quantized.dequantise import Narrowed
-from zckpt.quantized.grids import Grid, grid_of, as_matrices
+from zckpt.quantized.grids import Grid, as_matrices, grid_of
 from zckpt.quantized.packed import Packed, Part
 
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
