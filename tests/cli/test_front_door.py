@@ -380,3 +380,23 @@ def test_the_list_of_formats_is_what_readers_and_fixtures_say(tmp_path: Path) ->
     assert found["writes"]["commands"].keys() <= COMMANDS.keys()
     told = typed("formats")
     assert all(name in told for name in [*listed, *(one["name"] for one in found["models"])])
+
+
+FINAL = "The weights in 'out' itself are not; to take these, give 'out/model.safetensors'."
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect {}", "verify {}", "to-fp32 {} x --dry-run", "push {} me/x --dry-run", "map {}"]
+)
+def test_a_final_model_beside_a_trainers_folders_is_told(
+    command: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    zckpt.convert("ck", "w", dtype="bf16", progress=False)
+    shutil.copy("w/model.safetensors", "out/model.safetensors")
+    assert "the newest, 'checkpoint-4', is taken" in (told := typed(command.format("out"))) and FINAL in told
+    assert "is taken" not in typed(command.format("out/model.safetensors"))
+    for step in (2, 4):
+        shutil.rmtree(f"out/checkpoint-{step}")
+        shutil.copytree("w", f"out/checkpoint-{step}")
+    assert "'out' holds weights itself, which are taken, and not 'checkpoint-4'" in typed(command.format("out"))

@@ -79,6 +79,8 @@ def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -
         stage=drawn.stage,
         as_part=asked.reading.as_part,
     )
+    if not sink.as_json:
+        sink.notes(found.inspection.place.notes)
     page = _write_page(found, drawn) if drawn.html is not None or drawn.open_page else None
     done = "" if page is None else f"The page {page} is complete."
     if sink.as_json:

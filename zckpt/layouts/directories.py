@@ -25,6 +25,7 @@ from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.listing import Listing, lay_over
 from zckpt.layouts.save.pointers import check_tag, read_pointer
 from zckpt.layouts.save.series import meaning_of
+from zckpt.layouts.save.weight_files import models_in
 from zckpt.layouts.search import has_saves, has_weights, pointer_in, tags_in
 from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location, locate
@@ -230,10 +231,18 @@ def as_trainers(look: Look) -> Place | None:
         return None
     place = look.enter(look, newest, look.tag)
     note = f"{look.path!r} holds {count(len(folders), 'folder')} of a trainer's checkpoints: the newest, {newest!r}, is taken."
+    if weights := name_weights(look.folder):
+        note += f" The weights in {look.path!r} itself are not; to take these, give {weights!r}."
     best = name_best(look.folder)
     if best not in (None, newest):
         note += f" The best by trainer_state.json is {best!r}, which --best takes."
     return replace(place, notes=(note, *place.notes))
+
+
+def name_weights(folder: Folder) -> str | None:
+    """The path of the file that means the weights of usual names in a directory; None where it has none of its own."""
+    models = models_in(folder) if has_weights(folder.names) else []
+    return (folder.path / (models[0].named_by or models[0].files[0])).path if models else None
 
 
 def as_by_trainer(look: Look) -> Place | None:

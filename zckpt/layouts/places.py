@@ -282,6 +282,17 @@ def as_parts(look: Look) -> Place | None:
 
 
 def as_weights(look: Look) -> Place | None:
+    """Weights in a directory; a note says so where a trainer's folders, which hold weights alone too, are beside them."""
+    place, folders = _weights_in(look), look.folder.directories(trainers.FOLDER)
+    if place is None or not folders:
+        return place
+    note = (
+        f"{look.path!r} holds weights itself, which are taken, and not {folders[-1]!r}, the newest folder beside them."
+    )
+    return replace(place, notes=(note, *place.notes))
+
+
+def _weights_in(look: Look) -> Place | None:
     """Files that are read where there is nothing else: those of usual names, or of the only model under any name."""
     whole = (
         Place(listing_of(look.folder, "", look.also), home_of(look.path, plain=True))
