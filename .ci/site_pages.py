@@ -46,6 +46,8 @@ UNLISTED = {
     *(page for page in PAGES.values() if "results" in page),
 }
 """Pages that other pages point at, and the navigation does not."""
+FIRST = ("convert", "open_checkpoint", "verify")
+"""Where the reference of Python begins."""
 PACKAGES = ("zckpt", "zckpt.live", "zckpt.integrations", "zckpt.runtime")
 
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
@@ -139,6 +141,21 @@ def shown(line: str) -> str:
     return f"```sh\n{example}\n```" if mark and not head else line
 
 
+def rank(name: str) -> tuple[int, str]:
+    """What most people look for comes first, then functions, classes and errors, each by name."""
+    kind = 3 if name.endswith("Error") else 2 if name[0].isupper() else 1
+    return (0, str(FIRST.index(name))) if name in FIRST else (kind, name)
+
+
+def home_of(package: str, name: str, found: object) -> str:
+    """The module that defines a name; classes of `zckpt` say `zckpt` themselves."""
+    home = str(getattr(found, "__module__", ""))
+    if package == home == "zckpt":
+        known = import_module("zckpt")._HOMES
+        home = import_module(f"zckpt.{known[name]}").__name__ if name in known else "zckpt.base.errors"
+    return home
+
+
 def names() -> Iterator[str]:
     """The page of all public names, for mkdocstrings, which reads a name where it is defined."""
     yield "# Python\n\nEvery name that the packages export. What else modules hold may change in any version.\n"
@@ -146,9 +163,9 @@ def names() -> Iterator[str]:
         module = import_module(package)
         yield f"## `{package}`\n"
         others: list[str] = []
-        for name in sorted(name for name in module.__all__ if not name.startswith("__")):
+        for name in sorted((name for name in module.__all__ if not name.startswith("__")), key=rank):
             found = getattr(module, name)
-            home = getattr(found, "__module__", "")
+            home = home_of(package, name, found)
             if home.startswith("zckpt.") and getattr(found, "__qualname__", "") == name:
                 yield f"::: {home}.{name}\n"
             else:

@@ -19,7 +19,7 @@ BUDGET: dict[str, float] = {
     "tests/distributed/test_matrix.py": 60,
     "tests/distributed/test_swap.py": 95,
     "tests/distributed/test_train.py": 60,
-    "tests/estimate/test_measured.py": 40,
+    "tests/estimation/test_measured.py": 40,
     "tests/hostile/test_hostile.py": 60,
     "tests/hub/test_push.py": 60,
     "tests/interop/test_architectures.py": 20,

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib
 import inspect
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from hub_server import TOKEN, HubServer
+from typer.testing import CliRunner
 
 import zckpt
 from zckpt import drop_in
+from zckpt.cli import app
 
 ROOT = Path(__file__).parent.parent
 ZERO3 = ROOT / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
@@ -75,6 +81,10 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
         "to_peft": lambda: zckpt.to_peft(OnlyPathLike(LORA), out, also=[more]),
         "to_universal": lambda: zckpt.to_universal(given, out, also=[more]),
         "to_states": lambda: zckpt.to_states(given, out, also=[more]),
+        "du": lambda: zckpt.du(given),
+        "estimate": lambda: zckpt.estimate(OnlyPathLike(LLAMA), memory="1GB"),
+        "map": lambda: zckpt.map(given, also=[more]).save(out),
+        "slim": lambda: zckpt.slim(given, out, drop=["optimizer"], also=[more]),
         "verify": lambda: (zckpt.convert(given, converted), zckpt.verify(given, converted, also=[more])),
         "push_to_hub": lambda: pushed(given, files, more, where),
         "export_delta": lambda: zckpt.live.export_delta(*saved_model(where / "old"), out),
@@ -144,6 +154,47 @@ def test_a_public_function_says_all_of_itself(name: str) -> None:
     if "arguments and errors as for" not in words:
         assert "Args:" in words and "Raises:" in words
         assert [p.name for p in parameters(function) if f"\n    {p.name}: " not in words] == []
+
+
+@pytest.mark.parametrize("name", [n for n in zckpt.__all__ if inspect.isclass(getattr(zckpt, n))])
+def test_a_public_class_says_where_users_have_it_from(name: str) -> None:
+    kind = getattr(zckpt, name)
+    assert kind.__module__ == "zckpt" and repr(kind) == f"<class 'zckpt.{name}'>" and kind.__doc__
+    assert pickle.loads(pickle.dumps(kind)) is kind
+
+
+def functions_of(package: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Public functions, and public methods of public classes."""
+    for name in package.__all__:
+        found = getattr(package, name)
+        if inspect.isclass(found):
+            own = {key: value for key, value in vars(found).items() if not key.startswith("_") or key == "__init__"}
+            yield from ((f"{name}.{key}", value) for key, value in own.items() if inspect.isfunction(value))
+        elif inspect.isfunction(found):
+            yield name, found
+
+
+@pytest.mark.parametrize("package", ["zckpt", "zckpt.live", "zckpt.integrations", "zckpt.runtime"])
+def test_signatures_show_plain_defaults(package: str) -> None:
+    """As somebody types them: no address of a function, no object; but what DeepSpeed's own signatures have."""
+    plain = (type(None), bool, int, float, str, tuple, torch.dtype, datetime.timedelta)
+    for name, function in functions_of(importlib.import_module(package)):
+        defaults = {p.name: p.default for p in parameters(function) if p.default is not p.empty}
+        assert not {key: value for key, value in defaults.items() if not isinstance(value, plain)}, name
+
+
+def test_looking_from_python_prints_what_commands_print(tmp_path: Path) -> None:
+    drawn, used, needed = zckpt.map(ZERO3), zckpt.du(ZERO3), zckpt.estimate("7B", gpus=8, memory="80GB")
+    for result, command in ((drawn, ["map", ZERO3]), (used, ["du", ZERO3])):
+        told = CliRunner().invoke(app, [*map(str, command)], env={"COLUMNS": "100"}).stdout
+        assert str(result).split() == told.split()
+    for result in (drawn, used, needed):
+        assert repr(result).startswith("<zckpt.") and len(repr(result)) < 200 and "<pre>" in result._repr_html_()
+    assert needed.ok and needed.best("bf16") is not None and not zckpt.estimate("7B", memory="1GB").ok
+    drawn.save(tmp_path / "map.html")
+    assert "<svg" in (tmp_path / "map.html").read_text() or "canvas" in (tmp_path / "map.html").read_text()
+    smaller = zckpt.slim(ZERO3, tmp_path / "slim", drop=["optimizer"], progress=False)
+    assert zckpt.du(tmp_path / "slim").classes["moments"] == 0 and smaller.out == str(tmp_path / "slim")
 
 
 def test_types_are_shipped(tmp_path: Path) -> None:

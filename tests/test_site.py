@@ -64,7 +64,11 @@ def test_the_reference_names_every_option(site: ModuleType) -> None:
 def test_the_reference_names_everything_public(site: ModuleType) -> None:
     text = "\n".join(site.names())
     assert all(f".{name}\n" in text or f"`{name}`" in text for name in zckpt.__all__ if not name.startswith("__"))
-    assert "::: zckpt.jobs.convert.convert\n" in text
+    first = [line for line in text.splitlines() if line.startswith(":::")][:3]
+    assert [line.rpartition(".")[2] for line in first] == ["convert", "open_checkpoint", "verify"]
+    assert "::: zckpt.jobs.convert.convert\n" in text and "::: zckpt.base.errors.UsageError\n" in text
+    for home, _, name in (line.removeprefix("::: ").rpartition(".") for line in text.splitlines() if ":::" in line):
+        assert hasattr(importlib.import_module(home), name)
 
 
 def test_what_pages_point_at_beside_them_is_on_the_site(site: ModuleType) -> None:

@@ -29,12 +29,14 @@ from zckpt.base.version import __version__
 if TYPE_CHECKING:
     from zckpt.checks.verdict import Verification
     from zckpt.checks.verify import verify
+    from zckpt.cli.estimate import estimate
     from zckpt.drop_in import (
         convert_zero_checkpoint_to_fp32_state_dict,
         convert_zero_checkpoint_to_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
+    from zckpt.estimation.choices import Estimate
     from zckpt.hub import PushReport, push_to_hub
     from zckpt.jobs.apply_delta import apply_delta
     from zckpt.jobs.average import average
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.options import ApplyOptions, DeltaOptions, Options
     from zckpt.jobs.planned import Report
     from zckpt.jobs.reshard import reshard
+    from zckpt.jobs.slim import slim
     from zckpt.jobs.to_dcp import to_dcp
     from zckpt.jobs.to_fp8 import to_fp8
     from zckpt.jobs.to_gguf import to_gguf
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     from zckpt.jobs.to_states import to_states
     from zckpt.jobs.to_universal import to_universal
     from zckpt.layouts.save.listing import ReadOptions
+    from zckpt.pictures.map_page import Map, map  # noqa: A004 - the command's name
+    from zckpt.upkeep.usage import RunUsage, du
 
 __all__ = [
     "AccessError",
@@ -66,11 +71,13 @@ __all__ = [
     "DeltaOptions",
     "DeltaReport",
     "Diff",
+    "Estimate",
     "Form",
     "IncompleteError",
     "InconsistentError",
     "Inspection",
     "LoraMerge",
+    "Map",
     "NotACheckpointError",
     "Options",
     "OutputError",
@@ -79,6 +86,7 @@ __all__ = [
     "RemoteError",
     "Report",
     "ResourceError",
+    "RunUsage",
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
@@ -92,12 +100,16 @@ __all__ = [
     "convert_zero_checkpoint_to_state_dict",
     "delta",
     "diff",
+    "du",
+    "estimate",
     "get_fp32_state_dict_from_zero_checkpoint",
     "inspect_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "map",
     "open_checkpoint",
     "push_to_hub",
     "reshard",
+    "slim",
     "to_dcp",
     "to_fp8",
     "to_gguf",
@@ -115,13 +127,16 @@ _HOMES = {
     "DeltaOptions": "jobs.options",
     "DeltaReport": "jobs.delta",
     "Diff": "jobs.diff",
+    "Estimate": "estimation.choices",
     "Form": "jobs.groups",
     "Inspection": "jobs.inspection",
     "LoraMerge": "jobs.groups",
+    "Map": "pictures.map_page",
     "Options": "jobs.options",
     "PushReport": "hub",
     "ReadOptions": "layouts.save.listing",
     "Report": "jobs.planned",
+    "RunUsage": "upkeep.usage",
     "Verification": "checks.verdict",
     "apply_delta": "jobs.apply_delta",
     "average": "jobs.average",
@@ -130,12 +145,16 @@ _HOMES = {
     "convert_zero_checkpoint_to_state_dict": "drop_in",
     "delta": "jobs.delta",
     "diff": "jobs.diff",
+    "du": "upkeep.usage",
+    "estimate": "cli.estimate",
     "get_fp32_state_dict_from_zero_checkpoint": "drop_in",
     "inspect_checkpoint": "jobs.inspection",
     "load_state_dict_from_zero_checkpoint": "drop_in",
+    "map": "pictures.map_page",
     "open_checkpoint": "jobs.open",
     "push_to_hub": "hub",
     "reshard": "jobs.reshard",
+    "slim": "jobs.slim",
     "to_dcp": "jobs.to_dcp",
     "to_fp8": "jobs.to_fp8",
     "to_gguf": "jobs.to_gguf",

@@ -133,7 +133,7 @@ def test_one_file_of_weights_goes_into_the_folder_of_the_save(run: Path, monkeyp
 
 @pytest.mark.parametrize(("text", "numel"), [("7B", 7e9), ("1.5b", 1.5e9), ("350M", 3.5e8), ("70B", 7e10)])
 def test_a_number_of_parameters_is_a_model(text: str, numel: float) -> None:
-    from zckpt.estimate.sources import model_of_size, parameters_in
+    from zckpt.estimation.sources import model_of_size, parameters_in
 
     assert parameters_in(text) == numel and parameters_in("gpt2") is None and parameters_in("7B-chat") is None
     assert abs(model_of_size(int(numel)).numel / numel - 1) < 0.1

@@ -15,7 +15,7 @@ from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.jobs.declarations import SLIM
 from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.jobs.slim import PlannedSlim, execute, prepare
-from zckpt.upkeep.usage import usage_of
+from zckpt.upkeep.usage import du
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = [
@@ -52,7 +52,7 @@ def test_the_weights_are_the_same(name: str, drop: tuple[str, ...], tmp_path: Pa
     for tensor in kept:
         assert same_bits(read_tensor(before[tensor], "pt"), read_tensor(after[tensor], "pt")), tensor
     assert planned.saved_bytes > sum(planned.dropped.values()) * 0.5 and planned.dropped.keys() == set(drop)
-    usage = usage_of(out).classes
+    usage = du(out).classes
     assert usage["waste"] == 0 or name.startswith("ranks/")  # tensors in objects are left as they are
     assert "optimizer" not in drop or usage["moments"] == 0
     for file in out.rglob("*.pt"):

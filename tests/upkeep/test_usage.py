@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zckpt.base.errors import NotACheckpointError
-from zckpt.upkeep.usage import CLASSES, usage_of
+from zckpt.upkeep.usage import CLASSES, du
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 FAMILIES = (
@@ -30,7 +30,7 @@ def below(path: Path) -> int:
 @pytest.mark.parametrize("fixture", HOW, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_the_classes_add_up_to_the_files(fixture: Path) -> None:
     checkpoint = fixture / "checkpoint"
-    found = usage_of(checkpoint)
+    found = du(checkpoint)
     assert found.nbytes + found.beside_bytes == below(checkpoint)
     assert found.nbytes == sum(found.classes.values())
     assert all(save.classes.keys() == set(CLASSES) and min(save.classes.values()) >= 0 for save in found.saves)
@@ -44,7 +44,7 @@ def test_the_classes_add_up_to_the_files(fixture: Path) -> None:
 def test_bytes_per_parameter(name: str, weights: int, masters: int, moments: int) -> None:
     """Of mixed precision 2 + 4 + 8 bytes with Adam; what is left over is small: buffers and step counters."""
     checkpoint = FIXTURES / name / "checkpoint"
-    (save,) = usage_of(checkpoint).saves
+    (save,) = du(checkpoint).saves
     import zckpt
 
     facts = zckpt.inspect_checkpoint(checkpoint).as_json()
@@ -64,10 +64,10 @@ def test_waste(tmp_path: Path) -> None:
         )
     index = {"metadata": {}, "weight_map": {f"w{s}": f"pytorch_model-0000{s + 1}-of-00002.bin" for s in (0, 1)}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    (save,) = usage_of(tmp_path).saves
+    (save,) = du(tmp_path).saves
     assert save.classes["waste"] == 4000 and save.classes["weights"] == 4000
     assert list(save.wasteful.values()) == [2000, 2000]
-    lines = "\n".join(usage_of(tmp_path).lines(100))
+    lines = "\n".join(du(tmp_path).lines(100))
     assert "zckpt slim" in lines
 
 
@@ -77,7 +77,7 @@ def test_a_run(tmp_path: Path) -> None:
         shutil.copytree(source, tmp_path / f"global_step{step}")
     (tmp_path / "latest").write_text("global_step10")
     (tmp_path / "global_step10" / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04 damaged")
-    found = usage_of(tmp_path)
+    found = du(tmp_path)
     assert [(save.step, bool(save.note)) for save in found.saves] == [(9, False), (10, True)]
     assert found.beside_bytes == len("global_step10") and found.nbytes == sum(found.classes.values())
     assert found.saves[1].classes["moments"] == found.saves[0].classes["moments"]  # by their names
@@ -86,4 +86,4 @@ def test_a_run(tmp_path: Path) -> None:
 
 def test_nothing_to_measure(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError):
-        usage_of(tmp_path)
+        du(tmp_path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
@@ -33,6 +33,15 @@ else:
             return _build_class(plain, frozen=frozen, slots=slots, eq=eq, shows=repr, kw_only=kw_only)
 
         return made if cls is None else made(cls)
+
+
+K = TypeVar("K")
+
+
+def public(kind: K) -> K:
+    """A class that users have from `zckpt`, and whose name says so; a decorator."""
+    kind.__module__ = "zckpt"
+    return kind
 
 
 def _build_class(plain: type, *, frozen: bool, slots: bool, eq: bool, shows: bool, kw_only: bool) -> type:

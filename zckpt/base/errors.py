@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
+from zckpt.base.dataclass import public
 from zckpt.base.words import wrap_text
 
 COPY_AGAIN = "Copy that file again. If that does not help, use another save."
@@ -186,6 +187,10 @@ class UsageError(ZckptError, ValueError):
     """A wrong argument."""
 
     code = "usage"
+
+
+for _kind in (ZckptError, *ZckptError.__subclasses__()):
+    public(_kind)
 
 
 class NoTensorError(UsageError, KeyError):

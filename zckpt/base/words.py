@@ -105,6 +105,23 @@ def as_html(lines: Iterable[str]) -> str:
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
+class Printed:
+    """What a command prints is what `print` and a notebook show of the same result: its `lines`."""
+
+    __slots__ = ()
+
+    def lines(self, *, width: int | None = None) -> Iterable[str]:
+        """Of at most `width` characters, longer words aside."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(width=PAGE))
+
+    def _repr_html_(self) -> str:
+        """The same lines, for a notebook."""
+        return as_html(self.lines())
+
+
 def matches(name: str, globs: Sequence[str]) -> bool:
     """Whether a name matches one of the globs."""
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
-from zckpt.base.dataclass import dataclass
-from zckpt.base.words import PAGE, as_html, count, row, shorten_text, size, wrap_text
+from zckpt.base.dataclass import dataclass, public
+from zckpt.base.words import Printed, count, row, shorten_text, size, wrap_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Check:
         return not self.problems
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification:
+class Verification(Printed):
     """Everything that `verify` reports.
 
     Attributes:
@@ -71,9 +72,6 @@ class Verification:
     proved_by: Mapping[str, str] = field(default_factory=dict[str, str])
     not_proved: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines(PAGE))
-
     def __repr__(self) -> str:
         bad = [check.name for check in self.checks if not check.ok]
         said = (
@@ -84,10 +82,6 @@ class Verification:
             else "intact as far as can be told"
         )
         return f"<zckpt.Verification {shorten_text(self.path)!r}: {said}>"
-
-    def _repr_html_(self) -> str:
-        """The same lines, for a notebook."""
-        return as_html(self.lines())
 
     @property
     def ok(self) -> bool:

@@ -35,7 +35,7 @@ def verify(
     lora: LoraMerge | None = None,
     as_part: bool = False,
     trust_reader: bool = False,
-    pace: Pace = DEFAULT_PACE,
+    pace: Pace | None = None,
     progress: Progress = None,
 ) -> Verification:
     """Checks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
@@ -68,6 +68,7 @@ def verify(
     Example:
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
+    pace = pace or DEFAULT_PACE
     likely = likely_files(os.fspath(checkpoint), tag) if deep else []
     with watch_progress(progress, None, "verify") as watch, begun(likely, pace) as early:
         from zckpt.checks.soundness import examine_checkpoint

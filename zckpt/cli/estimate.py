@@ -1,9 +1,14 @@
-"""`zckpt estimate`: what training a model needs, before anything is started."""
+"""`zckpt estimate`: what training a model needs, before anything is started.
+
+The function for Python is here too: it asks the trainer about a config, and about a model that only transformers knows, and no
+lower room may import the trainer.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +16,9 @@ from zckpt.base.dataclass import dataclass
 from zckpt.cli.arguments import Shown
 from zckpt.cli.declare import command
 from zckpt.cli.texts import positive
+
+if TYPE_CHECKING:
+    from zckpt.estimation.choices import Estimate
 
 _run = partial(typer.Option, rich_help_panel="Run")
 _memory = partial(typer.Option, rich_help_panel="Memory")
@@ -63,27 +71,57 @@ def register(app: typer.Typer) -> None:
         "precision, and what fits. MODEL is a config.json, a directory with one, a checkpoint, or a model of the hub.",
         example="zckpt estimate meta-llama/Llama-3.1-8B --gpus 8 --memory 80GB",
         status="0 it fits or no memory is given, 1 it does not fit, 2 error",
-    )(estimate)
+    )(_print_estimate)
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model to be trained.", show_default=False)],
-    planned: PlannedRun,
-    room: MemoryGiven,
+    model: str | os.PathLike[str],
     *,
-    shown: Shown,
-) -> None:
-    """Prints an estimate; exit status 1 if it does not fit in the memory that was given."""
-    from zckpt.base.sizes import to_bytes
-    from zckpt.estimate.choices import RunShape, estimate_choices
-    from zckpt.estimate.sources import Unknown, find_source
+    gpus: int = 1,
+    nodes: int = 1,
+    config: str | os.PathLike[str] | None = None,
+    optimizer: str = "Adam",
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    seq_length: int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
+    cpu_memory: int | str | None = None,
+) -> Estimate:
+    """Estimates how much memory of a GPU and of a node training a model with ZeRO needs, and what fits.
 
-    run = RunShape(
-        planned.gpus, planned.nodes, planned.optimizer, None, planned.micro_batch, planned.seq_length,
-        planned.accumulation,
-    )  # fmt: skip
-    given = [None if one is None else to_bytes(one) for one in (room.memory, room.cpu_memory)]
-    source = find_source(model, planned.adapter)
+    Args:
+        model: a number of parameters such as "7B", a config.json, a directory with one, a checkpoint, or a model of the hub.
+        gpus: per node.
+        nodes: how many.
+        config: DeepSpeed's config: what it asks for is estimated too.
+        optimizer: where no config says it.
+        micro_batch: samples per GPU, where no config says it.
+        accumulation: micro batches per step, likewise.
+        seq_length: tokens of a sample; None for what the model was made for, at most 2,048.
+        adapter: a LoRA adapter; None for the one beside the model's config.
+        memory: of a GPU, as bytes or "80GB", to say what fits.
+        cpu_memory: of a node, likewise.
+
+    Returns:
+        Every combination of stage, offload and precision with what it needs. `print` shows what `zckpt estimate` prints; `ok`
+        says whether it fits, `best("bf16")` the first choice that does.
+
+    Raises:
+        UsageError: there is no such model.
+        UnsupportedError: this estimate needs libraries that are not installed.
+        ZckptError: another kind says what is wrong with the checkpoint or the config.
+
+    Example:
+        print(zckpt.estimate("7B", gpus=8, memory="80GB"))
+    """
+    from zckpt.base.sizes import to_bytes
+    from zckpt.estimation.choices import RunShape, estimate_choices
+    from zckpt.estimation.sources import Unknown, find_source
+
+    run = RunShape(gpus, nodes, optimizer, None, micro_batch, seq_length, accumulation)
+    given = [None if one is None else to_bytes(one) for one in (memory, cpu_memory)]
+    source = find_source(os.fspath(model), None if adapter is None else os.fspath(adapter))
     size = source.model
     if isinstance(size, Unknown):
         try:
@@ -93,14 +131,29 @@ def estimate(
         size = built_by_transformers(size)
     size = source.complete(size)
     asked, file = None, ""
-    if planned.config is not None:
+    if config is not None:
         try:
             from zckpt.runtime.estimation.asked import asked_of
         except ImportError as error:
             raise _missing(error) from error
         width = (size.config or {}).get("hidden_size")
-        run, asked, file = asked_of(planned.config, run, width=width if isinstance(width, int) else None)
-    found = estimate_choices(size, run, memory=given[0], host_memory=given[1], asked=asked, file=file)
+        run, asked, file = asked_of(os.fspath(config), run, width=width if isinstance(width, int) else None)
+    return estimate_choices(size, run, memory=given[0], host_memory=given[1], asked=asked, file=file)
+
+
+def _print_estimate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model to be trained.", show_default=False)],
+    planned: PlannedRun,
+    room: MemoryGiven,
+    *,
+    shown: Shown,
+) -> None:
+    """Prints an estimate; exit status 1 if it does not fit in the memory that was given."""
+    found = estimate(
+        model, gpus=planned.gpus, nodes=planned.nodes, config=planned.config, optimizer=planned.optimizer,
+        micro_batch=planned.micro_batch, accumulation=planned.accumulation, seq_length=planned.seq_length,
+        adapter=planned.adapter, memory=room.memory, cpu_memory=room.cpu_memory,
+    )  # fmt: skip
     sink = shown.console
     sink.result(found.as_json, lambda: found.lines(sink.width))
     if not found.ok:

@@ -17,7 +17,6 @@ from zckpt.jobs.declarations import LOOK
 if TYPE_CHECKING:
     from zckpt.cli.output import Console
     from zckpt.jobs.declarations import Asked
-    from zckpt.pictures.checkpoint_map import CheckpointMap
 
 _shown = partial(typer.Option, rich_help_panel="What to draw")
 
@@ -62,7 +61,8 @@ def register(app: typer.Typer) -> None:
 
 def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -> None:
     """Draws a map."""
-    from zckpt.pictures.checkpoint_map import checkpoint_map
+    from zckpt.pictures.map_page import map as map_of
+    from zckpt.pictures.terminal import draw
 
     if drawn.stage is not None and drawn.reshard is None:
         raise UsageError(
@@ -70,25 +70,22 @@ def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -
             remedy="Add --reshard N, or leave out --stage.",
         )  # fmt: skip
     sink = shown.console
-    found = checkpoint_map(
-        ckpt,
-        asked.reading.tag,
-        asked.reading.also,
-        asked.reading.read_options,
-        world_size=drawn.reshard,
-        stage=drawn.stage,
-        as_part=asked.reading.as_part,
+    how = asked.reading
+    found = map_of(
+        ckpt, how.tag, how.also, how.read_options, world_size=drawn.reshard, stage=drawn.stage, as_part=how.as_part
     )
     if not sink.as_json:
-        sink.notes(found.inspection.place.notes)
-    page = _write_page(found, drawn) if drawn.html is not None or drawn.open_page else None
+        sink.notes(found.drawn.inspection.place.notes)
+    page = place_of_page(drawn.html, "map") if drawn.html is not None or drawn.open_page else None
+    if page is not None:
+        found.save(page)
     done = "" if page is None else f"The page {page} is complete."
     if sink.as_json:
         sink.result(lambda: {**found.as_json(), "html": page}, tuple, done=done)
     elif page is not None:
         sink.result(dict, lambda: [f"wrote {page}"], done=done)
-    else:
-        _in_terminal(found, sink)
+    elif not sink.quiet:
+        draw(found.in_colours(sink.width))
     if drawn.open_page and page is not None:
         open_page(page, sink)
 
@@ -108,36 +105,3 @@ def place_of_page(wanted: str | None, what: str) -> str:
     import tempfile
 
     return wanted or os.path.join(tempfile.mkdtemp(prefix=f"zckpt-{what}-"), f"{what}.html")
-
-
-def _write_page(found: CheckpointMap, drawn: Drawn) -> str:
-    """Writes the page; returns its path."""
-    from zckpt.pictures.map_page import map_page
-    from zckpt.pictures.page import write_page
-
-    path = place_of_page(drawn.html, "map")
-    write_page(path, map_page(found))
-    return path
-
-
-def _in_terminal(found: CheckpointMap, sink: Console) -> None:
-    from zckpt.base.words import wrap_text
-    from zckpt.pictures.lacks import lacks_said
-    from zckpt.pictures.map_page import summary
-    from zckpt.pictures.terminal import Line, draw, picture, visible
-
-    if sink.quiet:
-        return
-    path = visible(found.inspection.place.listing.directory.path)
-    said = wrap_text(f"  {summary(found)}", sink.width, "  ")
-    lines: list[Line] = [[(path, "bold")], *([(line, "")] for line in said), []]
-    lines += picture(found.grid, sink.width, found.contents(), lead="  ")
-    if (after := found.after) is not None:
-        lines += [[], [(f"  {after.title}", "bold")], []]
-        lines += picture(after.grid, sink.width, after.contents(), lead="  ")
-    if not found.inspection.exportable.ok:
-        reason = wrap_text(f"  {visible(found.inspection.exportable.reason)}", sink.width, "  ")
-        lines += [[], *([(line, "red")] for line in reason)]
-        if lacks := lacks_said(found):
-            lines += [[], *([(line, "")] for line in wrap_text(f"  {lacks}", sink.width, "  "))]
-    draw(lines)

@@ -80,10 +80,10 @@ def register(app: typer.Typer) -> None:
 
 def du(run: Measured, shown: Shown) -> None:
     """Prints what lies where."""
-    from zckpt.upkeep.usage import usage_of
+    from zckpt.upkeep import usage
 
     sink = shown.console
-    found = usage_of(run)
+    found = usage.du(run)
     sink.result(found.as_json, lambda: found.lines(sink.width))
 
 

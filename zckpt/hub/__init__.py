@@ -51,7 +51,7 @@ def push_to_hub(
     endpoint: str | None = None,
     yes: bool = False,
     progress: Progress = None,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] | None = None,
 ) -> PushReport:
     """Makes a model page of a checkpoint: shards are made one at a time, sent, and deleted; one commit at the end.
 
@@ -79,7 +79,7 @@ def push_to_hub(
         yes: go on where the repository holds files.
         progress: a function that is called with the bytes made and sent so far, and with the total if it takes a second
             argument; None shows a bar in a terminal or notebook, False shows none.
-        tell: called with a sentence before each step that may take long.
+        tell: called with a sentence before each step that may take long; None for nobody.
 
     Returns:
         The page's address, the commit, the files, and the bytes that were sent.
@@ -99,7 +99,7 @@ def push_to_hub(
     options = options or Options()
     asked = options.split(PUSH, tag=tag or options.tag, also=also or options.also)
     prepared = load(os.fspath(source), dtype, asked)
-    ready = prepare(cargo_of(prepared), target, tell)
+    ready = prepare(cargo_of(prepared), target, tell or (lambda text: None))
     prepared.check()
     with watch_progress(progress, sum(shard.nbytes for shard in ready.cargo.shards), "push") as watch:
         return execute(ready, watch)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import RemoteError, UsageError
 from zckpt.base.words import examples
 from zckpt.hub import attributes, checks, scratch
@@ -33,6 +33,7 @@ _GONE = "pointed to a file that does not exist"
 """Part of the hub's answer to a commit with a large file that it does not have."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class PushReport:
     """What a push did.

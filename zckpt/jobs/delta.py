@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.sizes import to_bytes
@@ -40,6 +40,7 @@ from zckpt.storage.location import Location, locate
 from zckpt.team.agreement import share_of
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class DeltaReport:
     """What `delta` wrote.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, watch_progress
-from zckpt.base.words import PAGE, as_html, count, examples, wrap_text
+from zckpt.base.words import Printed, count, examples, wrap_text
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
@@ -95,8 +95,9 @@ def _json_number(value: float) -> float | str:
     return value if abs(value) < float("inf") else repr(value)
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False)
-class Diff:
+class Diff(Printed):
     """How two checkpoints differ.
 
     Attributes:
@@ -111,16 +112,9 @@ class Diff:
     tensors: tuple[TensorDiff, ...]
     notes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines(width=PAGE))
-
     def __repr__(self) -> str:
         differ = sum(not tensor.same for tensor in self.tensors) + len(self.only_a) + len(self.only_b)
         return f"<zckpt.Diff of {count(len(self.tensors), 'tensor')}: {f'{differ:,} differ' if differ else 'the same'}>"
-
-    def _repr_html_(self) -> str:
-        """The same lines, for a notebook."""
-        return as_html(self.lines())
 
     @property
     def same(self) -> bool:
@@ -195,7 +189,7 @@ def diff(
     read_options: ReadOptions | None = None,
     as_part: bool = False,
     spreads: bool = False,
-    pace: Pace = DEFAULT_PACE,
+    pace: Pace | None = None,
     progress: Progress = None,
 ) -> Diff:
     """Compares two checkpoints, weights files or directories, tensor by tensor.
@@ -208,7 +202,7 @@ def diff(
         b: anything zckpt reads, in any other layout.
         atol: absolute tolerance.
         rtol: relative tolerance.
-        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are join_words, where they do not say it themselves.
         as_part: take one part of a save (a shard, one rank's file or directory) as a side.
         spreads: count for each tensor how far its numbers are apart.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
@@ -241,7 +235,9 @@ def diff(
 
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs.values())
     with watch_progress(progress, total, "diff") as watch:
-        report = scan(looks(), relation=relation, spreads=spreads, total_bytes=total, progress=watch, **pace)
+        report = scan(
+            looks(), relation=relation, spreads=spreads, total_bytes=total, progress=watch, **(pace or DEFAULT_PACE)
+        )
     tensors: list[TensorDiff] = []
     for number, ((name, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):
         statistics = report.of(number) if can_be else None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
 from zckpt.base.sizes import file_bytes
@@ -195,6 +195,7 @@ class Selecting:
     )
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Form:
     """Options: the names and rows of an output.
@@ -306,6 +307,7 @@ class Casting:
     )
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraMerge:
     """Adapters that are merged into the weights.

@@ -12,7 +12,7 @@ from dataclasses import field, replace
 
 from zckpt import layouts
 from zckpt.base import words
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, row, size
 from zckpt.core.catalog import Catalog, Role, TensorEntry
@@ -45,8 +45,9 @@ class Verdict:
         return f"{'yes' if self.ok else 'no'}: {self.reason}"
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False)
-class Inspection:
+class Inspection(words.Printed):
     """What `zckpt inspect` reports of a checkpoint.
 
     `exportable.ok` and `resumable.ok` answer the two questions that a program asks most; `as_json()` has every fact under the
@@ -73,9 +74,6 @@ class Inspection:
     lost: Mapping[str, list[str]] = field(default_factory=dict[str, "list[str]"])
     numbers: Catalog | None = None
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines(width=words.PAGE))
-
     def __repr__(self) -> str:
         layout = "unreadable" if self.catalog is None else self.catalog.source.layout
         held = "" if self.catalog is None else f", {count(len(self.catalog), 'tensor')}"
@@ -83,10 +81,6 @@ class Inspection:
         return (
             f"<zckpt.Inspection {words.shorten_text(self.place.listing.directory.path)!r}: {layout}{held}, {answers}>"
         )
-
-    def _repr_html_(self) -> str:
-        """The same lines, for a notebook."""
-        return words.as_html(self.lines())
 
     @property
     def complete(self) -> bool | None:

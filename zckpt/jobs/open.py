@@ -15,6 +15,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt import layouts
+from zckpt.base.dataclass import public
 from zckpt.base.errors import NoTensorError, UnsupportedError, UsageError
 from zckpt.base.words import as_html, count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
@@ -161,6 +162,7 @@ def _forms(names: list[str], own: str = "") -> list[list[str]]:
     return [form for form in forms if len({*form}) == len(names)]
 
 
+@public
 class Checkpoint(Mapping[str, "Tensor"]):
     """A checkpoint as a lazy mapping from names to tensors; tied names give equal tensors.
 

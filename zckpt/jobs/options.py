@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
 from zckpt.core.dtypes import DType
 from zckpt.jobs.declarations import Asked, Job
@@ -30,6 +30,7 @@ from zckpt.jobs.own_groups import Delta
 T = TypeVar("T")
 
 
+@public
 @dataclass(frozen=True, kw_only=True)
 class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming, Selecting, Reading):
     """What a conversion is to do.
@@ -88,6 +89,7 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
         return job.ask(**{**{name: value for name, value in values.items() if name in job.takes}, **given})
 
 
+@public
 @dataclass(frozen=True, kw_only=True)
 class DeltaOptions(Delta, Options):
     """What `delta` is to do; of what `Options` has, what concerns reading, names and the output counts.
@@ -103,6 +105,7 @@ class DeltaOptions(Delta, Options):
     dtype: DType | None = None
 
 
+@public
 @dataclass(frozen=True, kw_only=True)
 class ApplyOptions(Options):
     """What `apply_delta` is to do; of what `Options` has, what concerns reading, names and the output counts.

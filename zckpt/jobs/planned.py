@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.words import count, duration, rate, shorten_text, size
 from zckpt.core.catalog import Catalog
@@ -77,6 +77,7 @@ class Planned:
         return ()
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(OutputReport):
     """What a job did; further attributes as in `OutputReport`.

@@ -13,11 +13,13 @@ Source: DeepSpeed 0.19.8, runtime/engine.py `_save_checkpoint`, `load_checkpoint
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, ZckptError
-from zckpt.base.progress import JobWatch
+from zckpt.base.progress import JobWatch, Progress, watch_progress
 from zckpt.base.words import count, examples, join_words, size
 from zckpt.containers import Container, TensorRef
 from zckpt.containers.storages import placeholders_in, tensors_in
@@ -26,7 +28,7 @@ from zckpt.core.plan import OutputFile, Plan, literal_file
 from zckpt.core.stores import FileStore
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
-from zckpt.jobs.declarations import Asked
+from zckpt.jobs.declarations import SLIM, Asked
 from zckpt.jobs.open import Opened, open_asked
 from zckpt.jobs.own_groups import Slim
 from zckpt.jobs.planned import Planned, Report, protected_places
@@ -60,6 +62,47 @@ class PlannedSlim(Planned):
     saved_bytes: int
     equal: tuple[tuple[TensorEntry, TensorEntry], ...]
     stage: int | None
+
+
+def slim(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    drop: Sequence[str] = (),
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    overwrite: bool = False,
+    progress: Progress = None,
+) -> Report:
+    """Writes a smaller save of the same layout, which its framework still loads.
+
+    Args:
+        checkpoint: of DeepSpeed, torch.distributed.checkpoint, rank files of FSDP, or torch files of weights.
+        out: the directory for the new one.
+        drop: what to leave out: "optimizer" (moments; the fp32 weights stay), "module-weights" (half-precision weights that fp32
+            weights give back), "frozen". Bytes that no tensor uses are always left out.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        overwrite: replace an existing output: the files that its `zckpt.json` lists.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written: files, tensors, bytes, seconds, and notes for a person.
+
+    Raises:
+        UnsupportedError: the layout cannot be made smaller.
+        UsageError: the checkpoint does not hold what you want to leave out, or there is nothing to leave out.
+        OutputError: `out` exists, cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.slim("out/checkpoint-500", "slim/", drop=["optimizer"])
+    """
+    began = time.perf_counter()
+    planned = prepare(checkpoint, out, SLIM.ask(drop=drop, tag=tag, also=also, overwrite=overwrite))
+    with watch_progress(progress, planned.plan.bytes_written, "slim") as watch:
+        return replace(execute(planned, watch), seconds=time.perf_counter() - began)
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Slim]) -> PlannedSlim:

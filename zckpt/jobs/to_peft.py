@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.words import count, examples
@@ -56,6 +56,7 @@ class PlannedAdapter(PlannedConversion):
     adapter: str
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False)
 class AdapterReport(Report):
     """What was written; further attributes as in `Report`.

@@ -7,22 +7,110 @@ Facts, totals and the table of files are HTML and need no script. The map and th
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from zckpt.base.words import count, join_words, ranges, size
+from zckpt.base.dataclass import dataclass, public
+from zckpt.base.words import PAGE, Printed, count, join_words, ranges, shorten_text, size, wrap_text
 from zckpt.core.catalog import Topology
 from zckpt.core.dtypes import DType
-from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share
-from zckpt.pictures.lacks import wrong_section
-from zckpt.pictures.page import page, text
+from zckpt.layouts.save.listing import ReadOptions
+from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share, checkpoint_map
+from zckpt.pictures.lacks import lacks_said, wrong_section
+from zckpt.pictures.page import page, text, write_page
 from zckpt.pictures.pieces import OTHER, PieceLayer
 from zckpt.pictures.rows import GONE, FileGrid
+from zckpt.pictures.terminal import Line, picture, visible
 
 _MOST_ROWS = 2000
 """Files in the table; further ones are in `--json`."""
 _MOST_LAYERS, _MOST_EXPERTS = 200, 64
 _COLOURS = {"weight": 0, "module": 1, "copy": 6}
 _STATES = {"ok": "here", "extra": "left over", "other save": "of another save"}
+
+
+@public
+@dataclass(frozen=True, slots=True, repr=False)
+class Map(Printed):
+    """A map of a checkpoint. `print` shows it as bars, `save` writes it as a page for a browser.
+
+    Attributes:
+        drawn: all that is in it.
+    """
+
+    drawn: CheckpointMap
+
+    def __repr__(self) -> str:
+        listing = self.drawn.inspection.place.listing
+        files, tensors = count(len(self.drawn.grid.files), "file"), count(len(self.drawn.tensors), "tensor")
+        return f"<zckpt.Map {shorten_text(listing.directory.path)!r}: {files}, {tensors}>"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page, or replaces one; it needs no network.
+
+        Raises:
+            OutputError: there is something else under this name, or no directory for it.
+        """
+        write_page(os.fspath(path), map_page(self.drawn))
+
+    def as_json(self) -> dict[str, object]:
+        """What `zckpt map --json` prints, as a dict."""
+        return self.drawn.as_json()
+
+    def lines(self, width: int | None = None) -> Iterator[str]:
+        """What `zckpt map` prints, without colours."""
+        return ("".join(word for word, _ in line).rstrip() for line in self.in_colours(width or PAGE))
+
+    def in_colours(self, width: int) -> list[Line]:
+        """What `zckpt map` prints in a terminal of so many columns."""
+        found = self.drawn
+        path = visible(found.inspection.place.listing.directory.path)
+        said = wrap_text(f"  {summary(found)}", width, "  ")
+        lines: list[Line] = [[(path, "bold")], *([(line, "")] for line in said), []]
+        lines += picture(found.grid, width, found.contents(), lead="  ")
+        if (after := found.after) is not None:
+            lines += [[], [(f"  {after.title}", "bold")], []]
+            lines += picture(after.grid, width, after.contents(), lead="  ")
+        if not found.inspection.exportable.ok:
+            reason = wrap_text(f"  {visible(found.inspection.exportable.reason)}", width, "  ")
+            lines += [[], *([(line, "red")] for line in reason)]
+            if lacks := lacks_said(found):
+                lines += [[], *([(line, "")] for line in wrap_text(f"  {lacks}", width, "  "))]
+        return lines
+
+
+def map(  # noqa: A001 - the command's name
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    read_options: ReadOptions | None = None,
+    *,
+    world_size: int | None = None,
+    stage: int | None = None,
+    as_part: bool = False,
+) -> Map:
+    """Draws a checkpoint: which rank's file holds which part of which tensor, and what is missing. Reads indexes only.
+
+    Args:
+        path: anything zckpt reads; a checkpoint that is incomplete is drawn as far as its files say what they are.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        read_options: how tensor- and pipeline-parallel files are join_words, where they do not say it themselves.
+        world_size: also draw what `reshard` would write for so many ranks.
+        stage: of ZeRO, for that; None for the checkpoint's own.
+        as_part: draw one part of a save alone.
+
+    Returns:
+        The map: `print` shows it, `save` writes a page, `as_json` gives every number.
+
+    Raises:
+        NotACheckpointError: there is no checkpoint at `path`.
+        ZckptError: another kind, where the save cannot be chosen, or cannot be resharded.
+
+    Example:
+        zckpt.map("out/checkpoint-500").save("map.html")
+    """
+    return Map(checkpoint_map(path, tag, also, read_options, world_size=world_size, stage=stage, as_part=as_part))
 
 
 def map_page(found: CheckpointMap) -> str:

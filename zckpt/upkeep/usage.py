@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 
 from zckpt import layouts
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import count, size, wrap_text
+from zckpt.base.words import Printed, count, shorten_text, size, wrap_text
 from zckpt.containers import open_container
 from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.catalog import TensorEntry
@@ -70,8 +70,9 @@ class SaveUsage:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RunUsage:
+@public
+@dataclass(frozen=True, slots=True, repr=False)
+class RunUsage(Printed):
     """The bytes of all saves of a run, or of one checkpoint.
 
     Attributes:
@@ -83,6 +84,9 @@ class RunUsage:
     path: str
     saves: tuple[SaveUsage, ...]
     beside_bytes: int
+
+    def __repr__(self) -> str:
+        return f"<zckpt.RunUsage {shorten_text(self.path)!r}: {count(len(self.saves), 'save')}, {size(self.nbytes)}>"
 
     @property
     def classes(self) -> dict[str, int]:
@@ -125,11 +129,20 @@ class RunUsage:
                 yield from wrap_text(f"{save.name}: {save.note}", width, "    ")
 
 
-def usage_of(path: str | os.PathLike[str]) -> RunUsage:
-    """Measures the saves of a run, or one checkpoint or weights file. Reads indexes only, kilobytes per file.
+def du(path: str | os.PathLike[str]) -> RunUsage:
+    """Measures what the saves of a run, or one checkpoint or weights file, take. Reads indexes only, kilobytes per file.
+
+    Args:
+        path: the directory of a run, a checkpoint, or a weights file.
+
+    Returns:
+        The saves, each with its bytes by class: weights, masters, moments, other, waste. `print` shows what `zckpt du` prints.
 
     Raises:
         NotACheckpointError: there is neither.
+
+    Example:
+        print(zckpt.du("out/"))
     """
     home = locate(path).refreshed()
     if home.is_dir() and not layouts.is_save(home.names()):

@@ -1,7 +1,7 @@
 """Parameters of known kinds of transformers, from a config.json alone: names and shapes by formula.
 
 For `model_shapes`, and for `estimate`. Nothing is built. A kind of model, or a head, that is not here is left to others.
-Source: transformers 5.23, models/*/modeling_*.py; tests/estimate/test_sizes.py compares every name and shape, and their order.
+Source: transformers 5.23, models/*/modeling_*.py; tests/estimation/test_sizes.py compares every name and shape, and their order.
 """
 
 from __future__ import annotations

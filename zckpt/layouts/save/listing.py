@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, open_container, torch_zip
 from zckpt.containers.emit import contiguous_stride
@@ -69,6 +69,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     """Facts of a save that its files do not record, as the user gives them.

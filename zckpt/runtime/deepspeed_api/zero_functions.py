@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zckpt.estimate.deepspeed_formula import parameters_of
+from zckpt.estimation.deepspeed_formula import parameters_of
 from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.optimizers.build import ELEMENTWISE
 from zckpt.runtime.parameters import (

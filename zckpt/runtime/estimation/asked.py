@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.estimate.choices import RunShape
-from zckpt.estimate.rehearsal import BYTES
+from zckpt.estimation.choices import RunShape
+from zckpt.estimation.rehearsal import BYTES
 from zckpt.runtime.config.read import Settings, batch_of, read_config
 
 Asked = tuple[int, bool, str]

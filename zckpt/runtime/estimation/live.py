@@ -14,10 +14,10 @@ from torch import nn
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.sizes import to_bytes
-from zckpt.estimate.choices import PRECISIONS, Estimate, RunShape, estimate_choices
-from zckpt.estimate.deepspeed_formula import parameters_of
-from zckpt.estimate.sizes import ModelSize, ParameterSize, Unit
-from zckpt.estimate.sources import Unknown
+from zckpt.estimation.choices import PRECISIONS, Estimate, RunShape, estimate_choices
+from zckpt.estimation.deepspeed_formula import parameters_of
+from zckpt.estimation.sizes import ModelSize, ParameterSize, Unit
+from zckpt.estimation.sources import Unknown
 from zckpt.runtime.estimation.asked import asked_of
 from zckpt.runtime.sharding.units import Wrap, find_units
 

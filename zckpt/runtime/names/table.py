@@ -39,7 +39,7 @@ _OWN_FILES = (
     "Set device nvme in zero_optimization.offload_optimizer or offload_param of the config: the trainer reads and writes its "
     "files by itself."
 )
-_FORMULA = "zckpt.estimate.deepspeed_formula"
+_FORMULA = "zckpt.estimation.deepspeed_formula"
 _COLLECTIVES = ".deepspeed_api.collectives"
 _GROUPS = ".deepspeed_api.groups"
 _ZERO = ".deepspeed_api.zero_functions"

@@ -7,7 +7,7 @@ ones the weights in the dtype of the computation. A group of units is gathered i
 again. Gradients of a group are whole until its backward has ended, are copied into one buffer, and reduced; this rank's part of
 the result becomes fp32. Without an accelerator the groups of stages 0 to 2 are large (`runtime.sharding.shard`), and a reduction
 needs one more buffer (`runtime.sharding.collectives`).
-Source: torch 2.13, distributed/fsdp/_fully_shard; checked by tests/estimate/test_measured.py.
+Source: torch 2.13, distributed/fsdp/_fully_shard; checked by tests/estimation/test_measured.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zckpt.base.dataclass import dataclass
-from zckpt.estimate.activations import Activations
-from zckpt.estimate.sizes import ModelSize, ParameterSize
+from zckpt.estimation.activations import Activations
+from zckpt.estimation.sizes import ModelSize, ParameterSize
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 

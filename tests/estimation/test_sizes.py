@@ -14,10 +14,10 @@ import torch
 
 import zckpt.runtime
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.estimate.activations import activations_of
-from zckpt.estimate.adapters import with_adapter
-from zckpt.estimate.sizes import ModelSize
-from zckpt.estimate.sources import Unknown, find_source, known_model
+from zckpt.estimation.activations import activations_of
+from zckpt.estimation.adapters import with_adapter
+from zckpt.estimation.sizes import ModelSize
+from zckpt.estimation.sources import Unknown, find_source, known_model
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.runtime.estimation.live import built_by_transformers, size_of
 

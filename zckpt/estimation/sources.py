@@ -13,8 +13,8 @@ from typing import Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UsageError
-from zckpt.estimate.adapters import with_adapter
-from zckpt.estimate.sizes import ModelSize, ParameterSize, model_of
+from zckpt.estimation.adapters import with_adapter
+from zckpt.estimation.sizes import ModelSize, ParameterSize, model_of
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.layouts.save.companions import config_of

@@ -1,7 +1,7 @@
 """What PEFT's LoRA makes of a model's parameters: the base frozen, and two small matrices beside each chosen one.
 
 For `sources`.
-Source: peft 0.21, tuners/lora/config.py and layer.py; tests/estimate/test_adapters.py compares the counts with PEFT's own.
+Source: peft 0.21, tuners/lora/config.py and layer.py; tests/estimation/test_adapters.py compares the counts with PEFT's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
-from zckpt.estimate.sizes import ModelSize, ParameterSize
+from zckpt.estimation.sizes import ModelSize, ParameterSize
 
 _NOT_COUNTED = (
     "use_dora", "exclude_modules", "layers_pattern", "target_parameters", "trainable_token_indices", "layer_replication",

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from zckpt.base.dataclass import dataclass
+from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
-from zckpt.base.words import count, join_words, size, wrap_text
-from zckpt.estimate.activations import activations_of, longest
-from zckpt.estimate.rehearsal import BYTES, Peak, Setting, rehearse
-from zckpt.estimate.sizes import ModelSize
+from zckpt.base.words import Printed, count, join_words, shorten_text, size, wrap_text
+from zckpt.estimation.activations import activations_of, longest
+from zckpt.estimation.rehearsal import BYTES, Peak, Setting, rehearse
+from zckpt.estimation.sizes import ModelSize
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -114,8 +114,9 @@ class Choice:
         return f"stage {self.stage}" + (f" with {join_words(extra)}" if extra else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+@public
+@dataclass(frozen=True, slots=True, repr=False)
+class Estimate(Printed):
     """What a model needs under every choice.
 
     Attributes:
@@ -137,6 +138,9 @@ class Estimate:
     host_memory: int | None = None
     asked: Choice | None = None
     file: str = ""
+
+    def __repr__(self) -> str:
+        return f"<zckpt.Estimate {shorten_text(self.model.name)!r}, {count(self.run.ranks, 'rank')}: fits {self.ok}>"
 
     def best(self, precision: str) -> Choice | None:
         """The first choice that fits: without offload before with it, without checkpointing before with it, then lower stages."""
