@@ -5,8 +5,11 @@ tests/interop/test_trainer.py starts it by torchrun.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hangs import HANG_S
+from typer.testing import CliRunner
+
+from zckpt.base.errors import ZckptError
+from zckpt.cli import app
+from zckpt.cli.hints import option_meant
 
 SCRIPT = """
 import gc, importlib.metadata, importlib.util, json, os, signal, sys, time, warnings
@@ -41,7 +50,7 @@ def main():
     warnings.warn("be warned")
     if sys.argv[1] == "raise":
         raise LookupError("of the script")
-    if sys.argv[1] == "die" and rank == "1":
+    if "die" in sys.argv and rank == "1":
         while not os.path.exists("facts_0.json"):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,8 +108,85 @@ def test_an_error_of_a_script_is_pythons(home: Path) -> None:
 
 
 def test_a_module_by_two_processes_of_our_own(home: Path) -> None:
-    done = start(home / "scripts", "-m", "--nproc", "2", "script", "die", "0")
+    """As `deepspeed` starts them; the rank that a signal ends is named."""
+    done = start(home / "scripts", "-m", "--num_gpus=2", "script", "die", "$$", "${local_rank}", "0")
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "error: rank 1 was killed by SIGKILL" in done.stderr and "memory ran out" in done.stderr
     for rank in range(2):
         facts = facts_of(home / "scripts", rank)
-        assert (facts["argv"], facts["size"], facts["same"], facts["beside"]) == (["die", "0"], "2", True, 5)
+        assert facts["argv"] == [f"--local_rank={rank}", "die", "$$", "${local_rank}", "0"]
+        assert (facts["size"], facts["same"], facts["beside"]) == ("2", True, 5)
+
+
+def printed(*words: str) -> str:
+    done = CliRunner().invoke(app, ["run", *words], standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+@pytest.fixture
+def alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(home / "scripts")
+    return home / "scripts"
+
+
+def test_the_commands_for_several_machines(alone: Path) -> None:
+    (alone / "hosts").write_text("one slots=2\ntwo slots=4\nthree slots=1\n")
+    words = ("-H", "hosts", "--exclude", "three@two:1", "--no_local_rank", "--dry-run", "script.py", "a b", "--nproc")
+    first, second = map(shlex.split, printed(*words).splitlines())
+    assert [first[:3], second[:3]] == [["ssh", "-tt", "one"], ["ssh", "-tt", "two"]]
+    there = "-m zckpt run --include localhost:0,2,3 --num_nodes 2 --node_rank 1 --master_addr one --master_port 29500"
+    assert second[3].endswith(f"{there} --no_local_rank script.py 'a b' --nproc") and f"cd {alone} && " in first[3]
+    assert "localhost:0,1,2" in printed("-H", "hosts", "--num_gpus", "3", "--num_nodes", "1", "-n", "script.py")
+    assert printed("--nproc_per_node=2", "-n", "script.py").endswith("--no_local_rank script.py\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--num_nodes", "2"), "2 machines are asked for, and 1"),
+        (("--num_nodes", "1:2"), "'1:2' is not a whole number"),
+        (("--num_nodes", "2", "--node_rank", "1"), "cannot reach the first one"),
+        (("--num_nodes", "2", "--node_rank", "2", "--master_addr", "one"), "--node_rank does not name"),
+        (("--hostfile", "none"), "no such hostfile"),
+        (("--include", "far:0"), "'far'"),
+        (("--include", "localhost:0", "--num_gpus", "2"), "--include and --exclude say"),
+        (("--nproc", "2", "--nproc_per_node", "2"), "say the same"),
+    ],
+)
+def test_what_cannot_be_started_is_named(alone: Path, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ZckptError) as error:
+        printed(*words, "script.py")
+    assert said in str(error.value)
+
+
+def test_under_deepspeeds_own_launcher(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`deepspeed --module zckpt run script.py` puts its option before the command; it belongs to the script."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zckpt", "--local_rank=3", "run", "script.py", "x", "5"], cwd=home / "scripts", check=False,
+        env={**os.environ, "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert facts_of(home / "scripts", 3)["argv"] == ["--local_rank=3", "x", "5"]
+
+
+def test_every_option_of_both_launchers_is_there_or_refused_with_what_to_use() -> None:
+    from torch.distributed.run import get_args_parser
+
+    found = importlib.util.find_spec("deepspeed")
+    assert found is not None and found.origin is not None
+    runner = ast.parse(Path(found.origin).with_name("launcher").joinpath("runner.py").read_text())
+    calls = [node for node in ast.walk(runner) if isinstance(node, ast.Call)]
+    added = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"]
+    theirs = {arg.value for node in added for arg in node.args if isinstance(arg, ast.Constant)}
+    theirs |= {name for action in get_args_parser()._actions for name in action.option_strings}
+    command = typer.main.get_command(app).get_command(None, "run")  # type: ignore[attr-defined]
+    ours = [name for param in command.params for name in param.opts] + ["-h", "--help"]
+    options = [name for name in theirs if name.startswith("-")]
+    assert len(options) > 50
+    for name in options:
+        assert name in ours or option_meant(name, "zckpt run", ours).endswith("."), name

@@ -15,7 +15,7 @@ from harness import check, main, mean_over_ranks, rank, world
 from torch import nn
 
 from zckpt import live, runtime
-from zckpt.base.errors import CastError, UsageError
+from zckpt.base.errors import CastError, InconsistentError, UsageError
 from zckpt.runtime import zero
 from zckpt.runtime.saves import run_state
 from zckpt.runtime.sharding.deferred import rows_held_by
@@ -71,6 +71,33 @@ def refusal(function: Any, *arguments: Any, kind: type[BaseException] = UsageErr
     except kind as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+@check(2)
+def ranks_that_differ() -> list[str]:
+    """What each of several differences between the ranks ends with, on this rank; then a save that all can make."""
+    said = []
+    for settings, model in (
+        (config(2, gradient_clipping=0.5 + rank()), None),
+        (config(2 + rank()), None),
+        (config(2), nn.Linear(4, 4 + rank())),
+        (config(2), nn.Linear(4, 4).requires_grad_(rank() == 0)),
+    ):
+        try:
+            start(settings, model)
+            said.append("nothing")
+        except InconsistentError as error:
+            said.append(str(error))
+    engine = start(config(2, csv_monitor={"enabled": False, "output_path": f"of {rank()}"}, steps_per_print=1 + rank()))
+    train(engine, 1)
+    home = Path(sys.argv[1]) / "differ"
+    try:
+        engine.save_checkpoint(home / f"of_{rank()}")
+        said.append("nothing")
+    except InconsistentError as error:
+        said.append(str(error))
+    engine.save_checkpoint(home / "one" if rank() else f"{home}/two/../one/")
+    return [*said, *sorted(path.name for path in home.rglob("*") if not path.is_dir() and rank() == 0)]
 
 
 @check(1, 2, 4)

@@ -255,3 +255,15 @@ def test_a_script_steps_the_optimizer_itself(outcome: Outcome) -> None:
         assert given[f"facts {stage}"] == [[4, 8, 0, False, 0.00075]] * 2
     assert [what.split()[0] for what in given["refused"]] == ["optimizer.step", "a", "the"]
     assert given["unscaled"] == "loss.backward() without the loss scale that fp16 needs"
+
+
+def test_ranks_that_differ_are_told_at_once(outcome: Outcome) -> None:
+    """On every rank, before the first collective that they would hang or die in; nothing is written."""
+    for said in outcome("checks.py", 2, "ranks_that_differ"):
+        clip, stage, shape, trained, directory, *files = said
+        assert "gradient_clipping: 0.5 on rank 0 and 1.5 on rank 1" in clip
+        assert "zero_optimization.stage: 2 on rank 0 and 3 on rank 1" in stage
+        assert "parameter weight: float32 [4, 4] on rank 0 and float32 [5, 4] on rank 1" in shape
+        assert "parameter bias: float32 [4] on rank 0 and float32 [4], not trained on rank 1" in trained
+        assert "/of_0 on rank 0 and " in directory and "Nothing was written" in directory
+        assert files in ([], [*files[:-1], "latest"]) and len(files) in (0, 5), files

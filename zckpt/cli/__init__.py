@@ -69,6 +69,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     streams.guard()
+    if sys.argv[1:2] and sys.argv[1].startswith("--local_rank=") and sys.argv[2:3] == ["run"]:
+        sys.argv[1:3] = [sys.argv[2], sys.argv[1]]  # `deepspeed --module zckpt run`
     try:
         try:
             status = app(prog_name="zckpt", standalone_mode=False)

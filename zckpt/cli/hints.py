@@ -66,6 +66,27 @@ _OPTIONS = {
 """A name of an option that other tools have, without dashes -> what it is called here."""
 
 
+_TORCHRUN = "Start it with torchrun, which has it: torchrun ... -m zckpt run SCRIPT."
+_LAUNCHER = {
+    "launcher": "ssh starts other machines. Under SLURM use 'srun zckpt run SCRIPT', under MPI 'mpirun zckpt run SCRIPT'.",
+    "launcher-args": "ssh takes its options from ~/.ssh/config.",
+    "no-python": "SCRIPT is Python, and runs in the process that is started; start other programs with torchrun --no-python.",
+    "autotuning": "Nothing is tuned here. 'zckpt estimate' says which stage and batch fit in memory.",
+    "save-pid": "The shell knows the process: $! after '&'.",
+    "enable-each-rank-log": "Use 'torchrun --log-dir DIR --redirects 3 ... -m zckpt run SCRIPT'.",
+    **dict.fromkeys(
+        ("bind-cores-to-rank", "bind-core-list"), "Use 'torchrun --numa-binding node ... -m zckpt run SCRIPT', or numactl."
+    ),
+    **dict.fromkeys(
+        ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts", "monitor-interval", "start-method", "role",
+         "event-log-handler", "run-path", "log-dir", "redirects", "r", "tee", "t", "local-ranks-filter", "local-addr",
+         "logs-specs", "duplicate-stdout-filters", "duplicate-stderr-filters", "numa-binding", "signals-to-handle",
+         "shutdown-timeout", "virtual-local-rank"), _TORCHRUN,
+    ),
+}  # fmt: skip
+"""An option of `deepspeed` or `torchrun` that `zckpt run` does not have -> what to use."""
+
+
 def check_command(words: Sequence[str], known: Iterable[str]) -> None:
     """Refuses the first word of a command line that names no command.
 
@@ -110,6 +131,8 @@ def option_meant(option: str, command: str, known: Sequence[str]) -> str:
     plain = option.lstrip("-").replace("_", "-").partition("=")[0]
     name = command.rpartition(" ")[2]
     takes_out = name.startswith("to-") or name in ("convert", "reshard", "slim", "average", "delta", "apply")
+    if name == "run" and plain in _LAUNCHER:
+        return _LAUNCHER[plain]
     if plain in _OUT_OPTIONS and takes_out:
         return f"OUT is the last argument, without an option: '{command} {'A B' if name == 'average' else 'CKPT'} OUT'."
     if plain == "dtype" and re.fullmatch("to-(fp32|fp16|bf16)", name):

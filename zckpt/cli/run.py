@@ -4,19 +4,97 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Annotated, NoReturn
 
 import typer
 
 from zckpt.base import collector
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
+from zckpt.cli import desk
 from zckpt.cli.declare import command
 from zckpt.cli.desk import python_format
 from zckpt.cli.texts import positive
+
+_here = partial(typer.Option, rich_help_panel="Processes")
+_there = partial(typer.Option, rich_help_panel="Several machines")
+
+_LAUNCHERS = (
+    "accelerate.commands.launch",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate",
+    "torchrun",
+)
+"""Modules and programs that start the processes themselves, and are started once."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Launch:
+    """Which processes are started, and where: options of `deepspeed` and of `torchrun`, by their names there."""
+
+    nproc: Annotated[
+        int | None,
+        _here(
+            "--nproc", "--num_gpus", "--num_accelerators", metavar="N", callback=positive,
+            help="Processes on each machine; by default one for each accelerator.",
+        ),
+    ] = None  # fmt: skip
+    nproc_per_node: Annotated[
+        str | None,
+        _here(
+            "--nproc_per_node",
+            "--nproc-per-node",
+            metavar="N",
+            help="As --nproc, and without --local_rank, as torchrun.",
+        ),
+    ] = None
+    include: Annotated[
+        str, _here("-i", "--include", metavar="NAME:SLOTS", help="Only these: host1@host2:0,2.", show_default=False)
+    ] = ""
+    exclude: Annotated[
+        str, _here("-e", "--exclude", metavar="NAME:SLOTS", help="All but these.", show_default=False)
+    ] = ""
+    no_local_rank: Annotated[
+        bool, _here("--no_local_rank", help="Do not pass --local_rank=N to SCRIPT, as deepspeed does.")
+    ] = False
+    hostfile: Annotated[
+        str | None, _there("-H", "--hostfile", metavar="FILE", help="Lines 'NAME slots=N'; ssh starts the others.")
+    ] = None
+    num_nodes: Annotated[
+        str | None, _there("--num_nodes", "--nnodes", metavar="N", help="Machines; of a hostfile the first N.")
+    ] = None
+    node_rank: Annotated[
+        int | None,
+        _there(
+            "--node_rank", "--node-rank", metavar="N", help="Start this machine alone, which has this number from 0."
+        ),
+    ] = None
+    master_addr: Annotated[
+        str | None, _there("--master_addr", "--master-addr", metavar="HOST", help="The first machine, where all meet.")
+    ] = None
+    master_port: Annotated[
+        int | None,
+        _there("--master_port", "--master-port", metavar="PORT", help="Of it there; on one machine a free one."),
+    ] = None
+    ssh_port: Annotated[int | None, _there("--ssh_port", metavar="PORT", help="Of ssh on the other machines.")] = None
+    venv_script: Annotated[
+        str | None, _there("--venv_script", metavar="FILE", help="A script to source first on the other machines.")
+    ] = None
+    dry_run: Annotated[bool, _there("-n", "--dry-run", help="Print the command for each machine.")] = False
+    no_ssh: Annotated[bool, _there("--no_ssh", hidden=True)] = False
+    unused: Annotated[bool, _here("--no_ssh_check", "--force_multi", "-q", "--quiet", "--standalone", hidden=True)] = (
+        False
+    )
+    log_level: Annotated[str | None, _here("--log_level", hidden=True)] = None
+    local_rank: Annotated[int | None, _here("--local_rank", "--local-rank", hidden=True)] = None
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +104,7 @@ def register(app: typer.Typer) -> None:
         "run",
         about="Run a training script, in which 'import deepspeed' gives zckpt's trainer, also to transformers and accelerate. "
         "Options of run come before SCRIPT; everything after it goes to SCRIPT.",
-        example="zckpt run --nproc 2 train.py --deepspeed ds_config.json --output_dir out",
+        example="zckpt run --num_gpus 2 train.py --deepspeed ds_config.json --output_dir out",
         status="0 done, 2 error, or what SCRIPT returns",
         passes_on=True,
     )(run)
@@ -43,12 +121,7 @@ def run(
     module: Annotated[
         bool, typer.Option("-m", "--module", rich_help_panel="Run", help="SCRIPT is a module's name, as for python -m.")
     ] = False,
-    nproc: Annotated[
-        int,
-        typer.Option(
-            "--nproc", metavar="N", rich_help_panel="Run", callback=positive, help="Processes on this machine."
-        ),
-    ] = 1,
+    asked: Launch,
 ) -> None:
     """Starts the processes of a script, or is one of them."""
     words = list(arguments or ())
@@ -56,11 +129,11 @@ def run(
         raise UsageError(
             "there is no such script", file=script, remedy="Pass the path of a Python file, or -m and a module's name."
         )
-    if nproc > 1 or "SLURM_PROCID" in os.environ:
-        from zckpt.runtime.train.launch import is_worker, launch
-
-        if not is_worker(os.environ) and nproc > 1:
-            raise typer.Exit(launch(["run", *(["-m"] if module else []), script, *words], nproc))
+    if asked.local_rank is not None:  # of deepspeed's own launcher, which puts it before the word `run`
+        words.insert(0, f"--local_rank={asked.local_rank}")
+    status = _launch(asked, [*(["-m"] if module else []), script], words)
+    if status is not None:
+        raise typer.Exit(status)
     from zckpt.runtime.names.finder import as_deepspeed
 
     as_deepspeed()
@@ -77,6 +150,123 @@ def run(
         _end(error, 128 + signal.SIGINT)
     except Exception as error:
         _end(error, 1)
+
+
+def _launch(asked: Launch, script: Sequence[str], words: Sequence[str]) -> int | None:
+    """The exit status of the processes that were started; None if the script runs in this process."""
+    from zckpt.live.device import accelerator, device_count
+    from zckpt.runtime.train.launch import PORT, is_worker, launch
+    from zckpt.team import hosts
+
+    if is_worker(os.environ):
+        return None
+    number, nodes, local = _processes(asked), _number("--num_nodes", asked.num_nodes), "127.0.0.1"
+    picked, alone = asked.include or asked.exclude, asked.node_rank is not None
+    if (asked.include and asked.exclude) or (picked and (number or (nodes and not alone))):
+        raise UsageError(
+            "--include and --exclude say which accelerators are used, and nothing beside them can",
+            remedy="Pass one of --include and --exclude alone, or --nproc and --num_nodes.",
+        )
+    listed = asked.hostfile or (hosts.USUAL_HOSTFILE if os.path.isfile(hosts.USUAL_HOSTFILE) else None)
+    if listed is not None:
+        chosen = hosts.read_hostfile(listed)
+    else:
+        usual = number or (1 if os.path.basename(script[-1]) in _LAUNCHERS else device_count()) or 1
+        if usual == 1 and not (number or nodes or picked or alone or asked.master_port or asked.dry_run):
+            return None
+        slots = [slot for part in hosts.read_choice(picked).values() for slot in part]
+        chosen = {
+            "localhost": list(range(device_count() if picked and accelerator() else max([usual - 1, *slots]) + 1))
+        }
+    if picked:
+        chosen = hosts.choose(chosen, asked.include, asked.exclude)
+    elif listed is not None:
+        chosen = {host: own if number is None else list(range(number)) for host, own in [*chosen.items()][:nodes]}
+    count = nodes if nodes and listed is None else len(chosen)
+    if count > 1 and ((listed is None and not alone) or (nodes or 0) > count):
+        raise UsageError(
+            f"{nodes} machines are asked for, and {len(chosen)} can be started from here",
+            remedy="Name all in --hostfile. Or run this on each machine, with --node_rank and --master_addr.",
+        )
+    first = asked.master_addr or (local if count == 1 else next(iter(chosen)))
+    if count > 1 and first in (local, "localhost"):
+        raise UsageError(
+            "the other machines cannot reach the first one by this name", found=first,
+            remedy="Pass --master_addr, with a name or an address that all machines know.",
+        )  # fmt: skip
+    rank_here = asked.node_rank if alone or asked.no_ssh else 0
+    if rank_here is None or not 0 <= rank_here < count:
+        raise UsageError(
+            "--node_rank does not name one of the machines", found=str(rank_here), expected=f"0 to {count - 1}",
+            remedy="Pass --node_rank, and with no hostfile --num_nodes.",
+        )  # fmt: skip
+    port = asked.master_port or (PORT if count > 1 else None)
+    plain = asked.no_local_rank or asked.nproc_per_node is not None
+    everywhere = not alone and (count > 1 or not hosts.is_here(next(iter(chosen))))
+    if everywhere or asked.dry_run:
+        commands = {}
+        for rank, (host, own) in enumerate(chosen.items()):
+            there = [
+                "--include",
+                f"localhost:{','.join(map(str, own))}",
+                "--num_nodes",
+                str(count),
+                "--node_rank",
+                str(rank),
+            ]
+            there += [
+                "--master_addr",
+                first,
+                "--master_port",
+                str(port or PORT),
+                *(["--no_local_rank"] if plain else []),
+            ]
+            line = [sys.executable, "-m", "zckpt", "run", *there, *script, *words]
+            commands[host] = hosts.shell_line(host, line, ssh_port=asked.ssh_port, before=asked.venv_script)
+        if asked.dry_run:
+            typer.echo("\n".join(map(shlex.join, commands.values())))
+            return 0
+        return hosts.start_all(commands)
+    own = [*chosen.values()][rank_here if listed is not None else 0]
+    _show(own)
+    passed = [*script, *([] if plain else ["--local_rank=${local_rank}"]), *(word.replace("$", "$$") for word in words)]
+    return launch(["run", *passed], len(own), node=(rank_here, count), meeting=(first, port), died=desk.report)
+
+
+def _processes(asked: Launch) -> int | None:
+    """How many processes each machine gets; None for one on each accelerator."""
+    if asked.nproc_per_node is None or asked.nproc_per_node in ("auto", "gpu"):
+        return asked.nproc
+    if asked.nproc is not None:
+        raise UsageError("--nproc_per_node and --nproc say the same", remedy="Pass one of them.")
+    return (os.cpu_count() or 1) if asked.nproc_per_node == "cpu" else _number("--nproc_per_node", asked.nproc_per_node)
+
+
+def _number(option: str, text: str | None) -> int | None:
+    if text is None or (text.isdecimal() and int(text) > 0):
+        return int(text) if text else None
+    raise UsageError(
+        f"{option} {text!r} is not a whole number above 0",
+        remedy="Pass a number. A range, for machines that come and go, is torchrun's: torchrun ... -m zckpt run SCRIPT.",
+    )
+
+
+def _show(slots: Sequence[int]) -> None:
+    """Lets the processes see these accelerators alone, of those that are seen here."""
+    from zckpt.live.device import accelerator, hidden_by
+
+    kind = accelerator()
+    if kind is None or [*slots] == [*range(len(slots))]:
+        return
+    hide = hidden_by(kind)
+    if hide is None:
+        raise UsageError(
+            f"which accelerators of kind {kind.type} are used cannot be chosen here",
+            remedy="Set the variable of its own library, and leave --include and --exclude out.",
+        )
+    name = hide.rstrip("=")
+    seen = os.environ[name].split(",") if name in os.environ else [*map(str, range(max(slots) + 1))]
+    os.environ[name] = ",".join(seen[slot] for slot in slots)
 
 
 def _as_python_does() -> None:

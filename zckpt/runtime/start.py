@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from zckpt.base.errors import UsageError
+from zckpt.base.version import __version__
 from zckpt.runtime.activations import configure_once
 from zckpt.runtime.arguments import config_of, refuse_parallel
-from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, read_config
+from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, flatten, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
 from zckpt.runtime.observe.monitor import check_libraries
@@ -36,8 +37,15 @@ from zckpt.runtime.sharding.units import Wrap
 from zckpt.runtime.sharding.watch import Watch
 from zckpt.runtime.swapping.install import Swap
 from zckpt.runtime.world import DEFAULT_PORT, init_distributed, join_world, mesh_of
+from zckpt.team.meeting import LOAD_S, Meetings
+from zckpt.team.sameness import check_same
 
 _log = logging.getLogger("zckpt.runtime")
+_numbers = iter(range(1 << 62))
+_OWN = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "dump_state", "steps_per_print",
+        "wall_clock", "memory_breakdown", "log_level", "aio", "zero_optimization.offload_optimizer.nvme_path",
+        "zero_optimization.offload_param.nvme_path")  # fmt: skip
+"""Keys of a config that may differ from rank to rank, by their beginnings."""
 
 
 def initialize(
@@ -113,6 +121,9 @@ def initialize(
     world = join_world()
     batch = batch_of(settings, world.size)
     trains = optimizer is not None or settings.config.optimizer.type is not None
+    if world.size > 1:
+        meetings = Meetings(f"initialize {next(_numbers)}", world.rank, world.size)
+        check_same(meetings, "initialize", _facts(settings, model, optimizer), within_s=LOAD_S)
     if world.rank == 0:
         _log_unused(settings)
         _log_chosen(settings, batch, optimizer, lr_scheduler, trains=trains)
@@ -144,6 +155,16 @@ def initialize(
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     return engine, built, loader, schedule
+
+
+def _facts(settings: Settings, model: nn.Module, optimizer: object) -> dict[str, str]:
+    """What has to be the same on all ranks: config, parameters, versions. What a rank shows and logs is its own matter."""
+    facts = {path: json.dumps(value) for path, value in flatten(settings.raw).items() if not path.startswith(_OWN)}
+    for name, one in model.named_parameters():
+        shape, dtype = list(getattr(one, "ds_shape", one.shape)), str(one.dtype).removeprefix("torch.")
+        facts[f"parameter {name}"] = f"{dtype} {shape}{'' if one.requires_grad else ', not trained'}"
+    facts["optimizer"] = type(optimizer).__name__
+    return facts | {"torch": torch.__version__, "zckpt": __version__}
 
 
 def _hidden_size(model: nn.Module) -> int | None:

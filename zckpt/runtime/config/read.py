@@ -97,7 +97,7 @@ def read_config(
         raise _unknown(unknown, file)
     for path, _ in unknown:
         _pop(raw, path)
-    _fill_auto(raw, file, _flat(auto or {}) | _keys_of_width(hidden_size), early=early)
+    _fill_auto(raw, file, flatten(auto or {}) | _keys_of_width(hidden_size), early=early)
     try:
         values = Config.model_validate(raw)
     except ValidationError as error:
@@ -256,10 +256,11 @@ def _section(raw: Json, path: str) -> Json:
     return raw
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Json:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Json:
+    """All values of a config, by dotted name."""
     flat: Json = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 
@@ -279,7 +280,7 @@ def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
     """Puts values in place of "auto". A key that arithmetic or a width would give, or that nothing reads, may stay without."""
     unused = tuple(path for path, _ in (*unused_keys(raw), *missed_keys(raw)))
     missing = []
-    for path in [path for path, value in _flat(raw).items() if value == "auto" and path not in _OWN_AUTO]:
+    for path in [path for path, value in flatten(raw).items() if value == "auto" and path not in _OWN_AUTO]:
         place, _, last = path.rpartition(".")
         if path in values:
             _section(raw, place)[last] = values[path]

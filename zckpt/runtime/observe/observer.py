@@ -30,6 +30,7 @@ from zckpt.runtime.observe.timer import (
     SynchronizedWallClockTimer,
     ThroughputTimer,
 )
+from zckpt.runtime.train.lookout import of_process
 
 if TYPE_CHECKING:
     from zckpt.runtime.training_run import TrainingRun
@@ -66,12 +67,16 @@ class Observer:
         self._global = GLOBAL_TIMERS if breakdown or profile.enabled else ()
         self.wall_clock: dict[str, float] = {}
         self._loss: torch.Tensor | None = None
+        self._lookout = of_process(run.world)
+        self._enter(0)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Watches a forward. One without gradients, such as an evaluation, is not a part of any step."""
+        self._enter(1)
         if not torch.is_grad_enabled():
             yield
+            self._enter(0)
             return
         self._stop(INNER, REDUCE, BACKWARD)  # of a backward that the script has begun itself, whose end nobody sees
         self._show_memory("before forward")
@@ -95,6 +100,7 @@ class Observer:
         Args:
             loss: its part of the step's mean loss; None if the script has begun the backward itself.
         """
+        self._enter(2)
         self._start(BACKWARD)
         self._show_memory("before backward")
         if loss is not None and self._first and self.monitor.enabled:
@@ -114,6 +120,7 @@ class Observer:
 
     def begin_step(self) -> None:
         """Watches a call of `step`."""
+        self._enter(3)
         self._stop(INNER, REDUCE, BACKWARD)
         self._show_memory("before step")
         self._start(STEP)
@@ -125,6 +132,7 @@ class Observer:
             last: it was called for the last micro batch, so the weights were updated.
             step: the steps before this one.
         """
+        self._enter(0, 1)
         self.tput_timer.stop(last, report_speed=self._first)
         self._stop(STEP)
         if last and self.monitor.enabled:
@@ -158,6 +166,9 @@ class Observer:
         lines += [f"  config = {json.dumps(self._run.settings.raw, indent=4, sort_keys=True)}"]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
+
+    def _enter(self, phase: int, ended: int = 0) -> None:
+        self._lookout.enter(phase, self._run.micro_steps + ended, self._run.global_steps + 1)
 
     def _timers_of(self, part: str) -> list[str]:
         return [name for name in (*self._micro, *self._global) if name.removesuffix("_microstep") == part]

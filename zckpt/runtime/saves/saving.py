@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import count, join_words, ranks, size
+from zckpt.base.words import count, size
 from zckpt.output.saves import STAGED
 from zckpt.runtime.saves.agreed_attempt import Attempt
 from zckpt.runtime.saves.background import Saving
@@ -43,6 +43,7 @@ from zckpt.runtime.saves.snapshot import Pool, Snapshot
 from zckpt.runtime.saves.tags import check_tag
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.team.meeting import ENTRY_S, Meetings
+from zckpt.team.sameness import place_of_directory, ranks_by_value
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -204,12 +205,20 @@ def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[
     with Attempt() as tried:
         state = capture(run)
         digest = digest_of(state.buffers)
-    words = meetings.agree("save_checkpoint", tried.error, [options.tag, digest], within_s=ENTRY_S)
-    differing = frozenset(rank for rank, (_, theirs) in enumerate(words) if theirs != words[0][1])
-    tag, *others = dict.fromkeys(said for said, _ in words)
+    word = [options.tag, digest, *place_of_directory(options.directory)]
+    words = meetings.agree("save_checkpoint", tried.error, word, within_s=ENTRY_S)
+    local, first = checkpoint.use_node_local_storage, words[0]
+    if not local and any(one[2] != first[2] and (one[3] is None or one[3] != first[3]) for one in words):
+        raise InconsistentError(
+            "the ranks disagree on the directory of save_checkpoint", found=ranks_by_value([one[2] for one in words]),
+            expected="one directory, which all ranks see",
+            remedy="Nothing was written. Pass the same directory on every rank. Where each node has a disk of its own, set "
+            "checkpoint.use_node_local_storage to true.",
+        )  # fmt: skip
+    differing = frozenset(rank for rank, one in enumerate(words) if one[1] != first[1])
+    tag, *others = dict.fromkeys(one[0] for one in words)
     if others:
-        by_tag = {one: [rank for rank, (said, _) in enumerate(words) if said == one] for one in (tag, *others)}
-        found = join_words([f"{one!r} on {ranks(numbers)}" for one, numbers in by_tag.items()])
+        found = ranks_by_value([repr(one[0]) for one in words])
         if checkpoint.tag_validation == "FAIL":
             raise InconsistentError(
                 "the ranks disagree on the tag of save_checkpoint", found=found, expected="one tag",
@@ -218,7 +227,6 @@ def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[
         if checkpoint.tag_validation == "WARN" and (run.global_rank == 0 or options.tag != tag):
             warnings.warn(f"The ranks disagree on the tag: {found}. Rank 0's is used.", stacklevel=4)
     check_tag(tag)
-    local = checkpoint.use_node_local_storage
     return replace(state, differing=differing), Publication(
         os.path.abspath(options.directory),
         tag,

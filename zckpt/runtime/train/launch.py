@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,7 +23,8 @@ from zckpt.base.words import count
 if TYPE_CHECKING:
     from zckpt.runtime.train.lookout import Doing
 
-_PORT = 29500
+PORT = 29500
+"""Where ranks of several machines meet if nobody says another one."""
 
 
 def is_worker(environment: MutableMapping[str, str]) -> bool:
@@ -39,7 +40,7 @@ def is_worker(environment: MutableMapping[str, str]) -> bool:
         return False
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or "localhost"
     environment.setdefault("MASTER_ADDR", first_host(nodes))
-    environment.setdefault("MASTER_PORT", str(_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000))
+    environment.setdefault("MASTER_PORT", str(PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000))
     environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], size
     environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0")
     return True
@@ -51,24 +52,36 @@ def first_host(nodes: str) -> str:
     return nodes if found is None else found[1] + (found[2] or "") + (found[3] or "")
 
 
-def launch(arguments: Sequence[str], processes: int, *, named: bool = False) -> int:
+def launch(
+    arguments: Sequence[str],
+    processes: int,
+    *,
+    named: bool = False,
+    node: tuple[int, int] = (0, 1),
+    meeting: tuple[str, int | None] = ("127.0.0.1", None),
+    died: Callable[[InconsistentError], object] | None = None,
+) -> int:
     """Starts `processes` times `python -m zckpt` with these arguments on this machine, as torchrun does, and waits.
 
     SIGTERM and SIGINT are sent on to all of them.
 
     Args:
-        arguments: of zckpt.
+        arguments: of zckpt; `${local_rank}` in one is the number of the process here.
         processes: how many.
-        named: what ranks other than 0 print on stderr begins with their names, and if a signal ends one, an error says which.
+        named: what ranks other than 0 print on stderr begins with their names.
+        node: the number of this machine, and how many there are.
+        meeting: address and port of the first machine, where all ranks meet; by default a port that is free.
+        died: called with the error that says which rank a signal ended; by default it is raised.
 
     Returns:
         0 if all succeeded, otherwise the exit status of the first that failed, as a shell shows it: 128 + n for signal n. They
         have printed what is wrong.
 
     Raises:
-        UsageError: there are GPUs, but fewer than processes.
-        InconsistentError: a signal ended one of them, and `named` is set.
+        UsageError: there are GPUs, but fewer than processes; or the processes cannot meet.
+        InconsistentError: a signal ended one of them.
     """
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -80,8 +93,8 @@ def launch(arguments: Sequence[str], processes: int, *, named: bool = False) -> 
     if kind is not None and device_count() < processes:
         hide = hidden_by(kind)
         raise UsageError(
-            f"--nproc {processes} needs as many GPUs", found=count(device_count(), "GPU"),
-            remedy=f"Pass a smaller --nproc, or set {hide} to train on the CPU." if hide else "Pass a smaller --nproc.",
+            f"{processes} processes need as many GPUs", found=count(device_count(), "GPU"),
+            remedy=f"Start fewer with --nproc, or set {hide} to train on the CPU." if hide else "Start fewer with --nproc.",
         )  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "CRITICAL")
@@ -89,17 +102,18 @@ def launch(arguments: Sequence[str], processes: int, *, named: bool = False) -> 
     with tempfile.TemporaryDirectory(prefix="zckpt-ranks-") as directory:
         notes, logs = Path(directory, "notes"), Path(directory, "logs")
         notes.mkdir()
-        if named:
-            os.environ[NOTES] = str(notes)
-            logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_death` says it
-            logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        os.environ[NOTES] = str(notes)
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_death` says it
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        address, port = meeting
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=node[1],
+            max_nodes=node[1],
             nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            run_id=uuid.uuid4().hex if node[1] == 1 else "zckpt",
+            rdzv_backend="c10d" if port is None else "static",
+            rdzv_endpoint="localhost:0" if port is None else f"{address}:{port}",
+            rdzv_configs={"rank": node[0]},
             max_restarts=0,
             signals_to_handle="SIGHUP,SIGQUIT",
             log_line_prefix_template="[rank ${rank}] ",
@@ -112,9 +126,17 @@ def launch(arguments: Sequence[str], processes: int, *, named: bool = False) -> 
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             status = int(failure.exitcode)
-            if named and (status < 0 or status == 128 + signal.SIGTERM):
-                raise _death(rank, status, last_note(notes, rank), _last_lines(logs, rank)) from None
+            death = _death(rank, status, last_note(notes, rank), _last_lines(logs, rank))
+            if died is None and (status < 0 or status == 128 + signal.SIGTERM):
+                raise death from None
+            if died is not None and status < 0 and status != -signal.SIGTERM:  # which a user sends to all
+                died(death)
             return status if status >= 0 else 128 - status
+        except DistNetworkError as error:
+            raise UsageError(
+                f"the processes cannot meet at {address}, port {port}", found=str(error).splitlines()[0][:200],
+                remedy="Pass another --master_port; on several machines also the --master_addr of the first.",
+            ) from error  # fmt: skip
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -127,7 +149,7 @@ def _death(rank: int, status: int, note: Doing | None, said: str) -> Inconsisten
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended while it was asked to stop"
     except ValueError:
         how = f"was killed by signal {-status}"
-    where = "nothing is known of it" if note is None else f"{note.process} was {note.what} of step {note.step:,}"
+    where = "it had noted no step" if note is None else f"{note.process} was {note.what} of step {note.step:,}"
     memory = (
         "SIGKILL without a command often means that memory ran out: dmesg says so. "
         if status == -signal.SIGKILL
@@ -136,7 +158,7 @@ def _death(rank: int, status: int, note: Doing | None, said: str) -> Inconsisten
     return InconsistentError(
         f"rank {rank} {how}, and the run ended",
         found=f"{where}; the last it printed: {said}" if said else where,
-        remedy=f"{memory}Run the same command with --resume, which continues from the last checkpoint.",
+        remedy=f"{memory}Run the same command again, from the last checkpoint: zckpt train continues from it with --resume.",
     )
 
 

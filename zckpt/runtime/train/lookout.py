@@ -1,15 +1,16 @@
 """Which rank the others wait for: one that is stopped, killed, or still busy with something.
 
-For `train`. Ranks compute together, so one that does not come makes all wait, until a collective's timeout ends the run without a
-name. [Note: the lookout] Every rank notes what it does (`at`). A thread of each puts this note and a count that always grows into
-the store of the process group, every few seconds. A rank whose note has not changed for a while reads the notes of all: a count
-that no longer grows is a process that is stopped or gone; a rank that has noted less than others is the one they wait for. The
-lowest rank that still runs says so. A process that the launcher started also writes its note into a file, from which the launcher
-reads where a rank was when it died.
+For `observer` and `train`. Ranks compute together, so one that does not come makes all wait, until a collective's timeout ends
+the run without a name. [Note: the lookout] Every rank notes what it does (`at`). A thread of each puts this note and a count
+that always grows into the store of the process group, every few seconds. A rank whose note has not changed for a while reads
+the notes of all: a count that no longer grows is a process that is stopped or gone; a rank that has noted less than others is
+the one they wait for. The lowest rank that still runs says so. A process that the launcher started also writes its note into a
+file, from which the launcher reads where a rank was when it died.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -42,6 +43,10 @@ EQUAL_S = 120.0
 """If all ranks do the same for so long, it is said in which line each is."""
 NOTES = "ZCKPT_TRAIN_NOTES"
 """Variable with the directory for notes; the launcher sets it."""
+WRITE_S = 0.05
+"""Between two notes in that directory."""
+PHASES = ("in the script's own code", "in forward", "in backward", "in the optimizer step")
+"""What a rank with an engine does, in this order for each micro batch."""
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -93,22 +98,31 @@ class Lookout(threading.Thread):
         self._file = os.path.join(os.environ[NOTES], str(world.rank)) if NOTES in os.environ else None
         self._grew: dict[int, tuple[int, float]] = {}
         self._said: str | None = None
+        self._written = 0.0
         self._store: Any = None
         self._write()
         if self._size > 1 and dist.is_initialized():
             self._put(self._now)  # before training: a rank that stops in the first seconds is known too
             self.start()
+            atexit.register(self.close)
 
-    def at(self, step: int, what: str) -> None:
+    def at(self, step: int, what: str, number: int | None = None) -> None:
         """Notes what begins now.
 
         Args:
             step: the optimizer step, from 1.
             what: in words that follow "is".
+            number: the same on all ranks that do the same, and growing; by default the next one.
         """
-        self._now = replace(self._now, number=self._now.number + 1, step=step, what=what, line="")
+        number = self._now.number + 1 if number is None else number
+        self._now = replace(self._now, number=number, step=step, what=what, line="")
         self._began = time.monotonic()
-        self._write()
+        if self._began - self._written > WRITE_S:
+            self._write()
+
+    def enter(self, phase: int, micro_steps: int, step: int) -> None:
+        """Notes which of `PHASES` begins, of which micro batch; 16 other notes have room between two."""
+        self.at(step, PHASES[phase], (micro_steps * len(PHASES) + phase) * 16)
 
     def failed(self, why: str) -> None:
         """Notes why this rank ends."""
@@ -117,8 +131,8 @@ class Lookout(threading.Thread):
 
     def close(self) -> None:
         """Ends the thread, and notes that this rank has nothing more to do."""
-        self._over.set()
-        if self.is_alive():
+        if self.is_alive() and not self._over.is_set():
+            self._over.set()
             self.join(BEAT_S * 2)
             try:
                 self._put(replace(self._now, beat=_DONE))
@@ -148,12 +162,14 @@ class Lookout(threading.Thread):
             self._now = replace(self._now, beat=beat, line=_line(self._main) if still_s > STILL_S else "")
             try:
                 self._put(replace(self._now, since_s=still_s))
-                if still_s > STILL_S:
+                if still_s > STILL_S and self._now.what != PHASES[0]:
                     self._look(_read_notes(self._store, self._size))
                 elif self._said is not None:
                     self._tell(None)
-            except (RuntimeError, ValueError, KeyError):  # the process group is gone, or a rank has not begun
+            except (ValueError, KeyError):  # a rank has not begun
                 continue
+            except RuntimeError:  # the process group is gone
+                return
 
     def _look(self, notes: Mapping[int, Doing]) -> None:
         """Says which rank is waited for, if this is the rank to say it."""
@@ -161,7 +177,10 @@ class Lookout(threading.Thread):
         for rank, one in notes.items():
             if self._grew.get(rank, (-1, 0.0))[0] != one.beat:
                 self._grew[rank] = one.beat, now
-        silent = [rank for rank in notes if now - self._grew[rank][1] > SILENT_S and rank != self._rank]
+        silent = [
+            rank for rank, one in notes.items()
+            if rank != self._rank and (now - self._grew[rank][1] > SILENT_S or one.beat == _DONE)
+        ]  # fmt: skip
         if any(rank < self._rank and rank not in silent for rank in notes):
             return
         if silent:
@@ -194,6 +213,21 @@ class Lookout(threading.Thread):
             ) as file:  # not synced: for the launcher of this run alone
                 json.dump(asdict(self._now), file)
             os.replace(self._file + ".new", self._file)
+            self._written = self._began
+
+
+_by_group: dict[int, Lookout] = {}
+
+
+def of_process(world: World) -> Lookout:
+    """The lookout of this process, as long as it is in the same process group."""
+    group = id(dist.group.WORLD)
+    if group not in _by_group:
+        for old in _by_group.values():
+            old.close()
+        _by_group.clear()
+        _by_group[group] = Lookout(world)
+    return _by_group[group]
 
 
 def last_note(directory: str | os.PathLike[str], rank: int) -> Doing | None:
@@ -208,7 +242,7 @@ _PREFIX, _DONE = "zckpt/lookout/", -1
 
 
 def _read_notes(store: Any, size: int) -> dict[int, Doing]:
-    """The notes of all ranks that are not done.
+    """The notes of all ranks.
 
     Raises:
         KeyError: a rank has not noted anything yet.
@@ -216,8 +250,7 @@ def _read_notes(store: Any, size: int) -> dict[int, Doing]:
     keys = [f"{_PREFIX}{rank}" for rank in range(size)]
     if not store.check(keys):
         raise KeyError
-    notes = {rank: Doing(**json.loads(text)) for rank, text in enumerate(store.multi_get(keys))}
-    return {rank: one for rank, one in notes.items() if one.beat != _DONE}
+    return {rank: Doing(**json.loads(text)) for rank, text in enumerate(store.multi_get(keys))}
 
 
 def _silence(silent: Mapping[int, Doing]) -> str:
@@ -227,7 +260,7 @@ def _silence(silent: Mapping[int, Doing]) -> str:
         for rank, note in sorted(silent.items())[:5]
     )
     return (
-        f"The ranks wait for {ranks(sorted(silent))}, which {verb} not run: stopped or killed, or the machine does not "
+        f"The ranks wait for {ranks(sorted(silent))}, which {verb} not run: ended, stopped or killed, or the machine does not "
         f"answer. When it last did, {was}."
     )
 

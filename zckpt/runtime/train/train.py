@@ -33,7 +33,7 @@ from zckpt.runtime.loader import Loader
 from zckpt.runtime.start import initialize
 from zckpt.runtime.train.corpus import Blocks, read_corpus
 from zckpt.runtime.train.evaluation import evaluate, perplexity
-from zckpt.runtime.train.lookout import NOTES, Lookout
+from zckpt.runtime.train.lookout import NOTES, Lookout, of_process
 from zckpt.runtime.train.metrics import Metrics, Step
 from zckpt.runtime.train.models import TINY, Model, find_model
 from zckpt.runtime.world import World, join_world
@@ -154,7 +154,7 @@ def train(
     """
     settings, found = check(job)
     world = join_world()
-    lookout = Lookout(world)
+    lookout = of_process(world)
     with _asked_to_stop() as asked:
         try:
             return _train(job, settings, found, world, lookout, asked, watch, say)
@@ -318,14 +318,10 @@ def _step(
     lr = engine.get_lr()[0]
     totals = torch.zeros(2, device=engine.device)
     for _ in range(engine.batch.accumulation):
-        number = engine.global_steps + 1
-        lookout.at(number, "reading a batch")
+        lookout.at(engine.global_steps + 1, "reading a batch")
         tokens = next(batches).to(engine.device)
-        lookout.at(number, "in forward")
         loss = engine(input_ids=tokens, labels=tokens)["loss"]
-        lookout.at(number, "in backward")
         engine.backward(loss)
-        lookout.at(number, "in the optimizer step")
         engine.step()
         totals[0] += loss.detach().float() / engine.batch.accumulation / engine.world_size
     totals[1] = float(bool(asked))

@@ -1,0 +1,74 @@
+"""Whether all ranks of a run hold the same facts, before they begin something that they can only do together.
+
+For `runtime`. A digest is compared first; only where digests differ do the facts themselves travel, once for each kind of rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Hashable, Mapping, Sequence
+
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import join_words, ranks
+from zckpt.team.meeting import Meetings
+
+_MOST_KINDS = 4
+"""Kinds of ranks whose facts are compared."""
+
+_SHOWN = 6
+"""Facts that an error lists."""
+
+
+def ranks_by_value(said: Sequence[Hashable]) -> str:
+    """Who said what: `1.0 on rank 0, 0.5 on ranks 1, 2`."""
+    numbers: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(said):
+        numbers.setdefault(value, []).append(rank)
+    return join_words([f"{value} on {ranks(who)}" for value, who in numbers.items()])
+
+
+def place_of_directory(path: str) -> tuple[str, int | None]:
+    """What two ranks compare to know whether they mean one directory: its real path, and its number if it is there.
+
+    Machines may have one file system at different paths; the number is the same.
+    """
+    try:
+        return os.path.realpath(path), os.stat(path).st_ino
+    except OSError:
+        return os.path.realpath(path), None
+
+
+def check_same(meetings: Meetings, what: str, facts: Mapping[str, str], *, within_s: float) -> None:
+    """Makes sure that all ranks hold the same facts.
+
+    Args:
+        meetings: of the ranks.
+        what: the call that brings everybody here.
+        facts: by name; a fact that only some ranks hold differs.
+        within_s: as for `Meetings.meet`.
+
+    Raises:
+        InconsistentError: on every rank: what differs, and between which ranks; or some ranks did not come.
+    """
+    digests = meetings.meet(
+        what, hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), within_s=within_s
+    )
+    kinds = [*dict.fromkeys(digests)][:_MOST_KINDS]
+    if len(kinds) == 1:
+        return
+    speaks = meetings.rank in map(digests.index, kinds)
+    words = meetings.meet(what, dict(facts) if speaks else None, within_s=within_s)
+    held = {kind: words[digests.index(kind)] for kind in kinds}
+    names = [*dict.fromkeys(name for one in held.values() for name in one)]
+    differing = [name for name in names if len({one.get(name) for one in held.values()}) > 1]
+    found = [
+        f"{name}: {ranks_by_value([held[d].get(name, 'none') if d in held else 'not compared' for d in digests])}"
+        for name in differing[:_SHOWN]
+    ]
+    more = f"; and {len(differing) - _SHOWN:,} more" if len(differing) > _SHOWN else ""
+    raise InconsistentError(
+        f"the ranks call {what} with different arguments", found="; ".join(found) + more, expected="the same on every rank",
+        remedy="Start every rank with the same script, config, model and versions. Nothing was changed.",
+    )  # fmt: skip
