@@ -40,7 +40,7 @@ UNSYNCED = {
     "runtime/observe/monitor.py": "a log",
     "runtime/saves/nodes.py": "a temporary directory",
     "runtime/swapping/files.py": "states of a running process; a checkpoint has them too",
-    "runtime/train/lookout.py": "for the launcher of the same run",
+    "runtime/observe/lookout.py": "for the launcher of the same run",
     "storage/uploads.py": "the service makes it durable",
     "team/rendezvous.py": "notes between processes that run; their output is synced",
 }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.runtime.observe.flops_profiler import FlopsProfiler
+from zckpt.runtime.observe.lookout import of_process
 from zckpt.runtime.observe.memory import see_memory_usage
 from zckpt.runtime.observe.monitor import MonitorMaster
 from zckpt.runtime.observe.timer import (
@@ -30,7 +31,6 @@ from zckpt.runtime.observe.timer import (
     SynchronizedWallClockTimer,
     ThroughputTimer,
 )
-from zckpt.runtime.train.lookout import of_process
 
 if TYPE_CHECKING:
     from zckpt.runtime.training_run import TrainingRun

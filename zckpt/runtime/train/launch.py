@@ -21,7 +21,7 @@ from zckpt.base.errors import InconsistentError, UsageError
 from zckpt.base.words import count
 
 if TYPE_CHECKING:
-    from zckpt.runtime.train.lookout import Doing
+    from zckpt.runtime.observe.lookout import Doing
 
 PORT = 29500
 """Where ranks of several machines meet if nobody says another one."""
@@ -87,7 +87,7 @@ def launch(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from zckpt.live.device import accelerator, device_count, hidden_by
-    from zckpt.runtime.train.lookout import NOTES, last_note
+    from zckpt.runtime.observe.lookout import NOTES, last_note
 
     kind = accelerator()
     if kind is not None and device_count() < processes:

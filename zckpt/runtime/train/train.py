@@ -30,10 +30,10 @@ from zckpt.runtime.config.read import Settings, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.init_context import Init
 from zckpt.runtime.loader import Loader
+from zckpt.runtime.observe.lookout import NOTES, Lookout, of_process
 from zckpt.runtime.start import initialize
 from zckpt.runtime.train.corpus import Blocks, read_corpus
 from zckpt.runtime.train.evaluation import evaluate, perplexity
-from zckpt.runtime.train.lookout import NOTES, Lookout, of_process
 from zckpt.runtime.train.metrics import Metrics, Step
 from zckpt.runtime.train.models import TINY, Model, find_model
 from zckpt.runtime.world import World, join_world
