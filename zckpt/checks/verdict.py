@@ -71,6 +71,9 @@ class Verification(Printed):
     complete: bool | None = None
     proved_by: Mapping[str, str] = field(default_factory=dict[str, str])
     not_proved: tuple[str, ...] = ()
+    loads_as: str | None = None
+    like: Mapping[str, object] | None = None
+    headers_only: bool = False
 
     def __repr__(self) -> str:
         bad = [check.name for check in self.checks if not check.ok]
@@ -105,6 +108,7 @@ class Verification(Printed):
             "not_proved": list(self.not_proved),
             "deletable": None if self.deletable is None else {"ok": self.deletable[0], "reason": self.deletable[1]},
             "unread_bytes": self.unread_bytes,
+            "like": None if self.like is None else dict(self.like),
             "notes": list(self.notes),
         }
 
@@ -124,6 +128,11 @@ class Verification(Printed):
             yield from row("", f"{name}: {nan:,} NaN, {inf:,} infinite", width)
         for note in self.notes:
             yield from row("note", note, width)
+        if self.headers_only:
+            wrong = sum(check.number for check in self.checks)
+            said = f"yes, as {self.loads_as}" if self.loads_as else f"no: {count(wrong, 'problem')}"
+            yield from row("loads", said, width)
+            return
         if self.unread_bytes:
             yield from row("not read", f"{size(self.unread_bytes)} of elements; --deep reads every byte", width)
         wrong = sum(check.number for check in self.checks)

@@ -35,6 +35,7 @@ def verify(
     lora: LoraMerge | None = None,
     as_part: bool = False,
     trust_reader: bool = False,
+    like: str | os.PathLike[str] | None = None,
     pace: Pace | None = None,
     progress: Progress = None,
 ) -> Verification:
@@ -53,6 +54,9 @@ def verify(
         lora: the base and the adapters that were merged into `converted`, where they are not in the checkpoint.
         as_part: the checkpoint is one part of a save (a shard, one rank's file or directory), and looked at alone.
         trust_reader: call shards safe to delete although no second reader has found their tensors in the same places.
+        like: a model of transformers: its directory, its config.json, or `hf://OWNER/NAME`. Whether a loader of it finds every
+            tensor in `converted`, or in `checkpoint` where that is weights, and nothing else; by headers alone. Where nothing
+            else is asked for, only headers are read.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far, and with the total if it takes a second argument (it
             grows when it is found that there is more to read); None shows a bar in a terminal or notebook, False shows none.
@@ -69,6 +73,8 @@ def verify(
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
     pace = pace or DEFAULT_PACE
+    if like is not None and converted is None and not deep:
+        return _verify_likeness(checkpoint, like, tag, also, read_options, as_part=as_part)
     likely = likely_files(os.fspath(checkpoint), tag) if deep else []
     with watch_progress(progress, None, "verify") as watch, begun(likely, pace) as early:
         from zckpt.checks.soundness import examine_checkpoint
@@ -99,6 +105,15 @@ def verify(
 
             check_order(path, locate(converted), state)
             deletable = compare(state, locate(converted), lora, pace, watch, read, trust_reader=trust_reader)
+        loads_as, like_facts = None, None
+        if like is not None:
+            from zckpt.checks.like import examine_likeness
+
+            out = path if converted is None else locate(converted)
+            _, found = examine_likeness(out, locate(like), options if converted is None else Reading())
+            state.checks.extend(found.checks)
+            state.notes.extend(found.notes)
+            loads_as, like_facts = found.loads_as, found.facts
     return Verification(
         path=redact(state.place.listing.directory.path),
         about=_about(state.catalog),
@@ -111,6 +126,38 @@ def verify(
         complete=False if state.catalog is None else state.catalog.evidence.complete,
         proved_by=state.proofs(),
         not_proved=tuple(state.unproved(trust_reader=trust_reader)),
+        loads_as=loads_as,
+        like=like_facts,
+    )
+
+
+def _verify_likeness(
+    checkpoint: str | os.PathLike[str],
+    like: str | os.PathLike[str],
+    tag: str | None,
+    also: Sequence[str | os.PathLike[str]],
+    read_options: ReadOptions | None,
+    *,
+    as_part: bool,
+) -> Verification:
+    """Whether a loader finds every tensor: reads headers, and no element."""
+    from zckpt.checks.like import examine_likeness
+    from zckpt.jobs.groups import Reading
+    from zckpt.storage.location import locate
+
+    options = Reading(tag=tag, also=also, read_options=read_options, as_part=as_part)
+    catalog, found = examine_likeness(locate(checkpoint), locate(like), options)
+    return Verification(
+        path=redact(os.fspath(checkpoint)),
+        about=_about(catalog),
+        deep=False,
+        checks=found.checks,
+        notes=(*(() if catalog is None else catalog.source.notes), *found.notes),
+        unread_bytes=0 if catalog is None else sum(entry.nbytes for entry in catalog.tensors.values()),
+        complete=bool(found.loads_as),
+        loads_as=found.loads_as,
+        like=found.facts,
+        headers_only=True,
     )
 
 

@@ -47,6 +47,14 @@ Trusting = Annotated[
         "--trust-reader", help="Call the shards safe to delete although no second reader has found their tensors again."
     ),
 ]
+Like = Annotated[
+    str | None,
+    _checks(
+        "--like",
+        metavar="MODEL",
+        help="Check by headers alone that a loader of this model finds every tensor: a directory, a config.json, or hf://OWNER/NAME.",
+    ),
+]
 Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copies of weights, NaN and infinity.")]
 
 
@@ -135,6 +143,7 @@ def verify(
     converted: Converted = None,
     deep: Deep = False,
     trust_reader: Trusting = False,
+    like: Like = None,
     *,
     asked: Asked[MergedWith],
     shown: ShownProgress,
@@ -154,6 +163,7 @@ def verify(
             as_part=asked.reading.as_part,
             lora=asked.own.lora,
             trust_reader=trust_reader,
+            like=like,
             pace=asked.pacing.pace,
             progress=progress or False,
         )

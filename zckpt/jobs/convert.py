@@ -20,7 +20,7 @@ from zckpt.core.stores import FileStore
 from zckpt.engine import replicas
 from zckpt.jobs.casting import check_kept, dtype_of, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
-from zckpt.jobs.groups import Form
+from zckpt.jobs.groups import Form, Selecting
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked
 from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
@@ -177,6 +177,8 @@ def prepare(
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
         copies, left_out = opened.companions() if model.copies is None else (model.copies, ())
         notes += left_out
+        if asked.selecting == Selecting() and target.format == "safetensors":
+            notes += _note_misfits(model, catalog, opened)
         if opened.other_class:
             notes += (f"{_OTHER_CLASS} {opened.other_class}, which is written.",)
     if not is_copy:
@@ -189,6 +191,19 @@ def prepare(
 
 
 _OTHER_CLASS = "The config names a causal language model; the weights have the head of"
+
+
+def _note_misfits(model: WorkingModel, catalog: Catalog, opened: Opened) -> tuple[str, ...]:
+    """What a loader would miss or ignore in the output, by its config; nothing where most names are not those of the config."""
+    config = opened.config(model.config)
+    if config is None or opened.quantization is not None or opened.packed is not None:
+        return ()
+    from zckpt.naming.fits import find_misfits
+
+    found = find_misfits(catalog, config)
+    if found is None or not found.note or 2 * (len(found.missing) + len(found.ignored)) > len(catalog.tensors):
+        return ()
+    return (found.note,)
 
 
 def _check_output(place: Location, asked: Asked[object], inputs: set[Location], *, single: bool) -> None:

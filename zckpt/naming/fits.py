@@ -1,0 +1,227 @@
+"""Which tensors a family's model lacks, and which it has no place for, by its scheme and a config alone.
+
+For `checks.like`, where transformers is not there to say it, and for jobs that write weights with a config.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from zckpt.base.errors import ZckptError
+from zckpt.base.words import examples, joined
+from zckpt.core.catalog import Catalog
+from zckpt.layouts.save.known_shapes import known_shapes
+from zckpt.naming.decompose import decomposed
+from zckpt.naming.facts import Facts, facts_of, with_parts
+from zckpt.naming.families import architecture_of
+from zckpt.naming.parts import filled, numbered
+from zckpt.naming.recognise import by_config
+from zckpt.naming.schemes import Fit, Scheme, scheme
+
+Shape = tuple[int, ...]
+
+_SHAPES: dict[str, tuple[str, ...]] = {
+    "embedding.weight": ("vocabulary", "hidden"),
+    "head.weight": ("vocabulary", "hidden"),
+    "final_norm.weight": ("hidden",),
+    "blocks.{b}.attention_norm.weight": ("hidden",),
+    "blocks.{b}.attention_output_norm.weight": ("hidden",),
+    "blocks.{b}.mlp_norm.weight": ("hidden",),
+    "blocks.{b}.mlp_output_norm.weight": ("hidden",),
+    "blocks.{b}.attention.query.weight": ("query_heads*head_size", "hidden"),
+    "blocks.{b}.attention.key.weight": ("key_heads*head_size", "hidden"),
+    "blocks.{b}.attention.value.weight": ("key_heads*head_size", "hidden"),
+    "blocks.{b}.attention.output.weight": ("hidden", "query_heads*head_size"),
+    "blocks.{b}.mlp.gate.weight": ("intermediate", "hidden"),
+    "blocks.{b}.mlp.up.weight": ("intermediate", "hidden"),
+    "blocks.{b}.mlp.down.weight": ("hidden", "intermediate"),
+    "blocks.{b}.router.weight": ("experts", "hidden"),
+    "blocks.{b}.experts.{e}.gate.weight": ("expert_intermediate", "hidden"),
+    "blocks.{b}.experts.{e}.up.weight": ("expert_intermediate", "hidden"),
+    "blocks.{b}.experts.{e}.down.weight": ("hidden", "expert_intermediate"),
+}
+"""Part -> its extents, as facts that a config says; what it does not say is not compared."""
+
+
+class Misfits(NamedTuple):
+    """What does not fit: of a family's model, or of names and shapes.
+
+    Attributes:
+        by: the family, and by what it is known.
+        missing: tensors that are not there.
+        ignored: tensors that have no place in it.
+        shapes: name of a tensor -> (shape of a part of it, shape that the config says).
+        error: why nothing can be said; empty if something can.
+    """
+
+    by: str
+    missing: list[str]
+    ignored: list[str]
+    shapes: dict[str, tuple[Shape, Shape]]
+    error: str = ""
+
+    @property
+    def note(self) -> str:
+        """What a loader would do with weights of which this is so, in one sentence; empty where all is well."""
+        found = [f"lacks {examples(sorted(self.missing))}"] if self.missing else []
+        found += [f"does not read {examples(self.ignored)}"] if self.ignored else []
+        found += [f"has other shapes for {examples(self.shapes)}"] if self.shapes else []
+        return f"A loader of {self.by} {joined(found)}." if found else ""
+
+
+def find_misfits(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
+    """What of a model's tensors does not fit its config; None where its class is none that zckpt knows.
+
+    Args:
+        catalog: the tensors under the hub's names; its aliases are not looked at.
+        config: of transformers.
+    """
+    catalog = replace(catalog, aliases={})
+    known = known_shapes(config)
+    if known is None:
+        return _misfits_of_family(catalog, config)
+    shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
+    return compare_shapes(
+        shapes, known.shapes, f"{config['architectures'][0]}, by shapes that zckpt knows", tied=known.tied
+    )
+
+
+def compare_shapes(here: Mapping[str, Shape], wanted: Mapping[str, Shape], by: str, *, tied: bool) -> Misfits:
+    """What a loader that looks for exactly these tensors finds; a head that the model ties may be there or not."""
+    neither = (*(_HEADS if tied else ()), *_BUFFERS)
+    missing = [name for name in wanted if name not in here and not name.endswith(neither)]
+    ignored = [name for name in here if name not in wanted and not name.endswith(neither)]
+    shapes = {name: (own, wanted[name]) for name, own in here.items() if name in wanted and own != wanted[name]}
+    return Misfits(by, missing, ignored, shapes)
+
+
+_HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight")
+_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""Ends of names of what a model computes itself, which older versions of transformers saved."""
+
+
+def _misfits_of_family(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
+    """As `find_misfits`, by a family's scheme."""
+    name, _ = by_config(config, "")
+    family = scheme(f"hf-{name}") if name else None
+    said = config.get("architectures")
+    if family is None or (isinstance(said, list) and said[:1] != [architecture_of(family)]):
+        return None
+    by = f"{architecture_of(family)}, by zckpt's own scheme of its names"
+    fits = family.fits(catalog.tensors)
+    known = catalog.select(lambda entry: fits[entry.name] is not None)
+    facts = facts_of(known, config)
+    if facts.get("tied") is None and config.get("tie_word_embeddings") is False:
+        facts = facts.having(tied=False)
+    try:
+        found = decomposed(known, family, facts)
+        facts = with_parts(found.facts, found.parts)
+    except ZckptError as error:
+        return Misfits(by, [], [name for name in fits if fits[name] is None], {}, str(error))
+    wanted = _read_facts(family, config)
+    expected = _expected(family, facts, fits, wanted)
+    missing = [names[0] for names in expected if not any(one in fits for one in names)]
+    places = {one for names in expected for one in names[:1]} | found.dropped.keys()
+    ignored = [name for name in fits if name not in places]
+    shapes = _find_shapes(found.parts, found.origins, wanted)
+    for part in ("embedding.weight", "head.weight"):  # of which parts have the rows that the config says
+        entry, rows = catalog.tensors.get(found.origins.get(part, "")), wanted.get("vocabulary")
+        if entry is not None and rows is not None and entry.shape and entry.shape[0] != rows:
+            shapes[entry.name] = (entry.shape, (rows, *entry.shape[1:]))
+    return Misfits(by, missing, ignored, shapes)
+
+
+def _read_facts(family: Scheme, config: Mapping[str, Any]) -> dict[str, int]:
+    """The facts that a config says in numbers."""
+    found = {
+        said if isinstance(said, str) else said[0]: config[key]
+        for key, said in family.config["facts"].items()
+        if type(config.get(key)) is int
+    }
+    experts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if "experts" in _facts_of(family) and (number := next((n for n in experts if type(n) is int), None)) is not None:
+        found["experts"] = number
+    heads, hidden = found.get("query_heads"), found.get("hidden")
+    if heads and hidden and "head_size" not in found and config.get("head_dim") is None and hidden % heads == 0:
+        found["head_size"] = hidden // heads
+    if "num_key_value_heads" in family.config["facts"] and config.get("num_key_value_heads") is None and heads:
+        found.setdefault("key_heads", heads)
+    return found
+
+
+def _facts_of(family: Scheme) -> set[str]:
+    return {said if isinstance(said, str) else said[0] for said in family.config["facts"].values()}
+
+
+def _expected(
+    family: Scheme, facts: Facts, fits: Mapping[str, Fit | None], wanted: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """The tensors of a model, each as the spellings of its name of which the first is the hub's."""
+    there: dict[int, set[str]] = {}
+    for fit in filter(None, fits.values()):
+        for rule in fit.rules:
+            if facts.meet(rule.when):
+                there.setdefault(fit.block, set()).update(rule.parts or ())
+    anywhere = set().union(*there.values()) if there else set()
+    blocks = wanted.get("blocks") or max(there, default=-1) + 1
+    experts = wanted.get("experts") or facts.whole("experts") or 0
+    some_routed = any("router.weight" in part for part in anywhere)
+    found: list[tuple[str, ...]] = []
+    used: set[tuple[str, int]] = set()
+    for rule in family.rules:
+        if rule.parts is None or not facts.meet(rule.when) or (rule.optional and not anywhere.issuperset(rule.parts)):
+            continue
+        part = rule.parts[0]
+        if part == "head.weight" and facts.get("tied") is True and part not in there.get(-1, ()):
+            continue
+        for block in range(blocks) if "{b}" in part else (-1,):
+            own = there.get(block, set())
+            routed = any(p.startswith(_OF_EXPERTS) for p in own) or (
+                some_routed and not any(p.startswith("blocks.{b}.mlp.") for p in own)
+            )
+            if ("{b}" in part and not _is_there(part, routed)) or any((p, block) in used for p in rule.parts):
+                continue
+            used |= {(p, block) for p in rule.parts}
+            numbers = range(experts) if "{e}" in rule.names[0] else (-1,)
+            found += [tuple(filled(name, block, e) for name in rule.names) for e in numbers]
+    return found
+
+
+_OF_EXPERTS = ("blocks.{b}.router", "blocks.{b}.experts.", "blocks.{b}.shared")
+
+
+def _is_there(part: str, routed: bool) -> bool:
+    """Whether a part is in blocks with experts, or in those without."""
+    return not routed if part.startswith("blocks.{b}.mlp.") else routed or not part.startswith(_OF_EXPERTS)
+
+
+def _find_shapes(
+    parts: Catalog, origins: Mapping[str, str], wanted: Mapping[str, int]
+) -> dict[str, tuple[Shape, Shape]]:
+    """Tensors of which a part has other extents than the config says, or than it has in most blocks."""
+    found: dict[str, tuple[Shape, Shape]] = {}
+    kinds: dict[str, Counter[Shape]] = {}
+    for name, entry in parts.tensors.items():
+        kinds.setdefault(numbered(name).part, Counter())[entry.shape] += 1
+    for name, entry in parts.tensors.items():
+        usual, _ = kinds[numbered(name).part].most_common(1)[0]
+        said = _SHAPES.get(numbered(name).part, ())
+        same = len(said) == len(usual)
+        own = tuple(_extent(text, wanted, here) for text, here in zip(said, usual, strict=True)) if same else usual
+        if own != entry.shape:
+            found[origins.get(name, name)] = (entry.shape, own)
+    return found
+
+
+def _extent(text: str, wanted: Mapping[str, int], here: int) -> int:
+    """What facts say of an extent; `here` where they say nothing."""
+    product = 1
+    for fact in text.split("*"):
+        value = wanted.get(fact)
+        if value is None:
+            return here
+        product *= value
+    return product
