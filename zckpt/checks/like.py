@@ -292,7 +292,7 @@ def _check_files(opened: Opened, out: Location) -> Check:
     problems: list[str] = []
     if not usual & listing.files.keys():
         problems.append(
-            f"no loader looks for {examples(filter(is_weights, sorted(listing.files)))}, but for model.safetensors or its index"
+            f"no loader looks for {examples(name for name in sorted(listing.files) if is_weights(name))}, but for model.safetensors or its index"
         )
     where: dict[str, str] = {}
     for name, entry in opened.catalog.tensors.items():
