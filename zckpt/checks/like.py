@@ -291,9 +291,8 @@ def _check_files(opened: Opened, out: Location) -> Check:
     usual = {pattern.format(suffix="") + suffix for pattern in PATTERNS.values() for suffix in ("", ".index.json")}
     problems: list[str] = []
     if not usual & listing.files.keys():
-        problems.append(
-            f"no loader looks for {examples(name for name in sorted(listing.files) if is_weights(name))}, but for model.safetensors or its index"
-        )
+        odd = examples(name for name in sorted(listing.files) if is_weights(name))
+        problems.append(f"no loader looks for {odd}, but for model.safetensors or its index")
     where: dict[str, str] = {}
     for name, entry in opened.catalog.tensors.items():
         if entry.fragments:
