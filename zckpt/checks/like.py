@@ -28,7 +28,7 @@ from zckpt.checks.verdict import Check
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
-from zckpt.jobs.opened import Opened, dequantised
+from zckpt.jobs.opened import Opened, dequantise
 from zckpt.layouts.plain.files import PATTERNS, named_data
 from zckpt.layouts.save.companions import config_of, find_config, other_class
 from zckpt.layouts.save.weight_files import is_weights
@@ -84,7 +84,7 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
     tensors = _list_stored(opened)
     scales = Check("scales", "each quantised weight has its scales")
     try:
-        plain = dequantised(opened)
+        plain = dequantise(opened)
         if plain is not opened and plain.catalog is not opened.catalog:
             tensors = _list_stored(plain)
             checks.append(scales)

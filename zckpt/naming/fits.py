@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import examples, joined
+from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.save.known_shapes import known_shapes
-from zckpt.naming.decompose import decomposed
+from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import architecture_of
-from zckpt.naming.parts import filled, numbered
+from zckpt.naming.parts import fill_template, parse_part_name
 from zckpt.naming.recognise import by_config
 from zckpt.naming.schemes import Fit, Scheme, scheme
 
@@ -69,7 +69,7 @@ class Misfits(NamedTuple):
         found = [f"lacks {examples(sorted(self.missing))}"] if self.missing else []
         found += [f"does not read {examples(self.ignored)}"] if self.ignored else []
         found += [f"has other shapes for {examples(self.shapes)}"] if self.shapes else []
-        return f"A loader of {self.by} {joined(found)}." if found else ""
+        return f"A loader of {self.by} {join_words(found)}." if found else ""
 
 
 def find_misfits(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
@@ -117,7 +117,7 @@ def _misfits_of_family(catalog: Catalog, config: Mapping[str, Any]) -> Misfits |
     if facts.get("tied") is None and config.get("tie_word_embeddings") is False:
         facts = facts.having(tied=False)
     try:
-        found = decomposed(known, family, facts)
+        found = decompose_with_origins(known, family, facts)
         facts = with_parts(found.facts, found.parts)
     except ZckptError as error:
         return Misfits(by, [], [name for name in fits if fits[name] is None], {}, str(error))
@@ -186,7 +186,7 @@ def _expected(
                 continue
             used |= {(p, block) for p in rule.parts}
             numbers = range(experts) if "{e}" in rule.names[0] else (-1,)
-            found += [tuple(filled(name, block, e) for name in rule.names) for e in numbers]
+            found += [tuple(fill_template(name, block, e) for name in rule.names) for e in numbers]
     return found
 
 
@@ -205,10 +205,10 @@ def _find_shapes(
     found: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, Counter[Shape]] = {}
     for name, entry in parts.tensors.items():
-        kinds.setdefault(numbered(name).part, Counter())[entry.shape] += 1
+        kinds.setdefault(parse_part_name(name).part, Counter())[entry.shape] += 1
     for name, entry in parts.tensors.items():
-        usual, _ = kinds[numbered(name).part].most_common(1)[0]
-        said = _SHAPES.get(numbered(name).part, ())
+        usual, _ = kinds[parse_part_name(name).part].most_common(1)[0]
+        said = _SHAPES.get(parse_part_name(name).part, ())
         same = len(said) == len(usual)
         own = tuple(_extent(text, wanted, here) for text, here in zip(said, usual, strict=True)) if same else usual
         if own != entry.shape:
