@@ -122,7 +122,7 @@ def _misfits_of_family(catalog: Catalog, config: Mapping[str, Any]) -> Misfits |
     except ZckptError as error:
         return Misfits(by, [], [name for name in fits if fits[name] is None], {}, str(error))
     wanted = _read_facts(family, config)
-    expected = _expected(family, facts, fits, wanted)
+    expected = _list_expected(family, facts, fits, wanted)
     missing = [names[0] for names in expected if not any(one in fits for one in names)]
     places = {one for names in expected for one in names[:1]} | found.dropped.keys()
     ignored = [name for name in fits if name not in places]
@@ -156,7 +156,7 @@ def _facts_of(family: Scheme) -> set[str]:
     return {said if isinstance(said, str) else said[0] for said in family.config["facts"].values()}
 
 
-def _expected(
+def _list_expected(
     family: Scheme, facts: Facts, fits: Mapping[str, Fit | None], wanted: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
     """The tensors of a model, each as the spellings of its name of which the first is the hub's."""
