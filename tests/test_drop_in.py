@@ -3,6 +3,7 @@
 import inspect
 from pathlib import Path
 
+import proofs
 import pytest
 import torch
 from bits import same_bits
@@ -17,7 +18,13 @@ FIXTURES = [
     for how in sorted(Path(__file__).parent.parent.joinpath("fixtures").glob("*/*/how.json"))
     if (how.parent / "truth.safetensors").exists()
 ]
-fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
+
+
+def named(value):
+    return f"{value.parent.name}/{value.name}" if isinstance(value, Path) else str(value)
+
+
+fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=named)
 
 
 def as_fp32(tensor, role="buffer"):
@@ -65,8 +72,8 @@ def test_without_frozen(fixture):
     assert not set(state) & set(frozen)
 
 
-@fixtures
-@pytest.mark.parametrize("safe", [False, True])
+@proofs.MORE
+@pytest.mark.parametrize(("fixture", "safe"), proofs.in_turn(FIXTURES, (False, True)), ids=named)
 def test_conversion(fixture, safe, tmp_path):
     out, tag = tmp_path / "out", how_of(fixture).get("tag")
     for _ in range(2):  # the second time over the first

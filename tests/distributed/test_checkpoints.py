@@ -260,6 +260,7 @@ def test_a_killed_save_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["killed"] == times
 
 
+@proofs.MORE
 def test_a_save_may_end_at_every_call(tmp_path: Path) -> None:
     """Killed, or because the call fails; with directories that change places in one step, and without; one rank and two."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -267,7 +268,7 @@ def test_a_save_may_end_at_every_call(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)
-    assert told.pop("two ranks")["ends"] >= 5 and len(told) == 4
+    assert told.pop("two ranks")["ends"] >= 5 and len(told) == (4 if proofs.IS_WHOLE else 2)
     assert all(given["ends"] > 30 and 0 < given["new"] < given["ends"] for given in told.values())
 
 

@@ -29,8 +29,9 @@ def plain(outcome: Outcome) -> dict[str, list[float]]:
     return outcome("checks.py", 1, "losses")[0]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize(
+    ("world", "precision"), [*((world, precision) for world in (1, 2) for precision in TOLERANCES), (4, "fp32")]
+)
 def test_losses_are_the_same_at_every_stage_and_world(
     outcome: Outcome, plain: dict[str, list[float]], world: int, precision: str
 ) -> None:
@@ -51,10 +52,9 @@ def test_groups_and_offloading_change_no_loss(outcome: Outcome, plain: dict[str,
         assert distance(losses, plain["fp32 0 1"]) <= 1e-6, name
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_optimizer_trains_alike_on_shards(outcome: Outcome, world: int) -> None:
+def test_every_optimizer_trains_alike_on_shards(outcome: Outcome) -> None:
     [alone] = outcome("checks.py", 1, "losses_of_optimizers")
-    [given, *_] = outcome("checks.py", world, "losses_of_optimizers")
+    [given, *_] = outcome("checks.py", 2, "losses_of_optimizers")
     for name, losses in given.items():
         assert distance(losses, alone[f"{name.split()[0]} 0"]) <= 1e-5, name
     assert len({tuple(losses) for name, losses in alone.items() if name.endswith("0")}) == 6
@@ -139,7 +139,9 @@ def test_gathered_parameters(outcome: Outcome) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_run_repeats_itself_from_a_save(outcome: Outcome, world: int) -> None:
     for given in outcome("checks.py", world, "again_from_a_save"):
-        assert len(given) == 12 and all(given.values()), [name for name, ok in given.items() if not ok]
+        assert len(given) == {2: 12, 4: 4}[world] and all(given.values()), [
+            name for name, ok in given.items() if not ok
+        ]
 
 
 def test_a_new_engine_continues_from_a_save(outcome: Outcome) -> None:

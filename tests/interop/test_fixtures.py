@@ -6,6 +6,7 @@ import json
 import zipfile
 from pathlib import Path
 
+import proofs
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -56,7 +57,12 @@ def test_there_are_fixtures() -> None:
     assert len(FIXTURES) >= 30
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def named(value: object) -> str:
+    return name_of(value) if isinstance(value, Path) else str(value)
+
+
+@proofs.MORE
+@pytest.mark.parametrize(("fixture", "dtype"), proofs.in_turn(FIXTURES, ("fp32", "bf16", "fp16"), each=2), ids=named)
 def test_one_safetensors_file(fixture: Path, dtype: str, tmp_path: Path) -> None:
     wanted, aliases = expected(fixture, dtype)
     zckpt.convert(fixture / "checkpoint", tmp_path / "out.safetensors", dtype=dtype)
@@ -68,7 +74,8 @@ def test_one_safetensors_file(fixture: Path, dtype: str, tmp_path: Path) -> None
     assert {k: v for k, v in metadata.items() if k != "format"} == aliases
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@proofs.MORE
+@pytest.mark.parametrize(("fixture", "dtype"), proofs.in_turn(FIXTURES, ("fp32", "bf16")), ids=named)
 def test_one_torch_file(fixture: Path, dtype: str, tmp_path: Path) -> None:
     wanted, aliases = expected(fixture, dtype)
     zckpt.convert(fixture / "checkpoint", tmp_path / "out.bin", dtype=dtype)
@@ -81,7 +88,8 @@ def test_one_torch_file(fixture: Path, dtype: str, tmp_path: Path) -> None:
     assert zipfile.ZipFile(tmp_path / "out.bin").testzip() is None
 
 
-@pytest.mark.parametrize("container", ["safetensors", "bin"])
+@proofs.MORE
+@pytest.mark.parametrize(("fixture", "container"), proofs.in_turn(FIXTURES, ("safetensors", "bin")), ids=named)
 def test_sharded_directory(fixture: Path, container: str, tmp_path: Path) -> None:
     wanted, aliases = expected(fixture, "fp32")
     options = zckpt.Options(format=container, max_shard_size=600)

@@ -83,7 +83,9 @@ def test_a_tensor_that_no_rule_takes_is_named(tmp_path: Path) -> None:
 
     state = load_file(FIXTURES / "llama3_0_3_0_w3" / "truth.safetensors")
     with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.save(state | {"layers.0.attention.gate.weight": torch.ones(2)}, checkpoint_id=tmp_path / "save", no_dist=True)
+        dcp.save(
+            state | {"layers.0.attention.gate.weight": torch.ones(2)}, checkpoint_id=tmp_path / "save", no_dist=True
+        )
     config = str(FIXTURES / "llama3_0_3_0_w3" / "hf" / "config.json")
     with pytest.raises(UnsupportedError, match=r"layers\.0\.attention\.gate\.weight"):
         zckpt.convert(tmp_path / "save", tmp_path / "out", options=zckpt.Options(form=Form("hf", config)))

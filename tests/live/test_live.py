@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import proofs
 import pytest
 import torch
 from bits import same_bits
@@ -26,7 +27,17 @@ FIXTURES = [
     for how in sorted(Path(__file__).parents[2].joinpath("fixtures").glob("*/*/how.json"))
     if (how.parent / "truth.safetensors").exists()
 ]
-fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
+
+
+def named(value):
+    return (
+        f"{value.parent.name}/{value.name}"
+        if isinstance(value, Path)
+        else {True: "strided", False: "dense"}.get(value, str(value))
+    )
+
+
+fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=named)
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -85,9 +96,10 @@ def state():
     }
 
 
-@fixtures
-@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@proofs.MORE
+@pytest.mark.parametrize(
+    ("fixture", "dtype", "strided"), proofs.in_turn(FIXTURES, tuple(FLOATS), (False, True), each=2), ids=named
+)
 def test_fixtures(fixture, dtype, strided):
     how = how_of(fixture)
     truth = kept_of(fixture)

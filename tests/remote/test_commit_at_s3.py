@@ -10,8 +10,8 @@ branches a command that fails must lose nothing, and a third model must take the
 the bucket holds, so each state of it is gone on from once, however many failures lead to it; for this, random names and the
 server's clock stand still.
 
-In `make test` every third request of each run fails, and the last three, in one mode; the modes take turns, and runs begin with
-the first, second or third one.
+In `make test` every sixth request of each run fails, and the last three, in one mode; the modes take turns, and so do the
+requests that runs begin with.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def test_every_request_at_s3(
     outcomes: set[str] = set()
     turn = RUNS.index((shape, kind))
     for nth in range(1, count + 1):
-        if not proofs.IS_WHOLE and (nth + turn) % 3 and nth <= count - 3:
+        if not proofs.IS_WHOLE and (nth + turn) % 6 and nth <= count - 3:
             continue
-        for mode in MODES[(nth + turn) % 2 :: 2] if proofs.IS_WHOLE else [MODES[(nth + turn) % 4]]:
+        for mode in MODES[(nth + turn) % 2 :: 2] if proofs.IS_WHOLE else [MODES[((nth + turn) // 3 + turn) % 4]]:
             if mode == "lost" and nth not in changing:  # the same as refused
                 continue
             bucket.begin(beginning, nth, mode)
