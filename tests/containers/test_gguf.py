@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     ),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), UnsupportedError, "big-endian"),
     "an old version": (head(version=1), UnsupportedError, "version 1"),
-    "another type": (head(1) + info(b"t", 32, kind=12) + bytes(99), UnsupportedError, "Q4_K"),
+    "another type": (head(1) + info(b"t", 32, kind=15) + bytes(99), UnsupportedError, "Q8_K"),
 }  # fmt: skip
 
 

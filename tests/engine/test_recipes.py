@@ -14,6 +14,7 @@ import pytest
 
 from zckpt._core import use_vector_paths
 from zckpt.base.errors import CorruptError, InconsistentError
+from zckpt.containers.gguf_file import PACKED, GgmlType
 from zckpt.core import plan as plans
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
@@ -140,6 +141,22 @@ def test_blocks_are_those_of_gguf() -> None:
         kernels.of_q8_0(blocks, back)
         of_wild.append((blocks.tobytes(), back))
     assert of_wild[0][0] == of_wild[1][0] and same(of_wild[0][1], of_wild[1][1])
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_numbers_of_packed_blocks_are_those_of_gguf(kind: GgmlType) -> None:
+    """Any bytes are blocks."""
+    import gguf
+
+    blocks = np.random.default_rng(5).integers(0, 256, (600, kind.nbytes)).astype(np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind.name]).astype(np.float32).reshape(-1)
+    for kernels in (NativeKernels(), ReferenceKernels()):
+        found = np.empty(600 * kind.block, np.float32)
+        kernels.of_ggml(kind.name, blocks.reshape(-1), found)
+        assert same(found, wanted)
+        with pytest.raises(ValueError, match="bytes of"):
+            kernels.of_ggml(kind.name, blocks.reshape(-1)[1:], found)
 
 
 def stored(path: Path, seed: int, dtype: Any = np.float32) -> tuple[TensorEntry, Any]:

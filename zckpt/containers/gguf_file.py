@@ -4,9 +4,9 @@ For `open_container`, and for `layouts.gguf`. A file is the magic `GGUF`, its ve
 entries; the entries (key, kind, value); for each tensor its name, extents (the last dimension first), type and offset; and, from
 a multiple of the alignment on, the tensors' bytes, each padded to the alignment. Numbers are little-endian.
 
-[Note: types] Of ggml's many types those are read that converters of models write without loss, and Q8_0: blocks of 32 elements of
-a row, each an fp16 scale and 32 signed bytes. A tensor of such blocks is read as bytes, with `BLOCKS` among its attributes: a
-matrix (8, 64) is U8 of shape (8, 68).
+[Note: types] Of ggml's many types those are read that converters of models write without loss, Q8_0 (blocks of 32 elements of a
+row, each an fp16 scale and 32 signed bytes), and those of `PACKED`. A tensor of such blocks is read as bytes, with
+`BLOCKS` among its attributes: a matrix (8, 64) of Q8_0 is U8 of shape (8, 68).
 Source: ggml, docs/gguf.md, include/ggml.h (types), src/gguf.cpp (limits); gguf-py 0.19.0, constants.py, gguf_writer.py.
 """
 
@@ -85,11 +85,20 @@ BY_DTYPE = {
     dtype: GgmlType(dtype.name, number, dtype, 1, dtype.itemsize)
     for dtype, number in ((F32, 0), (F16, 1), (I8, 24), (I16, 25), (I32, 26), (I64, 27), (F64, 28), (BF16, 30))
 }
-BY_NUMBER = {kind.number: kind for kind in (*BY_DTYPE.values(), Q8_0)}
+PACKED = tuple(
+    GgmlType(name, number, U8, block, nbytes)
+    for name, number, block, nbytes in (
+        ("Q4_0", 2, 32, 18), ("Q4_1", 3, 32, 20), ("Q5_0", 6, 32, 22), ("Q5_1", 7, 32, 24), ("Q2_K", 10, 256, 84),
+        ("Q3_K", 11, 256, 110), ("Q4_K", 12, 256, 144), ("Q5_K", 13, 256, 176), ("Q6_K", 14, 256, 210), ("IQ4_NL", 20, 32, 18),
+        ("MXFP4", 39, 32, 17),
+    )
+)  # fmt: skip
+"""Types that are read, and not written."""
+BY_NUMBER = {kind.number: kind for kind in (*BY_DTYPE.values(), Q8_0, *PACKED)}
+BY_NAME = {kind.name: kind for kind in BY_NUMBER.values()}
 _OTHERS = {
-    **dict(enumerate(("Q4_0", "Q4_1", "", "", "Q5_0", "Q5_1", "", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), 2)),
-    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), 16)),
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "", "IQ3_S", "IQ2_S", "IQ4_XS"), 16)),
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
 
@@ -288,7 +297,7 @@ def _tensor(
         known = ", ".join(each.name for each in sorted(BY_NUMBER.values(), key=lambda each: each.number))
         raise UnsupportedError(
             f"the type of tensor {name!r:.80} cannot be read", file=file.path, found=_OTHERS.get(number) or f"type {number:,}",
-            expected=f"one of {known}", remedy="Give a GGUF file of the model in F32, F16, BF16 or Q8_0.",
+            expected=f"one of {known}", remedy="Give a GGUF file of the model in one of these, such as Q8_0.",
         )  # fmt: skip
     if kind.block > 1 and (not shape or shape[-1] % kind.block):
         raise index_error(

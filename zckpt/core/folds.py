@@ -136,6 +136,9 @@ class Kernels(Protocol):
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         """The other way: each block's whole numbers times its scale."""
 
+    def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
+        """The numbers that blocks of another of ggml's types stand for, by its name."""
+
 
 class Tools(Protocol):
     """What a recipe computes with."""

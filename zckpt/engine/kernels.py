@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zckpt.core.folds import Kernels, MatrixBlocks, Rounded
-from zckpt.engine import kernels_codes, kernels_fp8
+from zckpt.engine import kernels_codes, kernels_fp8, kernels_ggml
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Bytes, Floats
@@ -71,6 +71,10 @@ class NativeKernels:
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
         """As `Kernels.to_q8_0`."""
         _core.to_q8_0(_address(numbers), _address(blocks), _blocks(numbers, blocks))
+
+    def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
+        """As `Kernels.of_ggml`."""
+        kernels_ggml.of_ggml(kind, blocks, numbers)
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         """As `Kernels.of_q8_0`."""
@@ -165,6 +169,10 @@ class ReferenceKernels:
                 .astype(np.int8)
                 .view(np.uint8)
             )
+
+    def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
+        """As `Kernels.of_ggml`."""
+        kernels_ggml.of_ggml(kind, blocks, numbers)
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         """As `Kernels.of_q8_0`."""

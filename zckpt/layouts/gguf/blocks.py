@@ -1,4 +1,4 @@
-"""Elements in blocks of ggml's type Q8_0: made of floats, and floats made of them, while they are moved.
+"""Elements in blocks of ggml's types: floats made of them, and blocks of Q8_0 made of floats, while they are moved.
 
 For `read` and `write`. [Note: Q8_0] 32 elements of a row share a scale: the largest absolute value divided by 127, stored as
 fp16. The elements are multiplied by the reciprocal of the scale before its rounding to fp16, and rounded to whole numbers, halves
@@ -8,10 +8,10 @@ Source: gguf-py 0.19.0, quants.py `Q8_0` (the same bits as ggml, src/ggml-quants
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
-from zckpt.containers.gguf_file import Q8_0
+from zckpt.containers.gguf_file import Q8_0, GgmlType
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8
 from zckpt.core.recipes import derive_entry
@@ -48,27 +48,37 @@ class BlocksOfFloats:
 
 @dataclass(frozen=True, slots=True)
 class FloatsOfBlocks:
-    """A recipe (`core.recipes`): the numbers that blocks of Q8_0 stand for, as fp32.
+    """A recipe (`core.recipes`): the numbers that blocks stand for, as fp32.
 
     Attributes:
         inputs: the blocks, as bytes.
+        type: of the blocks.
     """
 
     inputs: tuple[TensorEntry]
-    unit: int = Q8_0.block
+    type: GgmlType = Q8_0
+
+    @property
+    def unit(self) -> int:
+        """A block."""
+        return self.type.block
 
     @property
     def facts(self) -> tuple[object, ...]:
         """The type."""
-        return ("of Q8_0",)
+        return (f"of {self.type.name}",)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`."""
         import numpy as np
 
-        first, last = start // Q8_0.block * Q8_0.nbytes, stop // Q8_0.block * Q8_0.nbytes
+        first, last = (at // self.type.block * self.type.nbytes for at in (start, stop))
         numbers = np.empty(stop - start, np.float32)
-        tools.kernels.of_q8_0(tools.read(self.inputs[0], first, last), numbers)  # type: ignore[arg-type]
+        blocks: Any = tools.read(self.inputs[0], first, last)
+        if self.type is Q8_0:
+            tools.kernels.of_q8_0(blocks, numbers)
+        else:
+            tools.kernels.of_ggml(self.type.name, blocks, numbers)
         return numbers
 
 
@@ -77,7 +87,7 @@ def in_blocks(entry: TensorEntry) -> TensorEntry:
     return derive_entry(entry.name, Q8_0.stored(entry.shape), U8, BlocksOfFloats((entry,)), entry.role)
 
 
-def as_floats(blocks: TensorEntry) -> TensorEntry:
-    """The tensor that blocks stand for, as fp32."""
-    shape = (*blocks.shape[:-1], blocks.shape[-1] // Q8_0.nbytes * Q8_0.block)
-    return derive_entry(blocks.name, shape, F32, FloatsOfBlocks((blocks,)), blocks.role)
+def as_floats(blocks: TensorEntry, kind: GgmlType = Q8_0) -> TensorEntry:
+    """The tensor that blocks of a type stand for, as fp32."""
+    shape = (*blocks.shape[:-1], blocks.shape[-1] // kind.nbytes * kind.block)
+    return derive_entry(blocks.name, shape, F32, FloatsOfBlocks((blocks,), kind), blocks.role)

@@ -1,6 +1,6 @@
 """A model in GGUF files, as a catalog under their own names; `naming` knows what these mean in transformers.
 
-Parts `NAME-00001-of-00003.gguf` belong together; the first has the metadata. What is quantised (Q8_0) is read as fp32.
+Parts `NAME-00001-of-00003.gguf` belong together; the first has the metadata. What is quantised is read as fp32.
 Source: llama.cpp, tools/gguf-split (names and `split.*` keys), src/llama-model-loader.cpp.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from zckpt.base.errors import IncompleteError, InconsistentError, NotACheckpointError
 from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef
-from zckpt.containers.gguf_file import BLOCKS, GgufValue
+from zckpt.containers.gguf_file import BLOCKS, BY_NAME, GgufValue
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.evidence import Evidence
 from zckpt.layouts.gguf.blocks import as_floats
@@ -49,7 +49,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
                 )  # fmt: skip
             stored = whole(tensor, ref, "parameter")
             blocks = (ref.attributes or {}).get(BLOCKS)
-            tensors[tensor] = stored if blocks is None else as_floats(stored)
+            tensors[tensor] = stored if blocks is None else as_floats(stored, BY_NAME[str(blocks)])
             types[str(blocks or ref.dtype)] += 1
     total = metadata.get("split.tensors.count")
     if len(names) > 1 and isinstance(total, int) and total != len(tensors):
