@@ -325,6 +325,24 @@ def hostile_weights(path: Path) -> Path:
     return path
 
 
+def test_a_page_says_whose_map_it_is_and_an_address_keeps_a_tensor() -> None:
+    found = checkpoint_map(of("transformers/llama_zero3"))
+    html = map_page(found)
+    assert "<h1><bdi>llama</bdi></h1>" in html and "ZeRO-3" in html and "<bdi>zero3" not in html
+    assert "<title>llama global_step2 - zckpt map</title>" in html
+    script = Script(data_of(found))
+    numbers = range(len(found.tensors))
+    assert [script(f"map.tensorAt(map.addressOf({n}))") for n in numbers] == [*numbers]
+    assert script("map.addressOf(-1)") == "" and script("[map.tensorAt('#tensor=%'), map.tensorAt('#x')]") == [-1, -1]
+
+
+def test_a_terminal_says_what_every_colour_means(tmp_path: Path) -> None:
+    shutil.copytree(of("zero3/w12"), tmp_path / "a")
+    next((tmp_path / "a").glob("*/*rank_3_*optim_states.pt")).unlink()
+    text = " ".join(CliRunner().invoke(app, ["map", str(tmp_path / "a")]).stdout.split())
+    assert "\u2591 missing or damaged" in text or "? missing or damaged" in text
+
+
 def test_no_name_runs_or_breaks_out(tmp_path: Path) -> None:
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     folder.mkdir()

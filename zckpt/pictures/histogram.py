@@ -15,7 +15,8 @@ from zckpt.engine.tensor_statistics import Spread
 from zckpt.pictures.page import text
 
 _MOST_BARS = 40
-_LARGE_HEIGHT, _BELOW = 200, 24
+_LARGE_HEIGHT, _BELOW, _TITLE = 200, 24, 18
+"""Pixels of a large histogram, of the numbers below it, and of each axis title."""
 _SMALL_WIDTH, _SMALL_HEIGHT = 160, 30
 _MOST_LABELS = 14
 
@@ -115,7 +116,7 @@ def large(axis: Axis, spread: Spread) -> str:
     ground = _LARGE_HEIGHT - _BELOW
     drawn: list[str] = []
     for i, bar in enumerate(bars):
-        height = max(2.0, bar.pairs / most * (ground - 8)) if bar.pairs else 0
+        height = max(2.0, bar.pairs / most * (ground - _TITLE - 4)) if bar.pairs else 0
         drawn.append(
             f'<g aria-hidden="true"><title>{text(bar.words)}: {count(bar.pairs, "pair")} of numbers</title>'
             f'<rect class="room" x="{i * width:.3f}%" y="0" width="{width:.3f}%" height="{ground}"/>'
@@ -133,6 +134,8 @@ def large(axis: Axis, spread: Spread) -> str:
             f"{'1' if power == 0 else f'1e{power}'}</text></g>"
         )
     return (
-        f'<svg class="histogram" height="{_LARGE_HEIGHT}" role="img" aria-label="{text(summary(bars))}">'
+        f'<svg class="histogram" height="{_LARGE_HEIGHT + _TITLE}" role="img" aria-label="{text(summary(bars))}">'
+        f'<text x="0" y="{_TITLE - 6}" text-anchor="start">pairs of numbers; the highest bar: {most:,}</text>'
+        f'<text x="50%" y="{_LARGE_HEIGHT + _TITLE - 6}" text-anchor="middle">|a - b|, how far two numbers are apart</text>'
         f'{"".join(drawn)}<rect class="mark" x="0" y="{ground}" width="100%" height="1"/></svg>'
     )

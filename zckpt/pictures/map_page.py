@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.base.dataclass import dataclass, public
+from zckpt.base.errors import ZckptError
 from zckpt.base.words import PAGE, Printed, count, join_words, ranges, shorten_text, size, wrap_text
 from zckpt.core.catalog import Topology
 from zckpt.core.dtypes import DType
+from zckpt.layouts.save.companions import read_config
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share, checkpoint_map
 from zckpt.pictures.lacks import lacks_said, wrong_section
@@ -115,7 +118,7 @@ def map(  # noqa: A001 - the command's name
 
 def map_page(found: CheckpointMap) -> str:
     """The whole page."""
-    title = f"{_name(found)} - zckpt map"
+    title = f"{' '.join(dict.fromkeys((model_name(found), _name(found))))} - zckpt map"
     return page(
         title, "\n".join(_body(found)), data_of(found), styles=["map.css"], scripts=["map_logic.js", "map_view.js"]
     )
@@ -195,6 +198,24 @@ def _name(found: CheckpointMap) -> str:
     return listing.tag or listing.directory.name or listing.directory.path
 
 
+def model_name(found: CheckpointMap) -> str:
+    """The model's name by its config: where it came from, or else its class or kind; the save's own name where no config says it."""
+    try:
+        config = read_config(found.inspection.place.home) or {}
+    except ZckptError:
+        config = {}
+    origin, classes = config.get("_name_or_path"), config.get("architectures")
+    name = re.split(r"[/\\]", origin.rstrip("/\\"))[-1] if isinstance(origin, str) else ""
+    if not name and isinstance(classes, list) and classes and isinstance(classes[0], str):
+        name = classes[0]
+    return name or str(config.get("model_type") or "") or _name(found)
+
+
+def layout_name(layout: str) -> str:
+    """A layout as its authors spell it: `ZeRO-3`."""
+    return re.sub(r"^zero(?=\d)", "ZeRO-", layout)
+
+
 def _body(found: CheckpointMap) -> Iterator[str]:
     inspection = found.inspection
     yield '<a class="skip" href="#map-title">Skip to the map</a>'
@@ -203,7 +224,7 @@ def _body(found: CheckpointMap) -> Iterator[str]:
     yield f"{text(inspection.place.listing.directory.path)}</bdi></span>"
     yield '<button type="button" id="theme">Theme: auto</button></div></header>'
     yield '<main class="wrap">'
-    yield f'<section class="hero"><h1><bdi>{text(_name(found))}</bdi></h1><p class="lead">{text(summary(found))}</p>'
+    yield f'<section class="hero"><h1><bdi>{text(model_name(found))}</bdi></h1><p class="lead">{text(summary(found))}</p>'
     yield from _verdicts(found)
     yield "</section>"
     yield from _cards(found)
@@ -274,7 +295,7 @@ def _cards(found: CheckpointMap) -> Iterator[str]:
         numel = sum(entry.numel for entry in found.tensors if entry.role != "buffer")
         facts.append(("Parameters", short(numel), f"{numel:,}" if numel >= 1000 else ""))
         facts.append(("Tensors", f"{len(found.tensors):,}", _roles_said(found)))
-        facts.append(("Saved by", source.layout, " ".join(source.framework).strip()))
+        facts.append(("Saved by", layout_name(source.layout), " ".join(source.framework).strip()))
         if source.global_steps is not None:
             facts.append(("Step", f"{source.global_steps:,}", f"tag {listing.tag}" if listing.tag else ""))
         axes = (("data", topology.dp), ("tensor", topology.tp), ("pipeline", topology.pp), ("expert", topology.ep))
@@ -313,7 +334,10 @@ def _roles_said(found: CheckpointMap) -> str:
     return ", ".join(f"{share.tensors:,} {role}" for role, share in found.roles().items())
 
 
-_INSIDE = " Inside are the pieces of tensors that it holds. Point at a piece to see the same tensor everywhere; click to keep it."
+_INSIDE = (
+    " Inside are the pieces of tensors that it holds. Point at a piece to see the same tensor everywhere; click to keep it, and "
+    "the address of the page names it."
+)
 _MAP = """\
 <section class="card map" aria-labelledby="map-title">
 <div class="head"><h2 id="map-title" tabindex="-1">Who holds what</h2>

@@ -28,6 +28,7 @@ _FULL, _LACKING = "█", "░"
 _STYLES = {"model": "cyan", "optimizer": "magenta", "other": "bright_black"}
 _CONTENTS = ("blue", "cyan", "magenta", "bright_magenta", "yellow", "green", "bright_blue")
 _WRONG = {"extra": "yellow", "other save": "yellow"}
+_WRONG_SAID = {"extra": "left over", "other save": "of another save"}
 
 
 def visible(text: str) -> str:
@@ -98,11 +99,23 @@ def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = Non
     keys = {name: f"{name} {size(n)}" for name, n in held.items() if n} or {file.kind: file.kind for file in grid.files}
     lines.append([(lead, "")])
     line: Line = [(lead, "")]
+    wrong = dict.fromkeys(
+        _WRONG_SAID.get(file.state, "missing or damaged") for file in grid.files if file.state != "ok"
+    )
+    keys |= {said: said for said in wrong}
     for key, said in keys.items():
         if len(line) > 1 and sum(len(text) for text, _ in line) + len(said) + 2 > width:
             lines.append(line)
             line = [(lead, "")]
-        line += [(f"{_FULL} ", styles[key] if held else _style(key)), (f"{said}   ", "")]
+        sign = _LACKING if key in wrong else _FULL
+        style = (
+            ("yellow" if key in _WRONG_SAID.values() else "red")
+            if key in wrong
+            else styles[key]
+            if held
+            else _style(key)
+        )
+        line += [(f"{sign} ", style), (f"{said}   ", "")]
     lines.append(line)
     return lines
 

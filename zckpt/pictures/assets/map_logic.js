@@ -276,8 +276,24 @@ const zckptMap = (data) => {
     return found;
   };
 
+  /* The end of an address for a tensor, and the tensor of one; names that no address can have are left out. */
+  const addressOf = (t) => {
+    try {
+      return t < 0 ? "" : `#tensor=${encodeURIComponent(names[t])}`;
+    } catch {
+      return "";
+    }
+  };
+  const tensorAt = (hash) => {
+    try {
+      return hash.startsWith("#tensor=") ? names.indexOf(decodeURIComponent(hash.slice(8))) : -1;
+    } catch {
+      return -1;
+    }
+  };
+
   return {
-    data, names, shapeOf, numelOf, dtypeOf, bytesOf, grouped, count, size, visible, piecesOf, itemsize, endOf, segmentsOf, segmentAt, geometry, lineAt, search, isGone, room, lost,
+    data, names, addressOf, tensorAt, shapeOf, numelOf, dtypeOf, bytesOf, grouped, count, size, visible, piecesOf, itemsize, endOf, segmentsOf, segmentAt, geometry, lineAt, search, isGone, room, lost,
     shares, partOf, rectangles, layerNumber, homeOf, contents,
   };
 };

@@ -49,13 +49,13 @@
     if (tone === "layer") keys.push(["first layers", depth(0)], [`to layer ${deepest}`, depth(deepest)], ["outside of layers", colours.rest]);
     if (tone === "role") for (const role of used.role) keys.push([data.roles[role], colours[PALETTE[role]]]);
     if (tone === "dtype") for (const dtype of used.dtype) keys.push([data.dtypes[dtype][0], colours[PALETTE[dtype % 8]]]);
-    if (data.sides.some((side) => side.layers.length)) keys.push(["other: indexes, counters, padding", colours.sunk]);
+    if (data.sides.some((side) => side.layers.length)) keys.push(["paler: every second tensor", "paler"], ["other: indexes, counters, padding", colours.sunk]);
     else for (const kind of kinds) keys.push([`${kind} file`, kindTone(kind)]);
     if (["missing", "empty", "unreadable"].some((state) => states.has(state))) keys.push(["missing or damaged", "bad"]);
     if (["other save", "extra"].some((state) => states.has(state))) keys.push(["of another save", "warn"]);
     $("legend").replaceChildren(...keys.map(([name, colour]) => {
-      const key = made("i", { class: `key${["bad", "warn"].includes(colour) ? ` ${colour}` : ""}`, "aria-hidden": "true" });
-      if (!["bad", "warn"].includes(colour)) key.style.background = colour;
+      const key = made("i", { class: `key${["bad", "warn", "paler"].includes(colour) ? ` ${colour}` : ""}`, "aria-hidden": "true" });
+      if (!["bad", "warn", "paler"].includes(colour)) key.style.background = colour;
       return made("li", {}, key, name);
     }));
   };
@@ -187,8 +187,10 @@
         }
         context.stroke();
         context.globalAlpha = 1;
-        const said = state === "extra" ? "left over" : state;
+        const reason = side.files.reasons[cell.file];
+        let said = state === "extra" ? "left over" : state;
         context.font = `600 ${FONT}`;
+        if (reason && context.measureText(`${said}: ${reason}`).width + 20 < cell.width) said = map.visible(`${said}: ${reason}`);
         const wide = context.measureText(said).width;
         if (wide + 20 < cell.width) {
           context.fillStyle = colours[`${wrong}-back`];
@@ -434,11 +436,24 @@
     pointed = t;
     light();
   };
+  /* The address names the tensor that is kept, so that a link to it can be sent. */
+  const remember = () => {
+    const hash = map.addressOf(kept);
+    if (location.hash === hash) return;
+    try {
+      history.replaceState(null, "", hash || location.pathname + location.search);
+    } catch { /* a page in a frame may have no history */ }
+  };
+  const recall = () => {
+    const t = map.tensorAt(location.hash);
+    if (t >= 0 && t !== kept) keep(t);
+  };
   const keep = (t) => {
     kept = t;
     pointed = -1;
     light();
     detail();
+    remember();
     if (lines) lines.show();
     if (t >= 0) say(`${names[t]}. ${count(map.shares(data.sides[0], t).length, "file")}.`);
   };
@@ -718,4 +733,6 @@
     due = requestAnimationFrame(redraw);
   });
   redraw();
+  recall();
+  addEventListener("hashchange", recall);
 })();
