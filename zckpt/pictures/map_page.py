@@ -199,7 +199,7 @@ def _name(found: CheckpointMap) -> str:
 
 
 def model_name(found: CheckpointMap) -> str:
-    """The model's name by its config: where it came from, or else its class or kind; the save's own name where no config says it."""
+    """The model's name by its config: its origin, class or kind; the save's own name where no config says one of these."""
     try:
         config = read_config(found.inspection.place.home) or {}
     except ZckptError:
