@@ -52,7 +52,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 HOUSE = {
     "modules": 555,
     "lines": 94_200,
-    "lines of the trainer": 17_400,
+    "lines of the trainer": 17_600,
     "classes": 755,
     "functions named by one participle": 0,
 }

@@ -58,6 +58,8 @@ def test_what_is_no_config(tmp_path: Path) -> None:
         ({"wandb": {"enabledd": True}}, "wandb.enabledd", "wandb.enabled"),
         ({"loss_scale": 3}, "loss_scale", "fp16.loss_scale"),
         ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms", "optimizer.params"),
+        ({"aio": {"thread_count": 1}}, "aio.thread_count", "aio.intra_op_parallelism"),
+        ({"bfp16": {"enabled": True}}, "bfp16", "bf16"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_at_any_depth(wrong: dict[str, Any], path: str, nearest: str) -> None:

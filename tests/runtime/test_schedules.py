@@ -93,7 +93,7 @@ def test_what_is_refused() -> None:
         build_schedule("WarmupLR", {"warmup_steps": 3}, optimizer())
     with pytest.raises(UsageError, match="3 values of warmup_max_lr; expected one number, or 2 values"):
         build_schedule("WarmupLR", {"warmup_max_lr": [1, 2, 3]}, optimizer())
-    with pytest.raises(UsageError, match="warmup_num_steps must be positive"):
+    with pytest.raises(UsageError, match=r"warmup_num_steps must be positive.*pass --warmup_steps"):
         build_schedule("WarmupLR", {"warmup_num_steps": 0}, optimizer())
     with pytest.raises(UsageError, match=r"warmup_type .* is not known"):
         build_schedule("WarmupLR", {"warmup_type": "logarithmic"}, optimizer())

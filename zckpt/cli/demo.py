@@ -23,7 +23,7 @@ _CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "bf16": {"enabled": True},
     "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
 }
 
@@ -62,7 +62,7 @@ def _train(home: Path) -> None:
     for stage in (3, 2):
         config = {**_CONFIG, "zero_optimization": {"stage": stage}}
         home.joinpath(f"zero{stage}.json").write_text(json.dumps(config))
-    common = ("--data", "text.txt", "--out", "run")
+    common = ("--data", "text.txt", "--out", "run", "--log-every", "1")
     _run(home, "train", "zero3.json", *common, "--steps", "8", "--nproc", "2")
     _run(home, "train", "zero2.json", *common, "--steps", "16", "--nproc", "3", "--resume", "--save-pretrained", "live")
     _run(home, "inspect", "run")

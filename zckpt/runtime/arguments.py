@@ -39,10 +39,9 @@ def config_of(args: Any, config: Any, config_params: Any) -> Any:
     given = [value for value in (config, config_params) if value is not None]
     if len(given_by_args) + bool(given) > 1:
         raise UsageError(
-            "initialize got two configs",
-            found=" and ".join(_config_text(one) for one in (*given_by_args, *given)),
+            "initialize got two configs", found=" and ".join(_config_text(one) for one in (*given_by_args, *given)),
             remedy="Pass one: in args.deepspeed_config, or as initialize(config=...).",
-        )
+        )  # fmt: skip
     return (*given_by_args, *given, None)[0]
 
 
@@ -66,10 +65,9 @@ def refuse_parallel(mpu: Any, mesh_param: Any) -> None:
         found.append(f"sequence parallel size {mesh_param[1]}")
     if found:
         raise UnsupportedError(
-            "initialize trains data parallel only",
-            found=", ".join(found),
+            "initialize trains data parallel only", found=", ".join(found),
             remedy="Leave mpu and mesh_param out: stage 3 shares the parameters of the plain model out over all ranks.",
-        )
+        )  # fmt: skip
 
 
 def refuse_partial(groups: Iterable[Any], quantized: bool) -> None:

@@ -187,17 +187,15 @@ def _check(settings: Settings, optimizer: object, lr_scheduler: object) -> None:
     trains = optimizer is not None or config.optimizer.type is not None
     if not trains and stage in (1, 2):
         raise UsageError(
-            f"ZeRO stage {stage} shards an optimizer's states, and there is no optimizer",
-            file=settings.file,
+            f"ZeRO stage {stage} shards an optimizer's states, and there is no optimizer", file=settings.file,
             remedy="Pass an optimizer to initialize, or add a section 'optimizer' to the config. For inference choose stage 3 "
             "(sharded) or 0 (whole).",
-        )
+        )  # fmt: skip
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise UsageError(
-            "optimizer is neither an optimizer nor a function that makes one",
-            found=f"a {type(optimizer).__name__}",
+            "optimizer is neither an optimizer nor a function that makes one", found=f"a {type(optimizer).__name__}",
             remedy="Pass a torch.optim.Optimizer, or a function: initialize(optimizer=lambda params: SGD(params, lr=0.1)).",
-        )
+        )  # fmt: skip
     if lr_scheduler is not None:
         _check_schedule(lr_scheduler, over_given=isinstance(optimizer, Optimizer))
 
@@ -215,9 +213,8 @@ def _check_schedule(lr_scheduler: object, *, over_given: bool) -> None:
     elif not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         raise UsageError(
             "lr_scheduler is neither a schedule nor a function that makes one",
-            found=f"a {type(lr_scheduler).__name__}, without a method step",
-            remedy=remedy,
-        )
+            found=f"a {type(lr_scheduler).__name__}, without a method step", remedy=remedy,
+        )  # fmt: skip
     if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) and not over_given:
         raise UsageError(
             "lr_scheduler is a schedule over an optimizer that initialize did not get",

@@ -23,11 +23,9 @@ def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
     found = [f"{path} ({why})" for path, why in refused_keys(raw)]
     if found:
         raise UnsupportedError(
-            f"switches on {count(len(found), 'feature that is', 'features that are')} not built",
-            file=file,
-            found="; ".join(found),
-            remedy=f"Remove {'it' if len(found) == 1 else 'them'} from the config.",
-        )
+            f"switches on {count(len(found), 'feature that is', 'features that are')} not built", file=file,
+            found="; ".join(found), remedy=f"Remove {'it' if len(found) == 1 else 'them'} from the config.",
+        )  # fmt: skip
 
 
 def refuse_contradictions(config: Config, raw: Mapping[str, Any], file: str) -> None:

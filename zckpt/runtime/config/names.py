@@ -66,7 +66,18 @@ def _given_keys(raw: Mapping[str, Any], section: type[Section], prefix: str) -> 
                 yield f"{prefix}{key}", value, fields[key]
 
 
+_RENAMED = {
+    "bfp16": "bf16",
+    "cpu_offload_params": "zero_optimization.cpu_offload_param",
+    "fp32_allreduce": "communication_data_type",
+    "thread_count": "aio.intra_op_parallelism",
+}
+"""Keys of older DeepSpeed -> the key that means it now."""
+
+
 def _nearest(key: str, prefix: str, names: Collection[str]) -> str:
+    if key in _RENAMED:
+        return _RENAMED[key]
     everywhere = {path.rpartition(".")[2]: path for path in _all_names(Config, "")}
     if key in everywhere:
         return everywhere[key]

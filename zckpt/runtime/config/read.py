@@ -106,21 +106,16 @@ def read_config(
             for e in error.errors()
         ]
         raise UsageError(
-            f"{count(len(wrong), 'value is', 'values are')} not valid",
-            file=file,
-            found="; ".join(wrong),
+            f"{count(len(wrong), 'value is', 'values are')} not valid", file=file, found="; ".join(wrong),
             remedy=f"Correct {'it' if len(wrong) == 1 else 'them'}; docs/config.md lists the values of each key.",
-        ) from error
+        ) from error  # fmt: skip
     refuse_unbuilt(values, raw, file)
     refuse_contradictions(values, raw, file)
     left_out = ((path, "not known, left out as asked") for path, _ in unknown)
     return Settings(
-        values,
-        raw,
-        (*left_out, *unused_keys(raw), *_unused_at(values.zero_optimization)),
-        tuple(missed_keys(raw)),
+        values, raw, (*left_out, *unused_keys(raw), *_unused_at(values.zero_optimization)), tuple(missed_keys(raw)),
         file,
-    )
+    )  # fmt: skip
 
 
 def _unused_at(zero: Zero) -> Iterator[tuple[str, str]]:
@@ -152,12 +147,9 @@ def _unknown(unknown: Sequence[tuple[str, str]], file: str) -> UsageError:
         [(path, nearest)] = unknown
         return UsageError(f"unknown key {path!r}; did you mean {nearest!r}?", file=file, remedy=remedy)
     return UsageError(
-        f"{len(unknown)} unknown keys",
-        file=file,
-        found=examples((path for path, _ in unknown), 10),
-        expected=f"perhaps {examples((nearest for _, nearest in unknown), 10)}",
-        remedy=remedy.replace(" it", " them"),
-    )
+        f"{len(unknown)} unknown keys", file=file, found=examples((path for path, _ in unknown), 10),
+        expected=f"perhaps {examples((nearest for _, nearest in unknown), 10)}", remedy=remedy.replace(" it", " them"),
+    )  # fmt: skip
 
 
 def batch_of(settings: Settings, world_size: int) -> BatchSizes:
@@ -170,12 +162,10 @@ def batch_of(settings: Settings, world_size: int) -> BatchSizes:
     total, micro, accumulation = (getattr(config, name) for name in _BATCH)
     if total is None and micro is None:
         raise UsageError(
-            "has no batch size",
-            file=settings.file,
-            expected="train_batch_size or train_micro_batch_size_per_gpu",
+            "has no batch size", file=settings.file, expected="train_batch_size or train_micro_batch_size_per_gpu",
             remedy="Add one of the two. train_batch_size is train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
             "the number of processes.",
-        )
+        )  # fmt: skip
     if total is None:
         accumulation = accumulation or 1
         total = micro * accumulation * world_size
@@ -186,13 +176,11 @@ def batch_of(settings: Settings, world_size: int) -> BatchSizes:
         accumulation = total // (micro * world_size)
     if micro * accumulation * world_size != total or not micro or not accumulation:
         raise UsageError(
-            "the batch sizes contradict each other",
-            file=settings.file,
-            found=f"train_batch_size {total:,}",
+            "the batch sizes contradict each other", file=settings.file, found=f"train_batch_size {total:,}",
             expected=f"train_micro_batch_size_per_gpu {micro:,} x gradient_accumulation_steps {accumulation:,} x "
             f"world size {world_size:,} = {micro * accumulation * world_size:,}",
             remedy="Give two of the three, or correct one.",
-        )
+        )  # fmt: skip
     return BatchSizes(total, micro, accumulation)
 
 
@@ -295,8 +283,8 @@ def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
             missing.append(path)
     if missing:
         raise UsageError(
-            f'{count(len(missing), "key says", "keys say")} "auto", and no value was given',
-            file=file,
+            f'{count(len(missing), "key says", "keys say")} "auto", and no value was given', file=file,
             found=examples(missing, 20),
-            remedy=f"Pass values: initialize(..., auto={{{missing[0]!r}: ...}}). Or write them into the config.",
-        )
+            remedy=f"Pass values: initialize(..., auto={{{missing[0]!r}: ...}}). Or write them into the config. "
+            "transformers' Trainer fills them in from its arguments; initialize by itself has none.",
+        )  # fmt: skip

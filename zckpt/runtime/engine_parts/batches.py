@@ -99,10 +99,9 @@ class Batches:
         """
         if reduce_output not in ("avg", None):
             raise UsageError(
-                f"eval_batch has no reduce_output {reduce_output!r}",
-                expected="'avg', or None",
+                f"eval_batch has no reduce_output {reduce_output!r}", expected="'avg', or None",
                 remedy="Pass one of these.",
-            )
+            )  # fmt: skip
         self.engine.eval()
         with torch.no_grad():
             rounds = self.engine.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
@@ -143,10 +142,9 @@ class Batches:
         """
         if route not in ("train", "eval", "predict"):
             raise UsageError(
-                f"deepspeed_io has no route {route!r}",
-                expected="'train', 'eval' or 'predict'",
+                f"deepspeed_io has no route {route!r}", expected="'train', 'eval' or 'predict'",
                 remedy="Pass one of these.",
-            )
+            )  # fmt: skip
         size, drop_last = batch_size or self.engine.batch.micro, self.engine.settings.config.dataloader_drop_last
         collate_fn = collate_fn or self.engine.collate_fn
         if route == "train" and data_sampler is None and not num_local_io_workers:
@@ -155,14 +153,9 @@ class Batches:
             ranks, rank = self.engine.world_size, self.engine.global_rank
             data_sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=route == "train")
         return DataLoader(
-            dataset,
-            batch_size=size,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.engine.device.type != "cpu",
-        )
+            dataset, batch_size=size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last,
+            num_workers=num_local_io_workers or 0, pin_memory=pin_memory and self.engine.device.type != "cpu",
+        )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Sets the samples per optimizer step over all ranks: other micro batches per step, of the same size.

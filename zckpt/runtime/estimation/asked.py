@@ -67,14 +67,10 @@ def asked_of(
         run = replace(run, accumulation=own.gradient_accumulation_steps)
     reduce = own.communication_data_type
     run = replace(
-        run,
-        optimizer=own.optimizer.type or run.optimizer,
-        states=_states(settings),
-        bucket=zero.reduce_bucket_size,
-        shards=max(zero.mics_shard_size, 0),
-        reduce_bytes=BYTES[reduce] if reduce else 0,
+        run, optimizer=own.optimizer.type or run.optimizer, states=_states(settings), bucket=zero.reduce_bucket_size,
+        shards=max(zero.mics_shard_size, 0), reduce_bytes=BYTES[reduce] if reduce else 0,
         fp32_below_2=own.data_types.grad_accum_dtype == "fp32",
-    )
+    )  # fmt: skip
     return run, (zero.stage, zero.offloads_optimizer or zero.offloads_param, own.precision), settings.file
 
 

@@ -196,11 +196,10 @@ def as_deepspeed() -> None:
     real = sys.modules.get(NAME)
     if real is not None:
         raise UsageError(
-            "DeepSpeed itself has been imported already",
-            file=getattr(real, "__file__", None),
+            "DeepSpeed itself has been imported already", file=getattr(real, "__file__", None),
             remedy="Call zckpt.runtime.as_deepspeed() before anything imports deepspeed, at the top of the script. Or start "
             "the script with zckpt run.",
-        )
+        )  # fmt: skip
     late = [name for name, sign in _DECIDED.items() if name in sys.modules and not hasattr(sys.modules[name], sign)]
     if late:
         raise UsageError(

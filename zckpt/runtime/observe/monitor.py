@@ -149,9 +149,8 @@ def check_libraries(config: Sections, file: str) -> None:
     if missing:
         raise UnsupportedError(
             f"switches on {' and '.join(missing)}, and what {'it needs' if len(missing) == 1 else 'they need'} is not installed",
-            file=file,
-            remedy=f"Run pip install {' '.join(missing.values())}, or remove the section.",
-        )
+            file=file, remedy=f"Run pip install {' '.join(missing.values())}, or remove the section.",
+        )  # fmt: skip
 
 
 class MonitorMaster:
@@ -206,11 +205,9 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
         ValueError: a section has a key or a value that it cannot have.
     """
     return MonitorConfig(
-        TensorBoardSection(**param_dict.get("tensorboard", {})),
-        WandbSection(**param_dict.get("wandb", {})),
-        CSVSection(**param_dict.get("csv_monitor", {})),
-        CometSection(**param_dict.get("comet", {})),
-    )
+        TensorBoardSection(**param_dict.get("tensorboard", {})), WandbSection(**param_dict.get("wandb", {})),
+        CSVSection(**param_dict.get("csv_monitor", {})), CometSection(**param_dict.get("comet", {})),
+    )  # fmt: skip
 
 
 def _make_directory(section: TensorBoardSection | CSVSection) -> str:

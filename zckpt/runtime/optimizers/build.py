@@ -56,11 +56,10 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: Groups, device
     unknown = [key for key in kwargs if key not in accepted]
     if unknown:
         raise UsageError(
-            f"{kind} does not take {count(len(unknown), 'argument')} of optimizer.params",
-            found=examples(unknown),
+            f"{kind} does not take {count(len(unknown), 'argument')} of optimizer.params", found=examples(unknown),
             expected=examples([key for key in accepted if key != "params"], 20),
             remedy="Remove or correct them in optimizer.params.",
-        )
+        )  # fmt: skip
     if "fused" in accepted and kwargs.get("fused") is None and not kwargs.get("foreach"):
         kwargs["fused"] = has_fused_kernels(device, cls)
     try:

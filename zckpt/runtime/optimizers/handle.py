@@ -203,11 +203,10 @@ class EngineOptimizer(Optimizer):
             expected = [[tuple(master.shape) for master in group] for group in masters]
             if found != expected:
                 raise UsageError(
-                    "the optimizer's state does not fit this rank",
-                    found=f"masters of shapes {found[:1]}",
+                    "the optimizer's state does not fit this rank", found=f"masters of shapes {found[:1]}",
                     expected=f"masters of shapes {expected[:1]}",
                     remedy="Use engine.save_checkpoint and engine.load_checkpoint, which fit a run to any number of ranks.",
-                )
+                )  # fmt: skip
         self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         if own is None:
             return

@@ -314,10 +314,9 @@ class _Warmup:
         self.steps = max(2, int(_positive(steps, "warmup_num_steps")))
         if kind not in ("log", "linear"):
             raise UsageError(
-                f"warmup_type {kind!r} is not known",
-                expected="'log' or 'linear'",
+                f"warmup_type {kind!r} is not known", expected="'log' or 'linear'",
                 remedy="Correct it in scheduler.params.",
-            )
+            )  # fmt: skip
         self.log = kind == "log"
 
     def covers(self, step: int) -> bool:
@@ -330,6 +329,8 @@ class _Warmup:
 def _positive(value: float, name: str) -> float:
     if isinstance(value, bool) or value <= 0:
         remedy = f"Correct {name} in scheduler.params."
+        if name == "warmup_num_steps":
+            remedy += ' For "auto" older transformers take their warmup_steps, which is 0 unless you set it: pass --warmup_steps.'
         raise UsageError(f"{name} must be positive", found=repr(value), remedy=remedy)
     return value
 
@@ -359,11 +360,9 @@ def build_schedule(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -
     except TypeError as error:
         accepted = list(inspect.signature(known[kind]).parameters)[1:]
         raise UsageError(
-            f"{kind} does not take these scheduler.params",
-            found=f"{error}",
-            expected=examples(accepted, 20),
+            f"{kind} does not take these scheduler.params", found=f"{error}", expected=examples(accepted, 20),
             remedy="Correct the names of the arguments, and add those that are missing.",
-        ) from error
+        ) from error  # fmt: skip
     try:
         return known[kind](optimizer, **params)
     except UsageError:

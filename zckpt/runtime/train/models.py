@@ -64,10 +64,9 @@ def find_model(name: str) -> Model:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise UnsupportedError(
-            "needs transformers, which is not installed",
-            file=name,
+            "needs transformers, which is not installed", file=name,
             remedy=f"Run: pip install transformers. Or pass --model {TINY}.",
-        ) from error
+        ) from error  # fmt: skip
     try:
         config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError, json.JSONDecodeError) as error:

@@ -219,17 +219,12 @@ def _train(
     note = metrics.close() if metrics is not None else None
     spent = sum(1 / step.tokens_per_s for step in steps)
     return Outcome(
-        began_after=began,
-        step=engine.global_steps,
-        first_loss=steps[0].loss if steps else None,
-        last_loss=steps[-1].loss if steps else None,
-        tokens_per_s=len(steps) / spent if spent else 0.0,
-        checkpoint=os.path.join(job.out, f"global_step{engine.global_steps}"),
-        stopped=stopped,
-        notes=(note,) if note else (),
-        eval_loss=evaluated,
+        began_after=began, step=engine.global_steps, first_loss=steps[0].loss if steps else None,
+        last_loss=steps[-1].loss if steps else None, tokens_per_s=len(steps) / spent if spent else 0.0,
+        checkpoint=os.path.join(job.out, f"global_step{engine.global_steps}"), stopped=stopped,
+        notes=(note,) if note else (), eval_loss=evaluated,
         perplexity=None if evaluated is None else perplexity(evaluated),
-    )
+    )  # fmt: skip
 
 
 def _save(engine: Engine, out: str, lookout: Lookout, metrics: Metrics | None) -> int:
@@ -330,16 +325,11 @@ def _step(
     mean, stop = totals.tolist()
     norm = engine.get_global_grad_norm()
     step = Step(
-        step=engine.global_steps,
-        loss=mean,
-        lr=lr,
-        scale=engine.cur_scale,
-        grad_norm=norm if norm is not None and norm < float("inf") else None,
-        skipped=engine.skipped_steps > skipped,
+        step=engine.global_steps, loss=mean, lr=lr, scale=engine.cur_scale,
+        grad_norm=norm if norm is not None and norm < float("inf") else None, skipped=engine.skipped_steps > skipped,
         tokens_per_s=engine.batch.total * length / (time.perf_counter() - began),
-        memory_bytes=peak_memory(engine.device),
-        time_s=time.time(),
-    )
+        memory_bytes=peak_memory(engine.device), time_s=time.time(),
+    )  # fmt: skip
     return step, stop > 0
 
 
