@@ -276,3 +276,11 @@ def test_half_precision_weights_are_the_rounded_masters(tmp_path: Path) -> None:
     edit(checkpoint / "global_step5/mp_rank_00_model_states.pt", harm)
     assert zckpt.verify(checkpoint).ok
     assert "number 1,530" in str(wrong(zckpt.verify(checkpoint, tmp_path / "out"))["masters"])
+
+
+def test_what_accelerate_asks_for_beside_a_runs_settings_is_no_difference(tmp_path: Path) -> None:
+    """Its groups have settings of torch's AdamW that DeepSpeed's groups lack, such as the first rate of a schedule."""
+    save = FIXTURES / "transformers" / "llama_zero2" / "checkpoint"
+    to_dcp(save, tmp_path / "out", accelerate=True, progress=False)
+    found = zckpt.verify(save, tmp_path / "out", progress=False)
+    assert found.ok and found.deletable is not None and found.deletable[0]

@@ -11,24 +11,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from small_llama import CONFIG, SHAPES, weights
 
 import zckpt
 from zckpt.core.evidence import Evidence, weakest
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
 from zckpt.jobs.options import Options
-from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.storage.location import locate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 12, "intermediate_size": 20,
-    "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 23,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-KNOWN = known_shapes(CONFIG)
-assert KNOWN is not None
-SHAPES = KNOWN.shapes
 
 
 def evidence_of(path: Path) -> Evidence:
@@ -153,4 +145,112 @@ def test_below_stage_2_the_config_tells_of_parameters_that_were_left_out(tmp_pat
         assert evidence_of(home).lacks == tuple(sorted(lost))
         assert zckpt.inspect_checkpoint(home).complete is not bool(lost)
     (home / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 24}))  # of another model
-    assert evidence_of(home).complete
+    found = evidence_of(home)
+    assert found.level == "metadata" and found.doubt and found.complete is None
+
+
+def write_model(home: Path, state: dict[str, torch.Tensor], name: str = "model.safetensors", **config: object) -> Path:
+    home.mkdir(parents=True)
+    save_file(state, home / name) if name.endswith(".safetensors") else torch.save(state, home / name)
+    (home / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return home
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "anything.pt"])
+@pytest.mark.parametrize("lost", ["lm_head.weight", "model.norm.weight", "model.layers.1."])
+def test_a_file_alone_lacks_what_its_config_has(name: str, lost: str, tmp_path: Path) -> None:
+    home = write_model(tmp_path / "all", weights(), name)
+    for path in (home, home / name):
+        assert evidence_of(path).level == "shapes"
+    state = {key: tensor for key, tensor in weights().items() if not key.startswith(lost)}
+    part = write_model(tmp_path / "part", state, name)
+    for path in (part, part / name):
+        with pytest.raises(zckpt.IncompleteError, match="missing"):
+            open_catalog(locate(path), Reading())
+        found = zckpt.inspect_checkpoint(path)
+        assert not found.exportable.ok and found.complete is False
+        taken = open_catalog(locate(path), Reading(as_part=True)).catalog.evidence
+        assert taken.complete is False and all(one.startswith(lost) for one in taken.lacks)
+    zckpt.convert(part, tmp_path / "out", options=Options(as_part=True), progress=False)
+    verdict = zckpt.verify(part, tmp_path / "out", as_part=True, progress=False)
+    assert verdict.ok and verdict.complete is False and verdict.deletable is not None and not verdict.deletable[0]
+    assert zckpt.inspect_checkpoint(tmp_path / "out").complete is False  # which zckpt.json knows
+
+
+def test_a_fifth_of_a_model_and_an_index_of_a_part(tmp_path: Path) -> None:
+    few = dict(list(weights().items())[:4])
+    with pytest.raises(zckpt.IncompleteError, match="17 tensors are missing"):
+        open_catalog(locate(write_model(tmp_path / "few", few)), Reading())
+    name = "model-00001-of-00001.safetensors"
+    home = write_model(tmp_path / "index", few, name)
+    (home / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(few, name)}))
+    with pytest.raises(zckpt.IncompleteError, match="missing"):
+        open_catalog(locate(home), Reading())
+    assert (
+        evidence_of(write_model(tmp_path / "cut", {**weights(), "lm_head.weight": torch.randn(11, 12)})).complete
+        is None
+    )
+    cut = {**weights(), "model.layers.0.mlp.up_proj.weight": torch.randn(10, 12)}
+    with pytest.raises(zckpt.IncompleteError, match="elements of tensor"):
+        open_catalog(locate(write_model(tmp_path / "slice", cut)), Reading())
+
+
+def test_where_no_config_tells_nothing_is_called_complete(tmp_path: Path) -> None:
+    state = weights()
+    body = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+    others: dict[str, tuple[dict[str, torch.Tensor], dict[str, object]]] = {
+        "another kind": (state, {"model_type": "gemma"}),
+        "another class": (state, {"architectures": ["LlamaForQuestionAnswering"]}),
+        "a critic": ({**body, "score.weight": torch.randn(1, 12), "score.bias": torch.randn(1)}, {}),
+        "a value head": ({**body, "v_head.summary.weight": torch.randn(1, 12)}, {}),
+        "packed": ({**state, "model.layers.0.mlp.up_proj.weight": torch.zeros(20, 6, dtype=torch.uint8)}, {}),
+        "a longer vocabulary": ({**state, "model.embed_tokens.weight": torch.randn(24, 12)}, {}),
+        "names of its own": ({f"net.{name}": tensor for name, tensor in state.items()}, {}),
+    }
+    for why, (tensors, config) in others.items():
+        found = evidence_of(write_model(tmp_path / why, tensors, **config))
+        assert (found.level, found.complete) == ("unknown", None), why
+    home = tmp_path / "another kind"
+    zckpt.convert(home, tmp_path / "out", progress=False)
+    verdict = zckpt.verify(home, tmp_path / "out", progress=False)
+    assert verdict.ok and verdict.deletable is not None and not verdict.deletable[0] and verdict.not_proved
+    assert zckpt.inspect_checkpoint(tmp_path / "out").complete is None
+
+
+def test_weights_that_lack_nothing_are_not_called_parts(tmp_path: Path) -> None:
+    tied = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
+    assert evidence_of(write_model(tmp_path / "tied", tied, tie_word_embeddings=True)).complete
+    wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in weights().items()}
+    assert evidence_of(write_model(tmp_path / "wrapped", wrapped, "model.bin")).complete
+    assert evidence_of(write_model(tmp_path / "more", {**weights(), "rope.inv_freq": torch.ones(4)})).complete
+    home = write_model(tmp_path / "plain", weights())
+    adapter = {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.randn(2, 12)}
+    save_file(adapter, home / "adapter_model.safetensors")
+    assert evidence_of(home / "adapter_model.safetensors").complete is None
+    zckpt.convert(home, tmp_path / "out", progress=False)
+    assert evidence_of(tmp_path / "out").complete
+    verdict = zckpt.verify(home, tmp_path / "out", progress=False)
+    assert verdict.deletable is not None and verdict.deletable[0]
+
+
+def test_an_output_of_chosen_tensors_is_not_the_model_and_no_fault(tmp_path: Path) -> None:
+    home = write_model(tmp_path / "plain", weights())
+    zckpt.convert(home, tmp_path / "out", options=Options(exclude=("*norm*",)), progress=False)
+    found = zckpt.inspect_checkpoint(tmp_path / "out")
+    assert found.exportable.ok and found.complete is False and "options left them out" in found.exportable.reason
+    assert zckpt.verify(tmp_path / "out", progress=False).ok
+    (tmp_path / "out" / "zckpt.json").unlink()
+    assert not zckpt.inspect_checkpoint(tmp_path / "out").exportable.ok
+
+
+def test_below_stage_2_a_verdict_says_what_the_save_cannot_show(tmp_path: Path) -> None:
+    """A save without frozen parameters looks like one of a model that has none."""
+    for kind, is_shown in (("zero1/bf16_w3", False), ("zero0/fp32", False), ("zero2/bf16_w2", True)):
+        save = FIXTURES / kind / "checkpoint"
+        out = tmp_path / kind
+        zckpt.convert(save, out, progress=False)
+        found = zckpt.verify(save, out, progress=False)
+        assert found.deletable is not None and found.deletable[0]
+        said = (" ".join(found.not_proved), found.deletable[1], str(found))
+        assert [("without its frozen parameters" in one) for one in said] == [not is_shown] * 3
+        assert found.complete is (True if is_shown else None) is zckpt.inspect_checkpoint(out).complete

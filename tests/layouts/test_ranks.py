@@ -371,3 +371,30 @@ def test_nothing_of_a_pickle_runs(tmp_path: Path) -> None:
     torch.save({"w": Evil()}, place / "model_world_size_1_rank_0.pt", pickle_module=pickle)
     with pytest.raises(ZckptError):
         open_catalog(str(place))
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (("state",), []), (("state",), None), (("state",), float("inf")), (("state", 0), []), (("state", 0), float("inf")),
+        (("state", 0, "step"), float("nan")), (("state", 0, "exp_avg"), float("inf")), (("param_groups",), []),
+        (("param_groups", 0, "lr"), float("inf")),
+    ],
+)  # fmt: skip
+def test_a_ranks_optimizer_that_contradicts_itself(at: tuple[Any, ...], value: object, tmp_path: Path) -> None:
+    """It costs the resume, not the weights; and no verdict calls it sound."""
+    save = tmp_path / "save"
+    shutil.copytree(FIXTURES / "fsdp2_w2" / "checkpoint", save)
+    path = save / "global_step_2" / "actor" / "optim_world_size_2_rank_1.pt"
+    root = held = torch.load(path, weights_only=False)
+    for key in at[:-1]:
+        held = held[key]
+    held[at[-1]] = value
+    torch.save(root, path)
+    zckpt.convert(save, tmp_path / "out", progress=False)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == set(zckpt.open_checkpoint(save))
+    found = zckpt.verify(save, tmp_path / "out", progress=False)
+    assert not found.ok and found.deletable is not None and not found.deletable[0]
+    assert path.name in str([check.problems for check in found.checks])
+    with pytest.raises(ZckptError):
+        zckpt.to_universal(save, tmp_path / "universal")

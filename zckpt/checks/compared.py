@@ -298,6 +298,7 @@ def _deletable(
     all_else = "" if only else "everything else that a run needs to resume: "
     held = f"; it also holds {all_else}{join_words(run.held)}" if run.held else ""
     lost = f"; only in the shards: {join_words(only)}" if only else ""
+    lost += f"; {state.doubt}" if state.doubt else ""
     beside = _other_weights(state)
     unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
     unless += [f"need {examples(beside)}, of which nothing was compared"] * bool(beside)

@@ -64,7 +64,7 @@ class Examined:
         Args:
             trust_reader: the user does without the second.
         """
-        is_whole = self.catalog is None or self.catalog.evidence.complete or self.is_completed
+        is_whole = self.catalog is None or self.catalog.evidence.is_counted or self.is_completed
         found = [] if self.catalog is None or is_whole else [str(self.catalog.evidence)]
         if self.catalog is not None and self.places.by == "none" and not trust_reader:
             found.append(
@@ -73,9 +73,15 @@ class Examined:
             )
         return found
 
+    @property
+    def doubt(self) -> str:
+        """What the run may have left out of the save without a trace, as a clause; empty for nothing."""
+        said = "" if self.catalog is None or self.is_completed else self.catalog.evidence.doubt
+        return f"nothing shows whether {said}" if said else ""
+
     def proofs(self) -> dict[str, str]:
         """What proves that no part is missing (`whole`), and that tensors lie where they were read (`places`)."""
-        known = self.catalog is not None and self.catalog.evidence.complete
+        known = self.catalog is not None and self.catalog.evidence.is_counted
         whole = {"whole": self.catalog.evidence.by} if self.catalog is not None and known else {}
         return whole if self.places.by == "none" else {**whole, "places": self.places.by}
 

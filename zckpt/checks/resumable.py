@@ -22,6 +22,7 @@ from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.run.agreement import disagreements, unlike
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
+from zckpt.layouts.save.accelerate import complete_settings, optimizer_beside
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import as_mapping, read_model_states, whole
 from zckpt.layouts.save.state_names import WRAPPERS
@@ -68,6 +69,8 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
             found.problems.append(str(there))
         states = source.catalog.source.optimizer_states
         found.only += [f"the optimizer states ({', '.join(states)})"] * bool(states)
+        if not states and (unread := layouts.family_of(source.place.listing).unread_states(source.place.listing)):
+            found.only.append(f"optimizer states, which are not read ({unread.partition(': ')[2] or unread})")
         found.only += [*_BESIDE_STATES, *_OF_MODEL] * bool(states or source.catalog.source.zero_stage)
         return found
     here = _training(source)
@@ -85,6 +88,11 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     _compare_states(found, here, there, *names)
     if drifted := _odd_copies(here):
         found.only.append(f"optimizer states that ranks hold differently ({examples(drifted)})")
+    tagged = layouts.family_of(source.place.listing).tagged
+    if tagged and optimizer_beside(output.place.listing.directory) is not None:  # which accelerate asks more of
+        here = replace(here, groups=tuple(
+            replace(group, settings=complete_settings(group.settings, group.states)) for group in here.groups
+        ))  # fmt: skip
     _compare_groups(found, here, there, *names)
     _compare_scalers(found, here, there)
     family = layouts.family_of(output.place.listing)

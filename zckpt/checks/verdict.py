@@ -138,7 +138,9 @@ class Verification(Printed):
         wrong = sum(check.number for check in self.checks)
         yes = "yes, as far as it was read" if self.unread_bytes else "yes"
         if self.complete is None:
-            yes += "; whether parts are missing cannot be told"
+            yes += (
+                f"; whether {'more was left out' if 'whole' in self.proved_by else 'parts are missing'} cannot be told"
+            )
         yield from row("intact", yes if self.ok else f"no: {count(wrong, 'problem')}", width)
         if self.deletable is not None:
             may, reason = self.deletable

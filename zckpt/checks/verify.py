@@ -125,7 +125,7 @@ def verify(
         unread_bytes=state.unread_bytes,
         complete=False if state.catalog is None else state.catalog.evidence.complete,
         proved_by=state.proofs(),
-        not_proved=tuple(state.unproved(trust_reader=trust_reader)),
+        not_proved=tuple(filter(None, [*state.unproved(trust_reader=trust_reader), state.doubt])),
         loads_as=loads_as,
         like=like_facts,
     )

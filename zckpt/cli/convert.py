@@ -145,6 +145,9 @@ def words_of(planned: PlannedConversion, dtype: str) -> Words:
     if planned.catalog.evidence.left_out:
         part = "it lacks the model's frozen parameters, which are in the model that the run began with: --base MODEL adds them"
         return Words(what, lambda files: part, {"dtype": dtype})
+    if lacks := planned.catalog.evidence.lacks:
+        part = f"it lacks {count(len(lacks), 'tensor')} of its model: nothing loads it as one"
+        return Words(what, lambda files: part, {"dtype": dtype})
     return Words(what, lambda files: f"load it with {_loader(planned, files)}", {"dtype": dtype})
 
 

@@ -24,19 +24,26 @@ class Evidence(NamedTuple):
         by: what says so, as a noun for a sentence; of `unknown`, why nothing does.
         missing: what would raise the level, as a noun for a sentence; empty where nothing can.
         lacks: tensors of the model that are known not to be here, as far as they are known.
+        doubt: what the run may have left out without a trace in the save, as a sentence without its subject; empty for nothing.
     """
 
     level: Level
     by: str
     missing: str = ""
     lacks: tuple[str, ...] = ()
+    doubt: str = ""
 
     @property
     def complete(self) -> bool | None:
         """True where something proves that nothing is missing, False where something is; None where it cannot be told."""
         if self.lacks:
             return False
-        return None if self.level == "unknown" else True
+        return None if self.level == "unknown" or self.doubt else True
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether something proves that all is here that was saved."""
+        return not self.lacks and self.level != "unknown"
 
     @property
     def left_out(self) -> bool:
@@ -49,7 +56,7 @@ class Evidence(NamedTuple):
             names = ", ".join(repr(name) for name in self.lacks[:3]) + (", ..." if len(self.lacks) > 3 else "")
             return f"not the whole model, which has also {names}: {self.by}"
         if self.level != "unknown":
-            return f"nothing is missing, by {self.by}"
+            return f"nothing is missing, by {self.by}" + (f", unless {self.doubt}" if self.doubt else "")
         remedy = f"; {self.missing} would tell" if self.missing else ""
         return f"it cannot be told whether this is the whole model: {self.by}{remedy}"
 
@@ -57,15 +64,21 @@ class Evidence(NamedTuple):
         """The facts under the names that `--json` and `zckpt.json` have."""
         facts: dict[str, object] = {"level": self.level, "by": self.by}
         facts |= {"missing": self.missing} if self.missing else {}
-        return facts | ({"lacks": list(self.lacks)} if self.lacks else {})
+        facts |= {"lacks": list(self.lacks)} if self.lacks else {}
+        return facts | ({"doubt": self.doubt} if self.doubt else {})
 
 
 def weakest(evidence: Iterable[Evidence]) -> Evidence:
     """The weakest of several proofs, which is what all of them together prove; the first of equal ones."""
-    return min(evidence, key=lambda one: _STRENGTH.index(one.level))
+    return min(evidence, key=lambda one: (not one.lacks, _STRENGTH.index(one.level), not one.doubt))
 
 
 LEFT_OUT = "the run saved without its frozen parameters"
 """DeepSpeed's `exclude_frozen_parameters`."""
+NO_LIST_OF_FROZEN = "the run saved without its frozen parameters, which a save below ZeRO stage 2 does not record"
+"""What a save of these stages cannot show of itself."""
+BY_MANIFEST = "zckpt.json, which says what they were made of"
+"""Of weights that zckpt made of a save that was whole."""
 OWN_INDEX = Evidence("metadata", "the file's own index")
+"""Of a file that is one part of a save whose others are counted."""
 LIVE = Evidence("metadata", "the model in memory")

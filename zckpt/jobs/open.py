@@ -84,7 +84,7 @@ def open_place(place: Place, reading: Reading, *, as_stored: bool = False, keeps
     """As `open_catalog`, of a save that was found."""
     if reading.read_options is not None:
         place = replace(place, listing=replace(place.listing, options=reading.read_options))
-    catalog = layouts.read(place.listing, allow_unknown=reading.allow_unknown_layout)
+    catalog = layouts.read(place.listing, allow_unknown=reading.allow_unknown_layout, as_part=reading.as_part)
     part = place.listing.part
     source = replace(catalog.source, notes=place.notes + catalog.source.notes, part=part)
     evidence = Evidence("unknown", f"it is {part}, taken alone", "the others") if part else catalog.evidence

@@ -35,7 +35,7 @@ from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
-from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
+from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER, complete_settings
 from zckpt.layouts.save.companions import config_file
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.save.run_files import run_files
@@ -48,12 +48,6 @@ NO_SCHEDULE = (
     "The Trainer's directory has no scheduler.pt, because DeepSpeed had the schedule in its own files. Without that file the "
     "Trainer loads no optimizer under FSDP: save a new schedule's state there, at the same step."
 )
-
-_OF_ADAMW: dict[str, object] = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-    "decoupled_weight_decay": True,
-}  # fmt: skip
-"""Settings of torch's AdamW that DeepSpeed's Adam has not, as `torch.optim.AdamW(params)` has them."""
 
 
 def to_dcp(
@@ -256,9 +250,7 @@ def _add_optimizer(
 def _settings(group: ParameterGroup, *, complete: bool) -> dict[str, object]:
     """A group's settings without its parameters; `complete`: with all that accelerate asks for, if DeepSpeed's Adam has fewer."""
     found = {setting: value for setting, value in group.settings.items() if setting != "params"}
-    if complete and {"exp_avg", "exp_avg_sq"} <= {*group.states} and "lr" in found:
-        found = {**_OF_ADAMW, "initial_lr": found["lr"], **found}
-    return found
+    return complete_settings(found, group.states) if complete else found
 
 
 def _add_states(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog
+from zckpt.core.evidence import BY_MANIFEST
 from zckpt.layouts import (
     dcp,
     fairscale,
@@ -102,8 +103,13 @@ def family_by_names(listing: Listing) -> Family:
     return FAMILIES[-1]
 
 
-def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False) -> Catalog:
     """The catalog of a save, by the first family that knows its files.
+
+    Args:
+        listing: its files.
+        allow_unknown: go on though files hold what zckpt does not know.
+        as_part: go on though the model's config says that tensors are missing.
 
     Raises:
         NotACheckpointError: there is none.
@@ -121,11 +127,12 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     catalog = family.read(listing, allow_unknown=allow_unknown)
     usage.check_masters(listing, catalog.claims)
     catalog.claims.forget()
-    if catalog.evidence.level == "unknown":
+    by_index = catalog.source.layout == "plain" and catalog.evidence.by != BY_MANIFEST
+    if not listing.part and (catalog.evidence.level == "unknown" or by_index):
         from zckpt.layouts.save.whole import prove_by_config
 
-        return prove_by_config(catalog, listing)
-    if catalog.source.layout in ("unsharded", "zero1"):
+        return prove_by_config(catalog, listing, as_part=as_part or allow_unknown)
+    if catalog.evidence.doubt and catalog.source.layout != "plain":
         from zckpt.layouts.save.whole import find_left_out
 
         return find_left_out(catalog, listing)

@@ -24,6 +24,8 @@ from zckpt.upkeep.links import RunLinks
 from zckpt.upkeep.metrics import best_by_trainer, values_of
 from zckpt.upkeep.removal import bytes_below, is_left, left_bytes, remove
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class SaveFate:
@@ -165,7 +167,10 @@ def _prune_saves(
     watch: JobWatch | None,
 ) -> Pruning:
     values = {metric: values_of(saves, metric) for metric in rules.best}
-    problems = {save.name: found for save in saves if (found := _problem(save, deep=False, pace=pace))}
+    alone: dict[str, frozenset[tuple[str, Shape]]] = {}
+    problems = {save.name: found for save in saves if (found := _problem(save, deep=False, pace=pace, alone=alone))}
+    for name in _whole_beside_others(alone):
+        problems.pop(name)
     needed, notes = _find_needed(home, saves)
     led = RunLinks(home.path, saves)
     read = 0
@@ -180,7 +185,7 @@ def _prune_saves(
         if watch is not None:
             watch.expect(read + sum(bytes_below(save.path.path) for save in unsure))
         for save in unsure:  # what is found to be damaged keeps no other save from staying
-            if found := _problem(save, deep=True, pace=pace, progress=progress_after(watch, read)):
+            if found := _problem(save, deep=True, pace=pace, alone=alone, progress=progress_after(watch, read)):
                 problems[save.name] = found
             sure.add(save.name)
             read += bytes_below(save.path.path)
@@ -236,15 +241,36 @@ def _led_into(led: RunLinks, why: Mapping[str, list[str]]) -> dict[str, list[str
     return {name: [reason] for name, reason in found.items() if name not in why}
 
 
-def _problem(save: RunSave, *, deep: bool, pace: Pace, progress: Callable[[int], None] | None = None) -> str:
-    """What is wrong with a save; empty if it is complete, and intact as far as it was read."""
+def _whole_beside_others(alone: Mapping[str, frozenset[tuple[str, Shape]]]) -> list[str]:
+    """Of saves of weights that nothing proves whole, those with every tensor that any of several has: no other one has more."""
+    most = frozenset[tuple[str, Shape]]().union(*alone.values())
+    return [name for name, own in alone.items() if own == most] if len(alone) > 1 else []
+
+
+def _problem(
+    save: RunSave, *, deep: bool, pace: Pace, alone: dict[str, frozenset[tuple[str, Shape]]],
+    progress: Callable[[int], None] | None = None,
+) -> str:  # fmt: skip
+    """What is wrong with a save; empty if it is complete, and intact as far as it was read.
+
+    Args:
+        save: of a run.
+        deep: read every byte.
+        pace: how hard to work.
+        alone: names and shapes of the tensors of saves that are weights without a proof; gets this one's, or has them.
+        progress: called with the bytes read so far.
+    """
     try:
         for tag in tags_in(save):
             found = examine_checkpoint(save.path, Reading(tag=tag), deep=deep, pace=pace, progress=progress)
             if not found.ok:
                 return next(problem for check in found.checks for problem in check.problems)
-            if found.catalog is not None and found.catalog.evidence.complete is None:
-                return str(found.catalog.evidence)
+            evidence = None if found.catalog is None else found.catalog.evidence
+            if evidence is None or evidence.is_counted or (evidence.left_out and evidence.lacks) or save.name in alone:
+                continue
+            if found.catalog is not None and found.catalog.source.layout == "plain" and not evidence.lacks:
+                alone[save.name] = frozenset((entry.name, entry.shape) for entry in found.catalog.tensors.values())
+            return str(evidence)
     except ZckptError as error:
         return str(error)
     return ""

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError
+from zckpt.base.errors import OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import examples
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
 from zckpt.core.dtypes import DType
 from zckpt.core.evidence import Evidence
@@ -48,6 +48,8 @@ _CUT = ("DTensor", "ShardedTensor")
 _WORLD = re.compile(r"world_size_(\d+)")
 _MODEL, _OPTIMIZER = "model", "optim"
 _ADAPTER = re.compile(r"(?:^|\.)(?:lora_|modules_to_save\.)")
+_STATE = "state"
+_NOT_READ = "The optimizer's states are not read"
 _DEEPEST = 8
 """Mappings in mappings that are looked into."""
 
@@ -74,7 +76,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     del allow_unknown  # nothing here is laid out by unknown rules
     ranks = _ranks(listing)
     save = ranks.save()
-    catalog = dcp.catalog_of(save, listing, ranks.evidence())
+    catalog = ranks.catalog_of(save, ranks.evidence())
     tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
     notes = catalog.source.notes
     if len(ranks.mesh) > 1:
@@ -86,12 +88,12 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """The optimizer's states, if their parameters can be named; arguments and errors as in `read`."""
     del allow_unknown
-    return dcp.training_of(_ranks(listing).save(), listing)
+    return _ranks(listing).training()
 
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    return dcp.unread_in(_ranks(listing).save())
+    return _ranks(listing).unread_states()
 
 
 def _ranks(listing: Listing) -> RankFiles:
@@ -164,6 +166,7 @@ class RankFiles:
         self._tensors: dict[Path, _Gathered] = {}
         self._values: dict[Path, object] = {}
         self._files: dict[Path, str] = {}
+        self._contradiction: ZckptError | None = None
         self._known = KnownFacts()
         there: set[int] = set()
         for file in files:
@@ -188,6 +191,8 @@ class RankFiles:
             if cut is None and not isinstance(value, TensorRef):
                 if path not in self._values:
                     self._values[path], self._files[path] = value, file
+                if path[0] == self._optimizer and self._contradiction is None:
+                    self._contradiction = self._find_contradiction(path, value, file)
                 continue
             dtype, size = (cut.dtype, cut.size) if cut else (value.dtype, value.shape)  # type: ignore[attr-defined]
             if cut is None and path[:2] == (self._optimizer, "state") and type(path[2]) is int and len(size) == 1:
@@ -208,6 +213,48 @@ class RankFiles:
                 assert isinstance(ref, TensorRef)
                 held.boxes.setdefault((offsets, ref.shape), []).append((rank, ref))
 
+    def _find_contradiction(self, path: Path, value: object, file: str) -> ZckptError | None:
+        """What a value of an optimizer's contradicts: the form of its state dict, or the same value of the ranks before."""
+        is_state = path[1:2] == (_STATE,)
+        is_odd = isinstance(value, float) and not math.isfinite(value)
+        if len(path) < 2 or path[1:] == ("param_groups",) or (is_state and (len(path) < 4 or is_odd)):
+            return CorruptError(
+                "the optimizer's states are not as torch writes them", file=file, found=f"{dotted(path[1:])}: {brief(value)}",
+                expected="for each parameter a dict of tensors and finite numbers, and groups of parameters", remedy=OTHER_SAVE,
+            )  # fmt: skip
+        first = self._values[path]
+        if value is not first and repr(value) != repr(first):
+            return InconsistentError(
+                "ranks' optimizer files disagree", file=file, found=f"{dotted(path[1:])}: {brief(value)}",
+                expected=f"{brief(first)}, as in {self._files[path]!r}", remedy=OTHER_SAVE,
+            )  # fmt: skip
+        return None
+
+    def training(self) -> Training:
+        """The optimizer's states, if their parameters can be named.
+
+        Raises:
+            CorruptError, InconsistentError: a rank's states are none, or they are not those of the others.
+        """
+        if self._contradiction is not None:
+            raise self._contradiction
+        return dcp.training_of(self.save(), self.listing)
+
+    def unread_states(self) -> str:
+        """Why optimizer states are not read, in words; empty if they are read, or there are none."""
+        if self._contradiction is not None:
+            return f"{_NOT_READ}: {self._contradiction.what}"
+        return dcp.unread_in(self.save())
+
+    def catalog_of(self, save: dcp.DcpSave, evidence: Evidence) -> Catalog:
+        """The catalog of the ranks' save, and what proves that all ranks are here."""
+        catalog = dcp.catalog_of(save, self.listing, evidence)
+        if self._contradiction is None:
+            return catalog
+        notes = [note for note in catalog.source.notes if not note.startswith(_NOT_READ)]
+        notes.append(f"{self.unread_states()}.")
+        return replace(catalog, source=replace(catalog.source, notes=tuple(notes)))
+
     def _check_kinds(self) -> None:
         """Raises InconsistentError where a name of the model is a tensor in one rank's file and something else in another's."""
         files = {
@@ -217,6 +264,8 @@ class RankFiles:
         others = [*self._values.items(), *((path, None) for path in files)]
         for path, value in others:
             if path[0] == self._optimizer:
+                if path in self._values and path in files and self._contradiction is None:
+                    self._contradiction = other_kind(dotted(path[1:]), self._files[path], value, files[path])
                 continue
             if (above := files.get((_MODEL, path[0]))) is not None:  # with a mapping in it, a file looks nested
                 raise other_kind(str(path[0]), self._files.get(path) or files[path], value or {}, above)

@@ -29,7 +29,7 @@ from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import IN_SAFETENSORS, DType
-from zckpt.core.evidence import LEFT_OUT, OWN_INDEX, Evidence
+from zckpt.core.evidence import BY_MANIFEST, LEFT_OUT, OWN_INDEX, Evidence
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.core.stores import FileStore
@@ -40,6 +40,7 @@ from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
 from zckpt.layouts.save.weight_files import files_counted_with
 from zckpt.output import manifest as manifests
+from zckpt.output.manifest import Manifest
 from zckpt.storage.location import Location
 
 Format = Literal["safetensors", "bin"]
@@ -91,23 +92,41 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _evidence(listing: Listing, names: Sequence[str]) -> Evidence:
-    """What proves weights whole: their index; but where they were made by zckpt, what proved their source."""
+    """What proves weights whole: their index; but where they were made by zckpt, what proved their source.
+
+    A file alone proves nothing: it lists the tensors that it has, and a model may have more. See `save.whole`.
+    """
     place = manifests.find(listing.directory)
-    said: object = None
-    with suppress(ZckptError):  # which `verify` reports; the weights can be read all the same
-        said = manifests.read(place).source.get("evidence") if place is not None else None
-    if isinstance(said, Mapping) and said.get("level") == "unknown":
-        lacks = said.get("lacks")
-        if said.get("by") == LEFT_OUT:
-            return Evidence("unknown", LEFT_OUT, lacks=tuple(map(str, lacks)) if isinstance(lacks, list) else ())
-        return Evidence("unknown", f"they were made from a save of which that is so: {said.get('by')}")
+    facts: Manifest | None = None
+    with suppress(ZckptError, OSError):  # which `verify` reports; the weights can be read all the same
+        facts = manifests.read(place) if place is not None else None
+    said = facts.source.get("evidence") if facts is not None and place is not None and _fits(facts, place) else None
+    if facts is not None and isinstance(said, Mapping):
+        lacks, by, doubt = said.get("lacks"), said.get("by"), str(said.get("doubt") or "")
+        lacking = tuple(map(str, lacks)) if isinstance(lacks, list) else ()
+        if by == LEFT_OUT:
+            return Evidence("unknown", LEFT_OUT, lacks=lacking)
+        if chosen := [str(fate.get("name")) for fate in facts.left_out if fate.get("kind") == "option"]:
+            return Evidence("metadata", "zckpt.json, in which options left them out", lacks=(*chosen, *lacking))
+        if said.get("level") == "unknown":
+            return Evidence("unknown", f"they were made from a save of which that is so: {by}", lacks=lacking)
+        if by != OWN_INDEX.by:
+            return Evidence("metadata", BY_MANIFEST, doubt=doubt)
     if index := chosen_index(listing):
         return Evidence("metadata", f"the index {index!r}")
     if len(names) < 2:
-        return OWN_INDEX
+        return Evidence(
+            "unknown", "one file does not say what its model has", "a config.json of a model that zckpt knows"
+        )
     if files_counted_with(names[0], ()):
         return Evidence("metadata", "the count in the names of its files")
     return Evidence("unknown", "the names of its files do not say how many there are", "an index of its shards")
+
+
+def _fits(facts: Manifest, place: Location) -> bool:
+    """Whether the files that a manifest names have the sizes that it says."""
+    files = [(place.parent / file.path, file.nbytes) for file in facts.files]
+    return all(path.is_file() and path.size() == nbytes for path, nbytes in files)
 
 
 def _same_names(listing: Listing, files: Sequence[str], tensors: Sequence[str]) -> InconsistentError:

@@ -7,6 +7,7 @@ Source: accelerate 1.15, utils/fsdp_utils.py `save_fsdp_model`, `save_fsdp_optim
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 
 from zckpt.storage.location import Location
 
@@ -16,6 +17,19 @@ PART = re.compile(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
 
 FIRST_MODEL = "pytorch_model_fsdp_0"
 FIRST_OPTIMIZER = "optimizer_0"
+
+_OF_ADAMW: dict[str, object] = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+"""Settings of torch's AdamW that DeepSpeed's Adam has not, as `torch.optim.AdamW(params)` has them."""
+
+
+def complete_settings(settings: Mapping[str, object], states: Collection[str]) -> dict[str, object]:
+    """A group's settings with all that accelerate asks for, where DeepSpeed's Adam has fewer."""
+    if {"exp_avg", "exp_avg_sq"} <= {*states} and "lr" in settings:
+        return {**_OF_ADAMW, "initial_lr": settings["lr"], **settings}
+    return dict(settings)
 
 
 def optimizer_beside(model: Location) -> Location | None:

@@ -85,9 +85,9 @@ def read_own_config(home: Location, named: Location | None) -> dict[str, object]
     return found[0] if found is not None and is_own(found[1], home, named) else None
 
 
-def config_near(save: Location) -> Mapping[str, object]:
-    """The config in a save or beside it; empty where there is none that can be read."""
-    for place in _homes(save):
+def config_near(save: Location, *, plain: bool = False) -> Mapping[str, object]:
+    """The config in a save or beside it; empty where there is none that can be read; arguments as for `home_of`."""
+    for place in _homes(save.parent if plain and save.is_file() else save, plain):
         with suppress(ZckptError, OSError):
             if (config := read_config(place)) is not None:
                 return config

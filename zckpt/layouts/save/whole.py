@@ -5,72 +5,143 @@ For `layouts.read`, and only where nothing in the files says what the whole is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog
 from zckpt.core.evidence import LEFT_OUT, Evidence
-from zckpt.layouts.save.companions import config_near
+from zckpt.layouts.save.companions import config_near, other_class
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.model_shapes import own_name
+from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
+
+_BY_CONFIG = "the config.json beside it"
+_AS_PART = "Give the file or directory that holds the whole model; --as-part takes these weights as they are."
+_OTHER_RANKS = "Copy the files of the other ranks here (--also DIR lays further directories over this one)."
+_END = re.compile(r"(?:^|\.)(?:lm_head|score|classifier|cls|pooler)\.")
+"""In names of a model's last modules, which classes of one kind of model have or lack."""
+
+_NORM = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+_OLD_NORM = re.compile(r"LayerNorm\.(?:gamma|beta)$")
+"""What the first models of BERT's kind call a norm's weight and bias. Source: transformers 4.57, modeling_utils.py."""
 
 
-def prove_by_config(catalog: Catalog, listing: Listing) -> Catalog:
+class _Comparison(NamedTuple):
+    """How a save differs from the model of the config beside it.
+
+    Attributes:
+        shapes: of the model's parameters.
+        short: tensors that lack rows.
+        lacking: those that are not there.
+        why: why the config proves nothing, as a clause; empty where it does.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    short: Sequence[str] = ()
+    lacking: Sequence[str] = ()
+    why: str = ""
+
+
+def prove_by_config(catalog: Catalog, listing: Listing, *, as_part: bool = False) -> Catalog:
     """The catalog with the evidence of a config.json in the save or beside it; the same catalog where it proves nothing.
 
     A config of another model, or of names that are not the save's, proves nothing. Where nothing is proved, the catalog gets a
     note that says so.
 
+    Args:
+        catalog: of the save.
+        listing: its files.
+        as_part: go on though tensors are missing.
+
     Raises:
         IncompleteError: tensors are missing that the config's model has, or rows of them.
     """
-    left_out = catalog.evidence.left_out
-    known = known_shapes(config_near(listing.directory))
-    shapes = {own_name(name): entry.shape for name, entry in catalog.tensors.items()}
-    shapes |= {own_name(dropped): catalog.tensors[kept].shape for dropped, kept in catalog.aliases.items()}
-    found = known.shapes.keys() & shapes.keys() if known is not None else set()
-    if known is None or 2 * len(found) < len(known.shapes):
-        note = _note_on(catalog.evidence)
-        return replace(catalog, source=replace(catalog.source, notes=(*catalog.source.notes, note)))
-    short = [name for name in sorted(found) if is_short(shapes[name], known.shapes[name])]
-    lacking = sorted(known.shapes.keys() - shapes.keys())
-    if left_out and not short and (lacking := sorted({*lacking, *catalog.evidence.lacks})):
-        evidence = catalog.evidence._replace(lacks=tuple(lacking))
-        notes = (*catalog.source.notes, _note_on(evidence))
-        return replace(catalog, evidence=evidence, source=replace(catalog.source, notes=notes))
-    if short or lacking:
-        raise missing_elements(listing, short[0] if short else "", known.shapes, lacking, "the config.json beside it")
-    if any(shapes[name] != known.shapes[name] for name in found):  # of another size: the config is not this model's
-        return catalog
-    return replace(catalog, evidence=Evidence("shapes", "the config.json beside it"))
+    evidence = catalog.evidence
+    if evidence.lacks and not evidence.left_out:  # as its zckpt.json says
+        return _with_note(catalog, evidence)
+    found = _compare_with_config(catalog, listing)
+    if found is None or found.why:
+        if evidence.level != "unknown":
+            return catalog
+        why = "" if found is None or evidence.left_out else f"{found.why}, so the config.json beside it does not tell"
+        return _with_note(catalog, evidence._replace(by=why, missing="") if why else evidence)
+    if evidence.left_out and not found.short and (lacking := sorted({*found.lacking, *evidence.lacks})):
+        return _with_note(catalog, evidence._replace(lacks=tuple(lacking)))
+    if not found.short and not found.lacking:
+        return catalog if evidence.complete else replace(catalog, evidence=Evidence("shapes", _BY_CONFIG))
+    if as_part:
+        return _with_note(catalog, Evidence("unknown", _BY_CONFIG, lacks=(*found.short, *found.lacking)))
+    short = found.short[0] if found.short else ""
+    remedy = _AS_PART if catalog.source.layout == "plain" else _OTHER_RANKS
+    raise missing_elements(listing, short, found.shapes, found.lacking, _BY_CONFIG, remedy)
 
 
 def find_left_out(catalog: Catalog, listing: Listing) -> Catalog:
     """The catalog of a save of DeepSpeed that has no list of frozen parameters, with what the config's model has beside it.
 
-    Below stage 2, a save without frozen parameters looks like one of a model that has none: only the config tells. The same
-    catalog where there is no config, where it is of another model, or where nothing is missing.
+    Below stage 2, a save without frozen parameters looks like one of a model that has none: only the config tells. The doubt
+    stays where there is no config, or where it is of another model.
     """
+    surely = replace(catalog, evidence=catalog.evidence._replace(doubt=""))
     if any(entry.role == "frozen" for entry in catalog.tensors.values()):
-        return catalog
-    known = known_shapes(config_near(listing.directory))
+        return surely
     shapes = {own_name(name): catalog[name].shape for name in (*catalog.tensors, *catalog.aliases)}
-    found = known.shapes.keys() & shapes.keys() if known is not None else set()
-    if known is None or 2 * len(found) < len(shapes) or any(shapes[name] != known.shapes[name] for name in found):
+    known = _known(listing, shapes)
+    found = known.keys() & shapes.keys()
+    if 2 * len(found) < len(shapes) or any(shapes[name] != known[name] for name in found):
         return catalog
-    if not (lacking := tuple(sorted(known.shapes.keys() - shapes.keys()))):
-        return catalog
-    evidence = Evidence("unknown", LEFT_OUT, "the model that the run began with", lacking)
+    if lacking := tuple(sorted(known.keys() - shapes.keys())):
+        return _with_note(catalog, Evidence("unknown", LEFT_OUT, "the model that the run began with", lacking))
+    return surely
+
+
+def _compare_with_config(catalog: Catalog, listing: Listing) -> _Comparison | None:
+    """What the config says beside a save; None where there is none, or its model is not known or another one."""
+    entries = {own_name(name): entry for name, entry in catalog.tensors.items()}
+    entries |= {own_name(dropped): catalog.tensors[kept] for dropped, kept in catalog.aliases.items()}
+    entries = {_OLD_NORM.sub(lambda old: _NORM[old[0]], name): entry for name, entry in entries.items()}
+    known = _known(listing, entries, plain=catalog.source.layout == "plain")
+    found = sorted(known.keys() & entries.keys())
+    is_plain = catalog.source.layout == "plain"
+    if not found or 2 * len(found) < min(len(known), len(entries) if is_plain else len(known)):
+        return None
+    if odd := next((name for name in found if entries[name].dtype.kind not in ("float", "complex")), ""):
+        return _Comparison(known, why=f"{odd!r} is packed")
+    differ = [name for name in found if entries[name].shape != known[name]]
+    lacking = sorted(known.keys() - entries.keys())
+    short = [name for name in differ if is_short(entries[name].shape, known[name])]
+    if lacking and all(map(_END.search, lacking)) and (entries.keys() - known.keys() or "pooler" in lacking[0]):
+        return _Comparison(known, why=f"the weights have no {lacking[0]!r}, and may be of another class")
+    if is_plain and differ and all(name.endswith((*EMBEDDINGS, *HEADS)) for name in differ):
+        return _Comparison(known, why=f"{differ[0]!r} has another number of rows")
+    if len(differ) > len(short):  # of another size: the config is not this model's
+        return _Comparison(known, why=f"{next(name for name in differ if name not in short)!r} has another shape")
+    return _Comparison(known, short, lacking)
+
+
+def _known(listing: Listing, names: Mapping[str, object], *, plain: bool = False) -> Mapping[str, tuple[int, ...]]:
+    """The parameters of the config's model; none where it is not known."""
+    config = config_near(listing.directory, plain=plain)
+    if other := other_class(config, names):
+        config = {**config, "architectures": [other]}
+    known = known_shapes(config)
+    return {} if known is None else known.shapes
+
+
+def _with_note(catalog: Catalog, evidence: Evidence) -> Catalog:
     notes = (*catalog.source.notes, _note_on(evidence))
     return replace(catalog, evidence=evidence, source=replace(catalog.source, notes=notes))
 
 
 def _note_on(evidence: Evidence) -> str:
     if not evidence.left_out:
-        return f"I{str(evidence)[1:]}."
+        said = str(evidence)
+        return f"{said[0].upper()}{said[1:]}."
     known = (
         f": {count(len(evidence.lacks), 'tensor')}, {examples(evidence.lacks)}" if evidence.lacks else ", if it has any"
     )
@@ -81,7 +152,12 @@ def _note_on(evidence: Evidence) -> str:
 
 
 def missing_elements(
-    listing: Listing, short: str, shapes: Mapping[str, tuple[int, ...]], lacking: Sequence[str], by: str
+    listing: Listing,
+    short: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    lacking: Sequence[str],
+    by: str,
+    remedy: str = _OTHER_RANKS,
 ) -> IncompleteError:
     """The error for tensors, or rows of one, that are missing by the shapes that something else gives.
 
@@ -91,8 +167,8 @@ def missing_elements(
         shapes: of whole tensors, by name.
         lacking: tensors that are not there.
         by: what gives the shapes.
+        remedy: what to do about it.
     """
-    remedy = "Copy the files of the other ranks here (--also DIR lays further directories over this one)."
     if short:
         what, expected = f"elements of tensor {short!r} are missing", f"shape {list(shapes[short])}, as {by} says"
         return IncompleteError(what, file=listing.directory, found="a smaller one", expected=expected, remedy=remedy)

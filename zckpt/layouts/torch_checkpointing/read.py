@@ -29,7 +29,6 @@ from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_NUMBER
 from zckpt.core.catalog import Catalog, Topology
 from zckpt.core.evidence import Evidence
-from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.fsdp.read import RankFile, RankFiles, leaves
 from zckpt.layouts.run.training import Training
@@ -70,7 +69,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     save = ranks.save()
     has_metadata = METADATA in listing.files
     evidence = Evidence("metadata", "'metadata.pkl'") if has_metadata else ranks.evidence()
-    catalog = dcp.catalog_of(save, listing, evidence)
+    catalog = ranks.catalog_of(save, evidence)
     tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
     source = replace(catalog.source, layout="torch_checkpointing", framework=("torch_checkpointing", ""))
     return replace(catalog, tensors=tensors, topology=Topology(dp=ranks.world_size), source=source)
@@ -79,12 +78,12 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """The optimizer's states, if their parameters have names; arguments and errors as in `read`."""
     del allow_unknown
-    return dcp.training_of(_ranks(listing).save(), listing)
+    return _ranks(listing).training()
 
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    return dcp.unread_in(_ranks(listing).save())
+    return _ranks(listing).unread_states()
 
 
 def records(listing: Listing) -> Iterator[tuple[str, list[Record] | ZckptError]]:

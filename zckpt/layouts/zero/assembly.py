@@ -17,7 +17,7 @@ from zckpt.base.errors import IncompleteError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
-from zckpt.core.evidence import LEFT_OUT, Evidence
+from zckpt.core.evidence import LEFT_OUT, NO_LIST_OF_FROZEN, Evidence
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, views_of, whole
 
@@ -59,18 +59,18 @@ def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: i
     optimizer files name; without ZeRO, the model file is the model's whole state dict.
 
     A save without frozen parameters has no list of them at stages 2 and 3, where there is one otherwise; at any stage, tied names
-    may say it: of those that are not trained, such a save leaves out the first. A save of PEFT is meant to be without: it holds
-    adapters.
+    may say it: of those that are not trained, such a save leaves out the first. Where neither tells, the doubt stays. A save of
+    PEFT is meant to be without: it holds adapters.
     """
     listed = {*model.frozen_shapes, *model.shared.values()}
     lacks = tuple(sorted(name for name in listed if name not in tensors and name not in model.shared))
     no_list = model.root.get("frozen_param_shapes", model) is None and stage in (2, 3)
     second_alone = any(name in model.module and kept not in model.module for name, kept in model.shared.items())
-    if (lacks or no_list or second_alone) and model.is_zero() and not any(_PEFT.search(name) for name in tensors):
+    is_peft = any(_PEFT.search(name) for name in tensors)
+    if (lacks or no_list or second_alone) and model.is_zero() and not is_peft:
         return Evidence("unknown", LEFT_OUT, "the model that the run began with", lacks)
-    return Evidence(
-        "metadata", "param_shapes of the model file" if model.param_shapes else "the model file's state dict"
-    )
+    by = "param_shapes of the model file" if model.param_shapes else "the model file's state dict"
+    return Evidence("metadata", by, doubt="" if is_peft or stage in (2, 3) else NO_LIST_OF_FROZEN)
 
 
 _PEFT = re.compile(r"(?:^|\.)(?:base_model|prompt_encoder)\.")
