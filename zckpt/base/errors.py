@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from zckpt.base.dataclass import public
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import wrap_text
 
 COPY_AGAIN = "Copy that file again. If that does not help, use another save."
@@ -217,11 +218,11 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 _SECRETS = (
-    (re.compile(r"\b(?:hf|api_org)_\w{6,}"), "hf_..."),
-    (re.compile(r"(?i)\b(bearer\s+)\S+"), r"\1..."),
-    (re.compile(r"(\w://)[^/\s@]+@"), r"\1"),
-    (re.compile(r"(https?://[^\s?'\"<>]+)\?[^\s'\"<>]+"), r"\1?..."),
-    (re.compile(r"(?i)([?&](?:X-Amz-[\w-]+|Signature|token|sig)=)[^&\s]+"), r"\1..."),
+    (compile_late(r"\b(?:hf|api_org)_\w{6,}"), "hf_..."),
+    (compile_late(r"(?i)\b(bearer\s+)\S+"), r"\1..."),
+    (compile_late(r"(\w://)[^/\s@]+@"), r"\1"),
+    (compile_late(r"(https?://[^\s?'\"<>]+)\?[^\s'\"<>]+"), r"\1?..."),
+    (compile_late(r"(?i)([?&](?:X-Amz-[\w-]+|Signature|token|sig)=)[^&\s]+"), r"\1..."),
 )
 
 

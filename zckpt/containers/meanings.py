@@ -10,11 +10,11 @@ Source: torch/_utils.py, torch/serialization.py (2.13); `__reduce__` of numpy's 
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zckpt.base.patterns import compile_late
 from zckpt.containers.inert import NumpyArray, Placeholder
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER, StorageRef, TensorRef
 from zckpt.core.dtypes import BY_STORAGE, BY_TORCH_NAME, I8, I32, U8, DType
@@ -156,7 +156,7 @@ def numpy_dtype(value: object) -> str | None:
     return f"{order}{name}" if order in ("<", ">", "|") and subarray is fields is None else None
 
 
-_NUMPY_NAME = re.compile(r"[biufcSUVmM]\d{1,9}|O8?")
+_NUMPY_NAME = compile_late(r"[biufcSUVmM]\d{1,9}|O8?")
 
 _SCALARS = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 _SCALARS |= {"f2": "e", "f4": "f", "f8": "d"}

@@ -11,11 +11,12 @@ import stat
 from collections.abc import Sequence
 
 from zckpt.base.errors import NotACheckpointError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples, join_words
 from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_HUB_NAME = compile_late(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _GENERAL = "Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file."
 _MOST_COMPARED = 10_000
 

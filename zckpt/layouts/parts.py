@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError, ZckptError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import count, examples
 from zckpt.containers import open_container
 from zckpt.layouts.save.folder import Folder, list_folder
@@ -25,7 +26,7 @@ from zckpt.output.manifest import NAME as MANIFEST
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
-_SLICE = re.compile(r"(consolidated\.)(\d+)(\.pth)")
+_SLICE = compile_late(r"(consolidated\.)(\d+)(\.pth)")
 _PARAMS = "params.json"
 _MOST_BYTES = 1 << 20
 
@@ -179,7 +180,7 @@ def _holds_adapter(path: Location) -> bool:
         return False
 
 
-_OF_ADAPTERS = re.compile(r"lora|loha|lokr|hada", re.IGNORECASE)
+_OF_ADAPTERS = compile_late(r"lora|loha|lokr|hada", re.IGNORECASE)
 
 
 def _is_model_alone(path: Location, name: str) -> bool:

@@ -17,13 +17,14 @@ import re
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
+from zckpt.base.patterns import compile_late
 from zckpt.core.catalog import Catalog, replace_name
 
 _METHODS = "lora|hada|lokr|ia3|oft|boft|hra|miss|c3a|ln_tuning|trainable_tokens|vera_lambda|road|waveft|gralora|delora"
-_TUNED = re.compile(rf"(?P<module>(?:.*?\.)?(?:{_METHODS})_\w+)\.(?P<adapter>[^.]+)(?P<rest>\.[^.]+)?")
-_LORA = re.compile(r"\.lora_(?:embedding_)?A(?:\.|$)")
-_WHOLE = re.compile(r"(?P<module>.*?)\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\..+)")
-_PROMPT = re.compile(r"(?:.*\.)?prompt_encoder\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_TUNED = compile_late(rf"(?P<module>(?:.*?\.)?(?:{_METHODS})_\w+)\.(?P<adapter>[^.]+)(?P<rest>\.[^.]+)?")
+_LORA = compile_late(r"\.lora_(?:embedding_)?A(?:\.|$)")
+_WHOLE = compile_late(r"(?P<module>.*?)\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\..+)")
+_PROMPT = compile_late(r"(?:.*\.)?prompt_encoder\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _BASE = "base_model.model."
 
 
@@ -70,7 +71,7 @@ _OF_FILES = (
     f"{_METHODS}|adamss|adaption|beft|deft|fourierft|frod|glora|hira|lily|osf|peanut|psoft|pvera|randlora|shira|supertuning"
     "|tinylora|unilora|vblora"
 )
-_IN_FILE = re.compile(
+_IN_FILE = compile_late(
     r"(?:.*\.)?(?:lora_A\.weight|lora_embedding_A|trainable_tokens_delta)|prompt_embeddings"
     rf"|{re.escape(_BASE)}(?:.*\.)?(?:(?:{_OF_FILES})_\w+(?:\.weight)?|osf_svd_params\.\w+)"
 )

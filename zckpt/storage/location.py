@@ -17,12 +17,13 @@ from typing import ClassVar, Literal, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, NotACheckpointError
+from zckpt.base.patterns import compile_late
 from zckpt.core.stores import FileStore
 from zckpt.storage import fsspec_io, identity
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
-_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
-_CACHES = re.compile(r"(?:(?:simplecache|filecache|blockcache|cached)::)+", re.IGNORECASE)
+_ADDRESS = compile_late(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_LOCAL = compile_late(r"(?:file|local)://", re.IGNORECASE)
+_CACHES = compile_late(r"(?:(?:simplecache|filecache|blockcache|cached)::)+", re.IGNORECASE)
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs", "adl": "abfs", "ssh": "sftp"}
 """Kind of address -> the kind that means the same store."""
 

@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 
+from zckpt.base.patterns import compile_late
 from zckpt.storage.identity import is_mount
 
 WORK = ".zckpt"
 """The work directory's name if it is in the output."""
 
-_USUAL = re.compile(rf"{re.escape(WORK)}(-.*)?|lost\+found")
+_USUAL = compile_late(rf"{re.escape(WORK)}(-.*)?|lost\+found")
 """Names in a mount point that are not data of a user."""
 
 

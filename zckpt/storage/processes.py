@@ -7,9 +7,9 @@ own, machines may share a host name, and the system uses numbers again.
 from __future__ import annotations
 
 import os
-import re
 
 from zckpt.base.dataclass import dataclass
+from zckpt.base.patterns import compile_late
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Process:
         return _start_time(self.number) not in (self.started, "0")
 
 
-NAME = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
+NAME = compile_late(r"([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
 """A process as written in the name of a directory."""
 
 

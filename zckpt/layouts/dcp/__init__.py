@@ -1,7 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint: read, of any version, and written."""
 
-import re
-
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS, match
 from zckpt.layouts.save.family import Family, FileKind, later
 
@@ -11,7 +10,7 @@ FAMILY = Family(
         FileKind("data {number}", DATA),
         FileKind("", METADATA, of_rank=False),
         FileKind("", SAFETENSORS, of_rank=False),
-        FileKind("", re.compile(r".*\.distcp"), of_rank=False),
+        FileKind("", compile_late(r".*\.distcp"), of_rank=False),
     ),
     match=match,
     read=later("dcp.read", "read"),

@@ -6,15 +6,14 @@ Source: torch/distributed/checkpoint/{filesystem,hf_storage}.py (2.1 - 2.13).
 
 from __future__ import annotations
 
-import re
-
 from zckpt.base.errors import IncompleteError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import count, examples, ranks
 from zckpt.layouts.save.listing import Listing
 
-METADATA = re.compile(r"\.metadata|__\d+\.metadata")
-DATA = re.compile(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
-SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-(?P<file>\d{5})-of-(?P<files>\d{5})\.safetensors")
+METADATA = compile_late(r"\.metadata|__\d+\.metadata")
+DATA = compile_late(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
+SAFETENSORS = compile_late(r"shard-(?P<rank>\d{5})-model-(?P<file>\d{5})-of-(?P<files>\d{5})\.safetensors")
 
 
 def match(listing: Listing) -> str | None:
@@ -42,7 +41,7 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     )
 
 
-_RANK = re.compile(r"__(\d+)_|shard-(\d{5})-")
+_RANK = compile_late(r"__(\d+)_|shard-(\d{5})-")
 
 
 def rank_of(name: str) -> int | None:

@@ -14,23 +14,23 @@ distributed/utils.py `distributed_init`, scripts/reshard_mp.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from zckpt.base import limits
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import Listing
 
 _END = r"\.(?:pt|pth|bin|ckpt)"
-EXPERTS = re.compile(rf"(?P<save>.+?)-rank-(?P<dp>\d+)-shard(?P=dp){_END}")
-SHARED = re.compile(rf"(?P<save>.+?)-shared-shard(?P<dp>\d+){_END}")
-SHARD = re.compile(rf"(?:(?P<save>.+?)[-_.])?(?:model_part-(?P<mp>\d+)[-_.])?shard[-_]?(?P<dp>\d+){_END}")
-WHOLE_EXPERTS = re.compile(rf"(?P<save>.+?)-rank-(?P<dp>\d+){_END}")
-WHOLE_SHARED = re.compile(rf"(?P<save>.+?)-shared{_END}")
-WHOLE_PART = re.compile(rf"(?P<save>.+?)-model_part-(?P<mp>\d+){_END}")
+EXPERTS = compile_late(rf"(?P<save>.+?)-rank-(?P<dp>\d+)-shard(?P=dp){_END}")
+SHARED = compile_late(rf"(?P<save>.+?)-shared-shard(?P<dp>\d+){_END}")
+SHARD = compile_late(rf"(?:(?P<save>.+?)[-_.])?(?:model_part-(?P<mp>\d+)[-_.])?shard[-_]?(?P<dp>\d+){_END}")
+WHOLE_EXPERTS = compile_late(rf"(?P<save>.+?)-rank-(?P<dp>\d+){_END}")
+WHOLE_SHARED = compile_late(rf"(?P<save>.+?)-shared{_END}")
+WHOLE_PART = compile_late(rf"(?P<save>.+?)-model_part-(?P<mp>\d+){_END}")
 NONE = "no *shard0.pt with FairScale's metadata"
 
 

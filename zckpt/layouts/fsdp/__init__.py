@@ -1,8 +1,8 @@
 """Rank files of FSDP: each rank's part of a model, as `torch.save` wrote its state dict of DTensors or ShardedTensors."""
 
-import re
 from dataclasses import replace
 
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.fsdp.files import ANY, NONE, VERL
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
 
@@ -13,7 +13,7 @@ FAMILY = Family(
     read=later("fsdp.read", "read"),
     second=later("fsdp.second", "find_again"),
     read_training=later("fsdp.read", "read_training"),
-    further=(re.compile(r"extra_state_world_size_\d+_rank_\d+\.pt"),),
+    further=(compile_late(r"extra_state_world_size_\d+_rank_\d+\.pt"),),
     reads_absent=True,
     holds_run=False,
     resumes="by the trainer that wrote it, at this world size (for others, run zckpt to-dcp, or reshard for DeepSpeed)",

@@ -5,12 +5,11 @@ For `FAMILY`, `read`, and what is made of the metadata.
 
 from __future__ import annotations
 
-import re
-
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.plain import FAMILY as PLAIN
 from zckpt.layouts.save.listing import Listing
 
-NAME = re.compile(r"(?P<save>.+?)(?:-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf")
+NAME = compile_late(r"(?P<save>.+?)(?:-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf")
 
 METADATA = "gguf"
 """The entry of a catalog's extras with the metadata: key -> number, text or list; None for long arrays."""

@@ -2,6 +2,7 @@
 
 import re
 
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.dcp.files import DATA, METADATA
 from zckpt.layouts.megatron_core.files import CONFIG, NONE
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
@@ -11,9 +12,9 @@ FAMILY = Family(
     files=(
         FileKind("data {number}", DATA),
         FileKind("", METADATA, of_rank=False),
-        FileKind("", re.compile(r".*\.distcp|common\.pt"), of_rank=False),
+        FileKind("", compile_late(r".*\.distcp|common\.pt"), of_rank=False),
     ),
-    match=where_there((METADATA, re.compile(re.escape(CONFIG))), later("megatron_core.read", "match"), NONE),
+    match=where_there((METADATA, compile_late(re.escape(CONFIG))), later("megatron_core.read", "match"), NONE),
     read=later("megatron_core.read", "read"),
     second=later("megatron_core.second", "find_again"),
     read_training=later("megatron_core.read", "read_training"),

@@ -18,15 +18,16 @@ from typing import NamedTuple
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
 from zckpt.containers import Placeholder, enum_value
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import as_mapping, flatten
 
-DIRECTORY = re.compile(r"mp_rank_\d{2,}(?:_\d{3,}){0,2}")
+DIRECTORY = compile_late(r"mp_rank_\d{2,}(?:_\d{3,}){0,2}")
 _IN = r"mp_rank_(?P<first>\d{2,})(?:_(?P<second>\d{3,}))?(?:_(?P<third>\d{3,}))?/"
-MODEL = re.compile(_IN + r"model_optim_rng\.pt")
-OPTIMIZER = re.compile(_IN + r"distrib_optim\.pt")
+MODEL = compile_late(_IN + r"model_optim_rng\.pt")
+OPTIMIZER = compile_late(_IN + r"distrib_optim\.pt")
 
 
 class ModelRank(NamedTuple):

@@ -14,18 +14,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base.errors import ZckptError
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.plain import files as plain
 from zckpt.layouts.save.listing import Listing
 
-RANK = re.compile(
+RANK = compile_late(
     r"(?=[\w.-]*optim)(?!(?:bf16_|fp16_)?zero_pp_rank)[\w.-]*?rank[-_]?(?P<dp>\d+)\.(?:pt|pth|bin|ckpt)", re.IGNORECASE
 )
-WHOLE = re.compile(r"[\w-]*optim[\w-]*\.(?:pt|pth|bin|ckpt)", re.IGNORECASE)
-_WEIGHTS = re.compile(r"[\w.-]+\.(?:pt|pth|bin|ckpt|safetensors)(?:\.index\.json)?")
-_OTHERS = re.compile(
+WHOLE = compile_late(r"[\w-]*optim[\w-]*\.(?:pt|pth|bin|ckpt)", re.IGNORECASE)
+_WEIGHTS = compile_late(r"[\w.-]+\.(?:pt|pth|bin|ckpt|safetensors)(?:\.index\.json)?")
+_OTHERS = compile_late(
     r"optim|sched|rng|random|scaler|sampler|loader|args|trainer|(?<![a-z])(?:rank|shard)[-_]?\d", re.IGNORECASE
 )
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+_SHARD = compile_late(r"-\d{5}-of-\d{5}\.")
 _KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state", "last_optimizer_state")
 
 

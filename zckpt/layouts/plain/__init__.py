@@ -1,12 +1,13 @@
 """Plain weights: safetensors and torch files, single or in shards with an index."""
 
-import re
-
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.plain import files as _files
 from zckpt.layouts.plain import read as _read
 from zckpt.layouts.save.family import Family, FileKind, later
 
-_NAMES = re.compile(r"(?:model|pytorch_model|adapter_model|optimizer_states)(?:\.safetensors|\.bin)(?:\.index\.json)?")
+_NAMES = compile_late(
+    r"(?:model|pytorch_model|adapter_model|optimizer_states)(?:\.safetensors|\.bin)(?:\.index\.json)?"
+)
 
 FAMILY = Family(
     name="plain weights",

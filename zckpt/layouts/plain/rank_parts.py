@@ -12,17 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.cut_tensors import class_of, cut_tensor
 
-_NAME = re.compile(r"(?<![a-z])(rank|shard)[-_.]?\d+(?!\d)(?!_of_1(?!\d))", re.IGNORECASE)
-_ALONE = re.compile(r"world_size_1_", re.IGNORECASE)
-_OF_ADAPTERS = re.compile(r"lora|loha|lokr|hada", re.IGNORECASE)
+_NAME = compile_late(r"(?<![a-z])(rank|shard)[-_.]?\d+(?!\d)(?!_of_1(?!\d))", re.IGNORECASE)
+_ALONE = compile_late(r"world_size_1_", re.IGNORECASE)
+_OF_ADAPTERS = compile_late(r"lora|loha|lokr|hada", re.IGNORECASE)
 """In names of tensors: of an adapter's file, `rank8` is the adapter's rank."""
 
 _SHARDED = ("DTensor", "ShardedTensor", "FlatParameter")
-_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
+_FLAT = compile_late(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 _FSDP = "_fsdp_wrapped_module."
 _METADATA = "shard_metadata"
 _DEEPEST = 8

@@ -6,13 +6,13 @@ Source: accelerate 1.15, utils/fsdp_utils.py `save_fsdp_model`, `save_fsdp_optim
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
+from zckpt.base.patterns import compile_late
 from zckpt.storage.location import Location
 
-MODEL = re.compile(r"pytorch_model_fsdp_(?P<number>\d+)")
-PART = re.compile(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
+MODEL = compile_late(r"pytorch_model_fsdp_(?P<number>\d+)")
+PART = compile_late(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
 """Directories of a model or an optimizer, which are parts of a save."""
 
 FIRST_MODEL = "pytorch_model_fsdp_0"

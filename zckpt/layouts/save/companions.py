@@ -6,11 +6,11 @@ For `convert`, `reshard` and `hub`. Trainers put them beside the tag directories
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from zckpt.base.errors import CorruptError, ZckptError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import OutputFile, literal_file
@@ -34,13 +34,13 @@ _CAUSAL = "ForCausalLM"
 _ENDS = ("score.weight", "score.bias", "lm_head.weight")
 
 # What makes a directory of weights loadable. Everything else stays where it is.
-_BESIDE = re.compile(
+_BESIDE = compile_late(
     r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
     r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
     r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
 )
 
-_OF_TOKENIZER = re.compile(r"tokenizer[\w.-]*|\w*\.(?:model|tiktoken)|vocab\.(?:json|txt)|merges\.txt")
+_OF_TOKENIZER = compile_late(r"tokenizer[\w.-]*|\w*\.(?:model|tiktoken)|vocab\.(?:json|txt)|merges\.txt")
 
 
 def config_file(config: Mapping[str, object] | None, dtype: DType) -> tuple[OutputFile, FileStore] | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
+from zckpt.base.patterns import compile_late
 from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, open_container, torch_zip
 from zckpt.containers.emit import contiguous_stride
 from zckpt.core.dtypes import DType
@@ -25,22 +26,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHARD_NAME = re.compile(
+SHARD_NAME = compile_late(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
 )
-MODEL_NAME = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_states\.pt")
-EXPERT_NAME = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
-EXPERT_OPTIMIZER_NAME = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+MODEL_NAME = compile_late(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+LAYER_NAME = compile_late(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_states\.pt")
+EXPERT_NAME = compile_late(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+EXPERT_OPTIMIZER_NAME = compile_late(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _DEEPSPEED = (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
-RANK_FILE = re.compile(r"zckpt_rank_\d+_states\.pt")
+RANK_FILE = compile_late(r"zckpt_rank_\d+_states\.pt")
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
 
 SWAPPED = "offloaded_tensors"
 """Directory of a save with copies of the swap files of a run whose optimizer is on NVMe, in directories of the ranks."""
 
-SWAP_NAME = re.compile(rf"{SWAPPED}/rank(?P<rank>\d+)/(?P<file>[^/]+\.tensor\.swp)")
+SWAP_NAME = compile_late(rf"{SWAPPED}/rank(?P<rank>\d+)/(?P<file>[^/]+\.tensor\.swp)")
 """A swap file; `rank` is the rank among all, in which tensor-parallel ranks come first."""
 
 UNIVERSAL_POINTER = "latest_universal"

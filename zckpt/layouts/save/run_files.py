@@ -10,19 +10,19 @@ utils/constants.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from zckpt.base import words
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.save import accelerate
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.storage.location import Location
 
-_OF_RUN = re.compile(
+_OF_RUN = compile_late(
     r"trainer_state\.json|training_args\.bin|adapter_config\.json|sc(?:heduler|aler)\.pt"
     r"|scheduler(?:_\d+)?\.bin|sampler(?:_\d+)?\.bin|dl_state_dict(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl"
 )
-_OF_RANK = re.compile(r"(?P<stem>rng_state_|random_states_)(?P<rank>\d+)(?P<end>\.pth|\.pkl)")
+_OF_RANK = compile_late(r"(?P<stem>rng_state_|random_states_)(?P<rank>\d+)(?P<end>\.pth|\.pkl)")
 _OF_ONE = "rng_state.pth"
 _OF_FIRST = "rng_state_0.pth"
 

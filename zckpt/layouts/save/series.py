@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from zckpt.base.patterns import compile_late
+
 Meaning = Literal["moment", "place", "unknown"]
 
 _MOMENTS = (
@@ -22,7 +24,7 @@ _PLACES = (
 _SURE = ("rank", "shard", "consolidated")
 """Words of places that are used for nothing else: where 1 is, there was a 0."""
 
-_NUMBER = re.compile(r"(?P<word>[A-Za-z]*)(?P<gap>[_\-.=: ]*)(?P<number>\d+)")
+_NUMBER = compile_late(r"(?P<word>[A-Za-z]*)(?P<gap>[_\-.=: ]*)(?P<number>\d+)")
 _COMPOSER = r"ep\d+-ba\d+"
 _COUNTED = r"\d+[_\-. ]?of[_\-. ]?\d+"
 """One of so many parts: `1_of_2`."""

@@ -9,14 +9,14 @@ Source: DeepSpeed 0.19.8, runtime/engine.py `module_state_dict`, `_get_zero_para
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from zckpt.base.patterns import compile_late
 from zckpt.containers import TensorRef
 
 Shape = tuple[int, ...]
 
-WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WRAPPERS = compile_late(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, FSDP and activation checkpointing put into names."""
 
 

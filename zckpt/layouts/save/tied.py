@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Mapping
 
 from zckpt.base.dataclass import dataclass
+from zckpt.base.patterns import compile_late
 
 KEY = "tie_word_embeddings"
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -29,7 +29,7 @@ EMBEDDINGS = (
     "tok_embeddings.weight",
 )
 _TABLE = os.path.join(os.path.dirname(__file__), "tied_weights.json")
-_HAS_HEAD = re.compile(r".*(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)\w*")
+_HAS_HEAD = compile_late(r".*(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)\w*")
 _HEADS_OF = {"embed_in.weight": "embed_out.weight", "tok_embeddings.weight": "output.weight"}
 _OLD = "language_model."
 """Before transformers 4.52 the text model of a vision model was a whole one, with a head: `language_model.lm_head`."""

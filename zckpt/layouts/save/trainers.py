@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from zckpt.base.patterns import compile_late
 from zckpt.storage.location import Location
 
-FOLDER = re.compile(r"checkpoint-\d+")
+FOLDER = compile_late(r"checkpoint-\d+")
 """Folders of transformers' Trainer; with DeepSpeed, `checkpoint-2` holds the tag `global_step2`."""
 
-STEP = re.compile(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
+STEP = compile_late(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
 """Directories of a run's steps, of verl and Megatron."""
 
 ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
@@ -28,15 +29,15 @@ ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
 INNER = "dist_ckpt"
 """A directory in one of these that holds the save, as verl's do that Megatron-Core wrote."""
 
-_OTHER_STATE = re.compile(
+_OTHER_STATE = compile_late(
     r"optim|sched|rng|random|loader|tokenizer|dataset|logs?$|wandb|runs$|tensorboard", re.IGNORECASE
 )
 
-_LAST = re.compile(r"last(?:-v(?P<number>\d+))?\.ckpt")
-_COMPOSER = re.compile(r"ep(?P<epoch>\d+)-ba(?P<number>\d+)-rank0\.pt")
+_LAST = compile_late(r"last(?:-v(?P<number>\d+))?\.ckpt")
+_COMPOSER = compile_late(r"ep(?P<epoch>\d+)-ba(?P<number>\d+)-rank0\.pt")
 _LATEST = "latest-rank0.pt"
-_STEP = re.compile(r"step=(?P<number>\d+)")
-_VERSION = re.compile(r"version_(?P<number>\d+)")
+_STEP = compile_late(r"step=(?P<number>\d+)")
+_VERSION = compile_late(r"version_(?P<number>\d+)")
 
 
 def folder_of(names: Sequence[str]) -> str:

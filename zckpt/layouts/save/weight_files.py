@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from zckpt.base import limits
 from zckpt.base.errors import ZckptError
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.save.folder import Folder
 from zckpt.storage.location import Location
 
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-INDEX = re.compile(r".+\.(?:safetensors|bin|pt|pth)\.index\.json")
+INDEX = compile_late(r".+\.(?:safetensors|bin|pt|pth)\.index\.json")
 NO_WEIGHTS = (
     r"(?i:optim|sched|rng|random|scaler|sampler|loader|args|trainer|recipe|tokenizer|vocab|dataset|metrics|imatrix)"
 )

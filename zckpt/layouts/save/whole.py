@@ -5,12 +5,12 @@ For `layouts.read`, and only where nothing in the files says what the whole is.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog
 from zckpt.core.evidence import LEFT_OUT, Evidence
@@ -23,11 +23,11 @@ from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
 _BY_CONFIG = "the config.json beside it"
 _AS_PART = "Give the file or directory that holds the whole model; --as-part takes these weights as they are."
 _OTHER_RANKS = "Copy the files of the other ranks here (--also DIR lays further directories over this one)."
-_END = re.compile(r"(?:^|\.)(?:lm_head|score|classifier|cls|pooler)\.")
+_END = compile_late(r"(?:^|\.)(?:lm_head|score|classifier|cls|pooler)\.")
 """In names of a model's last modules, which classes of one kind of model have or lack."""
 
 _NORM = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-_OLD_NORM = re.compile(r"LayerNorm\.(?:gamma|beta)$")
+_OLD_NORM = compile_late(r"LayerNorm\.(?:gamma|beta)$")
 """What the first models of BERT's kind call a norm's weight and bias. Source: transformers 4.57, modeling_utils.py."""
 
 

@@ -3,12 +3,13 @@
 import re
 from dataclasses import replace
 
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
 from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA, NO_ITEM, match
 
 FAMILY = Family(
     name="torch_checkpointing",
-    files=(FileKind("", re.compile(re.escape(METADATA)), of_rank=False),),
+    files=(FileKind("", compile_late(re.escape(METADATA)), of_rank=False),),
     common=(FileKind("{item}", ITEM),),
     match=match,
     read=later("torch_checkpointing.read", "read"),

@@ -5,12 +5,11 @@ For `FAMILY` and `read`.
 
 from __future__ import annotations
 
-import re
-
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.save.listing import Listing
 
 METADATA = "metadata.pkl"
-ITEM = re.compile(r"(?P<item>[\w-]+?)_(?P<dp>\d+)\.pt")
+ITEM = compile_late(r"(?P<item>[\w-]+?)_(?P<dp>\d+)\.pt")
 NO_ITEM = "no <item>_<rank>.pt with DTensors"
 
 

@@ -9,11 +9,11 @@ parameter; a buffer; or a parameter that no optimizer owns (as it is in the mode
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.base.errors import IncompleteError
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
@@ -73,7 +73,7 @@ def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: i
     return Evidence("metadata", by, doubt="" if is_peft or stage in (2, 3) else NO_LIST_OF_FROZEN)
 
 
-_PEFT = re.compile(r"(?:^|\.)(?:base_model|prompt_encoder)\.")
+_PEFT = compile_late(r"(?:^|\.)(?:base_model|prompt_encoder)\.")
 """What every name in a model of PEFT has."""
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -30,6 +29,7 @@ from zckpt.base.errors import (
     UnsupportedError,
     ZckptError,
 )
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import count
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Padding
@@ -42,7 +42,7 @@ from zckpt.layouts.zero.optimizer_states import OptimizerShard
 from zckpt.layouts.zero.partition import partition_numel
 
 _SUFFIX = ".tensor.swp"
-_LABEL = re.compile(r"[\w-]{1,200}")
+_LABEL = compile_late(r"[\w-]{1,200}")
 _LEAST_BYTES = 1 << 20
 _HALF_MASTERS = (("bf16", "bf16_master_weights_and_grads", BF16), ("fp16", "fp16_master_weights_and_grads", F16))
 

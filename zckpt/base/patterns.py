@@ -1,0 +1,30 @@
+"""Regular expressions that are compiled when they are first used.
+
+For modules that every command imports: a command uses few of their expressions, and compiling all of them takes a tenth of the
+time of `zckpt inspect`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+
+class _Late:
+    """Stands for the pattern of its arguments."""
+
+    def __init__(self, text: str, flags: int) -> None:
+        self._text = text
+        self._flags = flags
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # asked of any object, such as by `copy`
+            raise AttributeError(name)
+        found = getattr(re.compile(self._text, self._flags), name)
+        setattr(self, name, found)
+        return found
+
+
+def compile_late(text: str, flags: int = 0) -> re.Pattern[str]:
+    """The pattern of a regular expression, as `re.compile` gives it, made at its first use."""
+    return cast("re.Pattern[str]", _Late(text, flags))
