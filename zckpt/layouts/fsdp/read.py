@@ -219,13 +219,13 @@ class RankFiles:
         is_odd = isinstance(value, float) and not math.isfinite(value)
         if len(path) < 2 or path[1:] == ("param_groups",) or (is_state and (len(path) < 4 or is_odd)):
             return CorruptError(
-                "the optimizer's states are not as torch writes them", file=file, found=f"{dotted(path[1:])}: {brief(value)}",
+                "the optimizer's states are not as torch writes them", file=file, found=f"{join_path(path[1:])}: {brief(value)}",
                 expected="for each parameter a dict of tensors and finite numbers, and groups of parameters", remedy=OTHER_SAVE,
             )  # fmt: skip
         first = self._values[path]
         if value is not first and repr(value) != repr(first):
             return InconsistentError(
-                "ranks' optimizer files disagree", file=file, found=f"{dotted(path[1:])}: {brief(value)}",
+                "ranks' optimizer files disagree", file=file, found=f"{join_path(path[1:])}: {brief(value)}",
                 expected=f"{brief(first)}, as in {self._files[path]!r}", remedy=OTHER_SAVE,
             )  # fmt: skip
         return None
@@ -265,7 +265,7 @@ class RankFiles:
         for path, value in others:
             if path[0] == self._optimizer:
                 if path in self._values and path in files and self._contradiction is None:
-                    self._contradiction = other_kind(dotted(path[1:]), self._files[path], value, files[path])
+                    self._contradiction = other_kind(join_path(path[1:]), self._files[path], value, files[path])
                 continue
             if (above := files.get((_MODEL, path[0]))) is not None:  # with a mapping in it, a file looks nested
                 raise other_kind(str(path[0]), self._files.get(path) or files[path], value or {}, above)
