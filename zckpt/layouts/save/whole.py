@@ -91,7 +91,7 @@ def find_left_out(catalog: Catalog, listing: Listing) -> Catalog:
     if any(entry.role == "frozen" for entry in catalog.tensors.values()):
         return surely
     shapes = {own_name(name): catalog[name].shape for name in (*catalog.tensors, *catalog.aliases)}
-    known = _known(listing, shapes)
+    known = _shapes_of_config(listing, shapes)
     found = known.keys() & shapes.keys()
     if 2 * len(found) < len(shapes) or any(shapes[name] != known[name] for name in found):
         return catalog
@@ -105,7 +105,7 @@ def _compare_with_config(catalog: Catalog, listing: Listing) -> _Comparison | No
     entries = {own_name(name): entry for name, entry in catalog.tensors.items()}
     entries |= {own_name(dropped): catalog.tensors[kept] for dropped, kept in catalog.aliases.items()}
     entries = {_OLD_NORM.sub(lambda old: _NORM[old[0]], name): entry for name, entry in entries.items()}
-    known = _known(listing, entries, plain=catalog.source.layout == "plain")
+    known = _shapes_of_config(listing, entries, plain=catalog.source.layout == "plain")
     found = sorted(known.keys() & entries.keys())
     is_plain = catalog.source.layout == "plain"
     if not found or 2 * len(found) < min(len(known), len(entries) if is_plain else len(known)):
@@ -124,7 +124,9 @@ def _compare_with_config(catalog: Catalog, listing: Listing) -> _Comparison | No
     return _Comparison(known, short, lacking)
 
 
-def _known(listing: Listing, names: Mapping[str, object], *, plain: bool = False) -> Mapping[str, tuple[int, ...]]:
+def _shapes_of_config(
+    listing: Listing, names: Mapping[str, object], *, plain: bool = False
+) -> Mapping[str, tuple[int, ...]]:
     """The parameters of the config's model; none where it is not known."""
     config = config_near(listing.directory, plain=plain)
     if other := other_class(config, names):
