@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import zckpt
+from zckpt.quantized.coded import Coded
 
 Tensors = dict[str, torch.Tensor]
 Made = tuple[Tensors, str, torch.Tensor]
@@ -318,6 +319,7 @@ def test_numbers(tmp_path: Path, name: str) -> None:
     zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
     check_equal(load_file(tmp_path / "out" / "model.safetensors"), numbers)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert zckpt.verify(source, tmp_path / "out", progress=False).ok
     said = zckpt.inspect_checkpoint(source).as_json()
     assert said["exportable"]["ok"] and said["numel"] == sum(t.numel() for t in numbers.values())  # type: ignore[index]
     assert "quantized" in said["details"]  # type: ignore[operator]
@@ -342,3 +344,93 @@ def test_layouts(tmp_path: Path, layout: str, name: str) -> None:
     found = load_file(tmp_path / "out" / "model.safetensors")
     found.pop("trained", None)
     check_equal(found, numbers)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "fp8 by groups"])
+def test_verify_finds_a_fault_of_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It derives the numbers by other code: what goes wrong in the first does so in the output alone."""
+    make, quantization = FORMS[name]
+    source = write(tmp_path / "source", make_all(make, 3)[0], quantization)
+    compute = Coded.compute
+    monkeypatch.setattr(Coded, "compute", lambda *asked: compute(*asked) + 1)
+    zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
+    verified = zckpt.verify(source, tmp_path / "out", progress=False)
+    problems = next(check for check in verified.checks if check.name == "equal").number
+    assert not verified.ok and problems == 3
+
+
+def changed(name: str, number: int = 1, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    """What one module of a form stores, with some tensors as they should not be."""
+    stored = {f"a.{end}": tensor.contiguous() for end, tensor in FORMS[name][0](Dice(number))[0].items()}
+    for end, change in changes.items():
+        stored[f"a.{end}"] = change(stored[f"a.{end}"]).contiguous()
+    return stored
+
+
+def with_last(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.float().reshape(-1).clone()
+        wide[-1] = value
+        return wide.reshape(tensor.shape).to(tensor.dtype)
+
+    return change
+
+
+def halved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[..., : tensor.shape[-1] // 2 or 0]
+
+
+def wider(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor[..., :1]], -1)
+
+
+ZERO_POINTS = {"qzeros": lambda t: torch.full_like(t, -1)}
+HOSTILE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, str]] = {
+    "modelopt, half the columns": (lambda: changed("modelopt", weight_scale=halved), None, "scales of tensor 'a.weight' do not"),
+    "nvfp4, too many scales": (lambda: changed("nvfp4", weight_scale=wider), None, "weight_packed' do not fit"),
+    "mxfp8, too many scales": (lambda: changed("mxfp8", weight_scale=wider), None, "scales of tensor 'a.weight' do not"),
+    "int8, too many rows": (lambda: changed("int8 by rows", weight_scale=lambda t: torch.cat([t, t])), None, "do not fit it"),
+    "awq, groups that do not divide": (
+        lambda: changed("awq", 5, scales=lambda t: torch.cat([t] * 97), qzeros=lambda t: torch.cat([t] * 97)), None,
+        "groups of equal size",
+    ),
+    "another group in the config": (
+        lambda: changed("int4 by groups"),
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
+            "g": {"weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 999}}}}, "groups of 999",
+    ),
+    "nan among scales": (lambda: changed("nvfp4", weight_scale=with_last(math.nan)), None, "scales of tensor 'a.weight' hold"),
+    "a power that is nan": (lambda: changed("mxfp4", weight_scale=with_last(255)), None, "scales of tensor 'a.weight' hold NaN"),
+    "a global scale of zero": (
+        lambda: changed("nvfp4", weight_global_scale=torch.zeros_like), None, "scales of tensor 'a.weight' hold NaN or inf",
+    ),
+    "an absmax that is nan": (lambda: changed("nf4") | {"a.weight.absmax": torch.full_like(
+        changed("nf4")["a.weight.absmax"], math.nan)}, None, "scales of tensor 'a.weight' hold"),
+    "groups that there are not": (lambda: changed("gptq of 4 bits", g_idx=lambda t: t + 99), None, "the groups of"),
+    "zero points without a meaning": (lambda: changed("gptq of 4 bits", **ZERO_POINTS), None, "has no agreed meaning"),
+    "zero points of another shape": (lambda: changed("awq", qzeros=wider), None, "the zero points of tensor"),
+    "two of a name": (lambda: changed("awq") | {"a.weight": torch.ones(2)}, None, "there are two"),
+    "a state that is no json": (
+        lambda: changed("nf4") | {"a.weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)},
+        None, "cannot be read",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_does_not_fit_is_named(tmp_path: Path, name: str) -> None:
+    make, quantization, words = HOSTILE[name]
+    source = write(tmp_path / "source", make(), quantization)
+    with pytest.raises((zckpt.InconsistentError, zckpt.CorruptError), match=words) as caught:
+        zckpt.convert(source, tmp_path / "out", progress=False)
+    assert caught.value.remedy and not (tmp_path / "out").exists()
+
+
+def test_a_list_of_what_is_not_quantised_is_not_trusted(tmp_path: Path) -> None:
+    """vLLM took a quantised module for a plain one, since `exclude_modules` named it."""
+    stored, numbers = make_all(modelopt, 3)
+    source = write(tmp_path / "source", stored)
+    said = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["layers.*"]}}
+    (source / "hf_quant_config.json").write_text(json.dumps(said))
+    zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
+    check_equal(load_file(tmp_path / "out" / "model.safetensors"), numbers)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
+from functools import partial
 from typing import Any
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.catalog import Catalog
+from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, DType
+from zckpt.core.recipes import DerivedStore
+from zckpt.engine.elements import ElementReader, elements
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.opened import dequantise, opened_as_stored
 from zckpt.layouts.places import Place
@@ -51,7 +54,29 @@ def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest 
     was_made = facts is not None and RECORDED in facts.options
     if not was_made and any(is_fp8(entry.dtype) for entry in output.tensors.values()):
         return catalog
-    return dequantise(opened_as_stored(catalog, place)).catalog
+    opened = opened_as_stored(catalog, place)
+    numbers = dequantise(opened).catalog
+    if numbers is catalog:
+        return catalog
+    from zckpt.quantized.second import derive_again
+
+    with ElementReader() as reader:
+        own = opened.quantization
+        again = derive_again(catalog.tensors, own.facts if own is not None else {}, partial(_read_small, reader))
+    tensors = {name: _second(entry, again.get(name)) for name, entry in numbers.tensors.items()}
+    return replace(numbers, tensors=tensors)
+
+
+def _read_small(reader: ElementReader, entry: TensorEntry) -> Any:
+    import numpy as np
+
+    return np.frombuffer(reader.read(elements(entry, 0, entry.numel)), entry.dtype.numpy)
+
+
+def _second(entry: TensorEntry, again: TensorEntry | None) -> TensorEntry:
+    """What the second reader makes of a tensor; one that is as it is stored stays."""
+    is_stored = not any(isinstance(fragment.store, DerivedStore) for fragment in entry.fragments)
+    return entry if is_stored or again is None else again
 
 
 def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
