@@ -83,7 +83,6 @@ FOREIGN = {
         "10/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt",
     ],
     "NxD": ["model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", "done"],
-    "torch_xla": ["final_ckpt_rank-00000000-of-00000002.pth", "final_ckpt_rank-00000001-of-00000002.pth"],
     "fairseq2": ["model/pp_00/tp_00/sdp_00.pt", "model/pp_00/tp_00/sdp_01.pt"],
     "torchsnapshot": [".snapshot_metadata", "0/model/weight"],
     "TensorFlow": ["checkpoint", "model.ckpt-100.index", "model.ckpt-100.data-00000-of-00001"],

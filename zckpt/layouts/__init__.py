@@ -22,6 +22,7 @@ from zckpt.layouts import (
     parallel,
     plain,
     torch_checkpointing,
+    torch_xla,
     universal,
     zero,
 )
@@ -44,6 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     fsdp.FAMILY,
     fsdp.ANY_NAME,
     torch_checkpointing.WITHOUT_METADATA,
+    torch_xla.FAMILY,
     numbered.FAMILY,
     gguf.FAMILY,
     plain.FAMILY,

@@ -2,8 +2,8 @@
 
 For `places`, which names the format and says what its own program writes instead.
 Source: orbax (step metadata, `_METADATA` of a PyTree, OCDBT's manifest); nanotron, serialize/utils.py `get_path`;
-neuronx-distributed, trainer/checkpoint.py; torch_xla, distributed/fsdp (its example's names, consolidate_sharded_ckpts);
-fairseq2, checkpoint.py; torchsnapshot, snapshot.py; transformers 4.57, utils/__init__.py (TensorFlow's, Flax's, Rust's weights).
+neuronx-distributed, trainer/checkpoint.py; fairseq2, checkpoint.py; torchsnapshot, snapshot.py;
+transformers 4.57, utils/__init__.py (TensorFlow's, Flax's, Rust's weights).
 """
 
 from __future__ import annotations
@@ -51,12 +51,6 @@ FORMATS = (
         r"dp_rank_\d+_tp_rank_\d+_pp_rank_\d+(?:_ep_rank_\d+)?\.(?:pt|tensors)(?:\.tensors)?",
         "",
         "Merge its ranks with neuronx-distributed's own converter, or with `optimum-cli neuron consolidate`.",
-    ),
-    ForeignFormat(
-        "torch_xla's FSDP",
-        r".+_rank-\d{8}-of-\d{8}\.pth",
-        "",
-        "Merge its ranks with `python -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts`.",
     ),
     ForeignFormat("fairseq2", r"sdp_\d+\.pt", "", "Load it with fairseq2, and save a model of transformers."),
     ForeignFormat("torchsnapshot", r"\.snapshot_metadata", "", _SAVE),

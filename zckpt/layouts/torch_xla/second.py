@@ -1,0 +1,65 @@
+"""Finds what the files of torch_xla's FSDP hold of every tensor a second time, as its own consolidation joins them.
+
+That puts all ranks' tensors of one key behind each other, cuts off what is behind the size, and splits flat ones by their numbers
+of elements.
+Source: pytorch/xla, torch_xla/distributed/fsdp/state_dict_utils.py `consolidate_sharded_state_dicts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zckpt.containers import TensorRef
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.second import HeldRun, SecondLook, Shape, hold_elements, hold_whole, mapping, shape_of
+
+
+def find_again(listing: Listing) -> SecondLook:
+    """The model's tensors, by each file's own rank."""
+    by_rank: dict[int, Mapping[str, Any]] = {}
+    for name in listing.files:
+        root = mapping(listing.open(name).root) if name.endswith((".pth", ".bin")) else {}
+        if "shard_metadata" in root:
+            by_rank[mapping(root["shard_metadata"])["rank"]] = root  # type: ignore[index]
+    files = [by_rank[rank] for rank in sorted(by_rank)]
+    if len(files) != files[0]["shard_metadata"]["world_size"]:
+        raise ValueError("files are missing")
+    names: dict[str, Shape | None] = {}
+    runs: list[HeldRun] = []
+    for key, first in files[0]["model"].items():
+        prefix, mark, rest = key.partition("_fsdp_shard")
+        if not mark:
+            names[_plain(key)] = first.shape
+            for file in files:
+                runs += hold_whole(_plain(key), "", file["model"][key])
+            continue
+        info = files[0]["shard_metadata"]["shard_info"][prefix.removesuffix(".")][mark + rest]
+        name, shape = prefix + info["_orig_name"], shape_of(info["_orig_size"])
+        inner = [(name, shape, math.prod(shape))]
+        if "_fsdp_wrapped_module.flat_param_" in name:
+            said = zip(*files[0]["shard_metadata"]["flatten_info"][name], strict=True)
+            inner = [(name[: name.rindex(".") + 1] + own, shape_of(one), numel) for own, one, numel in said]
+        names.update((_plain(own), one) for own, one, _ in inner)
+        runs += _cut([file["model"][key] for file in files], [(_plain(own), numel) for own, _, numel in inner])
+    return SecondLook(names, runs)
+
+
+def _cut(parts: list[TensorRef], wanted: list[tuple[str, int]]) -> Iterator[HeldRun]:
+    """The runs of parameters that lie one after the other in vectors that do too."""
+    rest = iter(parts)
+    part, used = next(rest), 0
+    for name, numel in wanted:
+        start = 0
+        while start < numel:
+            if used == part.numel:
+                part, used = next(rest), 0
+            taken = min(numel - start, part.numel - used)
+            if taken:
+                yield hold_elements(name, "", part, used, taken, start)
+            start, used = start + taken, used + taken
+
+
+def _plain(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
