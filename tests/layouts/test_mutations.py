@@ -36,6 +36,7 @@ from zckpt.layouts.places import find
 from zckpt.layouts.run import vectors
 from zckpt.layouts.save import cut_tensors, module_states
 from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.torch_xla import read as torch_xla_read
 from zckpt.layouts.universal import read as universal
 from zckpt.layouts.zero import optimizer_states, partition, unsharded, unsharded_training, zero3, zero12
 from zckpt.storage.location import locate
@@ -598,6 +599,11 @@ def vectors_reversed(p: Planter) -> None:
     p.function(vectors.unflatten, wrong)
 
 
+def xla_reversed(p: Planter) -> None:
+    """Parts of torch_xla's ranks are put together in reverse."""
+    p.function(torch_xla_read._parts, lambda right: lambda *given: right(*given)[::-1])
+
+
 def boxes_mirrored(p: Planter) -> None:
     """The offsets of a tensor's chunks, counted from the other end, where there is a chunk with such offsets."""
 
@@ -647,6 +653,7 @@ RANKS: dict[tuple[str, str], tuple[str, Plant]] = {
     ("Megatron-Core", "mcore/stages_tp2_pp2"): ("boxes mirrored", boxes_mirrored),
     ("Megatron-Core model space", "mcore/model_space_tp2_dp2_0_12"): ("boxes mirrored", boxes_mirrored),
     ("torchtitan", "torchtitan/llama3_0_3_0_w3"): ("boxes mirrored", boxes_mirrored),
+    ("torch_xla", "torch_xla/flat_w3"): ("parts reversed", xla_reversed),
     ("GGUF", "gguf"): ("equal tensors swapped", gguf_swapped),
 }  # fmt: skip
 """(What, save) -> the fault."""
@@ -827,7 +834,7 @@ def test_a_planted_fault_is_caught(
 
 def test_every_kind_of_fault_is_planted_in_every_family() -> None:
     """All of these faults are caught; what cannot be is below."""
-    assert len(CASES) == len(set(map(str, CASES))) == 202
+    assert len(CASES) == len(set(map(str, CASES))) == 203
 
 
 def test_every_family_has_planted_faults(made: dict[str, Path]) -> None:

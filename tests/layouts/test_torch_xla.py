@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,54 +17,12 @@ import zckpt
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsafeError
 from zckpt.jobs.inspection import inspect_checkpoint
 
-SHAPES = {
-    "embed.weight": (7, 3), "blocks.0.up.weight": (5, 3), "blocks.0.up.bias": (5,), "blocks.0.scale": (), "head.weight": (2, 3),
-}  # fmt: skip
-"""`blocks.0` is flattened, the others are alone."""
-
-MARK = "_fsdp_shard_FSDP_SHARD_SEPARATOR_"
-
-
-def truth() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()} | {"seen": torch.tensor(4)}
-
-
-def save(
-    home: Path, state: dict[str, torch.Tensor], world: int, name: str = "final_ckpt_rank-{:08d}-of-{:08d}.pth"
-) -> Path:
-    """What every rank writes; a flat parameter is one vector, and each part has as many elements as the first."""
-    home.mkdir()
-    flat = [name for name in SHAPES if name.startswith("blocks.0.")]
-    vectors = {
-        ("", "_fpw_module.embed.weight"): (state["embed.weight"].flatten(), SHAPES["embed.weight"]),
-        ("_fpw_module.blocks.0", "_fsdp_wrapped_module.flat_param_0"): (
-            torch.cat([state[n].flatten() for n in flat]), (sum(math.prod(SHAPES[n]) for n in flat),),
-        ),
-        ("_fpw_module.head", "_fpw_module.weight"): (state["head.weight"].flatten(), SHAPES["head.weight"]),
-    }  # fmt: skip
-    info: dict[str, dict[str, Any]] = {}
-    for (prefix, own), (_, shape) in vectors.items():
-        info.setdefault(prefix, {})[MARK + own.replace(".", "_")] = {"_orig_name": own, "_orig_size": shape}
-    inside = [name.removeprefix("blocks.0.") for name in flat]
-    flattened = (inside, [SHAPES[name] for name in flat], [math.prod(SHAPES[name]) for name in flat])
-    for rank in range(world):
-        model: dict[str, torch.Tensor] = {}
-        for (prefix, own), (vector, _) in vectors.items():
-            size = -(-vector.numel() // world)
-            padded = torch.cat([vector, torch.zeros(size * world - vector.numel())])
-            key = ".".join(filter(None, (prefix, MARK + own.replace(".", "_"))))
-            model[key] = padded[rank * size : (rank + 1) * size].clone()
-        model["_fpw_module.seen"] = state["seen"]
-        metadata = {
-            "shard_info": info,
-            "flatten_info": {"_fpw_module.blocks.0._fsdp_wrapped_module.flat_param_0": flattened},
-            "buffer_info": {},
-            "world_size": world,
-            "rank": rank,
-        }
-        torch.save({"model": model, "shard_metadata": metadata}, home / name.format(rank, world))
-    return home
+BUILDER = Path(__file__).parents[2] / "fixtures" / "generate_torch_xla.py"
+spec = importlib.util.spec_from_file_location("generate_torch_xla", BUILDER)
+assert spec is not None and spec.loader is not None
+made = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(made)
+save, truth, MARK = made.save, made.truth, made.MARK
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

@@ -34,7 +34,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 _FLAT = "_fsdp_wrapped_module.flat_param_"
 
 
-class Rank(NamedTuple):
+class ShardFile(NamedTuple):
     """One rank's file: its path, all that is in it, the state dict, and how it was cut."""
 
     file: str
@@ -92,7 +92,7 @@ def _names_of_ranks(listing: Listing) -> dict[int, str]:
     return dict(sorted((found or {int(m["dp"]): m[0] for m in map(OF_TRAINER.fullmatch, listing.files) if m}).items()))
 
 
-def _read_ranks(listing: Listing) -> list[Rank]:
+def _read_ranks(listing: Listing) -> list[ShardFile]:
     names = _names_of_ranks(listing)
     ranks = {number: _read_rank(listing, name) for number, name in names.items()}
     first = next(iter(ranks.values()))
@@ -109,10 +109,10 @@ def _read_ranks(listing: Listing) -> list[Rank]:
     return [ranks[number] for number in range(world)]
 
 
-def _read_rank(listing: Listing, name: str) -> Rank:
+def _read_rank(listing: Listing, name: str) -> ShardFile:
     file = listing.files[name].path
     root = as_mapping(listing.open(name).root, "its content", file)
-    return Rank(
+    return ShardFile(
         file,
         root,
         as_mapping(root.get("model"), "'model'", file),
@@ -120,7 +120,7 @@ def _read_rank(listing: Listing, name: str) -> Rank:
     )
 
 
-def _entries(ranks: Sequence[Rank], key: str) -> Iterator[TensorEntry]:
+def _entries(ranks: Sequence[ShardFile], key: str) -> Iterator[TensorEntry]:
     """The model's tensors in one entry of the state dicts."""
     first = ranks[0]
     words = key.split(".")
@@ -149,7 +149,7 @@ def _entries(ranks: Sequence[Rank], key: str) -> Iterator[TensorEntry]:
         start += numel
 
 
-def _inside(rank: Rank, name: str, shape: Shape) -> list[tuple[str, Shape]]:
+def _inside(rank: ShardFile, name: str, shape: Shape) -> list[tuple[str, Shape]]:
     """The parameters that lie in a flat one, in order."""
     names, shapes, numels = rank.metadata["flatten_info"][name]
     above = name.rpartition(".")[0]
@@ -159,7 +159,7 @@ def _inside(rank: Rank, name: str, shape: Shape) -> list[tuple[str, Shape]]:
     return found
 
 
-def _parts(ranks: Sequence[Rank], key: str, numel: int) -> list[TensorRef]:
+def _parts(ranks: Sequence[ShardFile], key: str, numel: int) -> list[TensorRef]:
     """Every rank's part, which are of one size and dtype, and together are the whole with its padding."""
     parts = [as_tensor(rank.model[key], repr(key), rank.file) for rank in ranks]
     size, dtype = parts[0].numel, parts[0].dtype

@@ -42,11 +42,13 @@ def find_again(listing: Listing) -> SecondLook:
             said = zip(*files[0]["shard_metadata"]["flatten_info"][name], strict=True)
             inner = [(name[: name.rindex(".") + 1] + own, shape_of(one), numel) for own, one, numel in said]
         names.update((_plain(own), one) for own, one, _ in inner)
-        runs += _cut([file["model"][key] for file in files], [(_plain(own), numel) for own, _, numel in inner])
+        runs += _split_vectors(
+            [file["model"][key] for file in files], [(_plain(own), numel) for own, _, numel in inner]
+        )
     return SecondLook(names, runs)
 
 
-def _cut(parts: list[TensorRef], wanted: list[tuple[str, int]]) -> Iterator[HeldRun]:
+def _split_vectors(parts: list[TensorRef], wanted: list[tuple[str, int]]) -> Iterator[HeldRun]:
     """The runs of parameters that lie one after the other in vectors that do too."""
     rest = iter(parts)
     part, used = next(rest), 0
