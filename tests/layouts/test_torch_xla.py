@@ -22,7 +22,8 @@ spec = importlib.util.spec_from_file_location("generate_torch_xla", BUILDER)
 assert spec is not None and spec.loader is not None
 made = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(made)
-save, truth, MARK = made.save, made.truth, made.MARK
+save, truth = made.save, made.truth
+EMBED = f"{made.MARK}_fpw_module{made.SEPARATOR}embed{made.SEPARATOR}weight"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
@@ -84,8 +85,8 @@ def test_files_that_do_not_fit_each_other(how: Callable[[dict[str, Any]], object
         lambda said: said["shard_info"].pop("_fpw_module.head"),
         lambda said: said.update(flatten_info={}),
         lambda said: next(iter(said["flatten_info"].values()))[2].__setitem__(0, 16),
-        lambda said: said["shard_info"][""].update({MARK + "_fpw_module_embed_weight": {"_orig_name": "x", "_orig_size": (-1,)}}),
-        lambda said: said["shard_info"][""].update({MARK + "_fpw_module_embed_weight": {"_orig_name": "x", "_orig_size": 5}}),
+        lambda said: said["shard_info"][""].update({EMBED: {"_orig_name": "x", "_orig_size": (-1,)}}),
+        lambda said: said["shard_info"][""].update({EMBED: {"_orig_name": "x", "_orig_size": 5}}),
         lambda said: said.update(world_size="2"),
     ],
 )  # fmt: skip
@@ -99,7 +100,7 @@ def test_metadata_that_cannot_be_read(how: Callable[[dict[str, Any]], object], t
 
 def test_larger_than_its_parts_and_names_twice(tmp_path: Path) -> None:
     home = save(tmp_path / "in", truth(), 2)
-    key = MARK + "_fpw_module_embed_weight"
+    key = EMBED
     for said, text in (
         (("_fpw_module.embed.weight", (70, 3)), "not the whole"),
         (("seen", (7, 3)), "would both be called"),
