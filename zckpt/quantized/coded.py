@@ -364,12 +364,12 @@ def turn(entry: TensorEntry, matrices: int, rows: int, columns: int) -> TensorEn
     return TensorEntry(entry.name, (matrices, columns, rows), entry.dtype, entry.role, fragments)
 
 
-def signed(bits: int) -> tuple[float, ...]:
+def signed_codes(bits: int) -> tuple[float, ...]:
     """The table of codes that are whole numbers in two's complement."""
     return (*map(float, range(1 << bits - 1)), *map(float, range(-(1 << bits - 1), 0)))
 
 
-def unsigned(bits: int, offset: int = 0) -> tuple[float, ...]:
+def unsigned_codes(bits: int, offset: int = 0) -> tuple[float, ...]:
     """The table of codes that are whole numbers from 0 on, less an offset."""
     return tuple(float(code - offset) for code in range(1 << bits))
 
@@ -383,7 +383,7 @@ def e2m1(*, has_minus_zero: bool = True) -> tuple[float, ...]:
 def floats_of_8_bits(dtype: DType) -> tuple[float, ...]:
     """The table of E4M3 or E5M2; of I8, of its whole numbers."""
     if dtype == I8:
-        return signed(8)
+        return signed_codes(8)
     if dtype == F8_E5M2:
         return tuple(_float_of(code, 2, 15, code & 0x7F > 0x7C, code & 0x7F == 0x7C) for code in range(256))
     return tuple(_float_of(code, 3, 7, code & 0x7F == 0x7F, is_infinite=False) for code in range(256))

@@ -25,9 +25,9 @@ from zckpt.quantized.coded import (
     e2m1,
     file_of,
     floats_of_8_bits,
-    signed,
+    signed_codes,
     turn,
-    unsigned,
+    unsigned_codes,
 )
 from zckpt.quantized.configs import BLOCK, Quantization
 from zckpt.quantized.dequantise import Narrowed
@@ -210,7 +210,15 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
     if order is not None and order.shape != (columns,):
         raise _misfit(part, "groups of columns", order, f"{[columns]}")
     return Coded(
-        part.stem, shape, packing, unsigned(bits, offset), ordered, BlockScales(scales), points, order, grid.across
+        part.stem,
+        shape,
+        packing,
+        unsigned_codes(bits, offset),
+        ordered,
+        BlockScales(scales),
+        points,
+        order,
+        grid.across,
     )
 
 
@@ -287,7 +295,7 @@ def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
         points = Zeros(own, 0) if is_v2 else Zeros(own, 1, refused=(1 << bits) - 1)
     packing = Codes(turn(codes, 1, words, rows), bits, rows, columns, words)
     grid = Grid(1, rows, columns, 1, 1 if order is not None else columns // groups)
-    table = unsigned(bits, 0 if zeros is not None else 1 << bits - 1)
+    table = unsigned_codes(bits, 0 if zeros is not None else 1 << bits - 1)
     factors = BlockScales(turn(scales, 1, groups, rows))
     return Coded(f"{part.stem}weight", (rows, columns), packing, table, grid, factors, points, order, groups)
 
@@ -305,7 +313,7 @@ def _awq(part: Part, known: Quantization, values: Values) -> Coded | None:
     packing = Codes(turn(codes, 1, columns, words), 4, rows, columns, columns, downwards=True, order=_AWQ)
     points = Zeros(Codes(turn(zeros, 1, groups, words), 4, rows, groups, groups, downwards=True, order=_AWQ), 0)
     grid, factors = Grid(1, rows, columns, 1, columns // groups), BlockScales(turn(scales, 1, groups, rows))
-    return Coded(f"{part.stem}weight", (rows, columns), packing, unsigned(4), grid, factors, points)
+    return Coded(f"{part.stem}weight", (rows, columns), packing, unsigned_codes(4), grid, factors, points)
 
 
 # ---- bitsandbytes ---------------------------------------------------------------------------------------------------------
@@ -352,7 +360,7 @@ def _bnb_int8(part: Part, known: Quantization, values: Values) -> Coded | None:
         raise _misfit(part, "scales", scales, f"one for each row of {list(codes.shape)}")
     rows = scales.numel
     grid, packing = Grid(1, rows, columns, 1, max(1, columns)), Codes(codes, 8, rows, columns, columns)
-    return Coded(codes.name, codes.shape, packing, signed(8), grid, BlockScales(scales), last=_INTO_INT8)
+    return Coded(codes.name, codes.shape, packing, signed_codes(8), grid, BlockScales(scales), last=_INTO_INT8)
 
 
 _READERS: Mapping[str, Reader] = {
