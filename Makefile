@@ -23,7 +23,8 @@ test: .make/zckpt .make/test interop
 	$(PYTEST)
 
 # What `make test` does a systematic part of, whole: every request of every kind of run at an S3 server fails, in two ways; models
-# are loaded by four ranks; every kind of run with device nvme. Tests that do no more here are not run again (tests/proofs.py).
+# are loaded by four ranks; every kind of run with device nvme; a fault in each room is found by its tests (tests/planted.py). Tests
+# that do no more here are not run again (tests/proofs.py).
 proofs: .make/zckpt .make/test interop .make/verl
 	ZCKPT_PROOFS=1 $(PYTEST) -m proof
 
