@@ -46,6 +46,7 @@ def known_formats() -> dict[str, Any]:
     from zckpt.quantized.forms import FORMS
     from zckpt.quantized.plain import is_fp8
 
+    read = {form.about for form in FORMS if form.read}
     return {
         "version": __version__,
         "reads": {
@@ -64,7 +65,8 @@ def known_formats() -> dict[str, Any]:
         },
         **_models(),
         "packed": [
-            {"name": name, "dequantised_by": by} for name, by in {form.about: form.by for form in FORMS}.items()
+            {"name": name, "dequantised_by": by}
+            for name, by in {form.about: form.by for form in FORMS if form.about not in read}.items()
         ],
     }
 
