@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch.optim.lr_scheduler import ConstantLR, StepLR
 
 from zckpt import runtime
 from zckpt.base.errors import IncompleteError, UsageError
+from zckpt.runtime.config.read import read_config
+from zckpt.runtime.train.train import TrainingJob, _config_of
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
 
@@ -127,3 +130,19 @@ def test_gathering_passes_over_what_is_no_parameter() -> None:
         assert given == []
     with runtime.zero.GatheredParameters(model.bias):
         assert model.bias.item() == 7.0 and state["bias"].device.type == "cpu"
+
+
+def test_a_command_has_values_for_auto_and_a_batch_size(tmp_path: Path) -> None:
+    """The defaults of transformers' Trainer; a config that needs none is taken as it is."""
+    path, job = tmp_path / "config.json", TrainingJob(str(tmp_path / "config.json"), "text", "out", 7)
+    rates = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    config: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": "auto"}},
+        "fp16": {"enabled": "auto"},
+    }
+    path.write_text(json.dumps({**config, "scheduler": {"type": "WarmupDecayLR", "params": rates}}))
+    found = read_config(_config_of(job)).config
+    assert found.optimizer.params == {"lr": 0.01, "eps": 1e-8} and found.train_micro_batch_size_per_gpu == 8
+    assert list(found.scheduler.params.values()) == [0.0, 0.01, 1, 7] and found.precision == "fp32"
+    path.write_text(json.dumps(CONFIG))
+    assert _config_of(job) == str(path)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,7 @@ def check(job: TrainingJob) -> tuple[Settings, Model]:
     Raises:
         ZckptError: one of its kinds says what.
     """
-    settings = read_config(job.config)
+    settings = read_config(_config_of(job))
     if settings.config.optimizer.type is None:
         raise UsageError("has no optimizer", file=job.config, remedy="Add a section 'optimizer' to the config.")
     read_corpus(job.data, 1, None, 1)
@@ -135,6 +136,26 @@ def check(job: TrainingJob) -> tuple[Settings, Model]:
             remedy="Pass --resume to continue that run, or another --out for a new one.",
         )  # fmt: skip
     return settings, found
+
+
+def _config_of(job: TrainingJob) -> str | dict[str, Any]:
+    """The config, with the defaults of transformers' Trainer for "auto" and for a batch size that is left out."""
+    given = read_config(job.config, early=True).raw
+    lr = given.get("optimizer", {}).get("params", {}).get("lr", 5e-5)
+    params = {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": lr, "warmup_num_steps": 1, "total_num_steps": job.steps}
+    off = {"enabled": False}
+    auto = {
+        "optimizer": {"params": params},
+        "scheduler": {"params": warmup},
+        "fp16": off,
+        "bf16": off,
+        "gradient_clipping": 1.0,
+    }
+    filled = read_config(job.config, auto=auto).raw
+    if not filled.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
+        filled["train_micro_batch_size_per_gpu"] = 8
+    return job.config if filled == given else filled
 
 
 def train(
@@ -280,9 +301,10 @@ def _begin(job: TrainingJob, settings: Settings, world: World, found: Model) -> 
     """Model, engine and data, the same for every number of ranks."""
     random.seed(job.seed)
     torch.manual_seed(job.seed)
-    with Init(config=job.config, enabled=settings.zero.stage == 3):
+    config = _config_of(job)
+    with Init(config=config, enabled=settings.zero.stage == 3):
         model = found.build()
-    engine, _, _, _ = initialize(model=model, config=job.config)
+    engine, _, _, _ = initialize(model=model, config=config)
     if found.weights is not None:
         live.load_into(engine.module, open_catalog(found.weights).catalog)
     blocks: Blocks = read_corpus(job.data, found.length, found.tokenizer, engine.batch.micro * world.size)
