@@ -1,4 +1,4 @@
-"""A training loop in plain torch with the bundled trainer: a save, and whole weights written while the model trains.
+"""A training loop in plain torch with the bundled trainer: a save, and consolidated weights written while the model trains.
 
 zckpt run --nproc 2 torch_loop.py
 """

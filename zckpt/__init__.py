@@ -1,4 +1,4 @@
-"""zckpt: whole weights out of sharded training checkpoints.
+"""zckpt: consolidated weights out of sharded training checkpoints.
 
 The public names. Each is imported when it is first used, so `import zckpt` is quick. torch is needed for tensors
 (`open_checkpoint` with its default framework), DeepSpeed's functions, `zckpt.live` and `zckpt.runtime` only.

@@ -50,7 +50,7 @@ _ONE_FILE = (".bin", ".pt", ".safetensors")
 
 
 class LazyTensor:
-    """A tensor that is read when `contiguous` is called, each time anew.
+    """A tensor that is read when `contiguous` is called, each time again.
 
     Attributes:
         shape: of the tensor.
@@ -110,7 +110,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor] | dict[str, LazyTensor]:
-    """The whole weights in CPU memory: fp32 parameters, integer buffers as they are.
+    """The consolidated weights in CPU memory: fp32 parameters, integer buffers as they are.
 
     Args:
         checkpoint_dir: the directory that holds the tags, or any other form of a checkpoint.
@@ -176,7 +176,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the whole weights as `pytorch_model.bin` or `model.safetensors`, or shards of these.
+    """Writes the consolidated weights as `pytorch_model.bin` or `model.safetensors`, or shards of these.
 
     Args:
         checkpoint_dir: the directory that holds the tags, or any other form of a checkpoint.
@@ -230,7 +230,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag: str | None = None) -> Model:
-    """Loads the whole weights straight into a model's own tensors, cast from fp32 to the dtypes these have.
+    """Loads the consolidated weights straight into a model's own tensors, cast from fp32 to the dtypes these have.
 
     DeepSpeed's function moves the model to the CPU first; this one leaves it on its device, and needs no second copy
     of the weights in memory.

@@ -72,7 +72,7 @@ def test_a_model_has_one_engine() -> None:
     for model, what in ((engine, "got an engine as its model"), (engine.module, "the model is sharded already")):
         with pytest.raises(UsageError, match=what) as caught:
             runtime.initialize(model=model, config=CONFIG)
-        assert caught.value.remedy == "Use the engine that there is, or make the model anew."
+        assert caught.value.remedy == "Use the engine that there is, or make a new model."
 
 
 def test_inference_with_the_config_of_a_training(caplog: pytest.LogCaptureFixture) -> None:

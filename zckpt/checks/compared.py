@@ -1,4 +1,4 @@
-"""Whether an output equals the checkpoint that it was made of, and whether the shards may be deleted.
+"""Whether an output equals the checkpoint that it was made from, and whether the shards may be deleted.
 
 For `verify`. What only some outputs need is imported for them alone.
 """
@@ -200,7 +200,7 @@ def _replay_steps(
         return catalog, []
     if "average" in facts.options:
         raise UnsupportedError(
-            "is made of several checkpoints, and not compared with one of them", file=manifests.NAME,
+            "is made from several checkpoints, and not compared with one of them", file=manifests.NAME,
             remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
         )  # fmt: skip
     from zckpt.jobs.steps import steps_again

@@ -1,4 +1,4 @@
-"""What a checkpoint's bytes show when they are read: checksums, copies, padding, and numbers that are none.
+"""What a checkpoint's bytes show when they are read: checksums, copies, padding, NaN and infinity.
 
 For `soundness`, which reads a checkpoint by itself, and `verify`, which reads it beside its output.
 """

@@ -1,7 +1,7 @@
 """Whether a delta is complete and intact, and whether it leads to a given version of the weights.
 
 For `verify`. Every difference is decompressed. A delta holds the checksums of the new version's tensors, so the version that it
-was made of can be compared with it, without the old one.
+was made from can be compared with it, without the old one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def verify_delta(
 
     Args:
         place: its directory.
-        new: the version of the weights that it was made of; None to check the delta alone.
+        new: the version of the weights that it was made from; None to check the delta alone.
         options: which save of `new`, and how it is read.
         pace: how hard to work.
         progress: called with the bytes read so far.

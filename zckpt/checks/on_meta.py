@@ -24,7 +24,7 @@ _LEFT_OUT = {
 
 
 class Loaded(NamedTuple):
-    """What a class of transformers does with tensors.
+    """What a transformers class does with tensors.
 
     Attributes:
         by: the class and the library, as in "LlamaForCausalLM of transformers 5.23.0".
@@ -74,7 +74,7 @@ def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Load
         with torch.device("meta"):
             model = chosen(own)
     except Exception as error:
-        return Loaded(by, [], [], {}, [], [], f"no model can be made of the config: {_line(error)}")
+        return Loaded(by, [], [], {}, [], [], f"no model can be made from the config: {_line(error)}")
     memory: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     hub = _as_on_the_hub(model, memory)
     given = {name: _empty(entry) for name, entry in tensors.items()}
@@ -82,7 +82,7 @@ def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Load
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
-    """The class of transformers' own that a config names, or the bare model of its type; None where there is none."""
+    """The transformers class' own that a config names, or the bare model of its type; None where there is none."""
     import transformers
 
     said, kind = config.get("architectures"), config.get("model_type")

@@ -46,7 +46,7 @@ def verify(
         converted: an output (or a delta) made from it: every tensor is derived from the shards once more and compared; if it is a
             checkpoint, so is the optimizer's state.
         deep: read every byte of the checkpoint: checksums, copies of weights, NaN and infinity.
-            Without it, and with `converted`, the bytes are read that the output was made of. What has a `zckpt.json` is
+            Without it, and with `converted`, the bytes are read that the output was made from. What has a `zckpt.json` is
             always read whole, and so is `converted`.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
@@ -54,7 +54,7 @@ def verify(
         lora: the base and the adapters that were merged into `converted`, where they are not in the checkpoint.
         as_part: the checkpoint is one part of a save (a shard, one rank's file or directory), and looked at alone.
         trust_reader: call shards safe to delete although no second reader has found their tensors in the same places.
-        like: a model of transformers: its directory, its config.json, or `hf://OWNER/NAME`. Whether a loader of it finds every
+        like: a Hugging Face model: its directory, its config.json, or `hf://OWNER/NAME`. Whether a loader of it finds every
             tensor in `converted`, or in `checkpoint` where that is weights, and nothing else; by headers alone. Where nothing
             else is asked for, only headers are read.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 GROUPS = {
     "Look": {
         "inspect": ("look", "Show what a checkpoint holds, and whether it is complete."),
-        "verify": ("look", "Check that a checkpoint, or what was made of it, is intact."),
+        "verify": ("look", "Check that a checkpoint, or what was made from it, is intact."),
         "diff": ("look", "Compare two checkpoints or weights files, in any layouts."),
         "map": ("picture", "Draw which rank holds what of a checkpoint."),
         "formats": ("formats", "List what is read and written, as of this version."),

@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "to-mcore",
-        about="Write a model of transformers as a checkpoint of Megatron-Core (torch_dist), which loads at any tensor, "
+        about="Write a Hugging Face model as a checkpoint of Megatron-Core (torch_dist), which loads at any tensor, "
         "pipeline and expert parallel sizes.",
         job=TO_MCORE,
         example="zckpt to-mcore Qwen3-8B/ megatron/ --dtype bf16 --tensor-parallel 2",

@@ -84,7 +84,7 @@ def loader_of(config: Mapping[str, object], place: str) -> str:
     name = said[0] if isinstance(said, list) and said else None
     if not isinstance(name, str) or not _CLASS.fullmatch(name):
         return (
-            f"the class of transformers for what you want of a model_type {config['model_type']!r}: its config.json names none "
+            f"the transformers class for what you want of a model_type {config['model_type']!r}: its config.json names none "
             "in architectures"
         )
     remote = config.get("auto_map")
@@ -98,14 +98,14 @@ def loader_of(config: Mapping[str, object], place: str) -> str:
 
 
 def auto_class(name: str) -> str:
-    """The Auto class of transformers that has a class; the class itself where its name does not say which one has it."""
+    """The Auto transformers class that has a class; the class itself where its name does not say which one has it."""
     return name if name in _OWN else next((auto for end, auto in _AUTO.items() if name.endswith(end)), name)
 
 
 def wrong_prefix(names: Iterable[str], config: Mapping[str, object]) -> tuple[str, bool]:
-    """What the names of a model of transformers begin with beyond its own; and whether there are names of something else.
+    """What the names of a Hugging Face model begin with beyond its own; and whether there are names of something else.
 
-    Lightning's names begin with the attribute of the module that holds the model. A model made of several has such names itself.
+    Lightning's names begin with the attribute of the module that holds the model. A model of several has them itself.
     """
     parts: dict[str, set[str]] = {}
     for name in names:

@@ -27,7 +27,7 @@ Looked = Annotated[
 ]
 Converted = Annotated[
     str | None,
-    typer.Argument(metavar="[CONVERTED]", help="Output that was made of CKPT, to compare.", show_default=False),
+    typer.Argument(metavar="[CONVERTED]", help="Output that was made from CKPT, to compare.", show_default=False),
 ]
 SideA = Annotated[str, typer.Argument(metavar="A", help="Checkpoint or weights.", show_default=False)]
 SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)]

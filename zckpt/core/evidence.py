@@ -77,8 +77,8 @@ LEFT_OUT = "the run saved without its frozen parameters"
 """DeepSpeed's `exclude_frozen_parameters`."""
 NO_LIST_OF_FROZEN = "the run saved without its frozen parameters, which a save below ZeRO stage 2 does not record"
 """What a save of these stages cannot show of itself."""
-BY_MANIFEST = "zckpt.json, which says what they were made of"
-"""Of weights that zckpt made of a save that was whole."""
+BY_MANIFEST = "zckpt.json, which says what they were made from"
+"""Of weights that zckpt made from a save that was whole."""
 OWN_INDEX = Evidence("metadata", "the file's own index")
 """Of a file that is one part of a save whose others are counted."""
 LIVE = Evidence("metadata", "the model in memory")

@@ -348,7 +348,7 @@ Pass = Sequence[tuple[Block, int, int]]
 
 
 def reorder_rows(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
-    """The fragments of a tensor that is made of rows of another one, whose fragments are sorted by their start."""
+    """The fragments of a tensor that is made from rows of another one, whose fragments are sorted by their start."""
     apart = all(a.stop <= b.start for a, b in itertools.pairwise(fragments))
     placed: list[Fragment] = []
     for block, start, pitch in rows:

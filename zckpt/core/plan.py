@@ -214,7 +214,7 @@ class Plan:
     pairs: Sequence[Pair]
 
     def moves(self) -> Iterator[Move | None]:
-        """The moves, made anew on each call. After a None, the moves before it must be done before the next is taken."""
+        """The moves, made again on each call. After a None, the moves before it must be done before the next is taken."""
         for number, (source, destination) in enumerate(self.pairs):
             for move in route(source, _in_slabs(source, destination), number):
                 yield from _in_order_of_source(move)

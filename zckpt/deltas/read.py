@@ -96,9 +96,9 @@ def read_delta(place: Location) -> DeltaDirectory:
             pass
         case _:
             raise NotACheckpointError(
-                "is not a delta", file=place, found="an index of whole weights",
+                "is not a delta", file=place, found="an index of consolidated weights",
                 expected="an index whose metadata has a delta_encoding",
-                remedy="Give the directory of a delta; whole weights need none.",
+                remedy="Give the directory of a delta; consolidated weights need none.",
             )  # fmt: skip
     form = form_of(metadata, index.path)
     files: dict[str, set[str]] = {}

@@ -102,7 +102,7 @@ class Mode(Enum):
     """What becomes of the files of a plan."""
 
     DURABLE = auto()
-    """Each is made anew, made durable and reported."""
+    """Each is made again, made durable and reported."""
     PASSING = auto()
     """Each is on its way elsewhere and need not outlive a crash: it stays in the page cache, a file that exists is
     overwritten in place, and none is reported."""
@@ -178,7 +178,7 @@ def run(
         files = stack.enter_context(open_output_files(plan, root, paths, give_back=mover.give_back, direct=direct))
         for output, store in plan.files:
             if output.path not in done and not nowhere:
-                create(paths[id(store)], output.size, anew=mode is not Mode.PASSING)
+                create(paths[id(store)], output.size, again=mode is not Mode.PASSING)
 
         def finish(output: OutputFile, store: FileStore) -> Written | None:
             mover.hand_over(output, store, files)

@@ -57,10 +57,10 @@ def raise_file_limit() -> None:
         )
 
 
-def create(path: str, size: int, *, anew: bool = True) -> None:
-    """Makes a file of full size. One that exists is an error when `anew`, and otherwise keeps its pages and their content."""
+def create(path: str, size: int, *, again: bool = True) -> None:
+    """Makes a file of full size. One that exists is an error when `again`, and otherwise keeps its pages and their content."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if anew else os.O_NOFOLLOW) | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if again else os.O_NOFOLLOW) | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(fd, size)
     finally:

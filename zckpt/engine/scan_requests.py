@@ -79,7 +79,7 @@ def request_of_bytes(store: FileStore, start: int, nbytes: int) -> ScanRequest:
 
 @dataclass(slots=True)
 class ScanBatch(Batch):
-    """A batch, with what is to be done to each of its moves.
+    """A batch, with what is done to each of its moves.
 
     Attributes:
         flags: of the requests, move by move.

@@ -248,7 +248,7 @@ class Hub:
 
         Args:
             target: where to.
-            operations: makes them anew for each try: a commit uses them up.
+            operations: makes them again for each try: a commit uses them up.
             parent: the commit it must follow.
             made_already: returns the commit if it was made and only the answer was lost.
 

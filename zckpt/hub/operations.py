@@ -2,7 +2,7 @@
 
 For `client` and `transfer`.
 
-[Note: operations] A `CommitOperationAdd` normally hashes its file when it is made. Ours are made of empty bytes, and get hash,
+[Note: operations] A `CommitOperationAdd` normally hashes its file when it is made. Ours are made from empty bytes, and get hash,
 size and mode afterwards, as the library itself sets them after an upload. So a file is never read for its hash alone, and one
 that is at the hub already is not needed here.
 

@@ -1,4 +1,4 @@
-"""Callbacks for the training loops of other libraries: whole weights beside every checkpoint that the loop saves.
+"""Callbacks for the training loops of other libraries: consolidated weights beside every checkpoint that the loop saves.
 
     from zckpt.integrations import TrainerWeights  # transformers' Trainer
     from zckpt.integrations import LightningWeights  # lightning's Trainer

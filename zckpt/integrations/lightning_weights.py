@@ -1,4 +1,4 @@
-"""Whole weights beside the checkpoints of lightning's Trainer."""
+"""Consolidated weights beside the checkpoints of lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zckpt.output.order import Overflow
 
 
 class LightningWeights(Callback):  # type: ignore[misc,unused-ignore]
-    """At each save of lightning's Trainer, or at the end, writes whole weights. Nothing is gathered.
+    """At each save of lightning's Trainer, or at the end, writes consolidated weights. Nothing is gathered.
 
         trainer = Trainer(strategy="deepspeed_stage_3", callbacks=[ModelCheckpoint(...), LightningWeights(part="model")])
 

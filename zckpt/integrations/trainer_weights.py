@@ -1,4 +1,4 @@
-"""Whole weights beside the checkpoints of transformers' Trainer."""
+"""Consolidated weights beside the checkpoints of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zckpt.output.order import Overflow
 
 
 class TrainerWeights(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """At each save of the Trainer, or at the end, writes whole weights that `from_pretrained` loads. Nothing is gathered.
+    """At each save of the Trainer, or at the end, writes consolidated weights that `from_pretrained` loads. Nothing is gathered.
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[TrainerWeights(dtype="bf16")])
 

@@ -1,4 +1,4 @@
-"""Writes a model's whole weights in the middle of somebody else's training loop, and never stops that loop by itself.
+"""Writes a model's consolidated weights in the middle of somebody else's training loop, and never stops that loop by itself.
 
 For `trainer_weights` and `lightning_weights`, on every rank. The weights come from memory, each rank's part from that rank
 (`live.save_pretrained`). Where zckpt cannot take them from memory (FSDP1, states on NVMe), rank 0 converts the checkpoint that

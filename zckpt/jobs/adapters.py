@@ -83,7 +83,7 @@ def made_config(
         return None
     whole = [name for name, it in found.items() if it.adapter == adapter and ".modules_to_save." in name]
     config = config_of_meta(read_json(path.path, 1 << 20, f"a {META}"), path.path, selected, whole, opened.catalog)
-    note = f"{CONFIG} is made of {META!r} and the tensors: it names no base model, and no lora_dropout."
+    note = f"{CONFIG} is made from {META!r} and the tensors: it names no base model, and no lora_dropout."
     return note, json.dumps(config, indent=2) + "\n"
 
 

@@ -102,6 +102,6 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
 def refuse_no_base(path: object) -> UsageError:
     """The error for an output that was completed from a base model, where it is not said where that is."""
     return UsageError(
-        "the output was made of more than the checkpoint", file=str(path), found="no --base",
+        "the output was made from more than the checkpoint", file=str(path), found="no --base",
         expected="the same base model as when it was made", remedy="Pass --base as to the command that made it.",
     )  # fmt: skip

@@ -129,7 +129,7 @@ def prepare(
     Args:
         checkpoint: as for `convert`.
         out: as for `convert`; empty for a directory whose files the caller makes and takes one by one.
-        asked: what is to be done.
+        asked: its options.
         opened: the checkpoint, where it is open already.
     """
     source, place = locate(checkpoint), locate(out)

@@ -1,6 +1,6 @@
 """What a user can ask for, in groups of options: each is declared here once, with its help, its panel and what its value is.
 
-For every job, the command line and `zckpt.Options`, which are made of these. Nothing of layouts and names is imported.
+For every job, the command line and `zckpt.Options`, which are made from these. Nothing of layouts and names is imported.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Form:
     """Options: the names and rows of an output.
 
     Attributes:
-        to: "hf" for a model of transformers, whose family is found, or "hf:NAME" for the family NAME (`naming.schemes.families`).
+        to: "hf" for a Hugging Face model, whose family is found, or "hf:NAME" for the family NAME (`naming.schemes.families`).
         config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
         layer_names: names for a pipeline's layers, or the path of a file with them.
         vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
@@ -365,7 +365,7 @@ class Merging:
     """What the checkpoint is completed with.
 
     Attributes:
-        lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write whole weights.
+        lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write consolidated weights.
         base: the model that the run began with, for the parameters that the save leaves out; without `lora`, which has its own.
     """
 

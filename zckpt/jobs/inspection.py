@@ -54,7 +54,7 @@ class Inspection(words.Printed):
     names of `zckpt inspect --json`; `print(inspection)` prints what `zckpt inspect` prints.
 
     Attributes:
-        exportable: whether whole weights can be made (`ok`), and why or why not (`reason`).
+        exportable: whether consolidated weights can be made (`ok`), and why or why not (`reason`).
         resumable: whether training can resume (`ok`), and at which world size, or why not (`reason`).
         notes: sentences a person should see.
         place: which save was found, and where.
@@ -272,7 +272,7 @@ def _refusal(error: ZckptError, place: Place) -> Verdict:
 
 
 def _judge_packed(numbers: Opened) -> Verdict | None:
-    """Why whole weights cannot be made, if that is because of how they are quantised; None if that is no hindrance."""
+    """Why consolidated weights cannot be made, if that is because of how they are quantised; None if that is no hindrance."""
     try:
         numbers.check_read(numbers.catalog.tensors.values())
     except ZckptError as error:
@@ -300,7 +300,9 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
         return Verdict(False, f"optimizer files disagree: {contradictions[0]}{more}")
     if source.layout == "universal":
         return Verdict(True, _resumable_universal(place, catalog))
-    begins = "" if source.optimizer_states else "; there are no states of elements, so the optimizer begins anew"
+    begins = (
+        "" if source.optimizer_states else "; there are no states of elements, so the optimizer begins from the start"
+    )
     pointer = "" if (place.home / "latest").is_file() else "; there is no 'latest', so pass the tag to load_checkpoint"
     if source.zero_stage == 0:
         return Verdict(True, f"at any data-parallel world size{begins}{pointer}")

@@ -1,6 +1,6 @@
 """The steps of a conversion that take a base model or adapters: imported only where these are asked for.
 
-For `steps`. `merged` and `base_model` say what the model is made of.
+For `steps`. `merged` and `base_model` say what the model is made from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint with its adapters merged: which base, which adapters, and what the merged model is made of.
+"""A checkpoint with its adapters merged: which base, which adapters, and what the merged model is made from.
 
 For `convert`, and for `verify`, which must expect the same. Adapters come from the checkpoint or from directories of PEFT, base
 weights from the checkpoint or from `--base`; `naming.merge` says what the merged weights are.
@@ -43,7 +43,7 @@ class Merged:
         recorded: facts for the manifest.
         copies: (location, name in the output) of tokenizer files and the like.
         sources: catalogs whose tensors must not contradict themselves.
-        made_from: what beside the checkpoint it is made of: the base, and directories of adapters.
+        made_from: what beside the checkpoint it is made from: the base, and directories of adapters.
         given_up: tensor of the checkpoint -> the rule of the ledger by which the model has another one in its place.
     """
 
@@ -167,7 +167,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
 
 
 def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | None) -> LoraMerge:
-    """Which adapters, on which base, an output with these facts in its manifest was made of.
+    """Which adapters, on which base, an output with these facts in its manifest was made from.
 
     Args:
         opened: the checkpoint.

@@ -60,7 +60,7 @@ def open_catalog(
         path: a checkpoint in any of the forms `layouts.places` knows, or plain weights.
         reading: which save, and how it is read; None for the usual.
         as_stored: leave quantised tensors and their scales as they are.
-        keeps_dtypes: what is made of it keeps the dtypes that it has: quantised tensors become bf16 instead of fp32.
+        keeps_dtypes: what is made from it keeps the dtypes that it has: quantised tensors become bf16 instead of fp32.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.

@@ -63,7 +63,7 @@ class Opened:
 
     @property
     def other_class(self) -> str:
-        """The class of transformers that the weights have, where the config beside them names another; else empty."""
+        """The transformers class that the weights have, where the config beside them names another; else empty."""
         return other_class(config_beside(self.place), self.catalog.tensors)
 
     def check_read(self, entries: Iterable[TensorEntry]) -> None:

@@ -61,7 +61,7 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
         form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
-        lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write whole weights.
+        lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write consolidated weights.
         base: the model that the run began with, for the parameters that the save leaves out; without `lora`, which has its own.
     """
 

@@ -89,7 +89,7 @@ def prepare(
     Args:
         checkpoint: any form of a ZeRO checkpoint.
         out: the directory for the new one: a tag directory, `latest`, and what is beside the old one.
-        asked: what is to be done.
+        asked: its options.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.

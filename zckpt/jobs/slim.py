@@ -111,11 +111,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     Args:
         checkpoint: of DeepSpeed, torch.distributed.checkpoint, rank files of FSDP, or torch files of weights.
         out: the directory for the new one.
-        asked: what is to be left out.
+        asked: what you want to leave out.
 
     Raises:
         UnsupportedError: the layout cannot be made smaller.
-        UsageError: the checkpoint does not hold what is to be left out, or there is nothing to leave out.
+        UsageError: the checkpoint does not hold what you want to leave out, or there is nothing to leave out.
         ZckptError: another kind says what is wrong.
     """
     source, place = locate(checkpoint), locate(out)
@@ -219,13 +219,13 @@ def _containers(opened: Opened, asked: Asked[Slim]) -> dict[str, Container]:
             raise UnsupportedError(
                 "DeepSpeed loads a universal checkpoint by the model files in it, so that these stay whole",
                 file=listing.directory, found=f"--drop {' '.join(asked.own.drop)}", expected="--drop optimizer",
-                remedy="Run zckpt slim on the save that it was made of.",
+                remedy="Run zckpt slim on the save that it was made from.",
             )  # fmt: skip
         if opened.catalog.source.zero_stage == 3:
             raise UnsupportedError(
                 "DeepSpeed's stage 3 loads no universal checkpoint without the optimizer's states", file=listing.directory,
                 found="a universal checkpoint of stage 3", expected="one of stage 1 or 2",
-                remedy="Run zckpt slim on the save that it was made of.",
+                remedy="Run zckpt slim on the save that it was made from.",
             )  # fmt: skip
         return {}
     if family.records is not None or family.directory or family.directories is not None:
@@ -341,7 +341,7 @@ def _module_weights(
 
 
 def _check_dropped(opened: Opened, asked: Asked[Slim], cut: Cut, left_out: set[str]) -> None:
-    """Raises UsageError for what is to be left out and is not there."""
+    """Raises UsageError for what you want to leave out and is not there."""
     for what in asked.own.drop:
         if not cut.bytes.get(what) and not (what == "optimizer" and left_out):
             raise UsageError(

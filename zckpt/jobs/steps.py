@@ -1,4 +1,4 @@
-"""What is done to a checkpoint's catalog before it is laid out, in steps: each made of one group of options.
+"""What is done to a checkpoint's catalog before it is laid out, in steps: each made from one group of options.
 
 For `convert`, and for `verify`, which applies the same steps to the source by the records of a manifest. A step changes names,
 rows and dtypes, and never bytes. What a step needs is imported when something asks for it.

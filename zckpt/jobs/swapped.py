@@ -18,7 +18,7 @@ def check_order(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str])
     """Refuses arguments that seem to be swapped.
 
     Args:
-        checkpoint: what is to be read.
+        checkpoint: what is read.
         out: where the output is to go; it exists.
 
     Raises:

@@ -205,7 +205,7 @@ def fp8_weights(
     keep: Sequence[str],
     dtype: DType,
 ) -> Fp8Weights:
-    """The tensors of an output, from those of a model of transformers.
+    """The tensors of an output, from those of a Hugging Face model.
 
     Args:
         catalog: the model's tensors.

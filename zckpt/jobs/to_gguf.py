@@ -1,4 +1,4 @@
-"""From a model of transformers, or any other that a scheme of names knows, to GGUF, which llama.cpp runs.
+"""From a Hugging Face model, or any other that a scheme of names knows, to GGUF, which llama.cpp runs.
 
 For `zckpt to-gguf`. Names and rows are `naming`'s, the types of tensors and the files are `layouts.gguf`'s, the metadata comes
 from the `gguf` package. Whatever is computed on the way (blocks of Q8_0, Gemma's norms) is computed while it is moved.
@@ -57,7 +57,7 @@ def to_gguf(
     """Writes a model as GGUF, in constant memory: what llama.cpp's own converter writes, from any checkpoint.
 
     Args:
-        checkpoint: as for `zckpt.convert`: a model of transformers, or a checkpoint in whose names a scheme of zckpt finds one.
+        checkpoint: as for `zckpt.convert`: a Hugging Face model, or a checkpoint in whose names a scheme of zckpt finds one.
         out: a name ending in .gguf for one file; anything else is a directory for files named by llama.cpp's conventions.
         type: "f32", "f16", "bf16" or "q8_0" of the matrices; norms, biases and routers are fp32.
         split_max_size: for a directory, the most bytes of tensors in one file, such as "40GB"; None for one file.

@@ -1,4 +1,4 @@
-"""From a model of transformers, or any other that a scheme of names knows, to a checkpoint of Megatron-Core.
+"""From a Hugging Face model, or any other that a scheme of names knows, to a checkpoint of Megatron-Core.
 
 For `zckpt to-mcore`. What is written is a run directory with one `torch_dist` save, `release`, which Megatron-Core loads at any
 tensor, pipeline and expert parallel sizes.
@@ -54,7 +54,7 @@ def to_mcore(
     """Writes a model as a checkpoint that Megatron-Core loads (`torch_dist`), in constant memory.
 
     Args:
-        checkpoint: as for `zckpt.convert`: a model of transformers, or a checkpoint in whose names a scheme of zckpt finds one.
+        checkpoint: as for `zckpt.convert`: a Hugging Face model, or a checkpoint in whose names a scheme of zckpt finds one.
         out: the run directory: `latest_checkpointed_iteration.txt`, `release/`, config.json and tokenizer files.
         dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
         config: the model's config.json, if there is none beside the checkpoint.

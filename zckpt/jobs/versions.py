@@ -62,7 +62,7 @@ class TensorPair:
 
 
 def is_plain(version: WeightsVersion) -> bool:
-    """Whether it is whole weights, which have the names and dtypes that somebody uses."""
+    """Whether it is consolidated weights, which have the names and dtypes that somebody uses."""
     return version.opened.catalog.source.layout == "plain"
 
 

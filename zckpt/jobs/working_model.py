@@ -31,7 +31,7 @@ class WorkingModel:
         left_out: names that a step took out of the catalog, as they were then.
         earlier: names before the last change of form, which `exclude` may name too.
         selectable: the tensors from which the selection chose.
-        made_from: what beside the checkpoint the model is made of.
+        made_from: what beside the checkpoint the model is made from.
         sources: catalogs whose tensors must not contradict themselves.
         copies: (location, name in the output) of tokenizer files and the like; None for those beside the checkpoint.
         is_merged: whether tensors are computed of weights and adapters, and so keep the dtype of the weights where none is asked.

@@ -1,4 +1,4 @@
-"""Loads checkpoints into models in memory, and saves the whole weights of a model while it trains.
+"""Loads checkpoints into models in memory, and saves the consolidated weights of a model while it trains.
 
 `save_pretrained` and `consolidate` are for training scripts, `load_into` for `drop_in` and other callers with a catalog and a
 module. Only this package, `drop_in` and `runtime` import torch at module level.

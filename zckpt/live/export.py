@@ -1,4 +1,4 @@
-"""Saves the whole weights of a model while it trains, without gathering them on one rank.
+"""Saves the consolidated weights of a model while it trains, without gathering them on one rank.
 
 For training scripts, called on every rank. `save_pretrained` writes a directory that `transformers` loads: rank 0 plans it,
 makes the files and writes those without weights; every rank casts its elements and writes them at their places in the shared

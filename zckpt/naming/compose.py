@@ -198,7 +198,7 @@ def _is_there(rule: NamingRule, routed: bool) -> bool:
 
 
 def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed: frozenset[int]) -> None:
-    """Checks that a model of transformers has all tensors that none is without.
+    """Checks that a Hugging Face model has all tensors that none is without.
 
     Raises:
         IncompleteError: some are missing everywhere.

@@ -1,4 +1,4 @@
-"""Families of transformers: which one a model is of, and the `config.json` that it gets.
+"""Hugging Face families: which one a model is of, and the `config.json` that it gets.
 
 For `transform`. The values of a config come from the parts' shapes, from the arguments that the run kept in its checkpoint,
 or from a config that the user gives.

@@ -1,4 +1,4 @@
-"""The arguments of a Megatron run (`args` in a checkpoint) for a model of transformers: the way back from `families`.
+"""The arguments of a Megatron run (`args` in a checkpoint) for a Hugging Face model: the way back from `families`.
 
 For `to_mcore`. Megatron compares some with those of a run that loads (`check_checkpoint_args`), and with `--use-checkpoint-args`
 takes all that describe the model; zckpt makes a config.json of them.

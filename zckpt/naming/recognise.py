@@ -1,4 +1,4 @@
-"""Which family of transformers a model is of: by its config, or by its parts and the arguments of its run.
+"""Which Hugging Face family a model is of: by its config, or by its parts and the arguments of its run.
 
 For `transform`, when a user asks for `--to hf` and names no family.
 """

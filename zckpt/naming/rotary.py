@@ -179,7 +179,7 @@ def rope_scaling_of(arguments: Mapping[str, object], latent: bool) -> dict[str, 
 
 
 def rope_conflicts(arguments: Mapping[str, object], latent: bool, allowed: Sequence[str]) -> list[str]:
-    """What a run scales its rotary positions by that a family of transformers does not have, as `kind (why)`."""
+    """What a run scales its rotary positions by that a Hugging Face family does not have, as `kind (why)`."""
     kinds = _kinds(arguments, latent)
     if len(kinds) > 1:
         return [f"{' and '.join(kinds)} (rotary positions that are scaled in two ways)"]

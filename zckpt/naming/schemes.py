@@ -156,7 +156,7 @@ class Scheme:
 
     @property
     def is_of_transformers(self) -> bool:
-        """Whether its tensors are those of a model of transformers."""
+        """Whether its tensors are those of a Hugging Face model."""
         return bool(self.config)
 
     def fits(self, names: Iterable[str]) -> dict[str, Fit | None]:
@@ -303,7 +303,7 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
 def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
     """The scheme that takes all tensors of these names; of several, the one that lacks fewest, writers' before families'.
 
-    Families of transformers share names that mean other parts: what one of them needs, beside what is there, tells them apart.
+    Hugging Face families share names that mean other parts: what one of them needs, beside what is there, tells them apart.
 
     Args:
         names: of all tensors.
@@ -337,7 +337,7 @@ def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
     raise UnsupportedError(
         "no scheme of names takes its tensors" if of_all else f"some tensors have no place in the scheme {nearest}",
         file=path, found=f"{count(len(left), 'tensor')} such as {examples(left)}" if of_all else examples(left),
-        expected=f"names of one of these: {writers}, or of a family of transformers ({', '.join(families())})",
+        expected=f"names of one of these: {writers}, or of a Hugging Face family ({', '.join(families())})",
         remedy="Leave --to out to keep the names." if of_all else "Leave them out with --exclude, or leave out --to.",
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The names and the order of rows that a model's tensors get in an output.
 
 For `convert`, and for `verify`, which must expect the same. Layers of a pipeline get names (`--layer-names`); models of other
-writers become models of transformers (`--to hf`); weights that transformers has in another form in memory get the hub's.
+writers become Hugging Face models (`--to hf`); weights that transformers has in another form in memory get the hub's.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def apply_form(
 
 
 def _to_transformers(catalog: Catalog, place: Place, form: FormAsked, exclude: Sequence[str]) -> Formed:
-    """The catalog as a model of transformers."""
+    """The catalog as a Hugging Face model."""
     to, config = form.to or "hf", form.config
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
     catalog = catalog.select(lambda entry: entry.name not in left_out)

@@ -81,7 +81,7 @@ class RenamedModel:
 
     Attributes:
         catalog: its tensors; `aliases` are further spellings of their names, where the writer has several.
-        parts: the parts that they were made of.
+        parts: the parts that they were made from.
         facts: what is known of the model.
         config: transformers' config of it.
         stacked: name of a tensor -> how many of its leading axes are layers or experts.

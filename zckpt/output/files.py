@@ -235,7 +235,7 @@ class FileOrder:
         out: its path or address.
         job: fingerprint of everything that its bytes depend on.
         names: of the files that are made one by one, in order.
-        make: is given the staged directory, one of these names, and what is to be told of progress; makes that file, and before
+        make: is given the staged directory, one of these names, and what hears of progress; makes that file, and before
             it any that belong to it, each durable (`finish_file`).
         needs: is given the staged directory and a name of a file that an earlier run had made; names those that belong to it.
         end: is given the staged directory and what is known of all those files, by path; makes the others, may rename some, and

@@ -1,4 +1,4 @@
-"""Orders for outputs: what is to be written, what was written, the manifest, and the fingerprint of a job.
+"""Orders for outputs: what will be written, what was written, the manifest, and the fingerprint of a job.
 
 For `publish`, `files` and the jobs that make orders.
 """

@@ -1,7 +1,7 @@
 """Packed codes as the numbers that they stand for: (number of a table - zero point) * scale, each step rounded to fp32.
 
 For `unpack`, which knows what each form packs where. [Note: packing] Codes of `bits` bits lie one behind the other in a stream of
-bits, least significant first, that begins anew with each row. Where they are packed downwards, an element holds codes of several
+bits, least significant first; each row begins a stream. Where they are packed downwards, an element holds codes of several
 rows of one column; where a row is stored as a column, the tensor is turned before (`turn`).
 Source: compressed-tensors 0.20, compressors/pack_quantized/helpers.py; AutoAWQ 0.2.9, awq/utils/packing_utils.py.
 """

@@ -1,6 +1,6 @@
 """A loader for `training_data` that knows its position.
 
-For `initialize(..., training_data=...)`. Every rank gets its own samples, shuffled anew each epoch; epoch and batch are all
+For `initialize(..., training_data=...)`. Every rank gets its own samples, shuffled again each epoch; epoch and batch are all
 the state, so a resumed run continues with the next batch. torch's loader draws a seed whenever it is iterated: it gets a
 generator of its own for that, so that the global one is at the same place in a run that was resumed inside an epoch.
 """

@@ -108,7 +108,7 @@ def initialize(
         raise UsageError(
             "initialize got an engine as its model" if isinstance(model, Engine) else "the model is sharded already",
             found=f"a {type(model).__name__}", expected="a model that no engine has",
-            remedy="Use the engine that there is, or make the model anew.",
+            remedy="Use the engine that there is, or make a new model.",
         )  # fmt: skip
     refuse_parallel(mpu, mesh_param)
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)

@@ -228,7 +228,7 @@ class DirectoryRendezvous:
             with open(self._place(key), "rb") as file:
                 return file.read()
         except FileNotFoundError:
-            # A network file system looks anew for names when the directory is opened.
+            # A network file system looks again for names when the directory is opened.
             with contextlib.suppress(OSError):
                 os.close(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             return None

@@ -238,7 +238,7 @@ def _mesh(value: object, rank: int) -> tuple[Shape, Shape]:
     """The extents of a mesh, and a rank's coordinate in it."""
     mesh = fields_of(value)
     said = sizes_of(mesh["_coordinate_on_dim"])
-    dims: list[tuple[list[int], list[int]]]  # of each dimension: extents and strides of what it is made of
+    dims: list[tuple[list[int], list[int]]]  # of each dimension: extents and strides of what it is made from
     if isinstance(ranks := mesh.get("mesh", mesh.get("_mesh")), TensorRef):
         dims = [([extent], [stride]) for extent, stride in zip(ranks.shape, ranks.stride, strict=True)]
     else:

@@ -1,4 +1,4 @@
-"""Elements in blocks of ggml's types: floats made of them, and blocks of Q8_0 made of floats, while they are moved.
+"""Elements in blocks of ggml's types: floats made from them, and blocks of Q8_0 made from floats, while they are moved.
 
 For `read` and `write`. [Note: Q8_0] 32 elements of a row share a scale: the largest absolute value divided by 127, stored as
 fp16. The elements are multiplied by the reciprocal of the scale before its rounding to fp16, and rounded to whole numbers, halves

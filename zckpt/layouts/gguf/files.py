@@ -1,6 +1,6 @@
 """Which files are GGUF, by their names, and under which name a catalog has their metadata.
 
-For `FAMILY`, `read`, and what is made of the metadata.
+For `FAMILY`, `read`, and what is made from the metadata.
 """
 
 from __future__ import annotations

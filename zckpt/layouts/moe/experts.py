@@ -86,7 +86,7 @@ class Layer:
         }
 
     def stacks(self, role: Role, rank: int | None = None) -> dict[str, TensorEntry]:
-        """Stacked weights made of the experts' files: of all experts, or of those of a rank."""
+        """Stacked weights made from the experts' files: of all experts, or of those of a rank."""
         if not self.stacked or not self.weights:
             return {}
         wanted = range(self.experts) if rank is None else self.held[rank]

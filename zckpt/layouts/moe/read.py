@@ -94,7 +94,7 @@ class Split(model_parallel.ParallelSave):
         return [range(first, first + tp) for first in range(0, tp * self.topology.pp, tp)]
 
     def _model(self, rank: int) -> ModelStates:
-        """A rank's model file, or one made of what is known of it; see [Note: model files that DeepSpeed does not write]."""
+        """A rank's model file, or one made from what is known of it; see [Note: model files that DeepSpeed does not write]."""
         written = [int(name.split("_")[2]) for name in self.listing.matching(MODEL_NAME)]
         shards = self.listing.shards("optim", rank).values()
         before = max((other for other in written if other < rank), default=None)

@@ -121,7 +121,7 @@ def read_index(listing: Listing, index_name: str) -> dict[str, list[str]]:
     if isinstance(said, Mapping) and "delta_encoding" in said:
         raise UnsupportedError(
             "is a delta: what changed in weights that are elsewhere", file=listing.directory,
-            found=f"differences from version {said.get('base_version')!r:.20}", expected="whole weights",
+            found=f"differences from version {said.get('base_version')!r:.20}", expected="consolidated weights",
             remedy="Run zckpt apply OLD DELTA OUT, where OLD is that version of the weights.",
         )  # fmt: skip
     for shard in shards:

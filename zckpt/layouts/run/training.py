@@ -62,7 +62,7 @@ class Training:
             as the scales and tables of quantised ones.
         state_names: parameter or buffer -> its name in the model's state dict, where that is another one.
         also_frozen: names of trained parameters that were frozen when the save was written (layers that take turns).
-        claims: what all states and the padding read; made anew when these are others.
+        claims: what all states and the padding read; made again when these are others.
     """
 
     groups: tuple[ParameterGroup, ...]

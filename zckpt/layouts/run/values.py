@@ -57,7 +57,7 @@ _DEEPEST = 16
 
 
 def is_plain(value: object, depth: int = 0) -> bool:
-    """Whether a value is made of numbers, texts, lists and mappings alone: no tensors, and no objects of a trainer's classes."""
+    """Whether a value is made from numbers, texts, lists and mappings alone, not of tensors or a trainer's objects."""
     if value is None or isinstance(value, bool | int | float | str):
         return True
     if depth == _DEEPEST or not isinstance(value, list | tuple | dict):

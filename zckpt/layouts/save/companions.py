@@ -138,7 +138,7 @@ def config_of(path: str) -> dict[str, object]:
 
 
 def other_class(config: Mapping[str, object] | None, names: Iterable[str]) -> str:
-    """The class of transformers that a model has, where its config names a causal language model; empty where it is one.
+    """The transformers class that a model has, where its config names a causal language model; empty where it is one.
 
     verl makes a critic of such a model's config, which goes on to name that class. The critic has `score.weight` and `score.bias`
     in place of the head, as classes for token classification have; those for sequences, such as reward models, have no bias.

@@ -38,7 +38,7 @@ FORMATS = (
         r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|.+\.orbax-checkpoint-tmp.*",
         "",
         "Restore it with orbax.checkpoint, and save the arrays with safetensors.numpy.save_file; MaxText and others have "
-        "scripts that write a model of transformers.",
+        "scripts that write a Hugging Face model.",
     ),
     ForeignFormat(
         "nanotron",

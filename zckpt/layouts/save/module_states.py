@@ -37,7 +37,7 @@ _OF_WEIGHTS = frozenset((
     *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",),
     *("shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",),
 ))  # fmt: skip
-"""Entries that follow from the weights and their sharding: a writer makes them anew."""
+"""Entries that follow from the weights and their sharding: a writer makes them again."""
 
 RESERVED = _OURS | _OF_WEIGHTS
 """Names that a client state may not use."""

@@ -16,5 +16,5 @@ FAMILY = replace(
     read_training=later("universal.read", "read_training"),
     directory=UNIVERSAL,
     keeps_model_files=True,
-    every_rank=False,  # its model files are copies of those of the run that it was made of, whatever its ranks were
+    every_rank=False,  # its model files are copies of those of the run that it was made from, whatever its ranks were
 )

@@ -79,7 +79,7 @@ class TorchFile:
         return spec
 
     def vector(self, fillings: Iterable[Filling], numel: int, dtype: DType) -> TensorSpec:
-        """A vector of `numel` elements, made of parts of tensors in this order; the rest is zeros."""
+        """A vector of `numel` elements, made from parts of tensors in this order; the rest is zeros."""
         spec = self._spec(dtype, (numel,))
         self._fillings[spec.name] = list(fillings)
         return spec

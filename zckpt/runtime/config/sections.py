@@ -42,7 +42,7 @@ class FP16(Section):
     initial_scale_power: int = used_key(16, "the first scale is 2 to this power", ge=0, le=126)
     loss_scale_window: int = used_key(1000, "steps without overflow after which the scale doubles", gt=0)
     hysteresis: int = used_key(2, "overflows before the scale is halved", ge=1)
-    consecutive_hysteresis: bool = used_key(False, "count anew after each step without overflow")
+    consecutive_hysteresis: bool = used_key(False, "count again after each step without overflow")
     min_loss_scale: float = used_key(1, "the scale is never below; an overflow there ends the run", gt=0)
     fp16_master_weights_and_grads: bool = refused_key(False, _MASTERS)
 

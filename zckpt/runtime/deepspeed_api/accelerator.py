@@ -183,7 +183,7 @@ class Accelerator:
     max_memory_cached = max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begins to look for the most anew."""
+        """Begins to look for the most again."""
         if self._module is None:
             self._most = _resident()
         else:

@@ -164,7 +164,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def empty_cache() -> None:
-    """Gives memory that torch keeps back to the device, and begins to look for the most anew."""
+    """Gives memory that torch keeps back to the device, and begins to look for the most again."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 

@@ -128,7 +128,7 @@ class Batches:
         Args:
             dataset: with length and items, or iterable.
             batch_size: samples per micro batch; by default those of a forward.
-            route: "train" shuffles anew each epoch; "eval" and "predict" keep the dataset's order.
+            route: "train" shuffles again each epoch; "eval" and "predict" keep the dataset's order.
             pin_memory: page-locked host memory, if there is an accelerator.
             data_sampler: chooses the samples; by default each rank gets its share.
             collate_fn: makes a batch of samples; by default the one that `initialize` got, or torch's own.

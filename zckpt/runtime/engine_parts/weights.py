@@ -62,7 +62,7 @@ class Weights:
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Puts whole weights into the module, at every stage. Every rank calls it with the same ones.
+        """Puts consolidated weights into the module, at every stage. Every rank calls it with the same ones.
 
         Args:
             checkpoint: the state dict is its value under "module".
@@ -100,7 +100,7 @@ class Weights:
             tensors[name].data.copy_(state[name])
 
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The whole weights in the dtype of the computation, on rank 0 in host memory; None on others. Every rank calls it."""
+        """Consolidated weights in the dtype of the computation, on rank 0 in host memory; elsewhere None. All call it."""
         dtype = self.run.settings.config.precision
         found = consolidate(self.run, None if dtype == "fp32" else dtype, exclude_frozen=exclude_frozen_parameters)
         return found if self.run.global_rank == 0 else None
@@ -108,7 +108,7 @@ class Weights:
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the whole weights in the dtype of the computation, between two steps. Every rank calls it and writes a part.
+        """Writes the consolidated weights in the dtype of the computation, between two steps. All ranks call it; each writes a part.
 
         Args:
             save_dir: the directory to write; transformers' `from_pretrained` loads it.

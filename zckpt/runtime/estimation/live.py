@@ -120,7 +120,7 @@ def size_of(
 
 
 def built_by_transformers(unknown: Unknown) -> ModelSize:
-    """The parameters of a model of transformers, which is built without memory.
+    """The parameters of a Hugging Face model, which is built without memory.
 
     Raises:
         UnsupportedError: transformers is not installed, or does not know the model.
@@ -151,7 +151,7 @@ def built_by_transformers(unknown: Unknown) -> ModelSize:
 
 
 def _config_of(model: nn.Module) -> Mapping[str, Any] | None:
-    """The config of a model of transformers, also inside PEFT's wrapper."""
+    """The config of a Hugging Face model, also inside PEFT's wrapper."""
     base: Any = model
     if hasattr(model, "get_base_model"):
         base = base.get_base_model()

@@ -1,4 +1,4 @@
-"""DeepSpeed's modules, made of `surface` and `table`: below `zckpt.runtime`, and for this process below `deepspeed` too.
+"""DeepSpeed's modules, made from `surface` and `table`: below `zckpt.runtime`, and for this process below `deepspeed` too.
 
 A module holds nothing of its own: a name is looked up when it is first used, so importing all of them imports nothing else. A
 name that DeepSpeed has and the trainer has not is there, and says so when it is called; one that DeepSpeed has not is an

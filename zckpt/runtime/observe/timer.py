@@ -42,7 +42,7 @@ class WallClockTimer:
         self._spans: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """Starts it; one that runs begins anew."""
+        """Starts it; one that runs begins from the start."""
         self._from, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:

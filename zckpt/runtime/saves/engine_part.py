@@ -130,7 +130,7 @@ class Saves:
         path = os.fspath(load_dir)
         chosen = self._agree_on_save(path, None if tag is None else str(tag))
         if chosen is None:
-            _log.warning("There is no checkpoint in %s: the run begins anew.", path)
+            _log.warning("There is no checkpoint in %s: the run begins from the start.", path)
             return None, None
         if custom_load_fn is not None and load_module_only:
             return self._load_by(path, chosen or None, custom_load_fn)
@@ -155,7 +155,7 @@ class Saves:
     def _load_by(
         self, path: str, tag: str | None, custom_load_fn: Callable[..., Any]
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Lets a function put whole weights into the module. Returns the directory of the save and an empty client state."""
+        """Lets a function put consolidated weights into the module. Returns the save's directory and an empty client state."""
         meetings = self._meetings("load")
         meetings.begin(f"{self.run.micro_steps}")
         self.run.reshard()

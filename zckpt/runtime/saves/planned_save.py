@@ -1,6 +1,6 @@
 """What one rank does for a save: outlined, while nothing in the run changes; then planned and written, whenever that is.
 
-For `saving`. An outline holds everything of the run but the elements of its tensors, so a plan can be made of it while the run
+For `saving`. An outline holds everything of the run but the elements of its tensors, so a plan can be made from it while the run
 trains on.
 """
 

@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
         self._kept.append(parameter)
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Takes over a parameter that was made of a deferred tensor, such as of one that `hold` gave."""
+        """Takes over a parameter that was made from a deferred tensor, such as of one that `hold` gave."""
         rows = self._rows[_place(parameter)]
         if rows_held_by(parameter) is rows:
             return

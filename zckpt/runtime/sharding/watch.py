@@ -153,7 +153,7 @@ def difference(forwards: Mapping[int, Forward]) -> tuple[int, dict[int, int | No
 
 def _hook(note: Callable[[], None]) -> Any:
     def hook(*_: Any) -> None:
-        if not torch.compiler.is_compiling():  # a list in a compiled graph would have it compiled anew for each length
+        if not torch.compiler.is_compiling():  # a list in a compiled graph would have it compiled again for each length
             note()
 
     return hook

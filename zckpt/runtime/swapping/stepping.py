@@ -342,7 +342,7 @@ class SwappedStep:
             self._own(self._optimizer)
 
     def _take_states(self, piece: Piece, buffer: Buffer, state: dict[str, Any]) -> None:
-        """Keeps what the optimizer's own step has made of a piece: numbers, and in its first step its states."""
+        """Keeps what the optimizer's own step has made from a piece: numbers, and in its first step its states."""
         one, kept = piece.vectors, self._optimizer.state[piece.vectors.master]
         for name, value in state.items():
             if name in piece.places:

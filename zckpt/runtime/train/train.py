@@ -43,7 +43,7 @@ from zckpt.storage.location import locate
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What is to be trained.
+    """What is trained.
 
     Attributes:
         config: DeepSpeed's JSON.
