@@ -108,7 +108,7 @@ class Weights:
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the consolidated weights in the dtype of the computation, between two steps. All ranks call it; each writes a part.
+        """Writes the consolidated weights in the dtype of the computation, between two steps. All ranks call it.
 
         Args:
             save_dir: the directory to write; transformers' `from_pretrained` loads it.

@@ -147,7 +147,7 @@ def refuse_state_dict(model: nn.Module) -> None:
     def refuse() -> None:
         raise UsageError(
             "state_dict() of a model at stage 3 holds a part of each parameter, which nothing can load",
-            remedy="Call zckpt.live.save_pretrained(engine, dir, dtype='fp32') on every rank to write consolidated weights in fp32, "
+            remedy="Call zckpt.live.save_pretrained(engine, dir, dtype='fp32') on all ranks to write fp32 weights, "
             "or engine.save_16bit_model(dir) in the dtype of the computation. For a state dict in memory, call "
             "engine._zero3_consolidated_16bit_state_dict() on every rank.",
         )
