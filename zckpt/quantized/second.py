@@ -1,6 +1,6 @@
 """Quantised weights as numbers, a second time: by other rules of names, element by element, and with exact products.
 
-For `verify`, which compares an output with these, and not with what `unpack` and `plain` made of the same tensors. Nothing of
+For `verify`, which compares an output with these, and not with what `unpack` and `plain` made from the same tensors. Nothing of
 those is used here. A row of a matrix is computed from the bits that its elements have by their numbers: place, shift and mask.
 Products are those of fp64, which are exact for codes and one scale, and are rounded once.
 Source: vLLM 0.11, model_executor/layers/quantization (gptq.py, awq.py, modelopt.py, mxfp4.py); OCP Microscaling formats 1.0, 5.3.

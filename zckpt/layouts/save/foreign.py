@@ -52,7 +52,7 @@ FORMATS = (
         "",
         "Merge its ranks with neuronx-distributed's own converter, or with `optimum-cli neuron consolidate`.",
     ),
-    ForeignFormat("fairseq2", r"sdp_\d+\.pt", "", "Load it with fairseq2, and save a model of transformers."),
+    ForeignFormat("fairseq2", r"sdp_\d+\.pt", "", "Load it with fairseq2, and save a Hugging Face model."),
     ForeignFormat("torchsnapshot", r"\.snapshot_metadata", "", _SAVE),
     ForeignFormat(
         "TensorFlow",
