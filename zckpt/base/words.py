@@ -88,6 +88,13 @@ def wrap_text(text: str, width: int | None, indent: str = "") -> list[str]:
     return wrapper.wrap(text)
 
 
+def escape_controls(text: str) -> str:
+    """A text that a terminal shows as it is: codes in a file's or tensor's name, which it would obey, are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(ch if ch == "\n" or ch.isprintable() else repr(ch)[1:-1] for ch in text)
+
+
 def row(label: str, text: str, width: int | None = None) -> list[str]:
     """A fact under a heading: its label, and beside it the text, wrapped in a column of its own."""
     return wrap_text(f"  {label:<11} {text}", width, " " * 14)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import typer
 
 from zckpt.base.errors import UsageError, ZckptError, causes_of, redact
-from zckpt.base.words import wrap_text
+from zckpt.base.words import escape_controls, wrap_text
 from zckpt.cli.streams import UnprintedError
 
 _ClickError = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
@@ -54,7 +54,7 @@ def report(error: BaseException) -> int:
     width = stderr_width()
     lines = [*known.lines(width), *(line for note in notes for line in wrap_text(f"note: {note}", width, " " * 6))]
     if not (isinstance(error, UnprintedError) and error.is_pipe and not error.done):  # `| head` has what it wanted
-        sys.stderr.writelines(_paint(mask_secrets(line)) + "\n" for line in lines)
+        sys.stderr.writelines(_paint(escape_controls(mask_secrets(line))) + "\n" for line in lines)
     if "--json" in sys.argv[1:] and together.speaks():
         with contextlib.suppress(UnprintedError):
             sys.stdout.write(mask_secrets(json.dumps(facts) + "\n"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from zckpt.base.progress import JobWatch, bar, lines
-from zckpt.base.words import wrap_text
+from zckpt.base.words import escape_controls, wrap_text
 from zckpt.cli.streams import UnprintedError
 from zckpt.team.together import speaks
 
@@ -58,7 +58,7 @@ class Console:
             if self.as_json:
                 sys.stdout.write(json.dumps(facts()) + "\n")
             elif not self.quiet:
-                sys.stdout.writelines(f"{line}\n" for line in lines())
+                sys.stdout.writelines(f"{escape_controls(line)}\n" for line in lines())
             sys.stdout.flush()
         except UnprintedError as error:
             raise error.after(done) from None
@@ -79,7 +79,7 @@ class Console:
                 if note in self._said:
                     continue
                 self._said.add(note)
-                first, *others = wrap_text(f"note: {note}", stderr_width(), " " * 6)
+                first, *others = wrap_text(escape_controls(f"note: {note}"), stderr_width(), " " * 6)
                 lines = [label("note:", "yellow", sys.stderr) + first.removeprefix("note:"), *others]
                 if (tqdm := sys.modules.get("tqdm")) is not None:  # a bar may be there
                     tqdm.tqdm.write("\n".join(lines), file=sys.stderr)
@@ -90,6 +90,7 @@ class Console:
         """Prints a line on stderr, above the bar if there is one; none with --json, which is for programs."""
         if self.quiet or self.as_json:
             return
+        text = escape_controls(text)
         if (tqdm := sys.modules.get("tqdm")) is not None and sys.stderr.isatty():
             tqdm.tqdm.write(text, file=sys.stderr)
         else:

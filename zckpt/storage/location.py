@@ -7,6 +7,7 @@ and call. Local paths do not import fsspec. The elements of tensors are not read
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -28,6 +29,8 @@ _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs", "
 """Kind of address -> the kind that means the same store."""
 
 _WITHOUT_HOST = ("memory", "hf")
+_OPENED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""What a shell has opened for the command: a pipe there is meant."""
 
 
 class OpenFile(Protocol):
@@ -252,6 +255,9 @@ class LocalPath(Location):
         return NotACheckpointError("cannot be read", file=self.path, found=found, expected="a file", remedy=remedy)
 
     def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:  # noqa: D102
+        mode = os.stat(self.path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not self.path.startswith(_OPENED):
+            raise OSError(errno.EINVAL, "is a pipe, socket or device, and no file", self.path)  # which may never end
         with open(self.path, "rb") as file:
             file.seek(offset)
             return file.read(-1 if nbytes is None else nbytes)
