@@ -70,7 +70,7 @@ def test_the_source_is_no_larger_than_it_was() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in trees}
     found = {
         "modules": len(trees),
-        "lines": 96_200sum(lengths.values()),
+        "lines": sum(lengths.values()),
         "lines of the trainer": sum(n for path, n in lengths.items() if path.is_relative_to(ROOT / "runtime")),
         "classes": sum(isinstance(node, ast.ClassDef) for tree in trees.values() for node in ast.walk(tree)),
         "functions named by one participle": sum(
