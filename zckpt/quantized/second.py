@@ -170,7 +170,7 @@ def _fp4(
     return name, shape, (codes, scales, *(() if second is None else (second,))), columns, rows
 
 
-def _packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
+def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
     import numpy as np
 
     scales, whole = tensors.get(stem + "_scale"), tensors.get(stem + "_global_scale")
@@ -396,7 +396,7 @@ def _qdata(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str,
 
 
 _ENDS: tuple[tuple[str, Callable[..., Made | None]], ...] = (
-    ("_packed", _packed), ("_blocks", _blocks), ("qweight", _qweight), ("SCB", _scb), ("_qdata", _qdata), (":qdata", _qdata),
+    ("_packed", _by_packed), ("_blocks", _blocks), ("qweight", _qweight), ("SCB", _scb), ("_qdata", _qdata), (":qdata", _qdata),
     (".quant_state.bitsandbytes__nf4", _four_bits), (".quant_state.bitsandbytes__fp4", _four_bits), ("", _weight),
 )  # fmt: skip
 """How names of tensors end, and what reads those that are called so."""
