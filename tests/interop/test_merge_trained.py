@@ -12,9 +12,11 @@ import synth
 import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import zckpt
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.cli import app
 from zckpt.jobs.options import LoraMerge, Options
 
 peft = pytest.importorskip("peft")
@@ -246,3 +248,36 @@ def test_copies_of_the_base_beside_a_lora(
         return
     with pytest.raises(UsageError, match="trained whole"):
         zckpt.convert(tmp_path / "base", tmp_path / "other", options=Options(lora=lora))
+
+
+def test_a_dry_run_says_what_becomes_of_each_trained_tensor(tmp_path: Path) -> None:
+    """A LoRA is merged, a module is written, tokens replace rows, a copy of the base's is left out; nothing is written."""
+    model, trained = run(tmp_path, trainable_token_indices=[3, 1], modules_to_save=["model.norm"])
+    with torch.no_grad():
+        next(one for name, one in model.named_parameters() if "norm.modules_to_save" in name).add_(1)
+    adapter = beside(tmp_path, model, trained, "vit.safetensors")
+    file = adapter / "adapter_model.safetensors"
+    copy = "base_model.model.lm_head.weight"
+    save_file({**load_file(file), copy: load_file(tmp_path / "base" / WEIGHTS)["lm_head.weight"]}, file)
+    words = [
+        "to-fp32",
+        str(adapter),
+        str(tmp_path / "out"),
+        "--merge-lora",
+        "--base",
+        str(tmp_path / "base"),
+        "--dry-run",
+    ]
+    rows = {one["name"]: one for one in json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["trained"]}
+    names = {*load_file(file), *(name.removeprefix("base_model.model.") for name in trained if "projector" in name)}
+    assert rows.keys() == names
+    for name, row in rows.items():
+        own = name.removeprefix("base_model.model.")
+        module = own.partition(".lora_")[0].partition(".token_adapter")[0].removesuffix(".weight")
+        use = "merged" if ".lora_" in own else "rows" if "tokens" in own else "left out" if name == copy else "whole"
+        into = [] if name == copy else [own if "projector" in own else f"{module}.weight"]
+        assert (row["use"], row["to"], row["adapter"]) == (use, into, "adapter"), row
+    said = CliRunner().invoke(app, words, env={"COLUMNS": "300"}).stdout.splitlines()
+    [line] = [line for line in said if line.startswith(f"  {copy}  ")]
+    assert line.endswith("is left out, since the run did not train it, and the base model has it")
+    assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
@@ -129,6 +129,7 @@ def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
         "bytes_read": planned.plan.bytes_read,
         "bytes_written": planned.order.bytes_written,
         "left_out": [fate.as_json() for fate in planned.order.left_out],
+        **({"trained": list(_fates(planned))} if planned.trained else {}),
         "notes": list(planned.notes),
     }
 
@@ -136,12 +137,33 @@ def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
 def _plan_lines(planned: Planned, words: Words) -> Iterator[str]:
     yield f"{planned.out}: would hold {words.what}"
     yield from file_lines(_files(planned))
+    for one in _fates(planned):
+        to = one["why"] if not one["to"] else examples(one["to"], len(one["to"]))
+        yield f"  {one['name']}  {_USES[one['use']]} {to}"
     left: dict[str, list[str]] = {}
     for fate in planned.order.left_out:
         left.setdefault(fate.reason, []).append(fate.name)
     for reason, names in left.items():
         yield f"would leave out {count(len(names), 'tensor')}, {reason}: {examples(names)}"
     yield f"would read {size(planned.plan.bytes_read)} and write {size(planned.order.bytes_written)}"
+
+
+def _fates(planned: Planned) -> Iterator[dict[str, Any]]:
+    """What becomes of each tensor that was trained: a row of the plan of a merge."""
+    from zckpt.core.ledger import RULES, trace
+
+    for one, to in trace(planned.trained, planned.catalog.tensors):
+        use, why = (one.how, None) if to else ("left out", RULES.get(one.why, "no tensor of the output needs it"))
+        yield {"name": one.entry.name, "adapter": one.adapter or None, "use": use, "to": to, "why": why}
+
+
+_USES = {
+    "merged": "is merged into",
+    "rows": "replaces rows of",
+    "whole": "is written as",
+    "left out": "is left out, since",
+}
+"""How a trained tensor is used -> a phrase for it."""
 
 
 def file_lines(files: Sequence[tuple[str, int]]) -> Iterator[str]:

@@ -78,6 +78,40 @@ def names_unread(source: Catalog, made: Mapping[str, TensorEntry]) -> list[str]:
     return [name for name in rest if not _is_read(source.tensors[name], name, made, claims)]
 
 
+class TrainedTensor(NamedTuple):
+    """What becomes of a tensor that a run trained, where it is no tensor of the output itself.
+
+    Attributes:
+        adapter: whose it is; "" for one that was trained beside the adapters.
+        entry: the tensor, under the name that its file gives it.
+        how: "merged", "rows", or "whole": the tensors of the output are computed with it, have its rows, or are it.
+        why: the rule of `RULES` by which it is left out, if there is one.
+    """
+
+    adapter: str
+    entry: TensorEntry
+    how: str
+    why: str = ""
+
+
+def trace(
+    tensors: Sequence[TrainedTensor], made: Mapping[str, TensorEntry]
+) -> Iterator[tuple[TrainedTensor, list[str]]]:
+    """Each tensor, with the names of those of an output that read it; arguments as for `names_unread`."""
+    stores = {fragment.store for one in tensors for fragment in one.entry.fragments}
+    spans: dict[object, list[tuple[int, int, str]]] = {store: [] for store in stores}
+    for name, entry in made.items():
+        for claim in _claims(name, entry.dtype.itemsize, entry.fragments):
+            for fragment in claim.fragments:
+                if fragment.store in spans:
+                    start = fragment.byte_offset
+                    spans[fragment.store].append((start, start + fragment.numel * claim.itemsize, name))
+    for one in tensors:
+        starts = [(fragment.store, fragment.byte_offset) for fragment in one.entry.fragments if fragment.numel]
+        names = {name for store, at in starts for low, high, name in spans[store] if low <= at < high}
+        yield one, sorted(names)
+
+
 def _claims(name: str, itemsize: int, fragments: Sequence[Fragment]) -> Iterator[Claim]:
     """The elements that a tensor reads, in files and memory: of computed ones, those that they are computed from."""
     computed = {f.store for f in fragments if isinstance(f.store, ComputedStore | DerivedStore)}

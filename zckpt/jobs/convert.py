@@ -187,7 +187,9 @@ def prepare(
     recorded = {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}
     fates = find_left_out(bare, catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up)
     order = replace(order_for(asked, plan, place, catalog, copies, recorded, single=single), left_out=fates)
-    return PlannedConversion(opened, order, notes, asked, sources=model.sources, beside=model.made_from)
+    return PlannedConversion(
+        opened, order, notes, asked, sources=model.sources, beside=model.made_from, trained=model.trained
+    )
 
 
 _OTHER_CLASS = "The config names a causal language model; the weights have the head of"

@@ -43,7 +43,7 @@ class Merge:
             recorded=with_form(model.recorded, {"form": {"lora": dict(merge.recorded)}}),
             given_up={**model.given_up, **given_up},
             left_out=(*model.left_out, *(name for name in bare if found_in(name))),
-            made_from=merge.made_from, sources=merge.sources, copies=merge.copies, is_merged=True,
+            made_from=merge.made_from, sources=merge.sources, copies=merge.copies, trained=merge.trained, is_merged=True,
         )  # fmt: skip
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples, join_words
-from zckpt.core.catalog import Catalog
+from zckpt.core.catalog import Catalog, TensorEntry, replace_name
+from zckpt.core.ledger import TrainedTensor
 from zckpt.jobs.adapters import CONFIG, choose_adapter, config_path, looked_at, made_config, read_adapter_config
 from zckpt.jobs.groups import LoraMerge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
@@ -45,6 +46,7 @@ class Merged:
         sources: catalogs whose tensors must not contradict themselves.
         made_from: what beside the checkpoint it is made from: the base, and directories of adapters.
         given_up: tensor of the checkpoint -> the rule of the ledger by which the model has another one in its place.
+        trained: the tensors that were trained.
     """
 
     catalog: Catalog
@@ -56,6 +58,7 @@ class Merged:
     sources: tuple[Catalog, ...]
     made_from: tuple[Opened, ...]
     given_up: Mapping[str, str]
+    trained: tuple[TrainedTensor, ...]
 
 
 def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
@@ -163,7 +166,28 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         sources=tuple(sources),
         made_from=(*([base] if base else []), *(one for one in others if one is not opened)),
         given_up=given_up,
+        trained=tuple(_list_trained(adapters, with_files, trained, unused)),
     )
+
+
+def _list_trained(
+    adapters: Sequence[AdapterWeights],
+    with_files: Sequence[AdapterWeights],
+    trained: Mapping[str, TensorEntry],
+    unused: Mapping[int, str],
+) -> Iterator[TrainedTensor]:
+    """The tensors of adapters and those beside them, with how each is used, or why it is not."""
+    for adapter, with_more in zip(adapters, with_files, strict=True):
+        each = (dict.fromkeys(map(id, found.values()), how) for found, how in (
+            (adapter.tokens, "rows"), (adapter.whole, "whole"), (adapter.twice, "whole"),
+        ))  # fmt: skip
+        hows = {number: how for one in each for number, how in one.items()}
+        for name, entry in (*adapter.tensors.items(), *with_more.beside.items()):
+            why = unused.get(id(entry.fragments), "original" if ".original_module." in name else "")
+            how = "whole" if name in with_more.beside else hows.get(id(entry), "merged")
+            yield TrainedTensor(adapter.name, replace_name(entry, name), how, why)
+    for name, entry in trained.items():
+        yield TrainedTensor("", replace_name(entry, name), "whole")
 
 
 def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | None) -> LoraMerge:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.words import count, duration, rate, shorten_text, size
 from zckpt.core.catalog import Catalog
+from zckpt.core.ledger import TrainedTensor
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened
@@ -31,11 +32,13 @@ class Planned:
         opened: the checkpoint.
         order: what is written; its `out` is empty where the caller takes the files of the plan one by one.
         notes: sentences a person should see.
+        trained: of a merge, the tensors that were trained.
     """
 
     opened: Opened
     order: Order
     notes: tuple[str, ...]
+    trained: tuple[TrainedTensor, ...] = field(default=(), kw_only=True)
 
     @property
     def catalog(self) -> Catalog:

@@ -10,6 +10,7 @@ from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.ledger import TrainedTensor
 from zckpt.jobs.groups import Naming
 from zckpt.jobs.open import Opened
 from zckpt.layouts.places import Place
@@ -34,6 +35,7 @@ class WorkingModel:
         made_from: what beside the checkpoint the model is made from.
         sources: catalogs whose tensors must not contradict themselves.
         copies: (location, name in the output) of tokenizer files and the like; None for those beside the checkpoint.
+        trained: of a merge, the tensors that were trained.
         is_merged: whether tensors are computed of weights and adapters, and so keep the dtype of the weights where none is asked.
         naming: the options for names, with the prefix that was found.
     """
@@ -51,6 +53,7 @@ class WorkingModel:
     made_from: tuple[Opened, ...] = ()
     sources: tuple[Catalog, ...] = ()
     copies: tuple[tuple[Location, str], ...] | None = None
+    trained: tuple[TrainedTensor, ...] = ()
     is_merged: bool = False
     naming: Naming = Naming()
 
