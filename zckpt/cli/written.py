@@ -152,7 +152,7 @@ def _fates(planned: Planned) -> Iterator[dict[str, Any]]:
     """What becomes of each tensor that was trained: a row of the plan of a merge."""
     from zckpt.core.ledger import RULES, trace
 
-    for one, to in trace(planned.trained, planned.catalog.tensors):
+    for one, to in zip(planned.trained, trace(planned.trained, planned.catalog.tensors), strict=True):
         use, why = (one.how, None) if to else ("left out", RULES.get(one.why, "no tensor of the output needs it"))
         yield {"name": one.entry.name, "adapter": one.adapter or None, "use": use, "to": to, "why": why}
 

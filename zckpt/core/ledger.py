@@ -79,12 +79,12 @@ def names_unread(source: Catalog, made: Mapping[str, TensorEntry]) -> list[str]:
 
 
 class TrainedTensor(NamedTuple):
-    """What becomes of a tensor that a run trained, where it is no tensor of the output itself.
+    """A tensor that a run trained, and how a merge uses it.
 
     Attributes:
-        adapter: whose it is; "" for one that was trained beside the adapters.
-        entry: the tensor, under the name that its file gives it.
-        how: "merged", "rows", or "whole": the tensors of the output are computed with it, have its rows, or are it.
+        adapter: whose it is; "" for one that was trained beside all adapters.
+        entry: under the name that its file gives it.
+        how: "merged", "rows" or "whole": the output is computed with it, has its rows, or has it as it is.
         why: the rule of `RULES` by which it is left out, if there is one.
     """
 
@@ -94,22 +94,16 @@ class TrainedTensor(NamedTuple):
     why: str = ""
 
 
-def trace(
-    tensors: Sequence[TrainedTensor], made: Mapping[str, TensorEntry]
-) -> Iterator[tuple[TrainedTensor, list[str]]]:
-    """Each tensor, with the names of those of an output that read it; arguments as for `names_unread`."""
-    stores = {fragment.store for one in tensors for fragment in one.entry.fragments}
-    spans: dict[object, list[tuple[int, int, str]]] = {store: [] for store in stores}
+def trace(tensors: Sequence[TrainedTensor], made: Mapping[str, TensorEntry]) -> Iterator[list[str]]:
+    """For each tensor the names of those of an output that read it; arguments as for `names_unread`."""
+    spans: dict[object, list[tuple[int, int, str]]] = {f.store: [] for one in tensors for f in one.entry.fragments}
     for name, entry in made.items():
-        for claim in _claims(name, entry.dtype.itemsize, entry.fragments):
-            for fragment in claim.fragments:
-                if fragment.store in spans:
-                    start = fragment.byte_offset
-                    spans[fragment.store].append((start, start + fragment.numel * claim.itemsize, name))
-    for one in tensors:
-        starts = [(fragment.store, fragment.byte_offset) for fragment in one.entry.fragments if fragment.numel]
-        names = {name for store, at in starts for low, high, name in spans[store] if low <= at < high}
-        yield one, sorted(names)
+        claims = _claims(name, entry.dtype.itemsize, entry.fragments)
+        for one, size in ((f, claim.itemsize) for claim in claims for f in claim.fragments if f.store in spans):
+            spans[one.store].append((one.byte_offset, one.byte_offset + one.numel * size, name))
+    for tensor in tensors:
+        found = ((f.byte_offset, span) for f in tensor.entry.fragments if f.numel for span in spans[f.store])
+        yield sorted({name for at, (low, high, name) in found if low <= at < high})
 
 
 def _claims(name: str, itemsize: int, fragments: Sequence[Fragment]) -> Iterator[Claim]:
