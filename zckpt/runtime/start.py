@@ -252,7 +252,9 @@ def _log_chosen(
             _log.warning("initialize was given its own %s, so that of the config (%s) is left aside.", name, own)
     if not trains and (lr_scheduler is not None or config.scheduler.type):
         _log.info("There is no optimizer, so the schedule is left aside.")
-    _log.info("The config with what was computed: %s", json.dumps({**settings.raw, **batch.by_key()}))
+    logging.getLogger("zckpt.runtime.config").info(
+        "The config with what was computed: %s", json.dumps({**settings.raw, **batch.by_key()})
+    )
 
 
 def _log_differences(settings: Settings) -> None:

@@ -172,7 +172,8 @@ class Lookout(threading.Thread):
                 return
 
     def _look(self, notes: Mapping[int, Doing]) -> None:
-        """Says which rank is waited for, if this is the rank to say it."""
+        """Says which rank is waited for, if this is the rank to say it; one that is done only where all compute together."""
+        notes = {rank: one for rank, one in notes.items() if one.beat != _DONE or self._now.what in PHASES}
         now = time.monotonic()
         for rank, one in notes.items():
             if self._grew.get(rank, (-1, 0.0))[0] != one.beat:

@@ -6,6 +6,7 @@ a run that was stopped and resumed ends with the same weights as one that was no
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -174,6 +175,7 @@ def train(
         ZckptError: one of its kinds says what is wrong; if another rank's process is gone, which one.
     """
     settings, found = check(job)
+    logging.getLogger("zckpt.runtime.config").setLevel(logging.WARNING)  # `say` tells what is trained, and how
     world = join_world()
     lookout = of_process(world)
     with _asked_to_stop() as asked:
