@@ -13,7 +13,6 @@ import small
 import torch
 from harness import check, main, mean_over_ranks, rank, world
 from torch import nn
-from zckpt.runtime.utils import zero_to_fp32
 
 from zckpt import live, runtime
 from zckpt.base.errors import CastError, InconsistentError, UsageError
@@ -439,44 +438,6 @@ def gathered() -> dict[str, bool]:
     with zero.GatheredParameters(plain := nn.Linear(2, 2).weight, modifier_rank=0):
         plain.data.fill_(float(rank() + 3))
     out["plain"] = bool((plain == 3).all())
-    return out
-
-
-@check(2)
-def modules_as_scripts_use_them() -> dict[str, Any]:
-    """`.cpu()`, `.half()` and the like between steps, dtypes of parameters, and a model that is taken out of its engine."""
-    out: dict[str, Any] = {}
-    for stage in range(4):
-        settings = config(stage, **BF16)
-        engine, plain = start(settings), start(settings)
-        losses = [train(engine, 1), train(plain, 1)]
-        parameters = [p for p in engine.module.parameters() if p.ndim]
-        out[f"dtype {stage}"] = sorted({str(p.dtype) for p in parameters}) == ["torch.bfloat16"]
-        if stage == 3:
-            out["in parts"] = refusal(engine.module.half().state_dict)
-            out["loaded into parts"] = refusal(engine.module.load_state_dict, {})
-        else:
-            first = {name: value.clone() for name, value in engine.module.state_dict().items()}
-            for change, dtype in ((nn.Module.cpu, "bf16"), (nn.Module.half, "fp16"), (nn.Module.float, "fp32")):
-                state = change(engine.module).state_dict()
-                kept = DTYPES[dtype] if dtype != "fp32" else torch.float32
-                out[f"{dtype} {stage}"] = all(
-                    state[name].dtype == kept
-                    and torch.allclose(state[name].float(), first[name].float(), rtol=1e-2, atol=1e-4)
-                    for name, _ in engine.module.named_parameters()
-                )
-        losses += [train(engine, 1, 1), train(plain, 1, 1)]
-        out[f"goes on {stage}"] = losses[0::2] == losses[1::2] and same(whole(engine), whole(plain))
-        masters = live.consolidate(engine)
-        home = Path(sys.argv[1]) / f"taken{stage}"
-        engine.save_checkpoint(home)
-        taken = zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, home)
-        state = taken.state_dict()
-        out[f"taken {stage}"] = type(taken) is small.Small and all(
-            torch.equal(state[name], value.to(state[name].dtype)) for name, value in masters.items()
-        )
-        out[f"computes {stage}"] = bool(taken(next(iter(small.batches(1, 0, 1, 1, 0)))[0]).isfinite())
-        refusal(engine.step)
     return out
 
 

@@ -34,7 +34,6 @@ from zckpt.runtime.saves.engine_part import Saves
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
 from zckpt.runtime.sharding.ungathered import explain_failure
-from zckpt.runtime.sharding.whole import take_out
 from zckpt.runtime.training_run import TrainingRun
 
 P = ParamSpec("P")
@@ -96,7 +95,6 @@ class Engine(TrainingRun):
             Batches(self),
             Offload(self),
         )
-        vars(self.module)["_zckpt_take_out"] = self._take_out  # for `load_state_dict_from_zero_checkpoint`
         self._backwards = 0
         self._replicated = [one for one in self.sharded.parameters if one.replicated]
         self._masters = [one.master for one in self.sharded.parameters if one.master is not None]
@@ -285,19 +283,6 @@ class Engine(TrainingRun):
         self.wait_for_checkpoint()
         self.zero_grad()
 
-    def _take_out(self) -> nn.Module:
-        """Ends the run, and gives its model, which is a plain one then; every later call says so."""
-        self.destroy()
-
-        def refuse(*inputs: Any, **kwargs: Any) -> None:
-            raise UsageError(
-                "load_state_dict_from_zero_checkpoint has taken this engine's model",
-                remedy="Use the model that it returned. To train on, make a new engine with initialize.",
-            )
-
-        vars(self).update(dict.fromkeys(("forward", "backward", "step", "save_checkpoint", "load_checkpoint"), refuse))
-        return take_out(self.module, self.sharded.parameters)
-
     def _update(self) -> None:
         assert self.optimizer is not None
         if self._unreduced:
@@ -343,9 +328,10 @@ class Engine(TrainingRun):
         absent = [one.name for one in self.sharded.parameters if one.master is not None and one.master.grad is None]
         if absent and not self.settings.zero.ignore_unused_parameters:
             raise UsageError(
-                "parameters without a gradient", found=examples(absent),
+                "parameters without a gradient",
+                found=examples(absent),
                 remedy="Use them in the loss, or set zero_optimization.ignore_unused_parameters to true, which takes zeros.",
-            )  # fmt: skip
+            )
         for master in self._masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)

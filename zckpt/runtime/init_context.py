@@ -211,7 +211,6 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
 
 
 def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[bool], None]]:
-    sharded.end_copies()
     weight = sharded.weight
     part = sharded.part() if sharded.replicated else sharded.local()
     if sharded.whole is not None and sharded.is_whole:

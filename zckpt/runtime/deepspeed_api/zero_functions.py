@@ -6,7 +6,6 @@ utils/tensor_fragment.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -14,10 +13,7 @@ from typing import Any
 
 import torch
 
-from zckpt import live
 from zckpt.estimation.deepspeed_formula import parameters_of
-from zckpt.jobs.groups import Reading
-from zckpt.jobs.open import open_catalog
 from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.optimizers.build import ELEMENTWISE
 from zckpt.runtime.parameters import (
@@ -34,7 +30,6 @@ __all__ = [
     "get_full_hp_param",
     "is_zero_param",
     "is_zero_supported_optimizer",
-    "load_state_dict_from_zero_checkpoint",
     "model_to_params",
     "set_full_hp_param",
     "unwrap_model_for_generation",
@@ -50,17 +45,6 @@ class ZeroStageEnum(IntEnum):
     gradients = 2
     weights = 3
     max_stage = 3
-
-
-def load_state_dict_from_zero_checkpoint(
-    model: Any, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
-) -> Any:
-    """Loads the whole fp32 weights into a model. One that has an engine leaves it: it is a plain model on the CPU, in fp32."""
-    catalog = open_catalog(os.fspath(checkpoint_dir), Reading(tag=tag)).catalog
-    take_out = getattr(model, "_zckpt_take_out", None)
-    plain = model if take_out is None else take_out()
-    live.load_into(plain, catalog)
-    return plain
 
 
 @contextmanager

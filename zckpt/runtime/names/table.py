@@ -160,10 +160,7 @@ BUILT: dict[str, str | Names] = {
     },
     "utils.timer": ".observe.timer",
     "utils.z3_leaf_module": ".sharding.external",
-    "utils.zero_to_fp32": {
-        "*": "zckpt.drop_in",
-        "load_state_dict_from_zero_checkpoint": f"{_ZERO}:load_state_dict_from_zero_checkpoint",
-    },
+    "utils.zero_to_fp32": "zckpt.drop_in",
 }
 """Path of a module below `deepspeed` -> where its names are built."""
 

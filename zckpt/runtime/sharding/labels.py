@@ -7,7 +7,6 @@ Source: DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from itertools import count
@@ -15,31 +14,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 _numbers = count()
-
-
-class ShardedWeight(DTensor):
-    """A parameter in parts that tells scripts the dtype of the computation, as DeepSpeed's does; torch sees fp32."""
-
-    __slots__ = ()
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the computation, for all but torch and zckpt."""
-        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        own: torch.dtype = self._local_tensor.dtype
-        return own if asks in ("torch", "zckpt") else getattr(self, _COMPUTE, own)
-
-
-_COMPUTE = "_zckpt_compute_dtype"
-
-
-def show_dtype(weight: Any, compute: torch.dtype) -> None:
-    """Lets a parameter in parts tell scripts this dtype."""
-    setattr(weight, _COMPUTE, compute)
-    weight.__class__ = ShardedWeight
 
 
 class ZeroParamType(Enum):

@@ -61,7 +61,6 @@ class ShardedParameter:
     master: nn.Parameter | None = None
     whole: nn.Parameter | None = None
     _drop: Callable[[], None] | None = None
-    _give_back: Callable[[], None] | None = None
     _version: int | None = None
     on_use: Callable[[], None] | None = None
 
@@ -84,9 +83,9 @@ class ShardedParameter:
         module, name = self.holders[0]
         return self.whole is not None and module._parameters[name] is self.whole
 
-    def hold(self, whole: nn.Parameter, drop: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """Names the parameter that the modules hold while it is gathered, what drops it, and what puts it in place of a copy."""
-        self.whole, self._drop, self._give_back = whole, drop, give_back
+    def hold(self, whole: nn.Parameter, drop: Callable[[], None]) -> None:
+        """Names the parameter that the modules hold while it is gathered, and what drops it."""
+        self.whole, self._drop = whole, drop
         setattr(whole, _ATTRIBUTE, self)
 
     def settle(self) -> None:
@@ -104,7 +103,6 @@ class ShardedParameter:
             This rank's elements of the whole parameter, if they are for certain, bit for bit, what those of the part become in
             its dtype, and none of them is infinite or NaN.
         """
-        self.end_copies()
         if self.whole is None or not self.is_whole:
             return None
         local = self.local()
@@ -120,11 +118,6 @@ class ShardedParameter:
         mine = local.to(rows.dtype)
         self.local().copy_(torch.where(mine == rows, local, rows.to(local.dtype)))
         return None
-
-    def end_copies(self) -> None:
-        """Lets the modules hold parameters again that `.half()` or the like has replaced by copies."""
-        if self._give_back is not None:
-            self._give_back()
 
     def drop(self) -> None:
         """Lets the next forward gather the parameter once more, since this rank's part has changed."""

@@ -25,7 +25,7 @@ from zckpt.base.errors import UsageError
 from zckpt.runtime.config.zero import Zero
 from zckpt.runtime.sharding.collectives import use_on_gloo
 from zckpt.runtime.sharding.deferred import Rows, rows_held_by
-from zckpt.runtime.sharding.labels import label, show_dtype
+from zckpt.runtime.sharding.labels import label
 from zckpt.runtime.sharding.offload import home_of, offload_policy
 from zckpt.runtime.sharding.older_torch import allow_frozen_dtypes, reduce_unused, shard_unit
 from zckpt.runtime.sharding.parameter import ShardedParameter
@@ -137,10 +137,13 @@ def shard(
             _prepare(one, precision, world)
         compute = next((one.dtype for one in inside if one.is_cut), precision.compute)
         shard_unit(
-            unit, ignored, _reshard_after_forward(zero, is_root=unit[0] is model), mesh=mesh,
+            unit,
+            ignored,
+            _reshard_after_forward(zero, is_root=unit[0] is model),
+            mesh=mesh,
             mp_policy=MixedPrecisionPolicy(compute, precision.reduce, cast_forward_inputs=False),
             offload_policy=offload_policy(zero),
-        )  # fmt: skip
+        )
         for one in inside:
             if not one.replicated:  # an optimizer may still hold it
                 one.parameter.data = one.parameter.data.new_empty(0)
@@ -153,8 +156,6 @@ def shard(
         for found in parameters:
             if not found.replicated:
                 label(found.weight, found.shape, found.local())
-                if found.dtype != found.local().dtype:
-                    show_dtype(found.weight, found.dtype)
     if world.device.type == "cpu":
         use_on_gloo(model, mesh.get_group("shard"))
     allow_frozen_dtypes(model)  # type: ignore[arg-type]
@@ -290,9 +291,10 @@ def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, wor
     if size != rows.size:
         raise UsageError(
             "the model was made under zero.Init for another number of ranks",
-            found=f"parameters shared by {rows.size} ranks", expected=f"{size} ranks, as the config says",
+            found=f"parameters shared by {rows.size} ranks",
+            expected=f"{size} ranks, as the config says",
             remedy="Pass the same config to zero.Init and to initialize.",
-        )  # fmt: skip
+        )
     local = rows.values.to(home_of(zero, world.device), meta.dtype)
     placed = DTensor.from_local(
         local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
