@@ -8,6 +8,7 @@ Ends when something is said, or after ten minutes. Prints what was said, and aft
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from zckpt import runtime
 from zckpt.runtime.sharding import watch
 
 watch.STILL_S, watch.LOOK_S = 2.0, 0.5
+logging.getLogger("zckpt.runtime.config").setLevel(logging.WARNING)
 
 
 class Skipping(nn.Module):
