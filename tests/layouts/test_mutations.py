@@ -791,6 +791,16 @@ def is_equal(a: Path, b: Path) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
+def is_believed(checkpoint: Path, out: Path) -> bool:
+    """Whether `verify --deep` has no doubt but one that no fault makes: a file alone never proves a whole model."""
+    found = zckpt.verify(checkpoint, out, deep=True)
+    assert found.deletable is not None
+    doubts = [one for one in found.not_proved if "without its frozen parameters" not in one]
+    return found.deletable[0] or (
+        found.ok and bool(doubts) and all("whether this is the whole model" in one for one in doubts)
+    )
+
+
 Rights = Callable[[Case, Path], Path]
 
 
@@ -803,7 +813,7 @@ def rights(tmp_path_factory: pytest.TempPathFactory) -> Rights:
         key = (checkpoint, case.run, case.family.startswith("zero3"))
         if key not in known:
             known[key] = output(case, checkpoint, work / str(len(known)))
-            assert zckpt.verify(checkpoint, known[key], deep=True).deletable[0]  # type: ignore[index]
+            assert is_believed(checkpoint, known[key])
         return known[key]
 
     return of
@@ -821,7 +831,7 @@ def outcome(case: Case, checkpoint: Path, right: Path, work: Path, patch: pytest
     assert planter.calls
     if is_equal(right, wrong):
         pytest.fail("this fault changes nothing: it proves nothing")
-    return "believed" if zckpt.verify(checkpoint, wrong, deep=True).deletable[0] else "found"  # type: ignore[index]
+    return "believed" if is_believed(checkpoint, wrong) else "found"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
