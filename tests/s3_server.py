@@ -54,7 +54,7 @@ class S3Server:
         self.url = f"http://{host}:{self._server.server_address[1]}"
 
     def __enter__(self) -> S3Server:
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # they know the address of the server before this one
+        _forget()
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         return self
@@ -70,6 +70,7 @@ class S3Server:
                 self._taken[f"/bkt/{name}"] = data
 
     def __exit__(self, *_: object) -> None:
+        _forget()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -123,6 +124,11 @@ class S3Server:
     def _failed(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
         start_response("500 Internal Server Error", [("Content-Length", "0")])
         return [b""]
+
+
+def _forget() -> None:
+    """Lets clients ask the environment again: those that exist know the address of the server that was asked last."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class _Server(socketserver.ThreadingTCPServer):
