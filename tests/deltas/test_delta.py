@@ -223,7 +223,7 @@ def test_deltas_follow_each_other(versions: tuple[State, State], places: tuple[P
     zckpt.delta(places[1], third, two, encoding="overwrite", checksum="adler32")
     report = zckpt.apply_delta(places[0], [one, two], tmp_path / "both")
     assert {n: raw(t) for n, t in loaded(tmp_path / "both").items()} == {n: raw(t) for n, t in last.items()}
-    assert report.notes == ()
+    assert all("cannot be told" in note for note in report.notes)
     zckpt.apply_delta(places[0], one, tmp_path / "first")
     zckpt.apply_delta(tmp_path / "first", two, tmp_path / "second")
     for out, deltas, found in (("a", [two, one], "version 0"), ("b", [one, one], "version 0")):

@@ -96,7 +96,8 @@ def test_one_file_keeps_the_models_own_names(tmp_path: Path) -> None:
 def test_what_has_the_hubs_form_keeps_it(tmp_path: Path) -> None:
     model = mixtral()
     model.save_pretrained(tmp_path / "in")
-    assert not zckpt.convert(tmp_path / "in", tmp_path / "out").notes
+    notes = zckpt.convert(tmp_path / "in", tmp_path / "out").notes
+    assert all("cannot be told" in note for note in notes)
     assert all_of(tmp_path / "out").keys() == all_of(tmp_path / "in").keys()
 
 

@@ -62,7 +62,8 @@ def test_wishes_that_match_nothing_are_said(tmp_path: Path) -> None:
     source = tmp_path / "in.safetensors"
 
     def notes(name: str, **options: object) -> str:
-        return "\n".join(zckpt.convert(source, tmp_path / name, options=Options(**options)).notes)
+        told = zckpt.convert(source, tmp_path / name, options=Options(**options)).notes
+        return "\n".join(note for note in told if "cannot be told whether this is the whole model" not in note)
 
     assert "--strip-prefix 'model.' is at the start of no name" in notes("1.safetensors", strip_prefix="model.")
     assert "stripped nothing" in notes("2.safetensors", strip_prefix="auto")

@@ -93,7 +93,8 @@ def test_diff_of_either_side(root: str, tmp_path: Path) -> None:
     here = FIXTURES / SMALL / "checkpoint"
     there = put(here, f"{root}/ckpt")
     zckpt.convert(here, tmp_path / "weights.safetensors", dtype="bf16")
-    put(tmp_path / "weights.safetensors", f"{root}/weights.safetensors")
+    for name in ("weights.safetensors", "weights.safetensors.zckpt.json"):  # which says what proves it whole
+        put(tmp_path / name, f"{root}/{name}")
     for rtol in (None, 2**-8):
         want = zckpt.diff(here, tmp_path / "weights.safetensors", rtol=rtol).as_json(tensors=True)
         for a in (here, there):

@@ -73,7 +73,10 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
     try:
         opened = open_catalog(out, reading, as_stored=True)
     except (IncompleteError, InconsistentError, CorruptError) as error:
-        return None, Likeness((Check("files", "", (str(error),)),), "", (), _facts(None))
+        try:  # what OUT's own config.json misses is missed below, by name
+            opened = open_catalog(out, replace(reading, as_part=True), as_stored=True)
+        except ZckptError:
+            return None, Likeness((Check("files", "", (str(error),)),), "", (), _facts(None))
     if opened.catalog.source.layout != "plain":
         raise UsageError(
             "is no set of weights that a loader of models takes", file=out, found=f"the layout {opened.catalog.source.layout}",

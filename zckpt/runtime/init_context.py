@@ -23,7 +23,7 @@ from zckpt.live.device import device_of_messages
 from zckpt.runtime.arguments import refuse_parallel, refuse_partial
 from zckpt.runtime.config.read import read_config
 from zckpt.runtime.config.zero import Zero
-from zckpt.runtime.sharding.deferred import Recorder, defer, detached_from, gather_rows, local_rows, rows_held_by
+from zckpt.runtime.sharding.deferred import Recorder, defer, gather_rows, local_rows, rows_held_by
 from zckpt.runtime.sharding.external import register_external_parameter, unregister_external_parameter
 from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType, label
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
@@ -155,7 +155,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        several = map(detached_from, [params] if isinstance(params, torch.Tensor) else params)
+        several = [params] if isinstance(params, torch.Tensor) else params
         self._params = list({id(p): p for p in several if _is_gatherable(p)}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._inside: list[tuple[nn.Parameter, Callable[[bool], None]]] = []

@@ -38,7 +38,6 @@ from zckpt.runtime.sharding.older_torch import gather
 from zckpt.runtime.world import rows_of
 
 _ATTRIBUTE = "_zckpt_rows"
-_DETACHED = "_zckpt_detached_from"
 _FILLS = frozenset(("fill_", "zero_"))
 _numbers = itertools.count()
 
@@ -86,18 +85,6 @@ class DeferredParameter(nn.Parameter):
         rows = rows_held_by(self)
         asks = str(sys._getframe(1).f_globals.get("__name__"))
         return torch.device("meta") if rows is None or asks.partition(".")[0] == "torch" else rows.values.device
-
-    def detach(self) -> torch.Tensor:
-        """What `state_dict()` has of it, with its attributes; `detached_from` finds the parameter."""
-        alone = DeferredParameter(super().detach(), requires_grad=False)
-        vars(alone).update(vars(self), **{_DETACHED: self})
-        return alone
-
-
-def detached_from(tensor: torch.Tensor) -> torch.Tensor:
-    """The deferred parameter that a tensor was detached from; any other tensor itself."""
-    found = getattr(tensor, _DETACHED, tensor)
-    return found if isinstance(found, torch.Tensor) else tensor
 
 
 def local_rows(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, unwritten: bool = False) -> Rows:

@@ -107,8 +107,8 @@ def refuse_state_dict(model: nn.Module) -> None:
     def refuse() -> None:
         raise UsageError(
             "state_dict() of a model at stage 3 holds a part of each parameter, which nothing can load",
-            remedy="Call engine.save_16bit_model(dir) on every rank to write whole weights. For a state dict in memory, call "
-            "engine._zero3_consolidated_16bit_state_dict() on every rank.",
+            remedy="Call engine.save_16bit_model(dir) on every rank to write consolidated weights. For a state dict in memory, "
+            "call engine._zero3_consolidated_16bit_state_dict() on every rank.",
         )
 
     _refuse(model, refuse)
