@@ -75,9 +75,9 @@ old-torch: .make/old-torch
 	@touch $@
 
 # A part of the tests with the oldest libraries that pyproject.toml allows, in a folder beside the environment.
-OLDEST_TESTS := tests/distributed/test_pretrained.py tests/runtime/test_config.py tests/runtime/test_start.py tests/cli/test_json.py
+OLDEST_TESTS := tests/runtime/test_config.py tests/runtime/test_start.py tests/cli/test_json.py
 oldest: .make/oldest/ready
-	PYTHONPATH=$(CURDIR)/.make/oldest $(PYTEST) $(OLDEST_TESTS) -k 'not loads_what_it_loads and not missing_or_of_another'
+	PYTHONPATH=$(CURDIR)/.make/oldest $(PYTEST) $(OLDEST_TESTS)
 .make/oldest/ready: .make/test pyproject.toml .ci/oldest.py
 	rm -rf $(@D)
 	$(BIN)/pip --disable-pip-version-check install -q --no-compile --target $(@D) $$($(BIN)/python .ci/oldest.py)
