@@ -226,6 +226,7 @@ def test_the_command(home: Callable[[str], Path], tmp_path: Path) -> None:
     out = write(tmp_path / "out", state, model)
     bad = CliRunner().invoke(app, ["verify", str(out), "--like", str(model), "--json"])
     assert bad.exit_code == 1 and check("verify", bad.stdout)["like"]["missing"] == ["model.norm.weight"]  # type: ignore[index]
+    assert "--as-part" not in bad.stdout  # nobody asked for a part
     both = zckpt.verify(model, like=model, deep=True)
     assert both.ok and both.loads_as and any(check.name == "bytes" for check in both.checks)
     with pytest.raises(NotACheckpointError, match="no such file"):

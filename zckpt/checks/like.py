@@ -27,15 +27,16 @@ from zckpt.checks.on_meta import Loaded, load_on_meta
 from zckpt.checks.verdict import Check
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.groups import Reading
-from zckpt.jobs.open import open_catalog
+from zckpt.jobs.open import open_catalog, open_place
 from zckpt.jobs.opened import Opened, dequantise
+from zckpt.layouts.places import find
 from zckpt.layouts.plain.files import PATTERNS, named_data
 from zckpt.layouts.save.companions import config_of, find_config, other_class
 from zckpt.layouts.save.weight_files import is_weights
 from zckpt.naming.fits import Misfits, compare_shapes, find_misfits
 from zckpt.storage import fsspec_io
 from zckpt.storage.json_files import check_size, read_json
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, locate
 
 _NO_NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config")
 """Keys of a config that say nothing of the tensors' names and shapes."""
@@ -74,7 +75,8 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
         opened = open_catalog(out, reading, as_stored=True)
     except (IncompleteError, InconsistentError, CorruptError) as error:
         try:  # what OUT's own config.json misses is missed below, by name
-            opened = open_catalog(out, replace(reading, as_part=True), as_stored=True)
+            place = find(out, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)
+            opened = open_place(place, replace(reading, as_part=True), as_stored=True)
         except ZckptError:
             return None, Likeness((Check("files", "", (str(error),)),), "", (), _facts(None))
     if opened.catalog.source.layout != "plain":

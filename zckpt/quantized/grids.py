@@ -116,6 +116,6 @@ def grid_of(
         return blocks
     if is_by_rows:
         return Grid(matrices, rows, columns, 1, max(columns, 1))
-    if scales[:-1] == (*lead, rows) and scales[-1] and columns % scales[-1] == 0:
+    if has_groups and scales[:-1] == (*lead, rows) and scales[-1] and columns % scales[-1] == 0:
         return Grid(matrices, rows, columns, 1, columns // scales[-1])
     return None

@@ -55,6 +55,7 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
     """
     found: dict[str, Scaled] = {}
     bare: list[str] = []
+    by_blocks = quantization is not None and quantization.method == "fp8"
     for name, entry in catalog.tensors.items():
         if not is_fp8(entry.dtype) or name in packed:
             continue
@@ -64,9 +65,7 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
             continue
         scales = catalog.tensors[beside]
         block = quantization.block if quantization is not None else BLOCK
-        grid = grid_of(entry.shape, scales.shape, block)
-        if grid is not None and quantization is not None and quantization.method == "fp8" and _has_groups(grid, block):
-            grid = None  # the config has blocks
+        grid = grid_of(entry.shape, scales.shape, block, has_groups=not by_blocks)
         if grid is None or scales.dtype.kind != "float" or is_fp8(scales.dtype):
             raise InconsistentError(
                 f"the scales of tensor {name!r} do not fit it", file=catalog.source.path,
@@ -84,11 +83,6 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
             remedy=COPY_AGAIN,
         )  # fmt: skip
     return found
-
-
-def _has_groups(grid: Grid, block: tuple[int, int]) -> bool:
-    """Whether a row has several scales that are none of blocks of this size."""
-    return grid.across > 1 and (grid.block_rows, grid.block_columns) != block
 
 
 def is_fp8(dtype: DType) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -41,7 +42,7 @@ from zckpt.team.meeting import LOAD_S, Meetings
 from zckpt.team.sameness import check_same
 
 _log = logging.getLogger("zckpt.runtime")
-_numbers = iter(range(1 << 62))
+_numbers = itertools.count()
 _OWN = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "dump_state", "steps_per_print",
         "wall_clock", "memory_breakdown", "log_level", "aio", "zero_optimization.offload_optimizer.nvme_path",
         "zero_optimization.offload_param.nvme_path")  # fmt: skip

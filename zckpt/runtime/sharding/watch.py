@@ -10,6 +10,7 @@ how far they are mean nothing: a rank may be slow.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -32,7 +33,7 @@ STILL_S = 15.0
 LOOK_S = 5.0
 
 _log = logging.getLogger("zckpt.runtime")
-_numbers = iter(range(1 << 62))
+_numbers = itertools.count()
 
 
 class Forward(NamedTuple):
