@@ -177,7 +177,7 @@ def words(codes: torch.Tensor, bits: int, order: Any = None) -> torch.Tensor:
     return (codes << torch.arange(each) * bits).sum(-1).to(torch.int32)
 
 
-def gptq(bits: int, version: int = 1, *, ordered: bool = True) -> Callable[[Dice], Made]:
+def gptq(bits: int, version: int = 1, *, ordered: bool = True, symmetric: bool = False) -> Callable[[Dice], Made]:
     """GPTQModel's `dequantize_weight`: scales[g] * (weight - zeros[g]); version 1 stores zeros - 1."""
 
     def make(dice: Dice) -> Made:
@@ -189,6 +189,8 @@ def gptq(bits: int, version: int = 1, *, ordered: bool = True) -> Callable[[Dice
             order = order[torch.randperm(columns, generator=dice.torch)]
         codes, scales = dice.below(1 << bits, columns, rows), dice.scales(groups, rows, dtype=torch.float16)
         zeros = dice.below((1 << bits) - 1, groups, rows) + int(version == 1)
+        if symmetric:
+            zeros = torch.full_like(zeros, 1 << bits - 1)
         stored = {
             "qweight": words(codes.T, bits).T, "qzeros": words(zeros - int(version == 1), bits), "scales": scales,
             **({"g_idx": order.int()} if ordered else {}),
@@ -272,7 +274,9 @@ FORMS: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None]] = {
     "modelopt": (modelopt, None),
     "gpt-oss": (gpt_oss, None),
     "gptq of 4 bits": (gptq(4), {"quant_method": "gptq", "bits": 4}),
-    "gptq of 8 bits": (gptq(8), None),
+    "gptq of 8 bits": (gptq(8), {"quant_method": "gptq", "bits": 8}),
+    "gptq, symmetric": (gptq(4, symmetric=True), None),
+    "gptq, version 2, symmetric": (gptq(8, 2, symmetric=True), None),
     "gptq of 2 bits": (gptq(2, ordered=False), {"quant_method": "gptq", "bits": 2}),
     "gptq, version 2": (gptq(4, 2), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
@@ -334,7 +338,7 @@ LAYOUTS: dict[str, Callable[[Path, Tensors], Path]] = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), proofs.covering(tuple(LAYOUTS), ("modelopt", "gptq of 4 bits", "fp4, twice", "gpt-oss"))
+    ("layout", "name"), proofs.covering(tuple(LAYOUTS), ("modelopt", "gptq, symmetric", "fp4, twice", "gpt-oss"))
 )
 def test_layouts(tmp_path: Path, layout: str, name: str) -> None:
     """Wherever codes and scales are: in one file, or spread over ranks."""
@@ -407,7 +411,9 @@ HOSTILE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, str]] = {
     "an absmax that is nan": (lambda: changed("nf4") | {"a.weight.absmax": torch.full_like(
         changed("nf4")["a.weight.absmax"], math.nan)}, None, "scales of tensor 'a.weight' hold"),
     "groups that there are not": (lambda: changed("gptq of 4 bits", g_idx=lambda t: t + 99), None, "the groups of"),
-    "zero points without a meaning": (lambda: changed("gptq of 4 bits", **ZERO_POINTS), None, "has no agreed meaning"),
+    "zero points without a meaning": (
+        lambda: changed("gptq of 4 bits", **ZERO_POINTS), {"quant_method": "gptq"}, "has no agreed meaning",
+    ),
     "zero points of another shape": (lambda: changed("awq", qzeros=wider), None, "the zero points of tensor"),
     "two of a name": (lambda: changed("awq") | {"a.weight": torch.ones(2)}, None, "there are two"),
     "a state that is no json": (
@@ -434,3 +440,91 @@ def test_a_list_of_what_is_not_quantised_is_not_trusted(tmp_path: Path) -> None:
     (source / "hf_quant_config.json").write_text(json.dumps(said))
     zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
     check_equal(load_file(tmp_path / "out" / "model.safetensors"), numbers)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+TOLD: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "config.json, no version": (1, "config.json", GPTQ),
+    "format, as transformers 5 has it": (2, "config.json", {**GPTQ, "format": "gptq_v2"}),
+    "checkpoint_format before format": (1, "config.json", {**GPTQ, "checkpoint_format": "gptq", "format": "gptq_v2"}),
+    "no bits": (1, "config.json", {"quant_method": "gptq"}),
+    "auto-gptq's own file": (
+        1,
+        "quantize_config.json",
+        {"bits": 4, "group_size": 128, "desc_act": False, "sym": False},
+    ),
+    "auto-gptq's own file, version 2": (2, "quantize_config.json", {"bits": 4, "checkpoint_format": "gptq_v2"}),
+    "auto-round": (
+        1,
+        "config.json",
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_zero_points_of_gptq_mean(tmp_path: Path, name: str) -> None:
+    """What transformers, auto-gptq and vLLM take absent keys for; verify has a second opinion."""
+    version, file, said = TOLD[name]
+    stored, numbers = make_all(gptq(4, version), 3)
+    source = write(tmp_path / "source", stored, said if file == "config.json" else None)
+    if file != "config.json":
+        (source / file).write_text(json.dumps(said))
+    zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
+    check_equal(load_file(tmp_path / "out" / "model.safetensors"), numbers)
+    assert zckpt.verify(source, tmp_path / "out", progress=False).ok
+
+
+def test_the_defaults_are_those_of_transformers() -> None:
+    from transformers import AwqConfig, GPTQConfig
+
+    from zckpt.quantized.configs import Quantization
+
+    for method, config in (("gptq", GPTQConfig), ("awq", AwqConfig)):
+        for said in (
+            {},
+            {"format": "gptq_v2" if method == "gptq" else "gemv"},
+            {"checkpoint_format": "gptq_v2"} if method == "gptq" else {"version": "GEMV"},
+        ):
+            known = Quantization(method, method, is_read=False, facts={"quant_method": method, **said})
+            found = known.version_of_gptq if method == "gptq" else known.version_of_awq
+            assert found == config(bits=4, **said).format
+
+
+UNTOLD: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None, tuple[str, ...], str]] = {
+    "no config": (gptq(4), None, (), "nothing says what the zero points"),
+    "of another method": (gptq(4), {"quant_method": "of somebody"}, (), "nothing says what the zero points"),
+    "another version": (gptq(4), {**GPTQ, "checkpoint_format": "bitblas"}, (), "quantised as GPTQ, which zckpt does not read"),
+    "no zero points": (gptq(4), GPTQ, ("qzeros",), "quantised as GPTQ, which zckpt does not read"),
+    "no bits, zero points or groups": (
+        gptq(4), {"quant_method": "gptq", "sym": True}, ("qzeros", "g_idx"), "quantised as GPTQ, which zckpt does not read",
+    ),
+    "gemv": (awq, {"quant_method": "awq", "format": "gemv"}, (), "quantised as AWQ, which zckpt does not read"),
+    "llm-awq": (awq, {"quant_method": "awq", "backend": "llm-awq"}, (), "quantised as AWQ, which zckpt does not read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_what_nothing_says_is_refused(tmp_path: Path, name: str) -> None:
+    make, quantization, without, words = UNTOLD[name]
+    stored = {n: t for n, t in make_all(make, 2)[0].items() if not n.endswith(without or ("-",))}
+    source = write(tmp_path / "source", stored, quantization)
+    with pytest.raises(zckpt.UnsupportedError, match=words) as caught:
+        zckpt.convert(source, tmp_path / "out", progress=False)
+    assert caught.value.remedy and not (tmp_path / "out").exists()
+
+
+def test_bits_by_shapes_or_else_as_the_config_says(tmp_path: Path) -> None:
+    """A symmetric model that has no zero points: order and words say how many bits there are, or else the config."""
+    stored, numbers = make_all(gptq(8, symmetric=True), 3)
+    for ends, said in ((("qzeros",), {"sym": True}), (("qzeros", "g_idx"), {"sym": True, "bits": 8})):
+        kept = {n: t for n, t in stored.items() if not n.endswith(ends)}
+        at = tmp_path / str(len(ends))
+        source = write(at, kept, {"quant_method": "gptq", **said})
+        groups = [n for n, t in stored.items() if n.endswith("g_idx") and (t.diff() < 0).any()]
+        zckpt.convert(source, out := tmp_path / f"out{len(ends)}", dtype="fp32", progress=False)
+        found = load_file(out / "model.safetensors")
+        if "g_idx" in ends:  # the order is lost with it
+            for name in groups:
+                found.pop(name.replace("g_idx", "weight")), numbers.pop(name.replace("g_idx", "weight"))
+        check_equal(found, numbers)

@@ -6,6 +6,7 @@ For `open` and every job that begins with it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, DType
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
-from zckpt.quantized.configs import Quantization, quantization_of, quantization_of_modelopt, without
+from zckpt.quantized.configs import OWN_FILES, Quantization, quantization_of, without
 from zckpt.quantized.plain import about as about_fp8
 from zckpt.quantized.plain import find_scaled, plain, product
 from zckpt.storage.json_files import read_json
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from zckpt.quantized.packed import Packed
 
 _MOST_BYTES = 16 << 20
-"""Of ModelOpt's config."""
+"""Of a config of quantised weights alone."""
 
-_CODES = ("U8", "I8")
-"""Dtypes of what ModelOpt packs."""
+_CODES = ("U8", "I8", "I32", "U32")
+"""Dtypes of what is packed where such a config is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
     """A checkpoint that was read, with what config and tensors say of quantised weights."""
     quantization = quantization_of(config_beside(place))
     if quantization is None and any(entry.dtype.name in _CODES for entry in catalog.tensors.values()):
-        quantization = _modelopt_beside(place)
+        quantization = _said_beside(place)
     if not any(_may_be_packed(name, entry) for name, entry in catalog.tensors.items()):
         return Opened(catalog, place, quantization)
     from zckpt.quantized.packed import find_packed
@@ -119,13 +120,14 @@ def _may_be_packed(name: str, entry: TensorEntry) -> bool:
     )
 
 
-def _modelopt_beside(place: Place) -> Quantization | None:
-    """What ModelOpt says of the weights, in a file of its own; None where there is none, or none that can be read."""
-    path = place.home / "hf_quant_config.json"
-    try:
-        return quantization_of_modelopt(read_json(path.path, _MOST_BYTES, "a config")) if path.is_file() else None
-    except ZckptError:
-        return None
+def _said_beside(place: Place) -> Quantization | None:
+    """What a file of its own says of the weights; None where there is none, or none that can be read."""
+    for name, meaning in OWN_FILES.items():
+        path = place.home / name
+        with suppress(ZckptError):
+            if path.is_file() and (found := meaning(read_json(path.path, _MOST_BYTES, "a config"))) is not None:
+                return found
+    return None
 
 
 def numbers_in(opened: Opened, dtype: DType | None = None) -> dict[str, TensorEntry]:

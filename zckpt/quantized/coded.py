@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import COPY_AGAIN, CorruptError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F8_E5M2, I8, U8, DType
 from zckpt.core.folds import Tools
@@ -228,22 +228,37 @@ class Zeros:
         offset: what is added to each.
         is_signed: whether a code of 8 bits is a signed number.
         refused: a code whose meaning is not agreed; -1 for none.
+        middle: what they are if all codes are this or all are 1 less, where nothing says which is stored; 0 where `offset` holds.
     """
 
     codes: Codes
     offset: int
     is_signed: bool = False
     refused: int = -1
+    middle: int = 0
 
     def read(self, row: int, count: int, tools: Tools, of: str) -> Floats:
         """Those of rows of blocks.
 
         Raises:
             CorruptError: one is a code whose meaning is not agreed.
+            UnsupportedError: nothing says what they mean.
         """
         import numpy as np
 
         codes = self.codes.read(row, count, tools)
+        if self.middle:
+            first = self.codes.read(0, 1, tools)[:1]
+            if (codes != first).any() or not np.isin(first, (self.middle - 1, self.middle)).all():
+                raise UnsupportedError(
+                    f"nothing says what the zero points of tensor {of!r} mean", file=file_of(self.codes.entry),
+                    found=f"no checkpoint_format in a config, and numbers in {self.codes.entry.name!r} that are not all "
+                    f"{self.middle} or all {self.middle - 1}",
+                    expected='"gptq" (they are stored less 1) or "gptq_v2" (as they are)',
+                    remedy="Copy the model's config.json or quantize_config.json to it, which has quant_method and "
+                    "checkpoint_format.",
+                )  # fmt: skip
+            return np.full(len(codes), self.middle, np.float32)
         if self.refused >= 0 and (codes == self.refused).any():
             raise CorruptError(
                 f"a zero point of tensor {of!r} has no agreed meaning", file=file_of(self.codes.entry),
@@ -291,7 +306,7 @@ class Coded:
     @property
     def facts(self) -> tuple[object, ...]:
         """How they become numbers."""
-        zeros = self.zeros and (self.zeros.codes.facts, self.zeros.offset, self.zeros.is_signed)
+        zeros = self.zeros and (self.zeros.codes.facts, self.zeros.offset, self.zeros.is_signed, self.zeros.middle)
         table = () if isinstance(self.table, TensorEntry) else self.table
         return ("coded", self.codes.facts, table, self.grid, self.factors.facts, zeros, self.groups, self.last)
 

@@ -9,7 +9,7 @@ quantization/quant_config.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
@@ -43,6 +43,40 @@ class Quantization:
     is_read: bool
     block: tuple[int, int] = BLOCK
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def version_of_gptq(self) -> str:
+        """How GPTQ's zero points are stored; "gptq" where a config of GPTQ does not say it, empty where there is no such config.
+
+        Source: auto-gptq 0.7 and GPTQModel 7.7, quantization/config.py; transformers 5.23, GPTQConfig (`format`, before it
+        `checkpoint_format`); vLLM 0.11, gptq.py; auto-round 0.8 (`packing_format`): none of them says a zero point otherwise.
+        """
+        said = self.facts.get("checkpoint_format") or self.facts.get("format") or "gptq"
+        if self.method == "gptq":
+            return "marlin" if self.facts.get("is_marlin_format") else str(said).lower()
+        return "gptq" if self.facts.get("packing_format") == "auto_round:auto_gptq" else ""
+
+    @property
+    def version_of_awq(self) -> str:
+        """How AWQ's words are ordered; "gemm" where no config says it, since shapes tell that form from others.
+
+        Source: AutoAWQ 0.2.9, awq/models/_config.py; transformers 5.23, AwqConfig (`format`, before it `version`).
+        """
+        if self.method != "awq":
+            return "gemm"
+        said = self.facts.get("version") or self.facts.get("format") or "gemm"
+        return str("llm-awq" if self.facts.get("backend") == "llm-awq" else said).lower()
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the config says that zero points are in the middle."""
+        return self.facts.get("sym") is True
+
+    @property
+    def bits(self) -> int:
+        """Of a code, as the config says; 0 if it does not."""
+        said = self.facts.get("bits", self.facts.get("w_bit"))
+        return said if isinstance(said, int) else 0
 
     @property
     def weights(self) -> list[Mapping[str, Any]]:
@@ -85,6 +119,25 @@ def quantization_of_modelopt(said: object) -> Quantization | None:
     if not isinstance(algorithm, str) or algorithm.startswith("FP8"):
         return None
     return Quantization("modelopt", f"ModelOpt ({algorithm})", is_read=False)
+
+
+def quantization_of_gptq(said: object) -> Quantization | None:
+    """What `quantize_config.json` of auto-gptq or `quant_config.json` of AutoAWQ says; older releases have it alone.
+
+    Source: auto-gptq 0.7, quantization/config.py (`from_quant_config`: no method is GPTQ, and a version is AWQ's).
+    """
+    if not isinstance(said, dict) or not {"bits", "w_bit", "quant_method"} & said.keys():
+        return None
+    method = str(said.get("quant_method") or ("awq" if said.get("version") else "gptq")).lower()
+    return Quantization(method, method, is_read=False, facts=said)
+
+
+OWN_FILES: Mapping[str, Callable[[object], Quantization | None]] = {
+    "hf_quant_config.json": quantization_of_modelopt,
+    "quantize_config.json": quantization_of_gptq,
+    "quant_config.json": quantization_of_gptq,
+}
+"""Files that say how weights are quantised, where config.json does not -> what reads their JSON."""
 
 
 def _pair(value: object) -> tuple[int, int] | None:

@@ -311,7 +311,9 @@ def _qweight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[st
     packed = points.shape[1] if points is not None else 0
     bits = 4 if is_awq else packed * 32 // height if points is not None else int(config.get("bits") or 4)
     columns = entry.shape[0] if is_awq else entry.shape[0] * 32 // bits
-    more = 0 if is_awq or config.get("checkpoint_format") == "gptq_v2" else 1
+    said = str(config.get("checkpoint_format") or config.get("format") or "").lower()
+    is_told = config.get("quant_method", "gptq" if "bits" in config else "") == "gptq"
+    more: Any = 0 if is_awq or said == "gptq_v2" else 1
 
     def nibbles(held: Any, first: int, last: int) -> Any:
         row = np.arange(first, last)
@@ -333,7 +335,12 @@ def _qweight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[st
             codes = _bits(held, 32, np.arange(columns) * bits, bits)
             if points is not None:
                 held = _window(points, packed, (0, groups), (0, packed), tools)
-                zeros = _bits(held.T, 32, np.arange(first, last) * bits, bits).T + more
+                zeros = _bits(held.T, 32, np.arange(first, last) * bits, bits).T
+                zeros += (
+                    more
+                    if is_told or config.get("packing_format") == "auto_round:auto_gptq"
+                    else (1 << bits - 1) - zeros
+                )
         numbers = (codes.astype(np.int64) - zeros.astype(np.int64)[group]) * factors.astype(np.float64)[group]
         return numbers.T
 

@@ -273,11 +273,17 @@ def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
     if len(codes.shape) != 2 or len(scales.shape) != 2 or scales.shape[1] != codes.shape[1]:
         raise _misfit(part, "scales", scales, "a matrix with as many columns")
     (words, rows), (groups, _) = codes.shape, scales.shape
-    bits = int(known.facts.get("bits") or 4) if known.method == "gptq" else 4
+    version = known.version_of_gptq
+    if version not in ("gptq", "gptq_v2", ""):
+        return None
     if zeros is not None and len(zeros.shape) == 2:
         bits = zeros.shape[1] * 32 // rows
-    elif order is not None:
-        bits = words * 32 // max(1, order.numel)
+    elif zeros is not None or not known.is_symmetric:
+        return None  # nothing says what zero points are
+    else:
+        bits = words * 32 // max(1, order.numel) if order is not None else known.bits
+        if not bits:
+            return None
     columns = words * 32 // bits if bits else 0
     if bits not in (2, 3, 4, 8) or columns * bits != words * 32:
         raise _misfit(part, "zero points", zeros or scales, "words of 2, 3, 4 or 8 bits for each column")
@@ -290,9 +296,9 @@ def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
         if zeros.shape != (groups, rows * bits // 32):
             raise _misfit(part, "zero points", zeros, f"{[groups, rows * bits // 32]}")
         stored = turn(zeros, 1, *zeros.shape)
-        is_v2 = known.facts.get("checkpoint_format") == "gptq_v2"
         own = Codes(stored, bits, rows, groups, groups, downwards=True)
-        points = Zeros(own, 0) if is_v2 else Zeros(own, 1, refused=(1 << bits) - 1)
+        by_version = {"gptq": Zeros(own, 1, refused=(1 << bits) - 1), "gptq_v2": Zeros(own, 0)}
+        points = by_version.get(version, Zeros(own, 0, middle=1 << bits - 1))
     packing = Codes(turn(codes, 1, words, rows), bits, rows, columns, words)
     grid = Grid(1, rows, columns, 1, 1 if order is not None else columns // groups)
     table = unsigned_codes(bits, 0 if zeros is not None else 1 << bits - 1)
@@ -302,7 +308,7 @@ def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
 
 def _awq(part: Part, known: Quantization, values: Values) -> Coded | None:
     codes, scales, zeros = part.codes, part.beside[0], part.others.get("qzeros")
-    if str(known.facts.get("version", "gemm")).lower() != "gemm" or zeros is None:
+    if known.version_of_awq != "gemm" or zeros is None:
         return None
     (columns, words), groups = codes.shape, scales.shape[0]
     if columns % groups:
