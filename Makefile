@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-l
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize asan tsan wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch oldest
+.PHONY: demo test proofs fuzz check sanitize asan tsan wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch oldest loaders
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -83,6 +83,14 @@ oldest: .make/oldest/ready
 	$(BIN)/pip --disable-pip-version-check install -q --no-compile --target $(@D) $$($(BIN)/python .ci/oldest.py)
 	$(BIN)/pip --disable-pip-version-check install -q --no-compile --no-deps --target $(@D) $$($(BIN)/python .ci/oldest.py alone)
 	@touch $@
+
+# The loaders that users give outputs to: a step of RELEASE.md. The streamers of vLLM and SGLang lie beside the environment.
+LOADER_TESTS := tests/interop/test_server_loaders.py tests/interop/test_loading.py tests/interop/test_hub_form.py \
+  tests/interop/test_peft.py tests/interop/test_fp8.py tests/interop/test_gguf.py tests/interop/test_fixtures.py
+loaders: .make/test interop .make/loaders
+	PYTHONPATH=$(CURDIR)/.make/loaders $(PYTEST) $(LOADER_TESTS)
+.make/loaders: .make/test
+	$(PIP) --no-deps --target .make/loaders.new runai-model-streamer fastsafetensors humanize && mv .make/loaders.new $@
 
 # verl's merger of rank files, without what the rest of verl needs: a second opinion, and a rival.
 .make/verl:

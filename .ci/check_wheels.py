@@ -1,11 +1,12 @@
 """Proves what can be proved of the wheels in dist/ on one Linux machine: `make wheels`.
 
 - What each holds: the same Python files, an engine of its platform, nothing of a newer C library or system than its tag says.
-- Every interpreter of this machine installs its wheel where no compiler is, and converts a fixture; so does the wheel without
-  an engine.
+- Every interpreter of this machine installs its wheel where neither a compiler nor torch is, converts a fixture, and runs
+  `zckpt demo` in an empty directory; so does the wheel without an engine.
 - Debian's Python for arm64 does the same under qemu. What it needs comes from Debian and the package index, into .make/arm64.
 
-The conversions of all must be equal to that of the tree's own installation, byte for byte. What cannot be tried, for this machine
+The conversions of all must be equal to that of the tree's own installation, byte for byte; where the tree has none, to that of
+the wheel without an engine, which shares no mover and no cast with the C++. What cannot be tried, for this machine
 lacks an interpreter or qemu, is said in lines that begin with "not tried". With --here only the wheels that `wheels.py --here`
 makes are checked, with this Python: `make wheels-here`.
 """
@@ -20,6 +21,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -50,7 +53,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dist", type=Path, default=ROOT / "dist")
     parser.add_argument("--here", action="store_true", help="only the wheels of this machine and this Python")
-    parser.add_argument("--tree", type=Path, default=ROOT / ".venv/bin/python", help="the Python that has the tree")
+    parser.add_argument(
+        "--tree", type=Path, default=ROOT / ".venv/bin/python", help="the Python that has the tree, if any"
+    )
     options = parser.parse_args()
     dist = options.dist.resolve()
     WORK.mkdir(parents=True, exist_ok=True)
@@ -63,7 +68,11 @@ def main() -> int:
     if len(set(contents.values())) > 1:
         sys.exit(f"the wheels hold different Python files: {contents}")
     check_sdist(dist)
-    expected = converted([str(options.tree), "-m", "zckpt"], "tree")
+    expected = check_without_engine(dist)
+    if options.tree.exists():
+        same(converted([str(options.tree), "-m", "zckpt"], "tree"), expected, "the tree")
+    else:
+        print(f"not tried: the tree's own installation: no {options.tree}", flush=True)
     versions = ["{}.{}".format(*sys.version_info)] if options.here else INTERPRETERS
     for version in versions:
         base = Path(sys.executable) if options.here else interpreter(version)
@@ -73,7 +82,6 @@ def main() -> int:
             print(f"not tried: CPython {version}, for which there is no wheel in {dist.name}/", flush=True)
         else:
             check(base, version, dist, expected)
-    check_without_engine(dist, expected)
     if not options.here:
         check_arm64(dist, expected)
     return 0
@@ -194,17 +202,28 @@ def check(base: Path, version: str, dist: Path, expected: str) -> None:
     if "with the C++ engine" not in about or not re.search(r"^torch +not installed$", about, re.MULTILINE):
         sys.exit(f"{version}: {about}")
     same(converted(command, version), expected, f"CPython {version}")
+    check_demo(command, version)
 
 
-def check_without_engine(dist: Path, expected: str) -> None:
-    """The same with the wheel that has no engine."""
+def check_without_engine(dist: Path) -> str:
+    """Installs the wheel that has no engine, and converts; returns a digest of the weights."""
     python = environment("try-pure", Path(sys.executable))
     (wheel,) = dist.glob("*-py3-none-any.whl")
     install(python, "--only-binary=:all:", "--force-reinstall", "--no-deps", str(wheel))
     install(python, "--only-binary=:all:", "zckpt")
-    same(
-        converted([str(python), "-m", "zckpt"], "pure", says="C++ engine was not built"), expected, "without the engine"
-    )
+    command = [str(python), "-m", "zckpt"]
+    check_demo(command, "pure")
+    return converted(command, "pure", says="C++ engine was not built")
+
+
+def check_demo(command: list[str], name: str) -> None:
+    """Runs `zckpt demo` in an empty directory outside the tree; it must find its weights equal, and leave nothing behind."""
+    with tempfile.TemporaryDirectory() as empty:
+        began = time.monotonic()
+        shown = run([*command, "demo"], cwd=Path(empty))
+        if "bit for bit" not in shown or "Safe to delete" not in shown or os.listdir(empty):
+            sys.exit(f"{name}: the demo does not show what it should:\n{shown}")
+    print(f"shows itself in {time.monotonic() - began:.1f} s: {name}", flush=True)
 
 
 def check_arm64(dist: Path, expected: str) -> None:

@@ -26,6 +26,7 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
+    "RELEASE.md": "project/release.md",
     "AGENTS.md": "project/agents.md",
     "CODE_OF_CONDUCT.md": "project/code-of-conduct.md",
     "README.md": "project/readme.md",

@@ -20,7 +20,12 @@ import zckpt
 from zckpt.base.version import DOCUMENTATION, REPOSITORY
 
 FIXTURES = ROOT / "fixtures"
-PAGES = ["README.md", "SECURITY.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    "README.md",
+    "RELEASE.md",
+    "SECURITY.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 ELSEWHERE = {"docs/extending.md": "tests/layouts/test_extending.py"}
 """Page -> the test that runs what it prints."""
 TOKEN = "hf_meWrites0123456789"
@@ -151,6 +156,8 @@ def prepare(page: str, home: Path) -> None:
         put(fixture, home / name)
     if page == "docs/rank-files.md":
         shutil.copy(FIXTURES / "flat/local_uneven_w3/shapes.json", home)
+    if page == "SECURITY.md":
+        (home / "tests").symlink_to(ROOT / "tests")
     if page == "docs/merge.md":
         shutil.copytree(FIXTURES / "peft/lora_zero3/base", home / "Llama")
         for adapter in ("style", "facts"):

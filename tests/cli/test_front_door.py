@@ -100,7 +100,7 @@ def test_a_mistake_leads_to_what_was_meant(line: str, told: str, run: Path) -> N
     ("line", "told"),
     [
         ("reshard w x --world-size 2", "expected a checkpoint with optimizer states"),
-        ("average out/checkpoint-2 out/checkpoint-4", "'out/checkpoint-4' was taken for OUT"),
+        ("average out/checkpoint-2 out/checkpoint-4", "'out/checkpoint-4' was taken for OUT. Add a name"),
         ("diff ck w", "with --rtol 0.00390625"),
     ],
 )
@@ -303,7 +303,8 @@ def test_types_that_llama_cpp_makes_itself_are_told(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["to-bf16 w ck", "to-bf16 gone ck", "to-fp8 w ck", "slim w ck", "reshard w ck --world-size 1"]
+    "line",
+    ["push me/w ck", "to-bf16 w ck", "to-bf16 gone ck", "to-fp8 w ck", "slim w ck", "reshard w ck --world-size 1"],
 )
 def test_swapped_arguments_are_told(line: str, run: Path) -> None:
     zckpt.convert("ck", "w", dtype="bf16", progress=False)

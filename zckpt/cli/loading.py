@@ -83,10 +83,7 @@ def loader_of(config: Mapping[str, object], place: str) -> str:
     said = config.get("architectures")
     name = said[0] if isinstance(said, list) and said else None
     if not isinstance(name, str) or not _CLASS.fullmatch(name):
-        return (
-            f"the transformers class for what you want of a model_type {config['model_type']!r}: its config.json names none "
-            "in architectures"
-        )
+        return f"the transformers class for your task: {place}/config.json has no architectures, which would name the class"
     remote = config.get("auto_map")
     own = (
         [key for key, value in remote.items() if str(value).endswith(f".{name}")] if isinstance(remote, Mapping) else []

@@ -136,6 +136,10 @@ def push(
         os.environ["HF_ENDPOINT"] = page.endpoint  # before huggingface_hub is imported, which reads it then
     from zckpt.hub import load
 
+    if not os.path.exists(ckpt) and os.path.isdir(repo_id):
+        from zckpt.jobs.swapped import check_order
+
+        check_order(ckpt, repo_id)
     planned = load(ckpt, dtype.value if dtype else None, asked)
     carry_out(planned, page.target(repo_id), shown.console, dry_run=dry_run)
 

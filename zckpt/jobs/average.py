@@ -215,7 +215,7 @@ def _weights(number: int, how: Average, out: str) -> tuple[float, ...] | None:
         raise UsageError(
             "the number of checkpoints does not fit", found=count(number, "checkpoint"),
             expected="two, for --slerp" if how.slerp is not None else f"{least} or more",
-            remedy=f"{out!r} was taken for OUT, as the last path always is. Name it again, or OUT behind it."
+            remedy=f"The last path is always OUT, so {out!r} was taken for OUT. Add a name for OUT at the end."
             if os.path.exists(out)
             else "Name the checkpoints one after another, before OUT.",
         )  # fmt: skip

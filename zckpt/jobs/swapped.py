@@ -1,6 +1,6 @@
 """Arguments in the wrong order: OUT is a checkpoint, and CKPT what is made from one.
 
-For `declarations.Job`, before anything is opened. Only an OUT that exists is looked at.
+For `declarations.Job` and `zckpt push`, before anything is opened. Only an OUT that exists is looked at.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def check_order(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str])
         found = "nothing"
     raise UsageError(
         "the arguments seem to be swapped", file=source, found=f"{found}; and {place.path!r} holds a checkpoint",
-        expected="the checkpoint first, then OUT", remedy=f"Type them the other way round: {place.path} {source.path}",
+        expected="the checkpoint first", remedy=f"Type them the other way round: {place.path} {source.path}",
     )  # fmt: skip
