@@ -23,7 +23,7 @@ MOST_MOVES = 16384
 LEAST_BYTES = 256 << 20
 """A file that is complete ends its batch, and is reported then. Smaller files share a batch: the disk has nothing to do at
 its end, while files become durable."""
-MOST_DISTANT_BYTES = 32 << 20
+MOST_DISTANT_BYTES = 16 << 20
 """Bytes of sources that are not at hand, in one batch: they are in memory while it runs."""
 
 _STORE = struct.Struct("=qqQQ")

@@ -1,14 +1,16 @@
 """Sources that are not at hand, for `move` and `scan`: what a batch needs of them is brought into memory.
 
-A batch names a bounded number of such bytes (`batches.MOST_DISTANT_BYTES`). While the engine works on one, the next is
-brought, so two of them are in memory, whatever the size of the checkpoint. `bringing` does it: it fetches ranges of files on
-other machines, and computes elements that nobody has yet. Sources at hand stay as they are, and so do those that an engine
-computes while it reads (`core.folds`).
+A batch names a bounded number of such bytes (`batches.MOST_DISTANT_BYTES`). While the engine works on one, the next ones are
+brought: so many that requests are always under way, and `AHEAD_BYTES` in all, whatever the size of the checkpoint. `bringing`
+does it: it fetches ranges of files on other machines, and computes elements that nobody has yet. Sources at hand stay as they
+are, and so do those that an engine computes while it reads (`core.folds`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +21,13 @@ from zckpt.engine.batches import Batch, span_bytes
 from zckpt.storage import fsspec_io
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+AHEAD_BYTES = 96 << 20
+"""Of files on other machines, in batches that are brought: `fsspec_io.REQUESTS` pieces, and some that wait for their turn."""
+
+_BRINGERS = 12
+"""Batches that are brought at a time, at most."""
 
 
 class Span(NamedTuple):
@@ -46,20 +55,22 @@ def with_local_sources(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], A
     """
     seen: dict[str, FileStore] = {}
     pool: ThreadPoolExecutor | None = None
-    ahead: Future[AnyBatch] | None = None
+    ahead: deque[tuple[int, Future[AnyBatch]]] = deque()
     try:
         for batch in batches:
             distant = [store for store in batch.stores if batch.is_distant(store)]
-            if not distant and ahead is None:
+            if not distant and not ahead:
                 yield batch
                 continue
             seen |= {store.path: store for store in distant if isinstance(store, FileStore)}
-            pool = pool or ThreadPoolExecutor(1)
-            ahead, ready = pool.submit(near, batch), ahead
-            if ready is not None:
-                yield ready.result()
-        if ahead is not None:
-            yield ahead.result()
+            computed = any(not isinstance(store, FileStore) for store in distant)
+            nbytes = AHEAD_BYTES // 2 + 1 if computed else batch.distant_bytes
+            pool = pool or ThreadPoolExecutor(_BRINGERS)
+            while ahead and (sum(size for size, _ in ahead) + nbytes > AHEAD_BYTES or len(ahead) >= _BRINGERS):
+                yield ahead.popleft()[1].result()
+            ahead.append((nbytes, pool.submit(near, batch)))
+        while ahead:
+            yield ahead.popleft()[1].result()
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
@@ -106,6 +117,8 @@ def moved_near(batch: Batch, bring: Bring) -> Batch:
 
 def in_memory(block: Any, source: Store) -> MemoryStore:
     """Brought bytes, or a dense array of numpy, as a store of the byte order of the source."""
+    if isinstance(block, mmap.mmap):
+        return MemoryStore(ctypes.addressof(ctypes.c_char.from_buffer(block)), len(block), block, source.byteorder)
     if isinstance(block, bytes):
         address = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
         return MemoryStore(address, len(block), block, source.byteorder)

@@ -7,18 +7,30 @@ exceptions of its backends into zckpt's errors.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, causes_of, redact
 from zckpt.base.words import count
+
+if TYPE_CHECKING:
+    import mmap
+    from concurrent.futures import ThreadPoolExecutor
 
 GAP_BYTES = 64 << 10
 """Ranges closer than this are fetched as one: a request costs about as much as these bytes."""
 
 THREADS = 8
-"""Requests under way at a time."""
+"""Small questions under way at a time, such as those for sizes."""
+
+REQUESTS = 40
+"""Requests for data under way at a time: a store gives each of them some MB a second, whatever the link can do."""
+
+PIECE_BYTES = 2 << 20
+"""A longer range is fetched in pieces of this size: all requests together are 80 MiB, and move as much as 32 of 8 MiB do."""
 
 _TRIES = 4
 _BLOCK = 64 << 10
@@ -50,6 +62,9 @@ _UNREACHED = {
 }
 """Names of the exceptions that HTTP libraries raise if no answer came."""
 
+Block = Union[bytes, "mmap.mmap"]
+"""Bytes of a file; a slice of them is bytes."""
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -78,7 +93,7 @@ def filesystem(address: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        fs, path = url_to_fs(address)
+        fs, path = url_to_fs(address, **_options(address))
     except ImportError as error:
         raise UsageError(
             "the package for this kind of address is missing", file=redact(address), found=str(error),
@@ -94,6 +109,16 @@ def filesystem(address: str) -> tuple[Any, str]:
             remedy="Use a local path, or an address of a kind that fsspec knows, such as s3://BUCKET/PATH.",
         ) from error
     return fs, str(path)
+
+
+def _options(address: str) -> dict[str, Any]:
+    """What the file system of an address is made with, beside fsspec's own configuration: connections for all requests."""
+    kind = address.partition("://")[0].lower()
+    if kind not in ("s3", "s3a"):
+        return {}
+    from fsspec.config import conf
+
+    return {"config_kwargs": {"max_pool_connections": 2 * REQUESTS, **conf.get("s3", {}).get("config_kwargs", {})}}
 
 
 @contextlib.contextmanager
@@ -270,8 +295,10 @@ def read(address: str, offset: int, nbytes: int) -> bytes:
     return patiently(address, lambda: _one(fs, path, offset, offset + nbytes)) if nbytes > 0 else b""
 
 
-def fetch(ranges: Sequence[Range]) -> list[tuple[bytes, int]]:
-    """Reads ranges of one or more files: near ranges in one request, several requests at a time.
+def fetch(ranges: Sequence[Range]) -> list[tuple[Block, int]]:
+    """Reads ranges of one or more files: near ranges together, long ones in pieces, `REQUESTS` pieces at a time.
+
+    A piece that fails is asked for again by itself. Several threads may call it: who calls first is served first.
 
     Returns:
         For each range, a block of bytes that contains it, and the byte offset of the block in the file; ranges share blocks.
@@ -289,8 +316,64 @@ def fetch(ranges: Sequence[Range]) -> list[tuple[bytes, int]]:
         else:
             merged.append(wanted)
         block_of[number] = len(merged) - 1
-    blocks = several(_whole, merged)
+    blocks = _fetch_merged(merged)
     return [(blocks[block_of[number]], merged[block_of[number]].start) for number in range(len(ranges))]
+
+
+def _fetch_merged(merged: Sequence[Range]) -> list[Block]:
+    """The bytes of each range; each piece goes to its place as soon as it is there, so none is in memory twice."""
+    blocks: list[Block | None] = [None] * len(merged)
+
+    def take(number: int, start: int, stop: int) -> None:
+        whole = merged[number]
+        data, block = _whole(whole._replace(start=start, stop=stop)), blocks[number]
+        if block is None:
+            blocks[number] = data
+        else:
+            block[start - whole.start : stop - whole.start] = data  # type: ignore[index]
+
+    pieces: list[tuple[int, int, int]] = []
+    for number, whole in enumerate(merged):
+        nbytes = whole.stop - whole.start
+        parts = max(1, -(-nbytes // PIECE_BYTES))
+        if parts > 1:
+            import mmap  # memory that the system gets back at once
+
+            blocks[number] = mmap.mmap(-1, nbytes)
+        edges = [whole.start + nbytes * at // parts for at in range(parts + 1)]
+        pieces += [(number, *edge) for edge in itertools.pairwise(edges)]
+    in_parallel(lambda piece: take(*piece), pieces)
+    return [b"" if block is None else block for block in blocks]
+
+
+_pools: list[ThreadPoolExecutor] = []
+
+
+def requests() -> ThreadPoolExecutor:
+    """The threads of all requests for data. After a fork, the child begins with none."""
+    if not _pools:
+        from concurrent.futures import ThreadPoolExecutor  # which is slow to import, and only wanted of addresses
+
+        _pools.append(ThreadPoolExecutor(REQUESTS, "zckpt-request"))
+    return _pools[0]
+
+
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+def in_parallel(ask: Callable[[S], T], questions: Sequence[S]) -> list[T]:
+    """What `ask` answers to each question, by the threads of `requests`; after an error the rest is not asked.
+
+    Several threads may call it: who calls first is served first. `ask` must not call it.
+    """
+    if len(questions) < 2:
+        return [ask(question) for question in questions]
+    asked = [requests().submit(ask, question) for question in questions]
+    try:
+        return [one.result() for one in asked]
+    finally:
+        for one in asked:
+            one.cancel()
 
 
 def several(ask: Callable[[S], T], questions: Sequence[S]) -> list[T]:
@@ -378,7 +461,7 @@ class RemoteFile:
             return b""
         first, last = offset // _BLOCK, (stop - 1) // _BLOCK
         if last - first > 16:
-            return fetch([Range(self._address, offset, stop)])[0][0]
+            return bytes(fetch([Range(self._address, offset, stop)])[0][0])
         wanted = range(first, last + 1)
         missing = [number for number in wanted if number not in self._blocks]
         if missing:
