@@ -36,8 +36,8 @@ from zckpt.layouts.places import find
 from zckpt.layouts.run import vectors
 from zckpt.layouts.save import cut_tensors, module_states
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.torch_xla import read as torch_xla_read
 from zckpt.layouts.universal import read as universal
+from zckpt.layouts.weights_alone import nanotron, xla
 from zckpt.layouts.zero import optimizer_states, partition, unsharded, unsharded_training, zero3, zero12
 from zckpt.storage.location import locate
 
@@ -601,7 +601,20 @@ def vectors_reversed(p: Planter) -> None:
 
 def xla_reversed(p: Planter) -> None:
     """Parts of torch_xla's ranks are put together in reverse."""
-    p.function(torch_xla_read._parts, lambda right: lambda *given: right(*given)[::-1])
+    p.function(xla._parts, lambda right: lambda *given: right(*given)[::-1])
+
+
+def nanotron_crossed(p: Planter) -> None:
+    """Pieces of one size of a rank's fused matrix change places."""
+    p.function(nanotron._chunks, lambda right: lambda one, shape: refs_crossed([*right(one, shape)]))
+
+
+def refs_crossed(chunks: list[Any]) -> list[Any]:
+    """Chunks of one size change places in the file."""
+    places = [chunk.place for chunk in chunks]
+    if len(chunks) > 1:
+        swap(places, [chunk.sizes for chunk in chunks])
+    return [chunk._replace(place=place) for chunk, place in zip(chunks, places, strict=True)]
 
 
 def boxes_mirrored(p: Planter) -> None:
@@ -654,6 +667,7 @@ RANKS: dict[tuple[str, str], tuple[str, Plant]] = {
     ("Megatron-Core model space", "mcore/model_space_tp2_dp2_0_12"): ("boxes mirrored", boxes_mirrored),
     ("torchtitan", "torchtitan/llama3_0_3_0_w3"): ("boxes mirrored", boxes_mirrored),
     ("torch_xla", "torch_xla/flat_w3"): ("parts reversed", xla_reversed),
+    ("nanotron", "nanotron/llama_tp2_pp2"): ("fused pieces swapped", nanotron_crossed),
     ("GGUF", "gguf"): ("equal tensors swapped", gguf_swapped),
 }  # fmt: skip
 """(What, save) -> the fault."""
@@ -844,7 +858,7 @@ def test_a_planted_fault_is_caught(
 
 def test_every_kind_of_fault_is_planted_in_every_family() -> None:
     """All of these faults are caught; what cannot be is below."""
-    assert len(CASES) == len(set(map(str, CASES))) == 203
+    assert len(CASES) == len(set(map(str, CASES))) == 204
 
 
 def test_every_family_has_planted_faults(made: dict[str, Path]) -> None:

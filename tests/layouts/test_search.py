@@ -77,11 +77,6 @@ def test_the_newest_of_steps_with_saves_below(tmp_path: Path) -> None:
 FOREIGN = {
     "Orbax": ["_METADATA", "manifest.ocdbt", "d/144100b826dbf0f3"],
     "Orbax ": ["_CHECKPOINT_METADATA", "params.w/.zarray"],
-    "nanotron": [
-        "latest.txt",
-        "10/checkpoint_metadata.json",
-        "10/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt",
-    ],
     "NxD": ["model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", "done"],
     "fairseq2": ["model/pp_00/tp_00/sdp_00.pt", "model/pp_00/tp_00/sdp_01.pt"],
     "torchsnapshot": [".snapshot_metadata", "0/model/weight"],

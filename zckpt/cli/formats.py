@@ -72,11 +72,12 @@ def known_formats() -> dict[str, Any]:
 
 
 def _layouts() -> list[dict[str, Any]]:
-    """The families of `layouts`, each with what its package says of itself."""
+    """The families of `layouts`, each with what it or its package says of itself."""
     from zckpt import layouts
 
     packages = [one for one in vars(layouts).values() if isinstance(one, ModuleType) and hasattr(one, "FAMILY")]
     about = {one.FAMILY.name: (one.__doc__ or "").partition("\n")[0] for one in packages}
+    about |= {one.name: one.about for one in layouts.FAMILIES if one.about}
     found = {one.name: one.read_training is not None for one in layouts.FAMILIES}
     return [{"name": name, "about": about[name], "optimizer_states": states} for name, states in found.items()]
 

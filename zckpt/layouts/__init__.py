@@ -22,8 +22,8 @@ from zckpt.layouts import (
     parallel,
     plain,
     torch_checkpointing,
-    torch_xla,
     universal,
+    weights_alone,
     zero,
 )
 from zckpt.layouts.run import agreement, usage
@@ -45,7 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     fsdp.FAMILY,
     fsdp.ANY_NAME,
     torch_checkpointing.WITHOUT_METADATA,
-    torch_xla.FAMILY,
+    *weights_alone.FAMILIES,
     numbered.FAMILY,
     gguf.FAMILY,
     plain.FAMILY,

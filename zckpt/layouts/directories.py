@@ -102,7 +102,7 @@ def _family_in(look: Look, family: Family) -> Family | None:
     names = [name for root in roots for name in root.names]
     if family.fallback or not family.is_save(names):
         return None
-    held = [name for name in names if family.holds_files(name)]
+    held = [name for name in names if family.holds_files(name)] if not family.mark else []
     inner = (f"{name}/{file}" for name in held for root in roots if (at := root.inside(name)) for file in at.names)
     return family if not held or any(map(family.owns, (*names, *inner))) else None
 
@@ -299,7 +299,7 @@ def listing_of(folder: Folder, tag: str, also: Sequence[Folder]) -> Listing:
     families = layouts.FAMILIES
     below = [name for family in families for name in (family.directory, family.raw_directory) if name]
     entries = dict.fromkeys(name for root in (folder, *also) for name in root.names)
-    below += (name for name in entries if any(family.holds_files(name) for family in families))
+    below += (name for name in entries if any(family.holds_files(name, entries) for family in families))
     inner = tuple(dict.fromkeys(name for name in below if name in entries))
     roots = [(root.path, root.files(inner)) for root in (folder, *also)]
     return lay_over(folder.path, tag, roots, layouts.is_of_save)

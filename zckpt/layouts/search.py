@@ -65,7 +65,7 @@ def is_taken(name: str) -> bool:
     """Whether an entry of this name means something to `find`, so that no tag may have it."""
     if name.casefold() in (*POINTERS, *(family.directory for family in layouts.FAMILIES)):
         return True
-    taken = (family.owns(name) or family.holds_files(name) for family in layouts.FAMILIES)
+    taken = (family.owns(name) or family.holds_files(name, ()) for family in layouts.FAMILIES)
     return accelerate.MODEL.fullmatch(name) is not None or any(taken)
 
 

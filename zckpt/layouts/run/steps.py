@@ -1,4 +1,4 @@
-"""The file by which a run of Megatron, Megatron Bridge or verl names its newest step.
+"""The file by which a run of Megatron, Megatron Bridge, verl or nanotron names its newest step.
 
 For `places`.
 Source: Megatron-LM, megatron/training/checkpointing.py `get_checkpoint_tracker_filename`; Megatron Bridge 0.3.1,
@@ -21,7 +21,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _TRAIN_STATE = "latest_train_state.pt"
 """Of Megatron Bridge, which asks it first: a torch file with the step. Its versions before 0.2 write no other."""
 
-POINTERS_OF_STEPS = (_TRAIN_STATE, TRACKER)
+_OF_NANOTRON = "latest.txt"
+"""A number too."""
+
+POINTERS_OF_STEPS = (_TRAIN_STATE, TRACKER, _OF_NANOTRON)
 
 OF_MEGATRON = re.compile(r"iter_\d{7}|release")
 """The directories of steps that Megatron writes."""

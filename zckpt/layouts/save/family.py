@@ -28,6 +28,10 @@ Record = tuple[str, int, int, int]
 """A checksummed part of a file: name, byte offset, bytes, CRC-32 (0 where the writer stored none)."""
 
 
+_DEEPEST = 24
+"""Directories in each other, in a save that has directories of the names of its parameters."""
+
+
 class FileKind(NamedTuple):
     """The files of one kind that a save may have.
 
@@ -141,6 +145,8 @@ class Family:
         directory: a directory of a save whose files, at any depth, belong to it; empty for none.
         directories: names of directories of a save, of which there may be several: what they hold belongs to it by the patterns
             of `files`, which begin with the directory's name.
+        mark: a file that every save of the family has, where its other names are too common to tell; what is in one of
+            `directories` may then lie deeper. Empty for none.
         axes: the place of one of `files` in the table of ranks, where its name alone does not say it; may open it.
         raw_directory: a directory of a save that belongs to it as `directory` does, but does not tell that it is one; its files
             hold elements and nothing else. Empty for none.
@@ -167,6 +173,7 @@ class Family:
         holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
         apart: the group of the files' patterns that tells one save from others in the same directory, such as
             `checkpoint_last` of `checkpoint_last-shard0.pt`; empty where a directory is one save.
+        about: what it is, in a line; empty where the first line of its package says it.
         alone: a save may be a single file, which is then the whole checkpoint, whatever lies beside it.
         digests: file name -> SHA-256 in hexadecimal, where the trainer recorded them in the save.
         keeps_model_files: a save made from another has its model files as they were.
@@ -180,6 +187,7 @@ class Family:
     read_training: ReadTraining | None = None
     directory: str = ""
     directories: re.Pattern[str] | None = None
+    mark: str = ""
     axes: Callable[[Listing, str], Mapping[str, int]] | None = None
     raw_directory: str = ""
     tagged: bool = False
@@ -199,6 +207,7 @@ class Family:
     holds_run: bool = True
     keeps_model_files: bool = False
     apart: str = ""
+    about: str = ""
     alone: bool = False
 
     def owns(self, name: str) -> bool:
@@ -213,11 +222,16 @@ class Family:
 
     def is_save(self, names: Iterable[str]) -> bool:
         """Whether a directory with entries of these names is a save of the family."""
+        names = list(names)
+        if self.mark and self.mark not in names:
+            return False
         return any(name == self.directory or self.holds_files(name) or self.owns(name) for name in names)
 
-    def holds_files(self, name: str) -> bool:
-        """Whether a directory of this name, in a save, holds files of it; see `directories`."""
-        return self.directories is not None and self.directories.fullmatch(name) is not None
+    def holds_files(self, name: str, beside: Iterable[str] | None = None) -> bool:
+        """Whether a directory of this name, in a save, holds files of it; see `directories`; `beside`: names there, if known."""
+        if self.directories is None or (self.mark and beside is not None and self.mark not in beside):
+            return False
+        return self.directories.fullmatch(name) is not None
 
     def above_ranks(self, path: Location) -> Location | None:
         """The save of which `path` is a directory that holds its files, or lies in one; see `directories` and `directory`."""
@@ -226,10 +240,24 @@ class Family:
         for within in (inner, inner.parent, inner.parent.parent) if below else ():
             if within.name and within.name in below and self._owns_beside(within.parent):
                 return within.parent
+        if self.mark:
+            return self._above_mark(inner)
         if self.holds_files(inner.parent.name) and self.owns(f"{inner.parent.name}/{inner.name}") and path.is_file():
             return inner.parent.parent
         if self.holds_files(inner.name) and path.is_dir() and any(self.owns(f"{inner.name}/{n}") for n in path.names()):
             return inner.parent
+        return None
+
+    def _above_mark(self, inner: Location) -> Location | None:
+        """The save that a path is the mark of, or in a directory of it."""
+        if inner.name == self.mark and inner.is_file():
+            return inner.parent
+        for _ in range(_DEEPEST):
+            if not inner.name or inner.path == inner.parent.path:
+                break
+            if self.holds_files(inner.name) and (inner.parent / self.mark).is_file():
+                return inner.parent
+            inner = inner.parent
         return None
 
     def _owns_beside(self, home: Location) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints of other programs that zckpt does not read, known by the names of their files.
 
 For `places`, which names the format and says what its own program writes instead.
-Source: orbax (step metadata, `_METADATA` of a PyTree, OCDBT's manifest); nanotron, serialize/utils.py `get_path`;
+Source: orbax (step metadata, `_METADATA` of a PyTree, OCDBT's manifest);
 neuronx-distributed, trainer/checkpoint.py; fairseq2, checkpoint.py; torchsnapshot, snapshot.py;
 transformers 4.57, utils/__init__.py (TensorFlow's, Flax's, Rust's weights).
 """
@@ -39,12 +39,6 @@ FORMATS = (
         "",
         "Restore it with orbax.checkpoint, and save the arrays with safetensors.numpy.save_file; MaxText and others have "
         "scripts that write a Hugging Face model.",
-    ),
-    ForeignFormat(
-        "nanotron",
-        r".+_pp-rank-\d+-of-\d+_tp-rank-\d+-of-\d+(?:_.+)?\.safetensors|optimizer_pp-\d+-of-\d+.*\.pt",
-        r"checkpoint_metadata\.json",
-        "Convert it with nanotron's examples/llama/convert_nanotron_to_hf.py.",
     ),
     ForeignFormat(
         "Neuron's NxD (neuronx-distributed)",

@@ -1,23 +1,33 @@
-"""Finds what the files of torch_xla's FSDP hold of every tensor a second time, as its own consolidation joins them.
+"""Finds a second time what is in saves of which zckpt reads the weights alone, as each format's own code joins its files.
 
-That puts all ranks' tensors of one key behind each other, cuts off what is behind the size, and splits flat ones by their numbers
-of elements.
-Source: pytorch/xla, torch_xla/distributed/fsdp/state_dict_utils.py `consolidate_sharded_state_dicts`.
+Source: pytorch/xla, torch_xla/distributed/fsdp/state_dict_utils.py `consolidate_sharded_state_dicts`; nanotron 2411b02,
+serialize/utils.py `merge_and_shard_tp_tensors`, serialize/weights.py `load_sharded_param_latest`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import HeldRun, SecondLook, Shape, hold_elements, hold_whole, mapping, shape_of
+from zckpt.layouts.save.second import (
+    HeldRun,
+    SecondLook,
+    Shape,
+    hold_box,
+    hold_elements,
+    hold_whole,
+    mapping,
+    rows_of,
+    shape_of,
+)
 
 
-def find_again(listing: Listing) -> SecondLook:
-    """The model's tensors, by each file's own rank."""
+def find_xla(listing: Listing) -> SecondLook:
+    """As torch_xla's consolidation: all ranks' tensors of one key behind each other, what is behind the size cut off."""
     by_rank: dict[int, Mapping[str, Any]] = {}
     for name in listing.files:
         root = mapping(listing.open(name).root) if name.endswith((".pth", ".bin")) else {}
@@ -65,3 +75,38 @@ def _split_vectors(parts: list[TensorRef], wanted: list[tuple[str, int]]) -> Ite
 
 def _plain(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
+
+
+def find_nanotron(listing: Listing) -> SecondLook:
+    """As nanotron's loader, which assigns `whole[global slices] = file[local slices]` of every file `model_<name>*`."""
+    names: dict[str, Shape | None] = {}
+    runs: list[HeldRun] = []
+    for path in listing.files:
+        if not path.startswith("model/") or not path.endswith(".safetensors"):
+            continue
+        *modules, file = path.removesuffix(".safetensors").split("/")[1:]
+        base, mark, _ = file.removeprefix("model_").partition("_pp-rank-")
+        name = ".".join((*modules, base))
+        container = listing.open(path)
+        ref = container.root["data"]  # type: ignore[index]
+        if not mark:
+            names[name] = ref.shape
+            runs += hold_whole(name, "", ref)
+            continue
+        shape = tuple(
+            int(number) for number in re.findall(r"(?<!np\.int)(?<!\d)\d+", container.metadata["unsharded_shape"])
+        )
+        names[name] = shape
+        for pair in container.metadata["local_global_slices_pairs"].split(";"):
+            part, offsets = ref, list[int]()
+            local, whole = (side.split("|") for side in pair.split("#"))
+            for dim, (own, to) in enumerate(zip(local, whole, strict=True)):
+                low, high, _ = slice(*map(_number, own.split(","))).indices(ref.shape[dim])
+                part = rows_of(part, dim, low, high - low)
+                offsets.append(slice(*map(_number, to.split(","))).indices(shape[dim])[0])
+            runs += hold_box(name, "", part, offsets, shape)
+    return SecondLook(names, runs)
+
+
+def _number(text: str) -> int | None:
+    return None if text == "None" else int(text)

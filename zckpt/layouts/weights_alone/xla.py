@@ -86,7 +86,7 @@ def unread_states(listing: Listing) -> str:
 
 
 def _names_of_ranks(listing: Listing) -> dict[int, str]:
-    from zckpt.layouts.torch_xla import OF_TRAINER, SHARD
+    from zckpt.layouts.weights_alone import OF_TRAINER, SHARD
 
     found = {int(m["dp"]): m[0] for m in map(SHARD.fullmatch, listing.files) if m}
     return dict(sorted((found or {int(m["dp"]): m[0] for m in map(OF_TRAINER.fullmatch, listing.files) if m}).items()))

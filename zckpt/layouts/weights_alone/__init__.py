@@ -1,0 +1,50 @@
+"""Saves of which zckpt reads the weights, and no optimizer states: the families, each with a module of its own."""
+
+import re
+
+from zckpt.base.patterns import compile_late
+from zckpt.layouts.save.family import Family, FileKind, later, where_there
+
+SHARD = re.compile(r"(?P<save>.+?)_rank-(?P<dp>\d{8})-of-\d{8}\.pth")
+OF_TRAINER = re.compile(r"rank(?P<dp>\d+)-of-\d+-pytorch_model\.bin")
+"""How torch_xla's own examples call the files, and how transformers' Trainer does."""
+
+NANOTRON = "checkpoint_metadata.json"
+SLICE = compile_late(
+    r"model/(?P<modules>(?:[^/]+/)*)model_(?P<last>[^/]+?)(?P<rank>_pp-rank-(?P<pp>\d+)-of-\d+_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
+    r"(?:_exp-rank-(?P<ep>\d+)-of-(?P<eps>\d+))?)?\.safetensors"
+)
+OPTIMIZER = compile_late(
+    r"optimizer/optimizer_pp-(?P<pp>\d+)-of-(?P<pps>\d+)(?:_dp-(?P<dp>\d+)-of-(?P<dps>\d+))?_tp-(?P<tp>\d+)-of-\d+"
+    r"(?:_exp-(?P<ep>\d+)-of-\d+)?\.pt"
+)
+"""Files of nanotron: the first is there in every save of it."""
+
+FAMILIES = (
+    Family(
+        name="torch_xla",
+        about="torch_xla's FullyShardedDataParallel: each rank's part of a model in a file, with how it was cut.",
+        files=(FileKind("shard", SHARD), FileKind("shard", OF_TRAINER)),
+        match=where_there(
+            [SHARD, OF_TRAINER], later("weights_alone.xla", "match"), "no *_rank-*-of-*.pth of torch_xla"
+        ),
+        read=later("weights_alone.xla", "read"),
+        second=later("weights_alone.second", "find_xla"),
+        holds_run=False,
+        facts=later("weights_alone.xla", "facts"),
+        unread_states=later("weights_alone.xla", "unread_states"),
+    ),
+    Family(
+        name="nanotron",
+        about="nanotron: each parameter in files of its own, which say what slices of it they hold.",
+        files=(FileKind("", SLICE, of_rank=False), FileKind("", OPTIMIZER, of_rank=False)),
+        match=lambda listing: None if listing.matching(SLICE) else "no model/**/model_*.safetensors of nanotron",
+        read=later("weights_alone.nanotron", "read"),
+        second=later("weights_alone.second", "find_nanotron"),
+        directories=compile_late(r"model|optimizer"),
+        mark=NANOTRON,
+        every_rank=False,
+        holds_run=False,
+        unread_states=later("weights_alone.nanotron", "unread_states"),
+    ),
+)
