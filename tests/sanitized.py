@@ -43,7 +43,7 @@ import numpy as np  # noqa: E402
 from zckpt.base.errors import ZckptError  # noqa: E402
 from zckpt.core.catalog import Replica, TensorEntry  # noqa: E402
 from zckpt.core.dtypes import ALL, BF16, F8_E4M3, F16, F32, F64, DType  # noqa: E402
-from zckpt.core.folds import MatrixBlocks  # noqa: E402
+from zckpt.core.folds import MatrixBlocks, NumberGrid  # noqa: E402
 from zckpt.core.fragments import Fragment  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
 from zckpt.core.recipes import Mean, Moved, MovingAverage, derive_entry  # noqa: E402
@@ -51,6 +51,7 @@ from zckpt.core.stores import FileStore, MemoryStore  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.independent import derived_again  # noqa: E402
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels  # noqa: E402
+from zckpt.engine.kernels_ggml import TYPES  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
 from zckpt.engine.rounding import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
@@ -340,10 +341,32 @@ def kernels() -> None:
         bits, others = np.empty(count, np.uint8), np.empty(count, np.uint8)
         other[other == 0] = 1
         found[found == 0] = 1
-        NativeKernels().to_e4m3(x, blocks, found, bits)
-        ReferenceKernels().to_e4m3(x, blocks, other, others)
-        assert np.array_equal(bits, others), "to_e4m3"
+        table = RNG.normal(size=256).astype(np.float32)
+        for grid, vectors in itertools.product(NumberGrid, (False, True)):
+            core.use_vector_paths(vectors)
+            one = NativeKernels().to_codes(grid, x, blocks, found, bits)
+            two = ReferenceKernels().to_codes(grid, x, blocks, other, others)
+            assert np.array_equal(bits, others) and repr(one) == repr(two), "to_codes"
+            few, own, its = table * (np.arange(256) < 16), np.empty(count, np.float32), np.empty(count, np.float32)
+            for known, zeros in itertools.product((table, few), (None, found)):
+                codes = bits if known is table else bits & 15
+                NativeKernels().of_codes(codes, known, blocks, zeros, found, own)
+                ReferenceKernels().of_codes(codes, known, blocks, zeros, found, its)
+                assert np.array_equal(own, its, equal_nan=True), "of_codes"
         NativeKernels().multiply_blocks(y, blocks, found)
+    for width in range(1, 9):
+        raw, one, two = RNG.bytes(7 * 41), np.empty((7, 41), np.uint8), np.empty((7, 41), np.uint8)
+        for kernels, codes in ((NativeKernels(), one), (ReferenceKernels(), two)):
+            kernels.split_codes(np.frombuffer(raw, np.uint8), width, codes, high_first=width == 4)
+        assert np.array_equal(one, two), "split_codes"
+        NativeKernels().join_codes(one, 0, np.empty((7, 21), np.uint8))
+        words = np.frombuffer(RNG.bytes(4 * 3 * 9), "<u4").reshape(3, 9)
+        NativeKernels().split_down(words, 4, tuple(range(0, 32, 4)), 1, np.empty((23, 9), np.uint8))
+    for kind, (nbytes, numbers, _) in TYPES.items():
+        blocks, own, its = np.frombuffer(RNG.bytes(nbytes * 3), np.uint8), *np.empty((2, numbers * 3), np.float32)
+        NativeKernels().of_ggml(kind, blocks, own)
+        ReferenceKernels().of_ggml(kind, blocks, its)
+        assert np.array_equal(own, its, equal_nan=True), kind
     for count in (0, 1, 300):
         x = RNG.integers(0, 2**32, count * 32, np.uint32).view(np.float32)
         blocks, others = np.zeros(count * 34, np.uint8), np.zeros(count * 34, np.uint8)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
+    Matrix = NDArray[np.generic]
     Array = NDArray[np.generic]
 
 
@@ -78,6 +79,17 @@ class Rounded(NamedTuple):
     error: float
 
 
+class NumberGrid(IntEnum):
+    """Numbers that codes stand for before they are multiplied; `csrc/codes.h` has them in this order."""
+
+    E4M3 = 0
+    E2M1 = 1
+    INT8 = 2
+    """In two's complement."""
+    INT4 = 3
+    """Codes begin with 0 for -8."""
+
+
 class Kernels(Protocol):
     """Loops over elements; the C++ ones and those of the reference give the same bits. Arrays are dense, of one dimension."""
 
@@ -106,11 +118,27 @@ class Kernels(Protocol):
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
         """Multiplies the numbers of each block by its factor, in place; products are rounded to fp32."""
 
-    def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
-        """Divides the numbers of each block by its factor (positive), rounds to fp32, then to E4M3, both to nearest even.
+    def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+        """Puts the code of the grid's number that is nearest to (number / its block's factor) into `out`, of two the even one.
 
-        What is larger than E4M3's largest number, 448, becomes that; NaN stays NaN. The bits go into `out`.
+        The quotient is not rounded before; factors are positive. What is larger than the grid's largest number becomes that. NaN
+        stays NaN in E4M3, and is 0 elsewhere.
         """
+
+    def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
+        """Puts codes of 1 to 8 bits that lie one behind the other, least significant bits first, into `codes`, a byte each.
+
+        Each row begins a byte of `raw`, and all have as many. `high_first`: of 4 bits, the high half of a byte comes first.
+        """
+
+    def split_down(self, words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
+        """The same where an element of `words` holds codes of several rows, so many bits above its bottom as `shifts` says.
+
+        The codes of row `first` and of those behind it go into `codes`.
+        """
+
+    def join_codes(self, codes: Matrix, rest: int, out: Matrix) -> None:
+        """Puts codes of 4 bits into rows of bytes, two in each, the first one below; bytes that are left become `rest`."""
 
     def of_codes(
         self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
@@ -119,7 +147,7 @@ class Kernels(Protocol):
 
         Args:
             codes: places in the table.
-            table: of 256 numbers.
+            table: of 256 numbers; those behind the 16th are 0 if codes have 4 bits.
             blocks: how blocks lie over the codes.
             zeros: a zero point for each block; None for none.
             factors: likewise.

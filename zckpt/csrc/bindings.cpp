@@ -11,6 +11,7 @@
 
 #include "aside.h"
 #include "blocks.h"
+#include "codes.h"
 #include "confirm.h"
 #include "crc32.h"
 #include "early.h"
@@ -254,15 +255,49 @@ void multiply_blocks(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t
   zckpt::multiply_blocks(reinterpret_cast<float*>(x), own, reinterpret_cast<const float*>(factors));  // NOLINT
 }
 
-nb::tuple to_e4m3(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t factors, uintptr_t out) {
+const uint8_t* bytes_at(uintptr_t address) { return reinterpret_cast<const uint8_t*>(address); }  // NOLINT
+
+void split_codes(uintptr_t raw, size_t pitch, size_t rows, size_t columns, unsigned bits, bool high_first, uintptr_t codes) {
+  if (!bits || bits > 8) throw std::invalid_argument("bits of a code");
+  nb::gil_scoped_release release;
+  zckpt::split_codes(bytes_at(raw), pitch, rows, columns, bits, high_first, reinterpret_cast<uint8_t*>(codes));  // NOLINT
+}
+
+void split_down(uintptr_t raw, unsigned word, size_t pitch, unsigned bits, nb::bytes shifts, size_t first, size_t count, uintptr_t codes) {
+  const auto each = structs<uint8_t>(shifts);
+  if (!bits || bits > 8 || each.empty()) throw std::invalid_argument("bits of a code");
+  nb::gil_scoped_release release;
+  zckpt::split_down(bytes_at(raw), word, pitch, bits, each.data(), each.size(), first, count, reinterpret_cast<uint8_t*>(codes));  // NOLINT
+}
+
+void join_codes(uintptr_t codes, size_t rows, size_t columns, size_t pitch, uint8_t rest, uintptr_t out) {
+  nb::gil_scoped_release release;
+  zckpt::join_codes(bytes_at(codes), rows, columns, pitch, rest, reinterpret_cast<uint8_t*>(out));  // NOLINT
+}
+
+void of_codes(uintptr_t codes, uintptr_t table, const std::array<size_t, 5>& blocks, uintptr_t zeros, uintptr_t factors, uintptr_t x) {
   const auto own = blocks_of(blocks);
+  const auto at = [](uintptr_t address) { return reinterpret_cast<const float*>(address); };  // NOLINT
+  nb::gil_scoped_release release;
+  zckpt::of_codes(bytes_at(codes), at(table), own, at(zeros), at(factors), reinterpret_cast<float*>(x));  // NOLINT
+}
+
+nb::tuple to_codes(int grid, uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t factors, uintptr_t out) {
+  const auto own = blocks_of(blocks);
+  if (grid < 0 || grid >= static_cast<int>(zckpt::NumberGrid::kGrids)) throw std::invalid_argument("a grid");
   zckpt::Rounded found;
   {
     nb::gil_scoped_release release;
-    found = zckpt::to_e4m3(reinterpret_cast<const float*>(x), own, reinterpret_cast<const float*>(factors),  // NOLINT
-                           reinterpret_cast<uint8_t*>(out));                                                 // NOLINT
+    found = zckpt::to_codes(static_cast<zckpt::NumberGrid>(grid), reinterpret_cast<const float*>(x), own, reinterpret_cast<const float*>(factors),  // NOLINT
+                            reinterpret_cast<uint8_t*>(out));                                                                                    // NOLINT
   }
   return nb::make_tuple(found.saturated, found.underflowed, found.error);
+}
+
+void of_ggml(int kind, uintptr_t blocks, size_t count, uintptr_t x) {
+  if (kind < 0 || kind >= static_cast<int>(zckpt::GgmlBlocks::kTypes)) throw std::invalid_argument("a type of ggml");
+  nb::gil_scoped_release release;
+  zckpt::of_ggml(static_cast<zckpt::GgmlBlocks>(kind), bytes_at(blocks), count, reinterpret_cast<float*>(x));  // NOLINT
 }
 
 void to_q8_0(uintptr_t numbers, uintptr_t blocks, size_t count) {
@@ -355,7 +390,12 @@ NB_MODULE(_core, m) {
   m.def("add_low_rank", &add_low_rank, "total"_a, "left"_a, "right"_a, "rows"_a, "columns"_a, "rank"_a, "scaling"_a);
   m.def("largest", &largest, "x"_a, "blocks"_a, "found"_a);
   m.def("multiply_blocks", &multiply_blocks, "x"_a, "blocks"_a, "factors"_a);
-  m.def("to_e4m3", &to_e4m3, "x"_a, "blocks"_a, "factors"_a, "out"_a);
+  m.def("split_codes", &split_codes, "raw"_a, "pitch"_a, "rows"_a, "columns"_a, "bits"_a, "high_first"_a, "codes"_a);
+  m.def("split_down", &split_down, "raw"_a, "word"_a, "pitch"_a, "bits"_a, "shifts"_a, "first"_a, "count"_a, "codes"_a);
+  m.def("join_codes", &join_codes, "codes"_a, "rows"_a, "columns"_a, "pitch"_a, "rest"_a, "out"_a);
+  m.def("of_codes", &of_codes, "codes"_a, "table"_a, "blocks"_a, "zeros"_a, "factors"_a, "numbers"_a);
+  m.def("to_codes", &to_codes, "grid"_a, "x"_a, "blocks"_a, "factors"_a, "out"_a);
+  m.def("of_ggml", &of_ggml, "kind"_a, "blocks"_a, "count"_a, "numbers"_a);
   m.def("to_q8_0", &to_q8_0, "numbers"_a, "blocks"_a, "count"_a);
   m.def("copy_aside", &copy_aside, "to"_a, "source"_a, "nbytes"_a);
   m.def("is_beyond_doubt", &is_beyond_doubt, "source"_a, "target"_a, "a"_a, "b"_a, "count"_a);

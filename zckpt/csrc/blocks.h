@@ -12,4 +12,10 @@ void to_q8_0(const float* x, uint8_t* blocks, size_t count);
 // The other way: whole numbers times their block's scale.
 void of_q8_0(const uint8_t* blocks, float* x, size_t count);
 
+// Others of ggml's types, in the order of zckpt/engine/kernels_ggml.py.
+enum class GgmlBlocks { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIq4Nl, kMxfp4, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kTypes };
+
+// The numbers that so many blocks stand for.
+void of_ggml(GgmlBlocks kind, const uint8_t* blocks, size_t count, float* x);
+
 }  // namespace zckpt

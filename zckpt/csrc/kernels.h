@@ -1,5 +1,6 @@
 // Loops over elements that are computed on their way; zckpt/engine/kernels.py has the reference in numpy that each equals, bit for bit.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -38,13 +39,18 @@ void multiply_blocks(float* x, const Blocks& blocks, const float* factors);
 
 // What became of numbers that were rounded.
 struct Rounded {
-  uint64_t saturated = 0;    // beyond 464 times the factor: nearer to the next step, if there were one, than to the largest number
+  uint64_t saturated = 0;    // beyond the largest number by half a step: nearer to the next step, if there were one, than to the largest number
   uint64_t underflowed = 0;  // became zero and were not
   float error = 0;           // the largest |x - rounded x|; NaN if an element is NaN
 };
 
-// Divides the elements of each block by its factor, which is positive, and rounds to fp32, then to E4M3 (to nearest even; what is larger than
-// the largest number becomes that; NaN stays NaN).
-Rounded to_e4m3(const float* x, const Blocks& blocks, const float* factors, uint8_t* out);
+// Calls `each(first element, elements, block)` for every part of a row that is in one block.
+template <typename Each>
+void for_each_run(const Blocks& b, const Each& each) {
+  const size_t across = (b.columns + b.block_columns - 1) / b.block_columns;
+  for (size_t row = 0; row < b.rows; ++row)
+    for (size_t block = (b.first + row) / b.block_rows * across, at = 0; at < b.columns; ++block, at += b.block_columns)
+      each(row * b.columns + at, std::min(b.block_columns, b.columns - at), block);
+}
 
 }  // namespace zckpt

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt.core.folds import Kernels, MatrixBlocks, Rounded
-from zckpt.engine import kernels_codes, kernels_fp8, kernels_ggml
+from zckpt.core.folds import Kernels, MatrixBlocks, NumberGrid, Rounded
+from zckpt.engine import kernels_blocks, kernels_codes, kernels_ggml
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Bytes, Floats
+    from zckpt.core.folds import Bytes, Floats, Matrix
 
 try:
     from zckpt import _core
@@ -49,24 +49,44 @@ class NativeKernels:
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
         """As `Kernels.largest`."""
-        kernels_fp8.check(numbers, blocks, found)
+        kernels_blocks.check(numbers, blocks, found)
         _core.largest(_address(numbers), blocks, _address(found))
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
         """As `Kernels.multiply_blocks`."""
-        kernels_fp8.check(numbers, blocks, factors)
+        kernels_blocks.check(numbers, blocks, factors)
         _core.multiply_blocks(_address(numbers), blocks, _address(factors))
 
-    def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
-        """As `Kernels.to_e4m3`."""
-        kernels_fp8.check(numbers, blocks, factors, out)
-        return Rounded(*_core.to_e4m3(_address(numbers), blocks, _address(factors), _address(out)))
+    def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+        """As `Kernels.to_codes`."""
+        kernels_blocks.check(numbers, blocks, factors, out)
+        return Rounded(*_core.to_codes(int(grid), _address(numbers), blocks, _address(factors), _address(out)))
+
+    def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
+        """As `Kernels.split_codes`."""
+        pitch = kernels_codes.pitch_of(raw, bits, codes)
+        rows, columns = codes.shape
+        _core.split_codes(_address(raw), pitch, rows, columns, bits, high_first, _address(codes))
+
+    def split_down(self, words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
+        """As `Kernels.split_down`."""
+        kernels_codes.check_down(words, shifts, first, codes)
+        size, pitch = words.itemsize, words.shape[1]
+        _core.split_down(_address(words), size, pitch, bits, bytes(shifts), first, len(codes), _address(codes))
+
+    def join_codes(self, codes: Matrix, rest: int, out: Matrix) -> None:
+        """As `Kernels.join_codes`."""
+        kernels_codes.check_joined(codes, out)
+        rows, columns = codes.shape
+        _core.join_codes(_address(codes), rows, columns, out.shape[1], rest, _address(out))
 
     def of_codes(
         self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
     ) -> None:
         """As `Kernels.of_codes`."""
-        kernels_codes.of_codes(codes, table, blocks, zeros, factors, numbers)
+        kernels_codes.check_codes(codes, table, blocks, zeros, factors, numbers)
+        at = 0 if zeros is None else _address(zeros)
+        _core.of_codes(_address(codes), _address(table), blocks, at, _address(factors), _address(numbers))
 
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
         """As `Kernels.to_q8_0`."""
@@ -74,7 +94,8 @@ class NativeKernels:
 
     def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
         """As `Kernels.of_ggml`."""
-        kernels_ggml.of_ggml(kind, blocks, numbers)
+        number, count = kernels_ggml.check(kind, blocks, numbers)
+        _core.of_ggml(number, _address(blocks), count, _address(numbers))
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         """As `Kernels.of_q8_0`."""
@@ -132,15 +153,27 @@ class ReferenceKernels:
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
         """As `Kernels.largest`."""
-        kernels_fp8.largest(numbers, blocks, found)
+        kernels_blocks.largest(numbers, blocks, found)
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
         """As `Kernels.multiply_blocks`."""
-        kernels_fp8.multiply_blocks(numbers, blocks, factors)
+        kernels_blocks.multiply_blocks(numbers, blocks, factors)
 
-    def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
-        """As `Kernels.to_e4m3`."""
-        return kernels_fp8.to_e4m3(numbers, blocks, factors, out)
+    def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+        """As `Kernels.to_codes`."""
+        return kernels_codes.to_codes(grid, numbers, blocks, factors, out)
+
+    def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
+        """As `Kernels.split_codes`."""
+        kernels_codes.split_codes(raw, bits, codes, high_first=high_first)
+
+    def split_down(self, words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
+        """As `Kernels.split_down`."""
+        kernels_codes.split_down(words, bits, shifts, first, codes)
+
+    def join_codes(self, codes: Matrix, rest: int, out: Matrix) -> None:
+        """As `Kernels.join_codes`."""
+        kernels_codes.join_codes(codes, rest, out)
 
     def of_codes(
         self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
@@ -183,6 +216,11 @@ class ReferenceKernels:
         scale = np.ascontiguousarray(held[:, :2]).view("<f2").astype(np.float32)
         with np.errstate(all="ignore"):
             numbers.reshape(count, 32)[...] = held[:, 2:].view(np.int8).astype(np.float32) * scale
+
+
+if not hasattr(_core, "to_codes"):  # built from older sources, in a checkout that was not built again since
+    for _name in ("to_codes", "split_codes", "split_down", "join_codes", "of_codes", "of_ggml"):
+        setattr(NativeKernels, _name, getattr(ReferenceKernels, _name))
 
 
 def _multiply_add(a: Any, b: Any, c: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Blocks of ggml's types as numbers, in numpy.
+"""Blocks of ggml's types as numbers, in numpy: the reference that `csrc/ggml.cpp` must equal.
 
 For `kernels`. Products and differences are rounded to fp32 in ggml's order; nothing is fused.
 Source: ggml, src/ggml-common.h and ggml-quants.c (`dequantize_row_*`); gguf-py 0.19.0, quants.py, which gives the same bits.
@@ -23,15 +23,22 @@ def of_ggml(kind: str, blocks: Bytes, numbers: Floats) -> None:
     """As `Kernels.of_ggml`."""
     import numpy as np
 
-    nbytes, width, decode = _TYPES[kind]
-    if len(blocks) % nbytes or len(blocks) // nbytes * width != len(numbers):
-        raise ValueError(f"{len(blocks)} bytes of {kind} for {len(numbers)} numbers")
+    check(kind, blocks, numbers)
+    nbytes, width, decode = TYPES[kind]
     rows, found = blocks.reshape(-1, nbytes), numbers.reshape(-1, width)
     step = max(1, _AT_ONCE // width)
     with np.errstate(all="ignore"):
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
             found[first : first + step] = decode(part).reshape(len(part), width)
+
+
+def check(kind: str, blocks: Bytes, numbers: Floats) -> tuple[int, int]:
+    """The number that `csrc/blocks.h` has for a type, and how many blocks there are; ValueError if they are not those numbers."""
+    nbytes, width, _ = TYPES[kind]
+    if len(blocks) % nbytes or len(blocks) // nbytes * width != len(numbers):
+        raise ValueError(f"{len(blocks)} bytes of {kind} for {len(numbers)} numbers")
+    return [*TYPES].index(kind), len(blocks) // nbytes
 
 
 def _half(rows: Any, at: int) -> Any:
@@ -50,10 +57,10 @@ def _bits(rows: Any, first: int, last: int, width: int, together: int) -> Any:
     return (packed >> shifts & np.uint8((1 << width) - 1)).reshape(len(rows), -1)
 
 
-def _floats(codes: Any, less: int = 0) -> Any:
+def _floats(codes: Any, less: int = 0, table: tuple[int, ...] = ()) -> Any:
     import numpy as np
 
-    return codes.astype(np.float32) - np.float32(less)
+    return (np.array(table)[codes] if table else codes).astype(np.float32) - np.float32(less)
 
 
 def _fifth(rows: Any, at: int) -> Any:
@@ -62,12 +69,6 @@ def _fifth(rows: Any, at: int) -> Any:
 
     words = np.ascontiguousarray(rows[:, at : at + 4]).view("<u4")
     return (words >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(np.uint8) << np.uint8(4)
-
-
-def _table(codes: Any, table: tuple[int, ...]) -> Any:
-    import numpy as np
-
-    return np.array(table, np.float32)[codes]
 
 
 def _q4_0(rows: Any) -> Any:
@@ -87,7 +88,7 @@ def _q5_1(rows: Any) -> Any:
 
 
 def _iq4_nl(rows: Any) -> Any:
-    return _half(rows, 0) * _table(_bits(rows, 2, 18, 4, 16), _IQ4_NL)
+    return _half(rows, 0) * _floats(_bits(rows, 2, 18, 4, 16), table=_IQ4_NL)
 
 
 def _mxfp4(rows: Any) -> Any:
@@ -95,7 +96,7 @@ def _mxfp4(rows: Any) -> Any:
 
     powers = rows[:, :1].astype(np.uint32)
     halves = np.where(powers < 2, np.uint32(0x00200000) << powers, (powers - np.uint32(1)) << np.uint32(23))
-    return halves.astype(np.uint32).view(np.float32) * _table(_bits(rows, 1, 17, 4, 16), _MXFP4)
+    return halves.astype(np.uint32).view(np.float32) * _floats(_bits(rows, 1, 17, 4, 16), table=_MXFP4)
 
 
 def _q2_k(rows: Any) -> Any:
@@ -139,7 +140,7 @@ def _q6_k(rows: Any) -> Any:
     return step[:, :, None] * _floats(codes, 32).reshape(-1, 16, 16)
 
 
-_TYPES: dict[str, tuple[int, int, Callable[[Any], Any]]] = {
+TYPES: dict[str, tuple[int, int, Callable[[Any], Any]]] = {
     "Q4_0": (18, 32, _q4_0), "Q4_1": (20, 32, _q4_1), "Q5_0": (22, 32, _q5_0), "Q5_1": (24, 32, _q5_1),
     "IQ4_NL": (18, 32, _iq4_nl), "MXFP4": (17, 32, _mxfp4), "Q2_K": (84, 256, _q2_k), "Q3_K": (110, 256, _q3_k),
     "Q4_K": (144, 256, _q4_k), "Q5_K": (176, 256, _q5_k), "Q6_K": (210, 256, _q6_k),

@@ -73,7 +73,9 @@ class Codes:
         raw = tools.read(self.entry, row * self.pitch, stop).view(np.uint8)
         if len(raw) < count * self.pitch * self._word:  # the last row of a tensor without rows
             raw = np.concatenate([raw, np.zeros(count * self.pitch * self._word - len(raw), np.uint8)])
-        return _split_codes(raw.reshape(count, -1), self.bits, self.columns, self.high_first).reshape(-1)  # type: ignore[no-any-return]
+        codes = np.empty((count, self.columns), np.uint8)
+        tools.kernels.split_codes(raw, self.bits, codes, high_first=self.high_first)
+        return codes.reshape(-1)
 
     def _read_downwards(self, row: int, count: int, tools: Tools) -> Bytes:
         import numpy as np
@@ -87,36 +89,16 @@ class Codes:
         words = raw.view(f"<u{self._word}").reshape(stop - at, self.pitch)
         skipped = inside - at * wide // self.bits
         if wide % self.bits:  # codes cross elements
-            turned = np.ascontiguousarray(words.T).view(np.uint8)
-            split = _split_codes(turned, self.bits, skipped + count, first_high=False)
+            split = np.empty((self.pitch, skipped + count), np.uint8)
+            turned = np.ascontiguousarray(words.T).view(np.uint8).reshape(-1)
+            tools.kernels.split_codes(turned, self.bits, split, high_first=False)
             return np.ascontiguousarray(split[:, skipped:].T).reshape(-1)
-        each = wide // self.bits
-        found = np.empty((stop - at, each, self.pitch), np.uint8)
-        for number, place in enumerate(self.order or range(each)):
-            found[:, place] = words >> words.dtype.type(self.bits * number) & words.dtype.type((1 << self.bits) - 1)
-        return found.reshape(-1)[skipped * self.pitch : (skipped + count) * self.pitch]
-
-
-def _split_codes(rows: Any, bits: int, columns: int, first_high: bool) -> Any:
-    """So many codes of each row of bytes."""
-    import numpy as np
-
-    if bits == 8:
-        return np.ascontiguousarray(rows[:, :columns])
-    if bits == 4:
-        found = np.empty((*rows.shape, 2), np.uint8)
-        np.bitwise_and(rows, 15, out=found[..., int(first_high)])
-        np.right_shift(rows, 4, out=found[..., 1 - int(first_high)])
-        return np.ascontiguousarray(found.reshape(len(rows), -1)[:, :columns])
-    count = -(-columns // 8)  # eight codes are as many bytes as a code has bits
-    padded = np.zeros((len(rows), count * bits), np.uint8)
-    kept = min(rows.shape[1], count * bits)
-    padded[:, :kept] = rows[:, :kept]
-    eight = np.zeros((len(rows), count), np.uint64)
-    for number in range(bits):
-        eight |= padded[:, number::bits].astype(np.uint64) << np.uint64(8 * number)
-    codes = [(eight >> np.uint64(bits * n) & np.uint64((1 << bits) - 1)).astype(np.uint8) for n in range(8)]
-    return np.ascontiguousarray(np.stack(codes, axis=2).reshape(len(rows), -1)[:, :columns])
+        shifts = [0] * (wide // self.bits)
+        for number, place in enumerate(self.order or range(len(shifts))):
+            shifts[place] = self.bits * number
+        codes = np.empty((count, self.pitch), np.uint8)
+        tools.kernels.split_down(words, self.bits, tuple(shifts), skipped, codes)
+        return codes.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ For `jobs.to_fp8`, and for `verify`, which derives the same again. The source is
 the scales, which are kept meanwhile (a few bytes for thousands of elements); a part whose scales are asked for alone is read
 again. Where one scale is for a whole large matrix, the matrix is read twice.
 
-[Note: numbers] In fp32: scale = max(largest magnitude, 1e-12) / 448; element = E4M3(x / scale), to nearest even. So a block of
-zeros has a scale, and nothing is larger than 448. Scales that are stored as bf16 are rounded to it before they divide.
+[Note: numbers] In fp32: scale = max(largest magnitude, 1e-12) / 448; element = E4M3(x / scale), rounded once, to nearest even. So
+a block of zeros has a scale, and nothing is larger than 448. Scales that are stored as bf16 are rounded to it before they divide.
 Source: DeepSeek-V3's weights and SGLang's `per_block_cast_to_fp8` (the form and 448); compressed-tensors 0.20 (scales in the
 dtype of the model).
 """
@@ -19,7 +19,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F32, DType
-from zckpt.core.folds import Rounded, Tools
+from zckpt.core.folds import NumberGrid, Rounded, Tools
 from zckpt.core.recipes import derive_entry
 from zckpt.quantized.grids import Grid
 
@@ -116,7 +116,7 @@ class Quantiser:
             if not grid.is_cut:
                 factors = self._scales_of(largest).reshape(-1)
                 self._keep(band, factors.reshape(bands, grid.across))
-            rounded = tools.kernels.to_e4m3(part, blocks, factors, found[at : at + count])
+            rounded = tools.kernels.to_codes(NumberGrid.E4M3, part, blocks, factors, found[at : at + count])
             self._count(row, blocks.rows, float(largest.max(initial=0)), rounded)
             at += count
         return found

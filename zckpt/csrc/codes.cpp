@@ -1,0 +1,246 @@
+#include "codes.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "floats.h"
+#include "simd.h"
+
+namespace zckpt {
+namespace {
+
+template <typename To, typename From>
+ZCKPT_INLINE To as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &x, sizeof to);
+  return to;
+}
+
+ZCKPT_VECTOR void split_halves(const uint8_t* __restrict raw, size_t bytes, unsigned first, uint8_t* __restrict codes) {
+  for (size_t i = 0; i < bytes; ++i) {
+    codes[2 * i] = static_cast<uint8_t>(raw[i] >> first & 15);
+    codes[2 * i + 1] = static_cast<uint8_t>(raw[i] >> (4 - first) & 15);
+  }
+}
+
+template <typename Word>
+ZCKPT_INLINE void masked(const uint8_t* __restrict raw, size_t n, unsigned shift, Word mask, uint8_t* __restrict codes) {
+  for (size_t i = 0; i < n; ++i) {
+    Word word;
+    std::memcpy(&word, raw + i * sizeof word, sizeof word);
+    codes[i] = static_cast<uint8_t>(word >> shift & mask);
+  }
+}
+
+ZCKPT_VECTOR void masked_words(const uint8_t* raw, unsigned word, size_t n, unsigned shift, unsigned mask, uint8_t* codes) {
+  switch (word) {
+    case 1: return masked<uint8_t>(raw, n, shift, static_cast<uint8_t>(mask), codes);
+    case 2: return masked<uint16_t>(raw, n, shift, static_cast<uint16_t>(mask), codes);
+    case 4: return masked<uint32_t>(raw, n, shift, mask, codes);
+    default: return masked<uint64_t>(raw, n, shift, mask, codes);
+  }
+}
+
+ZCKPT_VECTOR void join_halves(const uint8_t* __restrict codes, size_t bytes, uint8_t* __restrict out) {
+  for (size_t i = 0; i < bytes; ++i) out[i] = static_cast<uint8_t>((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
+}
+
+// Runs of one block, whose zero point and factor are one number each.
+ZCKPT_VECTOR void of_run(const uint8_t* __restrict codes, size_t n, const float* __restrict table, float factor, float* __restrict x) {
+  for (size_t i = 0; i < n; ++i) x[i] = table[codes[i]] * factor;
+}
+
+// The same for blocks of one column, which have one each.
+ZCKPT_VECTOR void of_columns(const uint8_t* __restrict codes, size_t n, const float* __restrict table, const float* __restrict zeros,
+                             const float* __restrict factors, float* __restrict x) {
+  for (size_t i = 0; i < n; ++i) x[i] = (table[codes[i]] - (zeros ? zeros[i] : 0.0F)) * factors[i];
+}
+
+#ifdef ZCKPT_X86
+// Of codes below 16: the table is two registers, and eight numbers are chosen at once.
+ZCKPT_FOR("avx2") void of_few(const uint8_t* codes, size_t n, const float* table, float zero, bool has_zero, float factor, float* x) {
+  __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+  const __m256 f = _mm256_set1_ps(factor), z = _mm256_set1_ps(zero);
+  if (has_zero) low = _mm256_sub_ps(low, z), high = _mm256_sub_ps(high, z);
+  low = _mm256_mul_ps(low, f), high = _mm256_mul_ps(high, f);
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256i c = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(c, 28));
+    _mm256_storeu_ps(x + i, _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, c), _mm256_permutevar8x32_ps(high, c), upper));
+  }
+  for (; i < n; ++i) x[i] = has_zero ? (table[codes[i]] - zero) * factor : table[codes[i]] * factor;
+}
+#endif
+
+// ---- numbers to codes ----------------------------------------------------------------------------------------------------------
+
+// A grid has steps of 2^(kLeast - kDigits) below 2^kLeast, and kDigits bits behind the first one from there on. kLargest is the code of its
+// largest number, and kHalfway the middle between that and where the next one would be.
+struct E4M3 {
+  static constexpr int kDigits = 3, kLeast = -6;
+  static constexpr uint32_t kLargest = 0x7E, kMore = 0, kNan = 0x7F;
+  static constexpr float kHalfway = 464, kTop = 448;
+  static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return code | negative << 7; }
+};
+struct E2M1 {
+  static constexpr int kDigits = 1, kLeast = 0;
+  static constexpr uint32_t kLargest = 7, kMore = 0, kNan = 0;
+  static constexpr float kHalfway = 7, kTop = 6;
+  static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return code | negative << 3; }
+};
+template <int kBits, uint32_t kBase>
+struct Whole {  // steps of 1; below 0 there is one number more
+  static constexpr int kDigits = 0, kLeast = 0;
+  static constexpr uint32_t kLargest = (1 << (kBits - 1)) - 1, kMore = 1, kNan = 0;
+  static constexpr float kHalfway = kLargest + 0.5F, kTop = kLargest;
+  static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return kBase + ((code ^ (0 - negative)) + negative); }
+};
+
+struct Losses {
+  uint32_t saturated, underflowed, error;
+};
+
+constexpr float power(int n) { return n > 0 ? 2 * power(n - 1) : n < 0 ? power(n + 1) / 2 : 1; }
+
+// All bits set where it is so, none where not: choices between numbers without a branch, of which compilers make vector code.
+ZCKPT_INLINE uint32_t mask(bool is) { return 0U - static_cast<uint32_t>(is); }
+ZCKPT_INLINE uint32_t chosen(uint32_t mask, uint32_t yes, uint32_t no) { return (yes & mask) | (no & ~mask); }
+
+// The quotient is rounded to odd: cut off, and its last bit set if that left something. So rounding it to fewer bits is as if it had not
+// been rounded. What is left is exact in one rounding, as a fused multiply-add or in doubles. It needs numbers that are neither tiny nor huge,
+// so `scale` brings both there.
+template <typename G, bool kFused>
+ZCKPT_INLINE void round_run(const float* __restrict x, size_t n, float factor, uint8_t* __restrict out, Losses* __restrict losses) {
+  constexpr int kBelow = 23 - G::kDigits;
+  constexpr float kSteps = power(23 + G::kLeast - G::kDigits), kFar = 1 << 20;
+  constexpr uint32_t kNone = (127 - 1 + static_cast<uint32_t>(G::kLeast)) << G::kDigits;
+  const float scale = factor < power(-64) ? power(80) : factor > power(64) ? power(-80) : 1.0F, divisor = factor * scale;
+  uint32_t saturated = 0, underflowed = 0, error = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t bits = as<uint32_t>(x[i]), size = bits & 0x7FFFFFFF, negative = bits >> 31, none = mask(size > 0x7F800000);
+    const float dividend = as<float>(size) * scale, quotient = dividend / divisor, near = quotient < kFar ? quotient : kFar;
+    float left;
+    if constexpr (kFused)
+      left = __builtin_fmaf(-near, divisor, dividend);
+    else
+      left = static_cast<float>(static_cast<double>(dividend) - static_cast<double>(near) * static_cast<double>(divisor));
+    const uint32_t q = (as<uint32_t>(near) - (as<uint32_t>(left) >> 31 & static_cast<uint32_t>(left != 0))) | static_cast<uint32_t>(left != 0);
+    const float a = as<float>(q), steps = a + kSteps;
+    uint32_t code = as<uint32_t>(steps) - as<uint32_t>(kSteps), value = as<uint32_t>(steps - kSteps);
+    if constexpr (G::kDigits > 0) {
+      const uint32_t rounded = (q + ((1U << (kBelow - 1)) - 1) + (q >> kBelow & 1)) >> kBelow, small = mask(a < power(G::kLeast));
+      code = chosen(small, code, rounded - kNone);
+      value = chosen(small, value, rounded << kBelow);
+    }
+    const uint32_t more = G::kMore * negative, most = G::kLargest + more, top = as<uint32_t>(G::kTop + static_cast<float>(static_cast<int32_t>(more)));
+    code = code < most ? code : most;
+    value = value < top ? value : top;
+    out[i] = static_cast<uint8_t>(G::with_sign(chosen(none, G::kNan, code), negative));
+    const float scaled = as<float>(value) * factor;
+    const uint32_t off = as<uint32_t>(as<float>(size) - scaled) & 0x7FFFFFFF;
+    const uint32_t here = chosen(none | mask(off > 0x7F800000), 0x7FC00000, off);
+    error = error > here ? error : here;
+    saturated -= mask(a > G::kHalfway + static_cast<float>(static_cast<int32_t>(more))) & ~none;
+    underflowed -= mask(code == 0) & mask(size != 0) & ~none;
+  }
+  *losses = {saturated, underflowed, error};
+}
+
+using RoundRun = void (*)(const float*, size_t, float, uint8_t*, Losses*);
+
+template <typename G>
+void round_anywhere(const float* x, size_t n, float factor, uint8_t* out, Losses* losses) {
+  round_run<G, false>(x, n, factor, out, losses);
+}
+constexpr RoundRun kAnywhere[] = {round_anywhere<E4M3>, round_anywhere<E2M1>, round_anywhere<Whole<8, 0>>, round_anywhere<Whole<4, 8>>};
+
+#ifdef ZCKPT_X86
+template <typename G>
+ZCKPT_FOR("avx2,fma") void round_fused(const float* x, size_t n, float factor, uint8_t* out, Losses* losses) {
+  round_run<G, true>(x, n, factor, out, losses);
+}
+constexpr RoundRun kWithVectors[] = {round_fused<E4M3>, round_fused<E2M1>, round_fused<Whole<8, 0>>, round_fused<Whole<4, 8>>};
+#endif
+
+}  // namespace
+
+void split_codes(const uint8_t* raw, size_t pitch, size_t rows, size_t columns, unsigned bits, bool high_first, uint8_t* codes) {
+  for (size_t row = 0; row < rows; ++row, raw += pitch, codes += columns) {
+    if (bits == 8) {
+      std::memcpy(codes, raw, columns);
+    } else if (bits == 4) {
+      split_halves(raw, columns / 2, high_first ? 4 : 0, codes);
+      if (columns % 2) codes[columns - 1] = raw[columns / 2] >> (high_first ? 4 : 0) & 15;
+    } else {
+      for (size_t i = 0; i < columns; ++i) {
+        const size_t at = i * bits, byte = at / 8;
+        const unsigned both = raw[byte] | (byte + 1 < pitch ? raw[byte + 1] << 8 : 0);
+        codes[i] = static_cast<uint8_t>(both >> at % 8 & ((1U << bits) - 1));
+      }
+    }
+  }
+}
+
+void split_down(const uint8_t* raw, unsigned word, size_t pitch, unsigned bits, const uint8_t* shifts, size_t each, size_t first, size_t count,
+                uint8_t* codes) {
+  for (size_t row = first; row < first + count; ++row, codes += pitch)
+    masked_words(raw + row / each * pitch * word, word, pitch, shifts[row % each], (1U << bits) - 1, codes);
+}
+
+void join_codes(const uint8_t* codes, size_t rows, size_t columns, size_t pitch, uint8_t rest, uint8_t* out) {
+  for (size_t row = 0; row < rows; ++row, codes += columns, out += pitch) {
+    join_halves(codes, columns / 2, out);
+    size_t done = columns / 2;
+    if (columns % 2) out[done++] = static_cast<uint8_t>((codes[columns - 1] & 15) | (rest & 0xF0));
+    std::memset(out + done, rest, pitch - done);
+  }
+}
+
+void of_codes(const uint8_t* codes, const float* table, const Blocks& blocks, const float* zeros, const float* factors, float* x) {
+  const PlainFloats floats;
+  if (blocks.block_columns == 1) {
+    for (size_t row = 0; row < blocks.rows; ++row) {
+      const size_t at = row * blocks.columns, block = (blocks.first + row) / blocks.block_rows * blocks.columns;
+      of_columns(codes + at, blocks.columns, table, zeros ? zeros + block : nullptr, factors + block, x + at);
+    }
+    return;
+  }
+#ifdef ZCKPT_X86
+  const bool is_few = has(Unit::kMultiplyAdd) && std::all_of(table + 16, table + 256, [](float one) { return as<uint32_t>(one) == 0; });
+#endif
+  for_each_run(blocks, [&](size_t at, size_t n, size_t block) {
+#ifdef ZCKPT_X86
+    if (is_few) return of_few(codes + at, n, table, zeros ? zeros[block] : 0.0F, zeros != nullptr, factors[block], x + at);
+#endif
+    if (!zeros) return of_run(codes + at, n, table, factors[block], x + at);
+    float own[256];
+    for (size_t i = 0; i < 256; ++i) own[i] = table[i] - zeros[block];
+    of_run(codes + at, n, own, factors[block], x + at);
+  });
+}
+
+Rounded to_codes(NumberGrid grid, const float* x, const Blocks& blocks, const float* factors, uint8_t* out) {
+  const PlainFloats floats;
+  RoundRun round = kAnywhere[static_cast<size_t>(grid)];
+#ifdef ZCKPT_X86
+  if (has(Unit::kMultiplyAdd)) round = kWithVectors[static_cast<size_t>(grid)];
+#endif
+  Rounded rounded;
+  uint32_t error = 0;
+  for_each_run(blocks, [&](size_t at, size_t n, size_t block) {
+    constexpr size_t kMost = size_t{1} << 30;  // counts of so many fit
+    for (size_t done = 0; done < n; done += kMost) {
+      Losses losses{};
+      round(x + at + done, std::min(kMost, n - done), factors[block], out + at + done, &losses);
+      rounded.saturated += losses.saturated;
+      rounded.underflowed += losses.underflowed;
+      error = std::max(error, losses.error);
+    }
+  });
+  rounded.error = as<float>(error);
+  return rounded;
+}
+
+}  // namespace zckpt
