@@ -95,6 +95,28 @@ def test_the_printed_line_loads_the_model(kind: str, tmp_path: Path) -> None:
     assert check_line(say("to-bf16", tmp_path / "in", f"{tmp_path}/out/"), model.state_dict()) == type(model).__name__
 
 
+@pytest.mark.parametrize("kind", ["a language model", "tied", "a picture reader"])
+def test_a_config_that_names_no_class(kind: str, tmp_path: Path) -> None:
+    """As a model's own config is written by hand: the tensors show what the model is for."""
+    torch.manual_seed(3)
+    model = MODELS[kind]().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    assert check_line(say("to-bf16", tmp_path / "in", tmp_path / "out"), model.state_dict()) == type(model).__name__
+
+
+@pytest.mark.parametrize("kind", ["a reward model", "a tagger", "a filler of gaps", "a listener"])
+def test_a_class_that_nothing_shows_is_not_promised(kind: str, tmp_path: Path) -> None:
+    MODELS[kind]().to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    said = say("to-bf16", tmp_path / "in", tmp_path / "out").partition("load it with")[2]
+    assert "from_pretrained" not in said and "architectures" in said
+
+
 def test_a_model_in_lightning_s_names(tmp_path: Path) -> None:
     """They begin with the attribute that holds the model; the advice is followed."""
     tied = llama(tie_word_embeddings=True)

@@ -184,8 +184,12 @@ def test_a_fifth_of_a_model_and_an_index_of_a_part(tmp_path: Path) -> None:
     name = "model-00001-of-00001.safetensors"
     home = write_model(tmp_path / "index", few, name)
     (home / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(few, name)}))
-    with pytest.raises(zckpt.IncompleteError, match="missing"):
-        open_catalog(locate(home), Reading())
+    for path in (home, home / "model.safetensors.index.json"):  # all that was saved, and no whole model
+        found = evidence_of(path)
+        assert found.complete is False and set(found.lacks) == weights().keys() - few.keys()
+    zckpt.convert(home, tmp_path / "out", progress=False)
+    verdict = zckpt.verify(home, tmp_path / "out", progress=False)
+    assert verdict.complete is False and verdict.deletable is not None and not verdict.deletable[0]
     assert (
         evidence_of(write_model(tmp_path / "cut", {**weights(), "lm_head.weight": torch.randn(11, 12)})).complete
         is None

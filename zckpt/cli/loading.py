@@ -73,15 +73,41 @@ def loading_line(out: str, names: Iterable[str]) -> str:
     fits = scheme(f"hf-{family}").fits(few) if family else {}
     if family and 2 * sum(fits.get(name) is not None for name in few) < len(few):
         return f"transformers after you write it again with --to hf: it has no names such as {examples(few)}"
-    return loader_of(config, place)
+    return loader_of(config, place, _auto_by_names(config, names, is_known=bool(family)))
 
 
-def loader_of(config: Mapping[str, object], place: str) -> str:
-    """The call that loads a model with such a config; what is known of the class, where the call is not known."""
+def _auto_by_names(config: Mapping[str, object], names: Iterable[str], *, is_known: bool) -> str:
+    """The Auto class of a model that writes text, whose config names no class; empty where names and config do not tell.
+
+    Args:
+        config: the model's.
+        names: of its tensors.
+        is_known: whether it is a language model of a family that zckpt knows, with that family's names.
+    """
+    ends = {name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2] for name in names}
+    if ends & {"score", "classifier", "summary", "v_head", "qa_outputs"}:
+        return ""
+    if is_known:
+        return "AutoModelForCausalLM" if "lm_head" in ends or config.get("tie_word_embeddings") is True else ""
+    if "lm_head" in ends and all(isinstance(config.get(key), Mapping) for key in ("text_config", "vision_config")):
+        return "AutoModelForImageTextToText"
+    return ""
+
+
+def loader_of(config: Mapping[str, object], place: str, auto: str = "") -> str:
+    """The call that loads a model with such a config; what is known of the class, where the call is not known.
+
+    Args:
+        config: the model's.
+        place: where it lies.
+        auto: the Auto class, as its tensors show it, for a config that names no class.
+    """
     if "model_type" not in config:
         return f"the class {config.get('_class_name')} that its config.json names"
     said = config.get("architectures")
     name = said[0] if isinstance(said, list) and said else None
+    if name is None and auto:
+        return f'transformers.{auto}.from_pretrained({place!r}, dtype="auto")'
     if not isinstance(name, str) or not _CLASS.fullmatch(name):
         return f"the transformers class for your task: {place}/config.json has no architectures, which would name the class"
     remote = config.get("auto_map")

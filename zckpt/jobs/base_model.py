@@ -47,7 +47,7 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
         base: a directory of weights in any layout, or a model in the local cache of the hub.
 
     Raises:
-        UsageError: the checkpoint holds adapters, or the base has nothing that it lacks.
+        UsageError: the checkpoint holds adapters.
         InconsistentError: the base is another model.
         IncompleteError: the base lacks a tensor that the checkpoint is known to lack.
     """
@@ -81,14 +81,10 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
             f"the base does not have {count(len(absent), 'tensor')} that the checkpoint lacks", file=place,
             found=f"no {examples(absent)}", remedy="Pass with --base the model that the run began with.",
         )  # fmt: skip
-    if not added and not aliases and not catalog.evidence.left_out:
-        raise UsageError(
-            "--base has nothing that the checkpoint lacks", file=path, found=f"{count(len(catalog), 'tensor')} in both",
-            remedy="Leave out --base.",
-        )  # fmt: skip
+    evidence = catalog.evidence if catalog.evidence.complete else Evidence("shapes", "the base model")
     completed = replace(
         catalog, tensors={**catalog.tensors, **added}, aliases={**catalog.aliases, **aliases},
-        evidence=Evidence("shapes", "the base model"), views=(*catalog.views, *whole.views),
+        evidence=evidence, views=(*catalog.views, *whole.views),
     )  # fmt: skip
     note = (
         f"{count(len(added), 'tensor')} that the save leaves out: taken from the base model, such as {examples(added)}."

@@ -51,7 +51,7 @@ def prove_by_config(catalog: Catalog, listing: Listing, *, as_part: bool = False
     """The catalog with the evidence of a config.json in the save or beside it; the same catalog where it proves nothing.
 
     A config of another model, or of names that are not the save's, proves nothing. Where nothing is proved, the catalog gets a
-    note that says so.
+    note that says so; so it does where files that an index counts lack tensors of the config's model.
 
     Args:
         catalog: of the save.
@@ -59,7 +59,7 @@ def prove_by_config(catalog: Catalog, listing: Listing, *, as_part: bool = False
         as_part: go on though tensors are missing.
 
     Raises:
-        IncompleteError: tensors are missing that the config's model has, or rows of them.
+        IncompleteError: tensors are missing that the config's model has, or rows of them, and nothing counts the files.
     """
     evidence = catalog.evidence
     if evidence.lacks and not evidence.left_out:  # as its zckpt.json says
@@ -74,7 +74,7 @@ def prove_by_config(catalog: Catalog, listing: Listing, *, as_part: bool = False
         return _with_note(catalog, evidence._replace(lacks=tuple(lacking)))
     if not found.short and not found.lacking:
         return catalog if evidence.complete else replace(catalog, evidence=Evidence("shapes", _BY_CONFIG))
-    if as_part:
+    if as_part or evidence.level == "metadata":  # all that was saved is here: the model was saved without it
         return _with_note(catalog, Evidence("unknown", _BY_CONFIG, lacks=(*found.short, *found.lacking)))
     short = found.short[0] if found.short else ""
     remedy = _AS_PART if catalog.source.layout == "plain" else _OTHER_RANKS
