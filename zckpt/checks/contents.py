@@ -38,7 +38,9 @@ def add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, s
     frozen = [entry.name for entry in catalog.tensors.values() if entry.role == "frozen" and not entry.replicas]
     if frozen and not any(check.name == "frozen" for check in state.checks):
         names = [*frozen, *(dropped for dropped, kept in catalog.aliases.items() if kept in frozen)]
-        state.add("frozen", f"{count(len(frozen), 'tensor')} not trained, so without a copy to compare: {examples(names)}")
+        state.add(
+            "frozen", f"{count(len(frozen), 'tensor')} not trained, so without a copy to compare: {examples(names)}"
+        )
 
 
 def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from operator import index
 from typing import Any, Protocol
 
 from zckpt.base.dataclass import dataclass
@@ -152,7 +153,7 @@ class CheckpointRules:
             return join_replicas(shapes)
         try:
             joint = self._affine(name, shapes) or self._by_category(name, shapes)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise InconsistentError(
                 f"the universal-checkpoint information does not fit tensor {name!r}",
                 file=self.file,
@@ -290,7 +291,7 @@ def _joint_of_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Joint:
     Raises:
         UnsupportedError: a block is scaled.
     """
-    ranks, shape = entry["ranks"], tuple(entry["logical_shape"])
+    ranks, shape = entry["ranks"], tuple(map(index, entry["logical_shape"]))
     if not isinstance(ranks, Mapping):
         raise TypeError("an affine map without ranks")
     own: list[SliceRows] = []
@@ -298,7 +299,7 @@ def _joint_of_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Joint:
     held_by: dict[int, set[tuple[int, ...]]] = {}  # rank -> which blocks of the whole these are
     for key, held in sorted(ranks.items(), key=lambda item: int(item[0])):
         rank = int(key)
-        if math.prod(held["shard_shape"]) != math.prod(shapes[rank]):
+        if math.prod(map(index, held["shard_shape"])) != math.prod(shapes[rank]):
             raise ValueError(f"slice {rank} of shape {held['shard_shape']}")
         for piece in held["pieces"]:
             if float(piece.get("scale", 1.0)) != 1.0:
@@ -326,7 +327,7 @@ def _where(piece: SliceRows) -> tuple[int, ...]:
 def _blocks(rank: int, piece: Mapping[str, Any]) -> list[SliceRows]:
     """A block of any dimensions as rows: inner dimensions are folded as long as both sides are dense."""
     (source, source_strides), (dest, dest_strides) = piece["source"], piece["dest"]
-    dims = list(zip(piece["shape"], source_strides, dest_strides, strict=True))
+    dims = list(zip(*(map(index, each) for each in (piece["shape"], source_strides, dest_strides)), strict=True))
     if any(extent == 0 for extent, _, _ in dims):
         return []
     count = 1

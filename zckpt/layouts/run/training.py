@@ -104,6 +104,16 @@ class Training:
             raise InconsistentError(f"there is no optimizer state {state!r} of parameter {name!r}", remedy=OTHER_SAVE)
         return found
 
+    def states_of(self, name: str, group: ParameterGroup) -> Mapping[str, TensorEntry]:
+        """All states of a parameter of a group.
+
+        Raises:
+            InconsistentError: it has none, though the group has some.
+        """
+        if name not in self.states and group.states:
+            self.state(name, group.states[0])
+        return self.states.get(name, {})
+
 
 def new_scaler(precision: DType) -> Placeholder:
     """DeepSpeed's loss scaler at the start of a run: a dynamic one from 2^16 for fp16, otherwise one that does nothing.

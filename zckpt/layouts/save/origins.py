@@ -35,6 +35,8 @@ class FileOrigin:
         world_size: data-parallel ranks, or None.
         version: DeepSpeed's, or None.
         written_s: modification time, in seconds; None behind an address, where it is that of the upload.
+        shapes: `param_shapes` of a model file of stage 3, which every data-parallel rank has; None elsewhere.
+        mp_rank: its model-parallel rank.
     """
 
     file: str
@@ -42,6 +44,8 @@ class FileOrigin:
     world_size: int | None
     version: str | None
     written_s: float | None
+    shapes: object = None
+    mp_rank: int = 0
 
 
 def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
@@ -50,12 +54,16 @@ def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
     inner = root.get("optimizer_state_dict")
     state = inner if isinstance(inner, Mapping) else {}
     version = root.get("ds_version") or state.get("ds_version")
+    rank = SHARD_NAME.fullmatch(name)
+    has_experts = root.get("num_experts") or root.get("ds_autoep_layers")  # of which each rank has its own
     return FileOrigin(
         name,
         _whole(root.get("global_steps")),
         _whole(root.get("dp_world_size")),
         version if isinstance(version, str) else None,
         listing.files[name].written_s(),
+        root.get("param_shapes") if rank is not None and rank["kind"] == "model" and not has_experts else None,
+        int(rank["mp"]) if rank is not None else 0,
     )
 
 
@@ -115,6 +123,11 @@ def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:
     for fact, said in facts.items():
         if words := disagreement(fact, {file: value for file, value in said.items() if value is not None}):
             yield words
+    first: dict[int, FileOrigin] = {}
+    for origin in origins:
+        known = first.setdefault(origin.mp_rank, origin) if origin.shapes is not None else origin
+        if known.shapes is not origin.shapes and known.shapes != origin.shapes:
+            yield f"they do not agree on the parameters' shapes: param_shapes of {origin.file!r} and of {known.file!r} differ"
 
 
 def disagreement(fact: str, said: Mapping[str, int | str | None]) -> str:

@@ -73,7 +73,7 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
         for name in group.names:
             home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
             joint = training.joined.get(name, default)
-            for state, entry in {MASTER: catalog.tensors[name], **training.states[name]}.items():
+            for state, entry in {MASTER: catalog.tensors[name], **training.states_of(name, group)}.items():
                 add(_tensor_file(f"{home}/{state}.pt", entry, joint))
             if "step" in group.scalars and not stage_3:
                 file = TorchFile(f"{home}/step.pt")

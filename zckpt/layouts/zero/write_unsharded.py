@@ -59,7 +59,7 @@ def _optimizer(file: TorchFile, catalog: Catalog, training: Training) -> Mapping
     for group in training.groups:
         numbers = range(len(states), len(states) + len(group.names))
         for number, name in zip(numbers, group.names, strict=True):
-            vectors = {state: file.tensor(entry) for state, entry in training.states[name].items()}
+            vectors = {state: file.tensor(entry) for state, entry in training.states_of(name, group).items()}
             states[number] = {**file.adopt(group.scalars), **vectors}
         groups.append(file.adopt({**group.settings, "params": list(numbers)}))
     inner: dict[str, object] = {"state": {n: state for n, state in states.items() if state}, "param_groups": groups}
