@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import zckpt
+from zckpt import Options
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import escape_controls
 from zckpt.cli import main
@@ -48,3 +49,12 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Pa
     with pytest.raises(ZckptError):
         zckpt.convert(home, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out"])
+def test_a_pipe_in_the_place_of_the_output_stays(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    for options in (Options(), Options(overwrite=True)):
+        with pytest.raises(zckpt.OutputError, match="pipe"):
+            zckpt.convert(SAVE, tmp_path / name, options=options, progress=False)
+    assert (tmp_path / name).is_fifo() and len(list(tmp_path.iterdir())) == 1

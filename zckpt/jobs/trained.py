@@ -29,7 +29,7 @@ from zckpt.storage.location import Location
 _TRAINED = re.compile(
     r"non_lora_trainables\.bin|non_lora_state_dict\.bin|vit\.safetensors|value_head\.(?:safetensors|bin)|mm_projector\.bin"
 )
-_WEIGHTS = re.compile(r"[\w.-]+\.(?:safetensors|bin|pt|pth|ckpt)")
+_WEIGHTS = re.compile(r"[\w.-]+\.(?:safetensors|bin|pt|pth|ckpt|pkl|npz|npy|msgpack|h5|gguf)")
 _OTHER = re.compile(
     r"(?:adapter_model|optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict|tokenizer)[\w.-]*"
 )

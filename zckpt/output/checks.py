@@ -45,6 +45,11 @@ def check_path(
     path = resolve_output(out.path)
     if not os.path.lexists(path):
         return
+    if not os.path.isdir(path) and not os.path.isfile(path):
+        raise OutputError(
+            "is no file", file=path, found="a pipe, a socket or a device", expected="a file or directory, or none",
+            remedy="Choose another OUT: what is written appears in one step, when it is complete. Nothing was changed.",
+        )  # fmt: skip
     check_kind(out, "directory" if os.path.isdir(path) else "file", single=single)
     if single and is_mount(path):
         raise OutputError(
