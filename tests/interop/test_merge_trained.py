@@ -138,7 +138,9 @@ def beside(home: Path, model: Any, trained: dict[str, torch.Tensor], file: str) 
     return home / "adapter"
 
 
-@pytest.mark.parametrize("file", ["non_lora_trainables.bin", "vit.safetensors", "something.safetensors", "something.npz"])
+@pytest.mark.parametrize(
+    "file", ["non_lora_trainables.bin", "vit.safetensors", "something.safetensors", "something.npz"]
+)
 def test_files_beside_an_adapter(file: str, tmp_path: Path) -> None:
     model, trained = run(tmp_path)
     adapter = beside(tmp_path, model, trained, file)
