@@ -25,6 +25,7 @@ RULES: Mapping[str, str] = {
     "whole": "an adapter has a tensor of its own in its place",
     "copy": "it is equal to a tensor that is written",
     "original": "it is the base's copy of a module that the adapter replaces",
+    "class": "the class that the adapter was trained in has no place for it",
     "buffer": "the model computes it itself",
     "form": "the form that is written has no place for it",
     "packed": "it is packed, and the base model has these weights as plain numbers",

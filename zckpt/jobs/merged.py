@@ -25,7 +25,9 @@ from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare
+from zckpt.naming.memory_names import find_names, rename_tensors
 from zckpt.naming.merge import base_of, merge_adapters
+from zckpt.naming.merged_config import change_config
 from zckpt.storage.location import Location, locate
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
@@ -82,6 +84,9 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
     own = replace(catalog, tensors={}, aliases={}) if is_adapter_file(catalog) else base_of(catalog)
     weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
+    changes = [f"{bare(module)}.weight" for one in adapters for module in one.factors]
+    names = find_names(weights.tensors, changes)
+    weights = rename_tensors(weights, names)
     trained = {} if base is None or is_adapter_file(catalog) else trained_in(catalog, weights)
     config = read_config((base or opened).place.home)
     notes: list[str] = []
@@ -109,6 +114,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     }
     mine = {one.name for one in adapters if one.file == opened.place.listing.directory.path}
     given_up |= {n: "adapter" for n in catalog if (it := found_in(n)) and it.adapter not in mine}
+    given_up |= {name: "class" for name, its in beneath.items() if its in model.dropped}
     notes += model.notes
     recorded: list[object] = []
     for adapter, with_more in zip(adapters, with_files, strict=True):
@@ -154,12 +160,19 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         notes += more
     place = opened.place if base is None else replace(opened.place, home=base.place.home, named=base.place.named)
     sources = [weights, *(Catalog(one.tensors, opened.catalog.source, opened.catalog.evidence) for one in adapters)]
-    tensors, aliases = model.catalog.tensors, model.catalog.aliases
+    merged = rename_tensors(model.catalog, {own: name for name, own in names.items()})
+    tensors, aliases = merged.tensors, merged.aliases
+    is_other = bool(model.untied or model.kind or model.rows is not None)
+    changed_config = None
+    if config is not None and is_other:
+        changed_config = change_config(
+            config, untied=bool(model.untied), kind=model.kind, tensors=tensors, rows=model.rows
+        )
     views = (*catalog.views, *(weights.views if base is not None else ()))
     return Merged(
         catalog=replace(catalog, tensors=tensors, aliases=aliases, padding=(), views=views),
         place=place,
-        config=_untie_config(config) if model.untied and config is not None else None,
+        config=changed_config,
         notes=tuple(notes),
         recorded=facts,
         copies=tuple((file, name) for name, file in sorted(copies.items())),
@@ -220,13 +233,6 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
     if not given.adapters and not is_adapter_file(opened.catalog):
         given = replace(given, adapters=tuple(inside))
     return replace(given, allow_untrained=True)
-
-
-def _untie_config(config: Mapping[str, object]) -> dict[str, object]:
-    """A config that says that head and embedding are not tied."""
-    found = {**config, "tie_word_embeddings": False}
-    text = config.get("text_config")
-    return {**found, "text_config": {**text, "tie_word_embeddings": False}} if isinstance(text, Mapping) else found
 
 
 def _facts(adapter: AdapterWeights, digest: str) -> dict[str, object]:

@@ -21,6 +21,7 @@ from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
 from zckpt.naming.adapter_names import found_in
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
+from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, without_language_head
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
 
 _ENDS = (*HEADS, *EMBEDDINGS)
@@ -36,6 +37,9 @@ class MergedModel:
         untied: names that were tied, and are no longer.
         notes: sentences for the user.
         copies: a tensor of an adapter that is not used, and the one of equal shape whose numbers it must have.
+        kind: the class that an adapter was trained in, where its head is not the base's; empty for the base's own class.
+        rows: of embeddings, where an adapter has another number of them than the base; None for the base's.
+        dropped: tensors of the base that this class has no place for.
     """
 
     catalog: Catalog
@@ -43,6 +47,9 @@ class MergedModel:
     untied: tuple[str, ...]
     notes: tuple[str, ...]
     copies: tuple[tuple[TensorEntry, TensorEntry], ...] = ()
+    kind: str = ""
+    rows: int | None = None
+    dropped: tuple[str, ...] = ()
 
 
 def base_of(catalog: Catalog) -> Catalog:
@@ -86,7 +93,9 @@ def merge_adapters(
         _put_trained(model, name, entry, checkpoint)
     ties = _ties(model, adapters)
     copies = [pair for adapter in adapters for pair in _copies(adapter, ties)]
-    _replace_whole(model, adapters, ties)
+    kind = find_class(adapters, config)
+    _replace_whole(model, adapters, ties, kind)
+    rows = _rows_of_tokens(model, adapters)
     updates: dict[str, list[Update]] = {}
     shapes: dict[str, tuple[int, int]] = {}
     bases: dict[str, TensorEntry] = {}
@@ -119,8 +128,20 @@ def merge_adapters(
         notes.append(
             f"{examples(model.untied)}: tied in the base model, and stored apart now, since adapters do not change both alike."
         )
-    catalog = replace(base, tensors=model.tensors, aliases=model.aliases, padding=())
-    return MergedModel(catalog, tuple(model.changed), tuple(model.untied), tuple(notes), tuple(copies))
+    if rows is not None:
+        notes.append(f"The adapter has {rows:,} tokens, where the base has another number: vocab_size follows.")
+    dropped = without_language_head((*model.tensors, *model.aliases)) if kind and model.has_other_head else []
+    if dropped:
+        notes.append(
+            f"{examples(dropped)}: left out, since {kind}, which the adapter was trained in, has another head."
+        )
+    tensors = {name: entry for name, entry in model.tensors.items() if name not in dropped}
+    aliases = {name: kept for name, kept in model.aliases.items() if name not in dropped and kept in tensors}
+    catalog = replace(base, tensors=tensors, aliases=aliases, padding=())
+    return MergedModel(
+        catalog, tuple(model.changed), tuple(model.untied), tuple(notes), tuple(copies),
+        kind if model.has_other_head else "", rows, tuple(dropped),
+    )  # fmt: skip
 
 
 def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) -> None:
@@ -149,17 +170,21 @@ def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) 
     model.put(name, entry)
 
 
-def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights], ties: Mapping[str, str]) -> None:
-    """Puts in the modules, biases and embeddings that were trained whole."""
+def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights], ties: Mapping[str, str], kind: str) -> None:
+    """Puts in the modules, biases and embeddings that were trained whole; `kind` is the class that they were trained in."""
     owner: dict[str, str] = {}
     for adapter in adapters:
         for name, entry in (*adapter.whole.items(), *adapter.beside.items()):
             before = model.find(name)
             is_beside = adapter.beside.get(name) is entry
             if before is None and not is_beside:
-                raise not_in_base(model, adapter, name, entry.name)
+                if not is_other_head(name) or (not kind and "v_head." not in name):
+                    raise not_in_base(model, adapter, name, entry.name)
+                model.has_other_head = True
             if before is not None and before.shape != entry.shape:
-                raise other_shape(adapter, entry.name, entry.shape, name, before.shape)
+                if not is_of_tokens(name) or before.shape[1:] != entry.shape[1:]:
+                    raise other_shape(adapter, entry.name, entry.shape, name, before.shape)
+                model.resized.append(name)
             if adapter.weight != 1 or name in owner:
                 raise UsageError(
                     f"{name!r} was trained whole, so there is no sum of it", file=adapter.file,
@@ -171,6 +196,23 @@ def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights], ties
                 _put_trained(model, name, entry, adapter.file)
             elif ties.get(name, name) == name:
                 model.put(name, entry, tied=name in ties)
+
+
+def _rows_of_tokens(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> int | None:
+    """The number of tokens, where an adapter has another one than the base.
+
+    Raises:
+        InconsistentError: head and embedding have different ones: the run changed one that the adapter does not hold.
+    """
+    found = next(((one, name) for name in model.resized for one in adapters if name in one.whole), None)
+    if found is None:
+        return None
+    adapter, name = found
+    entry = adapter.whole[name]
+    for other, own in model.tensors.items():
+        if is_of_tokens(other) and own.shape[:1] != entry.shape[:1]:
+            raise other_shape(adapter, entry.name, entry.shape, other, own.shape)
+    return entry.shape[0]
 
 
 def _loras(adapter: AdapterWeights) -> dict[str, Factors]:

@@ -43,6 +43,8 @@ class ModelTensors:
         self.untied: dict[str, None] = {}
         self.config = config or {}
         self.path = base.source.path
+        self.has_other_head = False
+        self.resized: list[str] = []
         self.leaves_out = (
             base.source.layout == "plain"
         )  # files of weights have tied ones once; a run's save names them all

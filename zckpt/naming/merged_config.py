@@ -1,0 +1,93 @@
+"""Class, labels and vocabulary of a merged model, where an adapter brings another head or more tokens than its base has.
+
+For `merge` and `jobs.merged`. PEFT saves a head that it trained whole under the names of the run's class; the base is often the
+language model that the run began with.
+Source: PEFT 0.21.2, utils/peft_types.py `TaskType`, peft_model.py; transformers 5.23, configuration_utils.py (`id2label`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from zckpt.base.patterns import compile_late
+from zckpt.core.catalog import TensorEntry
+from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
+from zckpt.naming.adapter_weights import AdapterWeights
+
+_CLASSES = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+}
+"""PEFT's `task_type` -> how the name of the class ends."""
+
+_LABELS = compile_late(r"(?:score|classifier|classifier\.out_proj)\.weight")
+_OTHER_HEAD = compile_late(
+    r"(?:.*\.)?(?:score|classifier|qa_outputs|v_head|value_head|summary)(?:\.\w+)*\.(?:weight|bias)"
+)
+_LANGUAGE_HEAD = compile_late(r"(?:lm_head|embed_out|cls)\..*")
+_KIND = compile_late(r"(?:For\w+|LMHeadModel|Model)$")
+
+
+def is_other_head(name: str) -> bool:
+    """Whether a tensor is of a head that a language model does not have: a classifier's, or a value head's."""
+    return bool(_OTHER_HEAD.fullmatch(name))
+
+
+def is_of_tokens(name: str) -> bool:
+    """Whether a tensor has a row for each token."""
+    return name.endswith((*EMBEDDINGS, *HEADS))
+
+
+def find_class(adapters: Sequence[AdapterWeights], config: Mapping[str, object] | None) -> str:
+    """The class that an adapter was trained in, where that is not a language model; empty if it is, or nothing says it."""
+    for adapter in adapters:
+        mapping = adapter.config.get("auto_mapping")
+        named = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+        if isinstance(named, str) and named.endswith(tuple(_CLASSES.values())):
+            return named
+        end = _CLASSES.get(str(adapter.config.get("task_type")))
+        said = (config or {}).get("architectures")
+        if end and isinstance(said, list) and said and isinstance(said[0], str):
+            return f"{_KIND.sub('', said[0])}{end}"
+    return ""
+
+
+def without_language_head(tensors: Iterable[str]) -> list[str]:
+    """The tensors of a language model's head, which a classifier has no place for."""
+    return [name for name in tensors if _LANGUAGE_HEAD.fullmatch(name)]
+
+
+def change_config(
+    config: Mapping[str, object], *, untied: bool, kind: str, tensors: Mapping[str, TensorEntry], rows: int | None
+) -> dict[str, object]:
+    """A base model's config as the merged model needs it.
+
+    Args:
+        config: the base's.
+        untied: whether head and embedding are stored apart now.
+        kind: the class that the adapter was trained in; empty for the base's own.
+        tensors: of the merged model.
+        rows: of embeddings, where an adapter has another number of them than the base.
+    """
+    found = dict(config)
+    text = config.get("text_config")
+    inner = dict(text) if isinstance(text, Mapping) else None
+    for place in (found, inner):
+        if place is not None and untied:
+            place["tie_word_embeddings"] = False
+    if rows is not None:
+        for place in (found, inner):
+            if place is not None and ("vocab_size" in place or (place is found and inner is None)):
+                place["vocab_size"] = rows
+    if inner is not None:
+        found["text_config"] = inner
+    if kind:
+        found["architectures"] = [kind]
+        found.pop("auto_map", None)
+        labels = next((entry.shape[0] for name, entry in tensors.items() if _LABELS.fullmatch(name) and entry.shape), 0)
+        known = config.get("id2label")
+        if labels and not (isinstance(known, Mapping) and len(known) == labels):
+            found["id2label"] = {str(number): f"LABEL_{number}" for number in range(labels)}
+            found["label2id"] = {f"LABEL_{number}": number for number in range(labels)}
+    return found
