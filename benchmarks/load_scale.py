@@ -27,7 +27,7 @@ from zckpt.core.dtypes import BF16, F32
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import clip
 from zckpt.core.stores import FileStore, MemoryStore
-from zckpt.layouts.plain import read as plain
+from zckpt.layouts.plain import write as plain
 from zckpt.live.assignment import ElementPlace, _pack_offer, assign, contributions
 from zckpt.live.parts import Offer
 from zckpt.live.ranks import Ranks

@@ -30,7 +30,8 @@ from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, open_place
 from zckpt.jobs.opened import Opened, dequantise
 from zckpt.layouts.places import find
-from zckpt.layouts.plain.files import PATTERNS, named_data
+from zckpt.layouts.plain import PATTERNS
+from zckpt.layouts.plain.files import named_data
 from zckpt.layouts.save.companions import config_of, find_config, other_class
 from zckpt.layouts.save.weight_files import is_weights
 from zckpt.naming.fits import Misfits, compare_shapes, find_misfits

@@ -33,7 +33,7 @@ from zckpt.jobs.options import ApplyOptions
 from zckpt.jobs.planned import Report, protected_places
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
-from zckpt.layouts.plain.read import WeightsTarget, lay_out
+from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_space

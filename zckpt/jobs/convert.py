@@ -27,7 +27,7 @@ from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted
 from zckpt.jobs.steps import open_model, record_of, steps_of
 from zckpt.jobs.working_model import WorkingModel
-from zckpt.layouts.plain.read import WeightsTarget, lay_out
+from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.naming.adapter_names import is_adapter_file
 from zckpt.output.names import FILES

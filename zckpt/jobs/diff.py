@@ -20,7 +20,7 @@ from zckpt.engine.scan_requests import ScanRequest, comparisons
 from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
 from zckpt.jobs.groups import Form, Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.layouts.gguf.files import METADATA
+from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import apply_form
 

@@ -39,7 +39,7 @@ from zckpt.layouts import family_of, universal
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing
 from zckpt.layouts.save.module_states import whole
-from zckpt.layouts.universal.files import is_state
+from zckpt.layouts.universal import is_state
 from zckpt.layouts.zero.torch_files import Pair, plan_copy
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order

@@ -29,7 +29,7 @@ from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8
 from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
-from zckpt.layouts.plain.read import WeightsTarget, lay_out
+from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families

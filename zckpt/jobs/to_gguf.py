@@ -26,7 +26,7 @@ from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Gguf
 from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
-from zckpt.layouts.gguf.files import METADATA
+from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.config_defaults import filled_in

@@ -29,7 +29,7 @@ from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.own_groups import Adapter
 from zckpt.jobs.planned import Report, execute, protected_places
-from zckpt.layouts.plain.read import LaidOutFiles, WeightsTarget, lay_out
+from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.naming.adapter_names import Found, adapters_in, is_adapter_file, only_adapter
 from zckpt.output.checks import check_path

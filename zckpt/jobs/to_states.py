@@ -19,7 +19,8 @@ from zckpt.jobs.open import open_asked, states_of
 from zckpt.jobs.options import Options
 from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import resolve_selection, select
-from zckpt.layouts.plain.read import OPTIMIZER, WeightsTarget, lay_out
+from zckpt.layouts.plain import OPTIMIZER
+from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.output.publish import check_output
 from zckpt.storage.location import locate
 

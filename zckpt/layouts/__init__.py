@@ -6,6 +6,7 @@ Each family is a package that exports one value, `FAMILY`: see `save.family`, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog
@@ -26,11 +27,13 @@ from zckpt.layouts import (
     weights_alone,
     zero,
 )
-from zckpt.layouts.run import agreement, usage
-from zckpt.layouts.run.training import Training
+from zckpt.layouts.run import usage
 from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import Listing
+
+if TYPE_CHECKING:
+    from zckpt.layouts.run.training import Training
 
 FAMILIES: tuple[Family, ...] = (
     universal.FAMILY,
@@ -153,6 +156,8 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: b
         UnsupportedError: this kind of save does not hold it, or zckpt does not read it.
         InconsistentError: its files are not of one run.
     """
+    from zckpt.layouts.run import agreement
+
     family = family_of(listing)
     if family.read_training is None:
         raise UnsupportedError(

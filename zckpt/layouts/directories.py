@@ -14,18 +14,13 @@ from zckpt import layouts
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples
-from zckpt.layouts.best import name_best
-from zckpt.layouts.near import tag_meant
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
-from zckpt.layouts.save import accelerate, trainers
-from zckpt.layouts.save.apart import last_of, one_of, saves_in
+from zckpt.layouts.save import trainers
 from zckpt.layouts.save.companions import home_of
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.listing import Listing, lay_over
 from zckpt.layouts.save.pointers import check_tag, read_pointer
-from zckpt.layouts.save.series import meaning_of
-from zckpt.layouts.save.weight_files import models_in
 from zckpt.layouts.search import has_saves, has_weights, pointer_in, tags_in
 from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location, locate
@@ -109,7 +104,7 @@ def _family_in(look: Look, family: Family) -> Family | None:
 
 def as_accelerate(look: Look) -> Place | None:
     """What accelerate's `save_state` leaves of an FSDP run: models and optimizers in directories of their own."""
-    models = look.folder.directories(accelerate.MODEL)
+    models = look.folder.directories(trainers.FSDP_MODEL)
     name = look.tag or next(iter(models), "")
     inner = look.folder.inside(name) if name in models else None
     if inner is None:
@@ -178,6 +173,8 @@ def as_run(look: Look) -> Place | None:
 
 def as_home(look: Look) -> Place | None:
     """The directory that holds tags: one is wanted, or named by `latest`, or the only or the last one."""
+    from zckpt.layouts.near import tag_meant
+
     path, tags = look.path, tags_in(look.folder, look.also)
     pointer = pointer_in(look.names)
     if look.tag is None and pointer is None and not tags:
@@ -223,6 +220,8 @@ def as_home(look: Look) -> Place | None:
 
 def as_trainers(look: Look) -> Place | None:
     """A trainer's output: the newest of its `checkpoint-N` folders that holds saves, or plain weights if it has none itself."""
+    from zckpt.layouts.best import name_best
+
     folders = look.folder.directories(trainers.FOLDER)
     held = [inner for name in reversed(folders) if (inner := look.folder.inside(name)) is not None]
     saves = (one.name for one in held if pointer_in(one.names) or tags_in(one))
@@ -241,6 +240,8 @@ def as_trainers(look: Look) -> Place | None:
 
 def name_weights(folder: Folder) -> str | None:
     """The path of the file that means the weights of usual names in a directory; None where it has none of its own."""
+    from zckpt.layouts.save.weight_files import models_in
+
     models = models_in(folder) if has_weights(folder.names) else []
     return (folder.path / (models[0].named_by or models[0].files[0])).path if models else None
 
@@ -280,6 +281,8 @@ def as_wanted(look: Look) -> Place | None:
 
 def as_several(look: Look) -> Place | None:
     """Saves whose files lie in one directory, each under names of its own: the last one, or `--tag`."""
+    from zckpt.layouts.save.apart import last_of, one_of, saves_in
+
     for family in layouts.FAMILIES:
         saves = saves_in(look.names, family)
         if not saves or (look.tag is not None and look.tag not in saves):
@@ -312,6 +315,8 @@ def laid_over(look: Look, tag: str) -> list[Folder]:
 
 def _are_steps(folder: Folder, tags: Sequence[str]) -> bool:
     """Whether tags are saves of families without `latest`, and moments of a run (`step-100`, `step-200`)."""
+    from zckpt.layouts.save.series import meaning_of
+
     untagged = [family for family in layouts.FAMILIES if not family.tagged and not family.fallback]
     saves = [folder.inside(tag) for tag in tags]
     all_are = all(save is not None and any(family.is_save(save.names) for family in untagged) for save in saves)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError, NotACheckpointError, ZckptError
@@ -21,20 +22,19 @@ from zckpt.base.words import count, examples
 from zckpt.layouts import directories
 from zckpt.layouts.directories import Look, laid_over, listing_of
 from zckpt.layouts.directories import Place as Place
-from zckpt.layouts.near import missing_error
-from zckpt.layouts.parts import PlacedPart, model_of_file, part_error, parts_in, rank_part_of
 from zckpt.layouts.run.steps import POINTERS_OF_STEPS, step_pointer
 from zckpt.layouts.save import trainers
-from zckpt.layouts.save.apart import is_alone, one_of
 from zckpt.layouts.save.companions import home_of
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.foreign import ForeignFormat, foreign_format, foreign_save
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing
 from zckpt.layouts.save.pointers import read_pointer
-from zckpt.layouts.save.series import meaning_of, series_of
-from zckpt.layouts.save.weight_files import WeightFiles, is_weights, models_in
 from zckpt.layouts.search import POINTERS, has_weights, holds_save, look_below, pointer_in, tags_in
 from zckpt.storage.location import Location
+
+if TYPE_CHECKING:
+    from zckpt.layouts.parts import PlacedPart
+    from zckpt.layouts.save.weight_files import WeightFiles
 
 
 def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), *, as_part: bool = False) -> Place:
@@ -60,6 +60,8 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), 
 
 
 def _find(path: Location, tag: str | None, also: Sequence[Location], *, as_part: bool) -> Place:
+    from zckpt.layouts.near import missing_error
+
     path = next(filter(None, (family.above_ranks(path) for family in layouts.FAMILIES)), path)
     for root in also:
         if not root.is_dir():
@@ -82,6 +84,10 @@ def _find(path: Location, tag: str | None, also: Sequence[Location], *, as_part:
 
 def _find_by_file(folder: Folder, name: str, also: Sequence[Folder], *, as_part: bool) -> Place | None:
     """What a file of a directory means; None where that is what the directory means."""
+    from zckpt.layouts.parts import model_of_file, part_error, rank_part_of
+    from zckpt.layouts.save.apart import is_alone, one_of
+    from zckpt.layouts.save.weight_files import is_weights
+
     file = folder.path / name
     if as_part and (place := _find_part_alone(folder, name, also)) is not None:
         return place
@@ -122,6 +128,9 @@ def _is_of_family(folder: Folder, name: str) -> bool:
 
 def _find_part_alone(folder: Folder, name: str, also: Sequence[Folder]) -> Place | None:
     """A file alone that is a part of a save; None for any other."""
+    from zckpt.layouts.parts import model_of_file, rank_part_of
+    from zckpt.layouts.save.weight_files import is_weights
+
     file, model = folder.path / name, model_of_file(name, folder)
     words = model.words if model and name != model.named_by else ""
     if not words and (part := rank_part_of(file, [root.path for root in also], holds_save)):
@@ -156,6 +165,8 @@ def _place_of_model(folder: Folder, model: WeightFiles, also: Sequence[Folder], 
 
 def _find_whole(look: Look) -> Place:
     """The save in a directory, with the other parts of it if the directory is one part."""
+    from zckpt.layouts.parts import part_error, rank_part_of
+
     place = _find_in_directory(look)
     if place.listing.part or any(family.tagged and family.is_save(place.listing.files) for family in layouts.FAMILIES):
         return place
@@ -188,6 +199,8 @@ def _join_parts(part: PlacedPart, look: Look) -> Place:
     Raises:
         IncompleteError: they cannot be joined.
     """
+    from zckpt.layouts.parts import part_error
+
     own = [inner for name in part.parts if (inner := part.above.inside(name)) is not None]
     over = [*own[1:], *look.also]
     if clash := _clash_of(own):
@@ -206,6 +219,8 @@ def _join_parts(part: PlacedPart, look: Look) -> Place:
 
 def _clash_of(folders: Sequence[Folder]) -> str:
     """Which file of a save is in two directories and not the same; empty if none is."""
+    from zckpt.layouts.save.weight_files import is_weights
+
     seen: dict[str, Location] = {}
     for folder in folders:
         for name in folder.names:
@@ -219,6 +234,8 @@ def _clash_of(folders: Sequence[Folder]) -> str:
 
 def _find_in_directory(look: Look) -> Place:
     """The save in a directory, or the only one below it."""
+    from zckpt.layouts.save.series import meaning_of
+
     for question in _QUESTIONS:
         if (place := question(look)) is not None:
             return place
@@ -271,6 +288,8 @@ def _refuse_foreign(look: Look) -> None:
 
 def as_parts(look: Look) -> Place | None:
     """Directories of ranks or nodes, each with a part of one save."""
+    from zckpt.layouts.parts import part_error, parts_in
+
     if look.tag is not None or pointer_in(look.names) or step_pointer(look.names):
         return None
     part = parts_in(look.folder, holds_save)
@@ -294,6 +313,10 @@ def as_weights(look: Look) -> Place | None:
 
 def _weights_in(look: Look) -> Place | None:
     """Files that are read where there is nothing else: those of usual names, or of the only model under any name."""
+    from zckpt.layouts.parts import PlacedPart, model_of_file, part_error, rank_part_of
+    from zckpt.layouts.save.series import series_of
+    from zckpt.layouts.save.weight_files import models_in
+
     whole = (
         Place(listing_of(look.folder, "", look.also), home_of(look.path, plain=True))
         if has_weights(look.names)

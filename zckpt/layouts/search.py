@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zckpt import layouts
-from zckpt.layouts.save import accelerate, trainers
+from zckpt.layouts.save import trainers
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.foreign import ForeignFormat, foreign_format, foreign_save
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, natural
-from zckpt.layouts.save.weight_files import models_in
 from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location
 
@@ -53,6 +52,8 @@ def _has_saves(folder: Folder) -> bool:
 
 def holds_save(folder: Folder) -> bool:
     """The same, or weights under any name."""
+    from zckpt.layouts.save.weight_files import models_in
+
     return _has_saves(folder) or bool(models_in(folder))
 
 
@@ -66,7 +67,7 @@ def is_taken(name: str) -> bool:
     if name.casefold() in (*POINTERS, *(family.directory for family in layouts.FAMILIES)):
         return True
     taken = (family.owns(name) or family.holds_files(name, ()) for family in layouts.FAMILIES)
-    return accelerate.MODEL.fullmatch(name) is not None or any(taken)
+    return trainers.FSDP_MODEL.fullmatch(name) is not None or any(taken)
 
 
 def pointer_in(names: Sequence[str]) -> str | None:

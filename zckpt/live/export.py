@@ -33,7 +33,7 @@ from zckpt.core.dtypes import F32, SHORT_NAMES, DType
 from zckpt.core.plan import Plan, literal_file
 from zckpt.engine.checksums import element_ranges, of_zeros
 from zckpt.jobs.casting import output_dtype, to_dtype
-from zckpt.layouts.plain import read as huggingface
+from zckpt.layouts.plain.write import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import with_dtype
 from zckpt.live.assignment import ElementPlace, assign, contributions, digest_of_names
 from zckpt.live.carry import Brought, Files, Memory, Sums, bring
@@ -129,8 +129,8 @@ def save_pretrained(
             remedy="Pass the directory as out_dir, and only the file's name as file.",
         )  # fmt: skip
     wanted = None if dtype is None else to_dtype(_name(dtype))
-    container: huggingface.Format = "bin" if file.endswith((".bin", ".pt")) else "safetensors"
-    target = huggingface.WeightsTarget(container, file=file, max_shard_size=max_shard_size)
+    container: Format = "bin" if file.endswith((".bin", ".pt")) else "safetensors"
+    target = WeightsTarget(container, file=file, max_shard_size=max_shard_size)
     with contextlib.ExitStack() as stack:
         given = attempt(lambda: local_model(engine_or_model))
         world = Ranks("save_pretrained", digest_of_names(given))
@@ -222,12 +222,12 @@ def _plan_export(
     aliases: Mapping[str, str],
     out: str,
     wanted: DType | None,
-    target: huggingface.WeightsTarget,
+    target: WeightsTarget,
     small: Mapping[str, str],
 ) -> _Work:
     aliases = {dropped: kept for dropped, kept in aliases.items() if kept in tensors}
     entries = [(entry, _dtype_of(entry, wanted)) for entry in tensors.values()]
-    laid = huggingface.lay_out(entries, aliases, target)
+    laid = lay_out(entries, aliases, target)
     files = (*laid.files, *(literal_file(name, text.encode()) for name, text in small.items()))
     if os.path.lexists(out) and not os.path.isdir(out):
         check_path(LocalPath(out), single=False, overwrite=False, protected=())

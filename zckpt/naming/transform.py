@@ -14,7 +14,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.words import matches
 from zckpt.core.catalog import Catalog
-from zckpt.layouts.gguf.files import METADATA
+from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, find_config, read_config
 from zckpt.naming.compose import compose

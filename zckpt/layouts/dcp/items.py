@@ -20,8 +20,8 @@ from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, shift, tile
+from zckpt.layouts.dcp import rank_of
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
-from zckpt.layouts.dcp.files import rank_of
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, TensorItem
 from zckpt.layouts.save.listing import Listing
 

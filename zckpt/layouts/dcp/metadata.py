@@ -29,11 +29,13 @@ from zckpt.base.errors import (
     UnsafeError,
     UnsupportedError,
 )  # fmt: skip
+from zckpt.base.words import count, examples, ranks
 from zckpt.containers import Placeholder, brief, load_pickle
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
+from zckpt.layouts.dcp import DATA, METADATA, SAFETENSORS
 from zckpt.layouts.dcp.chunks import (
     FINISHERS,
     NOWHERE,
@@ -46,7 +48,6 @@ from zckpt.layouts.dcp.chunks import (
     is_inside,
     is_shape,
 )
-from zckpt.layouts.dcp.files import METADATA, SAFETENSORS, missing_metadata
 from zckpt.layouts.save.listing import Listing
 
 _ROOTS = ("Metadata", "MCoreMetadata")
@@ -125,7 +126,7 @@ def read_metadata(listing: Listing) -> Metadata:
         return _merge_metadata(listing, [_Pickled(listing, name).metadata for name in names])
     if shards := listing.matching(SAFETENSORS):
         return _of_safetensors(listing, shards)
-    raise missing_metadata(listing)
+    raise _missing_error(listing)
 
 
 _MOST_FRAME_BYTES = 1 << 17
@@ -388,3 +389,22 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
         numel_of(size, name=key, file=listing.directory.path)
         items[key] = TensorItem(key, (key,), gathered.dtype, size, tuple(gathered.chunks.values()))
     return Metadata(listing.directory.path, items, False)
+
+
+def _missing_error(listing: Listing) -> IncompleteError:
+    """The error for data files without metadata."""
+    data = listing.matching(DATA)
+    writers = sorted({int(name.split("_")[2]) for name in data})
+    nbytes = sum(listing.files[name].size() for name in data)
+    found = f"{count(len(data), 'data file')} of {ranks(writers)}, {nbytes:,} bytes, such as {examples(data, 1)}"
+    begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
+    if begun:
+        found += f", and {begun[0]!r}, which the save did not finish"
+    return IncompleteError(
+        "the file .metadata is missing",
+        file=listing.directory,
+        found=found,
+        expected="a .metadata file, which rank 0 writes last",
+        remedy="Use an older save if this one was interrupted. If the file was not copied, because its name begins with a dot "
+        "(`cp DIR/* ..` leaves it out), copy it from where rank 0 saved, or pass that directory with --also.",
+    )

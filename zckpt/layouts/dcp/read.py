@@ -19,9 +19,8 @@ from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32
 from zckpt.core.evidence import Evidence
-from zckpt.layouts.dcp import flat
+from zckpt.layouts.dcp import METADATA, flat, rank_of
 from zckpt.layouts.dcp.chunks import Shape
-from zckpt.layouts.dcp.files import METADATA, rank_of
 from zckpt.layouts.dcp.items import Items, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States

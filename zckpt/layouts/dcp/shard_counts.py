@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError
 from zckpt.core.evidence import Evidence
-from zckpt.layouts.dcp.files import SAFETENSORS
+from zckpt.layouts.dcp import SAFETENSORS
 from zckpt.layouts.dcp.metadata import TensorItem
 from zckpt.layouts.save.listing import Listing
 

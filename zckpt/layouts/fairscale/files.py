@@ -1,16 +1,4 @@
-"""The names of FairScale's files, and which of them hold one rank's part of a model.
-
-    checkpoint_last-shard3.pt                    a rank's part
-    checkpoint_last-model_part-1-shard3.pt       metaseq: a rank's part of what tensor-parallel rank 1 has of the model
-    checkpoint_last-rank-3-shard3.pt             fairseq: the rank's own experts, and
-    checkpoint_last-shared-shard3.pt             its part of the rest
-    checkpoint_last-model_part-1.pt              metaseq: what tensor-parallel rank 1 has, not sharded
-    checkpoint_last-rank-3.pt                    fairseq: a rank's own experts, not sharded, and
-    checkpoint_last-shared.pt                    the rest
-
-Source: fairseq, branch moe, trainer.py (`checkpoint_suffix`, `state_dict`), distributed/utils.py; metaseq 0.0.1,
-distributed/utils.py `distributed_init`, scripts/reshard_mp.py.
-"""
+"""Which of FairScale's files hold one rank's part of a model; their names are drawn in the package's own docstring."""
 
 from __future__ import annotations
 
@@ -19,19 +7,10 @@ from dataclasses import replace
 
 from zckpt.base import limits
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
-from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
+from zckpt.layouts.fairscale import EXPERTS, SHARD, SHARED, WHOLE_EXPERTS, WHOLE_PART
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import Listing
-
-_END = r"\.(?:pt|pth|bin|ckpt)"
-EXPERTS = compile_late(rf"(?P<save>.+?)-rank-(?P<dp>\d+)-shard(?P=dp){_END}")
-SHARED = compile_late(rf"(?P<save>.+?)-shared-shard(?P<dp>\d+){_END}")
-SHARD = compile_late(rf"(?:(?P<save>.+?)[-_.])?(?:model_part-(?P<mp>\d+)[-_.])?shard[-_]?(?P<dp>\d+){_END}")
-WHOLE_EXPERTS = compile_late(rf"(?P<save>.+?)-rank-(?P<dp>\d+){_END}")
-WHOLE_SHARED = compile_late(rf"(?P<save>.+?)-shared{_END}")
-WHOLE_PART = compile_late(rf"(?P<save>.+?)-model_part-(?P<mp>\d+){_END}")
-NONE = "no *shard0.pt with FairScale's metadata"
 
 
 def shards_of(listing: Listing) -> dict[int, tuple[str, ...]]:

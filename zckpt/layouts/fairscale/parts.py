@@ -17,7 +17,7 @@ from zckpt.base.words import count, examples
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry, Topology
 from zckpt.core.evidence import OWN_INDEX, Evidence, weakest
-from zckpt.layouts.fairscale import files, states
+from zckpt.layouts.fairscale import SHARD, WHOLE_PART, WHOLE_SHARED, files, states
 from zckpt.layouts.fairscale.read import EXPERT, step_in
 from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join
@@ -38,7 +38,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """
     parts = files.model_parts(listing)
     if not parts:
-        if listing.matching(files.SHARD):
+        if listing.matching(SHARD):
             return states.read(listing, allow_unknown=allow_unknown)
         return _with_experts(listing, allow_unknown)
     slices = [_part(part, allow_unknown) for part in parts.values()]
@@ -57,9 +57,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What a run needs beside the weights; arguments and errors as in `read` and `states.read_training`."""
     parts = files.model_parts(listing)
-    if not parts and listing.matching(files.SHARD):
+    if not parts and listing.matching(SHARD):
         return states.read_training(listing, allow_unknown=allow_unknown)
-    if not parts or any(not part.matching(files.SHARD) for part in parts.values()):
+    if not parts or any(not part.matching(SHARD) for part in parts.values()):
         raise UnsupportedError(
             "has optimizer states that cannot be named", file=listing.directory, found="files that are not sharded",
             expected="files such as checkpoint_last-shard0.pt", remedy="Convert the weights alone (to-fp32).",
@@ -91,7 +91,7 @@ def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
     parts = list(files.model_parts(listing).values()) or [listing]
     for part in parts:
-        if not part.matching(files.SHARD):
+        if not part.matching(SHARD):
             return _UNREAD.rstrip(".") if any(_has_states(part, name) for name in part.files) else ""
         if said := states.unread_states(part):
             return said
@@ -100,9 +100,9 @@ def unread_states(listing: Listing) -> str:
 
 def _part(listing: Listing, allow_unknown: bool) -> Catalog:
     """The slices that one part holds."""
-    if listing.matching(files.SHARD):
+    if listing.matching(SHARD):
         return states.read(listing, allow_unknown=allow_unknown)
-    (name, *_) = listing.matching(files.WHOLE_PART)
+    (name, *_) = listing.matching(WHOLE_PART)
     tensors, aliases = _of_file(listing, name)
     return Catalog(tensors, _source(listing, name, ()), OWN_INDEX, aliases, Topology())
 
@@ -159,7 +159,7 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
         UnsupportedError: ranks have tensors of the same names that are no experts; unless `allow_unknown` is set.
         IncompleteError: a gate chooses among more experts than the files hold.
     """
-    shared, *others = listing.matching(files.WHOLE_SHARED)
+    shared, *others = listing.matching(WHOLE_SHARED)
     if others:
         raise InconsistentError(
             "has two files of what all ranks have", file=listing.directory, found=examples((shared, *others)),

@@ -31,7 +31,7 @@ from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, Inconsistent
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef, brief
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
-from zckpt.layouts.fairscale import files
+from zckpt.layouts.fairscale import EXPERTS, NONE, SHARD, WHOLE_EXPERTS, WHOLE_PART, WHOLE_SHARED, files
 from zckpt.layouts.run.values import missing_ranks, step_of
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import Listing
@@ -105,20 +105,18 @@ def match(listing: Listing) -> str | None:
     """None when this layout reads the files; otherwise why not. Opens the first one."""
     if listing.directory in listing.files.values():
         return "one file"
-    for name in listing.matching(files.SHARD)[:1]:
+    for name in listing.matching(SHARD)[:1]:
         root = listing.open(name).root
         if isinstance(root, Mapping) and metadata_in(root) is not None:
             return None
-    if listing.matching(files.WHOLE_PART) or (
-        listing.matching(files.WHOLE_SHARED) and listing.matching(files.WHOLE_EXPERTS)
-    ):
+    if listing.matching(WHOLE_PART) or (listing.matching(WHOLE_SHARED) and listing.matching(WHOLE_EXPERTS)):
         return None
-    return files.NONE
+    return NONE
 
 
 def facts(listing: Listing, name: str) -> RankFacts:
     """The world size that one rank's parts tell, if it is the only one that fits; and the step, where a trainer says it."""
-    if not files.SHARD.fullmatch(name):
+    if not SHARD.fullmatch(name):
         return RankFacts(None, step_in(as_mapping(listing.open(name).root, "its content", listing.files[name].path)))
     rank = read_rank(listing, *files.partners(listing, name))
     least, most = world_sizes([rank])
@@ -205,7 +203,7 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
 
 def _order_names(rank: Rank) -> list[str]:
     """The stored parameters, as the model has them: in the order of the state dict, or of the metadata where there were two."""
-    if files.EXPERTS.fullmatch(os.path.basename(rank.file)):
+    if EXPERTS.fullmatch(os.path.basename(rank.file)):
         return list(rank.params)
     return [key for key in rank.model if key in rank.params]
 

@@ -1,10 +1,17 @@
 """Rank files of FSDP: each rank's part of a model, as `torch.save` wrote its state dict of DTensors or ShardedTensors."""
 
+import re
 from dataclasses import replace
 
 from zckpt.base.patterns import compile_late
-from zckpt.layouts.fsdp.files import ANY, NONE, VERL
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
+from zckpt.layouts.save.listing import Listing
+
+VERL = compile_late(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp>\d+)\.pt")
+ANY = compile_late(
+    r"(?!(?:bf16_|fp16_)?zero_pp_rank|zckpt_rank)(?P<kind>[\w.-]*?)(?<![A-Za-z])[Rr]ank[-_]?(?P<dp>\d+)[\w.-]*?\.(?:pt|pth|bin|ckpt)"
+)
+NONE = "no model_world_size_*_rank_*.pt, and no *rank*.pt with DTensors or ShardedTensors"
 
 FAMILY = Family(
     name="FSDP rank files",
@@ -22,3 +29,8 @@ FAMILY = Family(
 
 ANY_NAME = replace(FAMILY, files=(FileKind("{kind}", ANY),), fallback=True)
 """The same under other names, such as `rank0.pt`. A directory of other saves may have such files too."""
+
+
+def pattern_of(listing: Listing) -> re.Pattern[str]:
+    """How rank files of a save are called."""
+    return VERL if listing.matching(VERL) else ANY

@@ -17,7 +17,7 @@ from zckpt.containers import TensorRef
 from zckpt.core.dtypes import DType
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import join_path
-from zckpt.layouts.fsdp.files import pattern_of
+from zckpt.layouts.fsdp import pattern_of
 from zckpt.layouts.save.listing import Listing
 
 Shape = tuple[int, ...]

@@ -34,7 +34,7 @@ from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import join_path
-from zckpt.layouts.fsdp.files import ANY, NONE, VERL, pattern_of
+from zckpt.layouts.fsdp import ANY, NONE, VERL, pattern_of
 from zckpt.layouts.fsdp.lost import lost_ranks, take_lost
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks, refuse_odd_values

@@ -15,10 +15,19 @@ from zckpt.containers import Container, TensorRef
 from zckpt.containers.gguf_file import BLOCKS, BY_NAME, GgufValue
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.evidence import Evidence
+from zckpt.layouts.gguf import METADATA, NAME
 from zckpt.layouts.gguf.blocks import as_floats
-from zckpt.layouts.gguf.files import METADATA, NAME
+from zckpt.layouts.plain import FAMILY as PLAIN
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    names = listing.matching(NAME)
+    if len(listing.files) > len(names) and any(PLAIN.owns(name) for name in listing.files):
+        return "plain weights are there too"
+    return None
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

@@ -3,9 +3,13 @@
 import re
 
 from zckpt.base.patterns import compile_late
-from zckpt.layouts.dcp.files import DATA, METADATA
-from zckpt.layouts.megatron_core.files import CONFIG, NONE
+from zckpt.layouts.dcp import DATA, METADATA
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
+
+COMMON = "common.pt"
+CONFIG = "metadata.json"
+NONE = f"no {CONFIG} of Megatron-Core, and no names of its models"
+"""Why files are none of its."""
 
 FAMILY = Family(
     name="Megatron-Core",

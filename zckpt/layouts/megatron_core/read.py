@@ -18,12 +18,12 @@ from zckpt.base.words import count, examples, join_words
 from zckpt.containers import is_torch_zip, torch_zip
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.core.dtypes import F32
+from zckpt.layouts.dcp import METADATA, rank_of
 from zckpt.layouts.dcp import read as dcp
-from zckpt.layouts.dcp.files import METADATA, rank_of
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
+from zckpt.layouts.megatron_core import COMMON, CONFIG, NONE
 from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
-from zckpt.layouts.megatron_core.files import COMMON, CONFIG, NONE
 from zckpt.layouts.megatron_core.flattened import unflatten
 from zckpt.layouts.megatron_core.optimizer import named_groups, parameter_groups
 from zckpt.layouts.megatron_core.run_state import MegatronRun, backend, run_state

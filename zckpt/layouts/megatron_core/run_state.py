@@ -17,7 +17,7 @@ from zckpt.containers import Placeholder, brief
 from zckpt.core.catalog import Topology
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata
-from zckpt.layouts.megatron_core.files import COMMON, CONFIG
+from zckpt.layouts.megatron_core import COMMON, CONFIG
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage.json_files import read_json

@@ -18,16 +18,11 @@ from typing import NamedTuple
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
-from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
 from zckpt.containers import Placeholder, enum_value
+from zckpt.layouts.megatron_legacy import MODEL
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import as_mapping, flatten
-
-DIRECTORY = compile_late(r"mp_rank_\d{2,}(?:_\d{3,}){0,2}")
-_IN = r"mp_rank_(?P<first>\d{2,})(?:_(?P<second>\d{3,}))?(?:_(?P<third>\d{3,}))?/"
-MODEL = compile_late(_IN + r"model_optim_rng\.pt")
-OPTIMIZER = compile_late(_IN + r"distrib_optim\.pt")
 
 
 class ModelRank(NamedTuple):
@@ -76,11 +71,6 @@ class RunSplit:
         else:
             pairs = {(number % self.tp, number % self.ep) for number in range(max(self.tp, self.ep))}
         return [ModelRank(tp, pp, ep) for pp in range(self.pp) for tp, ep in sorted(pairs)]
-
-
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    return None if listing.matching(MODEL) else "no mp_rank_*/model_optim_rng.pt"
 
 
 def arguments(listing: Listing, name: str) -> dict[str, object]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.layouts.megatron_legacy import files
+from zckpt.layouts.megatron_legacy import MODEL, OPTIMIZER
 from zckpt.layouts.megatron_legacy.masters import group_facts
 from zckpt.layouts.megatron_legacy.read import LegacySave
 from zckpt.layouts.run.training import ParameterGroup, Training
@@ -74,8 +74,8 @@ def unnamed_states(catalog: Catalog, save: LegacySave) -> str:
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states that are there are not read, in words; empty where there are none, or they are."""
-    has_vectors = bool(listing.matching(files.OPTIMIZER))
-    if not has_vectors and not listing.entry(listing.matching(files.MODEL)[0], "optimizer"):
+    has_vectors = bool(listing.matching(OPTIMIZER))
+    if not has_vectors and not listing.entry(listing.matching(MODEL)[0], "optimizer"):
         return ""
     save = LegacySave(listing)
     catalog = save.catalog()

@@ -30,8 +30,8 @@ from zckpt.base.errors import InconsistentError
 from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Source, Topology
+from zckpt.layouts.moe import holds_experts
 from zckpt.layouts.moe.experts import Layers, is_own, read_layers
-from zckpt.layouts.moe.files import holds_experts
 from zckpt.layouts.moe.groups import split_by_experts
 from zckpt.layouts.moe.mixture import MixtureReader, load, model_name
 from zckpt.layouts.moe.records import second_routers, without_experts

@@ -1,12 +1,19 @@
 """Plain weights with an optimizer's state dict beside them, whole or in parts as OSS and ZeroRedundancyOptimizer have it."""
 
-from zckpt.layouts.numbered import files as _files
+import re
+
+from zckpt.base.patterns import compile_late
 from zckpt.layouts.save.family import Family, FileKind, later
+
+RANK = compile_late(
+    r"(?=[\w.-]*optim)(?!(?:bf16_|fp16_)?zero_pp_rank)[\w.-]*?rank[-_]?(?P<dp>\d+)\.(?:pt|pth|bin|ckpt)", re.IGNORECASE
+)
+WHOLE = compile_late(r"[\w-]*optim[\w-]*\.(?:pt|pth|bin|ckpt)", re.IGNORECASE)
 
 FAMILY = Family(
     name="weights with optimizer states",
-    files=(FileKind("optimizer", _files.RANK), FileKind("optimizer", _files.WHOLE, of_rank=False)),
-    match=_files.match,
+    files=(FileKind("optimizer", RANK), FileKind("optimizer", WHOLE, of_rank=False)),
+    match=later("numbered.files", "match"),
     read=later("numbered.read", "read"),
     second=later("numbered.second", "find_again"),
     read_training=later("numbered.read", "read_training"),

@@ -15,13 +15,10 @@ from typing import NamedTuple
 
 from zckpt.base.errors import ZckptError
 from zckpt.base.patterns import compile_late
+from zckpt.layouts.numbered import RANK, WHOLE
 from zckpt.layouts.plain import files as plain
 from zckpt.layouts.save.listing import Listing
 
-RANK = compile_late(
-    r"(?=[\w.-]*optim)(?!(?:bf16_|fp16_)?zero_pp_rank)[\w.-]*?rank[-_]?(?P<dp>\d+)\.(?:pt|pth|bin|ckpt)", re.IGNORECASE
-)
-WHOLE = compile_late(r"[\w-]*optim[\w-]*\.(?:pt|pth|bin|ckpt)", re.IGNORECASE)
 _WEIGHTS = compile_late(r"[\w.-]+\.(?:pt|pth|bin|ckpt|safetensors)(?:\.index\.json)?")
 _OTHERS = compile_late(
     r"optim|sched|rng|random|scaler|sampler|loader|args|trainer|(?<![a-z])(?:rank|shard)[-_]?\d", re.IGNORECASE

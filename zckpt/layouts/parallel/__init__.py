@@ -3,8 +3,19 @@
 from dataclasses import replace
 
 from zckpt.layouts import zero
-from zckpt.layouts.parallel.files import match
 from zckpt.layouts.save.family import later
+from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    if listing.matching(LAYER_NAME) or len(listing.model_parallel_ranks()) > 1:
+        return None
+    first = next(iter((*listing.matching(MODEL_NAME), *listing.shards("model").values())), None)
+    if first is not None and listing.numbers(first, "mp_world_size").get("mp_world_size", 1) > 1:
+        return None  # the others are missing
+    return "files of one model-parallel rank only"
+
 
 FAMILY = replace(
     zero.FAMILY,

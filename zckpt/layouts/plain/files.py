@@ -18,12 +18,9 @@ from zckpt.base.errors import (
     UnsupportedError,
 )
 from zckpt.base.words import examples
+from zckpt.layouts.plain import OPTIMIZER, PATTERNS
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.weight_files import INDEX, files_counted_with, is_weights
-
-PATTERNS = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
-OPTIMIZER = "optimizer_states"
-"""How files of optimizer states are called, so that no loader takes them for weights: `to-states` writes them."""
 
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 

@@ -1,49 +1,35 @@
-"""Plain weights: one file or a sharded directory, `.safetensors` or torch's `.bin`, as `transformers` names them.
+"""Plain weights as input: one file or a sharded directory, `.safetensors` or torch's `.bin`, as `transformers` names them.
 
-Reads them as input (to inspect or cast), and lays out every consolidated output.
-Source: huggingface_hub 0.36-2.4, serialization/_base.py (sharding, index), _torch.py (dropped names in the metadata);
-transformers 4.57-5.23, utils/__init__.py (file names).
+Source: transformers 4.57-5.23, utils/__init__.py (file names); huggingface_hub 0.36-2.4, _torch.py (dropped names).
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import (
     IncompleteError,
     InconsistentError,
     NotACheckpointError,
-    UnsupportedError,
     UsageError,
     ZckptError,
 )
-from zckpt.base.sizes import file_bytes, to_bytes
 from zckpt.base.words import examples
-from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
-from zckpt.containers.skeleton import TensorSpec
+from zckpt.containers import Container, TensorRef
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.core.claims import ByteSpan
-from zckpt.core.dtypes import IN_SAFETENSORS, DType
 from zckpt.core.evidence import BY_MANIFEST, LEFT_OUT, OWN_INDEX, Evidence
-from zckpt.core.fragments import Fragment
-from zckpt.core.plan import OutputFile, literal_file
-from zckpt.core.stores import FileStore
 from zckpt.layouts.plain import rank_parts
-from zckpt.layouts.plain.files import OPTIMIZER as OPTIMIZER
-from zckpt.layouts.plain.files import PATTERNS, chosen_index, match, weight_files
+from zckpt.layouts.plain.files import chosen_index, match, weight_files
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
 from zckpt.layouts.save.weight_files import files_counted_with
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
 from zckpt.storage.location import Location
-
-Format = Literal["safetensors", "bin"]
 
 _NESTED = ("state_dict", "model_state_dict", "module", "model")
 
@@ -303,111 +289,3 @@ def _hint(path: Location) -> str:
         if (directory / "latest").is_file():
             return f"{directory!r}"
     return "the folder that holds 'latest' and global_step*"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsTarget:
-    """The form in which plain weights are written.
-
-    Attributes:
-        format: the container.
-        file: name of the only file; empty for a directory of shards and an index.
-        max_shard_size: for a directory, e.g. "5GB" or a number of bytes.
-        stem: of the files' names in a directory; empty for those of weights.
-        narrow_first: in files of safetensors, put tensors of the narrowest dtype first where the others keep their alignment.
-    """
-
-    format: Format
-    file: str = ""
-    max_shard_size: int | str = "5GB"
-    stem: str = ""
-    narrow_first: bool = False
-
-    @property
-    def pattern(self) -> str:
-        """The name of a file in a directory, with a place for which of several it is."""
-        return self.stem + "{suffix}.safetensors" if self.stem else PATTERNS[self.format]
-
-    def __post_init__(self) -> None:
-        """Raises UsageError for a size that no file can have."""
-        file_bytes(self.max_shard_size, "max_shard_size")
-
-
-@dataclass(frozen=True, slots=True)
-class LaidOutFiles:
-    """Files to be written, and the place in them of each tensor."""
-
-    files: tuple[tuple[OutputFile, FileStore], ...]
-    entries: Mapping[str, TensorEntry]
-
-
-def lay_out(
-    wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, str], target: WeightsTarget
-) -> LaidOutFiles:
-    """Lays out the files, and the place of each tensor in them.
-
-    Args:
-        wanted: the tensors, each with its new dtype.
-        aliases: dropped name -> kept name.
-        target: the form of the output.
-
-    Raises:
-        UnsupportedError: safetensors cannot hold a dtype.
-    """
-    strange = [f"{entry.name} ({dtype})" for entry, dtype in wanted if dtype.name not in IN_SAFETENSORS]
-    if target.format == "safetensors" and strange:
-        raise UnsupportedError(
-            "safetensors cannot hold these dtypes",
-            found=examples(strange),
-            remedy="Use --format bin, or an OUT ending in .bin.",
-        )
-    specs = {entry.name: TensorSpec(entry.name, dtype, entry.shape) for entry, dtype in wanted}
-    roles = {entry.name: entry.role for entry, _ in wanted}
-    shards = {target.file: list(specs)} if target.file else _assign_shards(specs, target)
-    files: list[tuple[OutputFile, FileStore]] = []
-    entries: dict[str, TensorEntry] = {}
-    weight_map: dict[str, str] = {}
-    for shard, names in shards.items():
-        here = set(names)
-        tied = {dropped: kept for dropped, kept in aliases.items() if kept in here}
-        chosen = [specs[name] for name in names]
-        if target.format == "safetensors":
-            skeleton = safetensors_file.skeleton(
-                chosen, metadata={"format": "pt"}, aliases=tied, narrow_first=target.narrow_first
-            )
-        else:
-            skeleton = torch_zip.skeleton(chosen, aliases=tied)
-            weight_map.update(dict.fromkeys(tied, shard))
-        weight_map.update(dict.fromkeys(names, shard))
-        store = FileStore(shard, skeleton.size)
-        files.append((OutputFile(shard, skeleton.size, skeleton.literals, skeleton.checksums), store))
-        for spec in sorted(chosen, key=lambda spec: skeleton.offsets[spec.name]):
-            fragments = (Fragment(store, skeleton.offsets[spec.name], 0, spec.numel),) if spec.numel else ()
-            entries[spec.name] = TensorEntry(spec.name, spec.shape, spec.dtype, roles[spec.name], fragments)
-    if len(shards) > 1:
-        files.append(_index(specs, weight_map, target.pattern))
-    return LaidOutFiles(tuple(files), entries)
-
-
-def _assign_shards(specs: Mapping[str, TensorSpec], target: WeightsTarget) -> dict[str, list[str]]:
-    """Shard file -> tensor names, by the hub's own rule."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    split = split_state_dict_into_shards_factory(
-        dict(specs),
-        get_storage_size=lambda spec: spec.nbytes,
-        filename_pattern=target.pattern,
-        max_shard_size=to_bytes(target.max_shard_size),
-    )
-    return {name: list(names) for name, names in split.filename_to_tensors.items()}
-
-
-def _index(
-    specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str], pattern: str
-) -> tuple[OutputFile, FileStore]:
-    metadata = {
-        "total_parameters": sum(spec.numel for spec in specs.values()),
-        "total_size": sum(spec.nbytes for spec in specs.values()),
-    }
-    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
-    return literal_file(pattern.format(suffix="") + ".index.json", text.encode())

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from zckpt.base.patterns import compile_late
+from zckpt.layouts.save.trainers import FSDP_MODEL
 from zckpt.storage.location import Location
 
-MODEL = compile_late(r"pytorch_model_fsdp_(?P<number>\d+)")
 PART = compile_late(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
 """Directories of a model or an optimizer, which are parts of a save."""
 
@@ -34,5 +34,5 @@ def complete_settings(settings: Mapping[str, object], states: Collection[str]) -
 
 def optimizer_beside(model: Location) -> Location | None:
     """Where the optimizer of a model's directory is, if there is one; None for directories of other names."""
-    match = MODEL.fullmatch(model.name)
+    match = FSDP_MODEL.fullmatch(model.name)
     return None if match is None else model.absolute().parent / f"optimizer_{match['number']}"

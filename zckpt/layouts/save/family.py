@@ -102,13 +102,18 @@ def later(module: str, name: str) -> Callable[..., Any]:
 
 
 def where_there(
-    names: Iterable[re.Pattern[str]], match: Callable[[Listing], str | None], refusal: str
+    names: Iterable[re.Pattern[str]], match: Callable[[Listing], str | None] | None, refusal: str
 ) -> Callable[[Listing], str | None]:
-    """A family's `match`, which is asked, and imported, only where a file has one of these names; elsewhere it is the refusal."""
+    """A family's `match`, which is asked, and imported, only where a file has one of these names; elsewhere it is the refusal.
+
+    Without one, the names say it alone.
+    """
     patterns = tuple(names)
 
     def found(listing: Listing) -> str | None:
-        return match(listing) if any(listing.matching(pattern) for pattern in patterns) else refusal
+        if not any(listing.matching(pattern) for pattern in patterns):
+            return refusal
+        return None if match is None else match(listing)
 
     return found
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from zckpt.base import words
 from zckpt.base.patterns import compile_late
-from zckpt.layouts.save import accelerate
+from zckpt.layouts.save import trainers
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.storage.location import Location
 
@@ -41,7 +41,7 @@ def run_files(
         world_size: ranks of the run that goes on; None where it may be any number.
         named: as in `companions.is_own`.
     """
-    homes = [home.absolute().parent if accelerate.MODEL.fullmatch(home.name) else home]
+    homes = [home.absolute().parent if trainers.FSDP_MODEL.fullmatch(home.name) else home]
     for root in also:
         homes.append(inner if (inner := root / homes[0].name).is_dir() else root)
     there: dict[str, Location] = {}

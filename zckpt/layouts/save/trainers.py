@@ -20,6 +20,9 @@ from zckpt.storage.location import Location
 FOLDER = compile_late(r"checkpoint-\d+")
 """Folders of transformers' Trainer; with DeepSpeed, `checkpoint-2` holds the tag `global_step2`."""
 
+FSDP_MODEL = compile_late(r"pytorch_model_fsdp_(?P<number>\d+)")
+"""Directories of models that accelerate's `save_state` leaves of an FSDP run; see `accelerate`."""
+
 STEP = compile_late(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
 """Directories of a run's steps, of verl and Megatron."""
 

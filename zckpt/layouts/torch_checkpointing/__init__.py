@@ -5,13 +5,18 @@ from dataclasses import replace
 
 from zckpt.base.patterns import compile_late
 from zckpt.layouts.save.family import Family, FileKind, later, where_there
-from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA, NO_ITEM, match
+
+METADATA = "metadata.pkl"
+ITEM = compile_late(r"(?P<item>[\w-]+?)_(?P<dp>\d+)\.pt")
+NO_ITEM = "no <item>_<rank>.pt with DTensors"
+
+_METADATA = compile_late(re.escape(METADATA))
 
 FAMILY = Family(
     name="torch_checkpointing",
-    files=(FileKind("", compile_late(re.escape(METADATA)), of_rank=False),),
+    files=(FileKind("", _METADATA, of_rank=False),),
     common=(FileKind("{item}", ITEM),),
-    match=match,
+    match=where_there((_METADATA,), None, f"no {METADATA}"),
     read=later("torch_checkpointing.read", "read"),
     second=later("torch_checkpointing.second", "find_again"),
     read_training=later("torch_checkpointing.read", "read_training"),

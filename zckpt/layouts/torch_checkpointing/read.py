@@ -36,7 +36,7 @@ from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.cut_tensors import CutPart, CutReader, CutTensor, Placement, Shape, class_of
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA, NO_ITEM
+from zckpt.layouts.torch_checkpointing import ITEM, METADATA, NO_ITEM
 from zckpt.storage.location import Location
 
 _JSON_BYTES = 1 << 20

@@ -32,7 +32,7 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import SCALER, as_list, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, replicas_of, whole
-from zckpt.layouts.universal.files import HOME, MASTER
+from zckpt.layouts.universal import HOME, MASTER
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.optimizer_states import precision_of
 from zckpt.layouts.zero.partition import in_original_order

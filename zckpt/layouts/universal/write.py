@@ -22,7 +22,7 @@ from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.moe.experts import is_own
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listing
-from zckpt.layouts.universal.files import HOME, MASTER
+from zckpt.layouts.universal import HOME, MASTER
 from zckpt.layouts.universal.read import STATE
 from zckpt.layouts.zero.torch_files import Laid, Pair, TorchFile
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_model
