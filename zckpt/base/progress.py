@@ -59,11 +59,8 @@ def watch_progress(progress: Progress, total_bytes: int | None, label: str) -> I
             progress.expect(total_bytes)
         yield progress
     elif callable(progress):
-        function = progress
-        if takes_total(function):
-            yield JobWatch(total_bytes, lambda done, total, item: function(done, total))
-        else:
-            yield JobWatch(total_bytes, lambda done, total, item: function(done))
+        function, wants_total = progress, takes_total(progress)
+        yield JobWatch(total_bytes, lambda done, total, _: function(done, *([total] if wants_total else [])))
     elif progress or (progress is None and (sys.stderr.isatty() or _in_notebook())):
         with bar(total_bytes, label) as watch:
             yield watch
@@ -96,9 +93,8 @@ def bar(total_bytes: int | None, label: str) -> Iterator[JobWatch]:
 @contextmanager
 def lines(total_bytes: int | None, label: str, clock: Callable[[], float] = time.monotonic) -> Iterator[JobWatch]:
     """One JSON object a line on stderr, for programs: at the beginning, then at most two a second, and at the end."""
-    began = clock()
     last: tuple[int, int | None, str] = (0, total_bytes, "")
-    next_at = began
+    began = next_at = clock()
 
     def show(done: int, total: int | None, item: str) -> None:
         nonlocal last, next_at
@@ -143,7 +139,7 @@ def takes_total(function: Callable[..., object]) -> bool:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.kind == p.VAR_POSITIONAL for p in parameters):
         return True
-    return len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "total")
+    return any(p.default is inspect.Parameter.empty or p.name == "total" for p in positional[1:2])
 
 
 def _in_notebook() -> bool:

@@ -77,13 +77,8 @@ class Verification(Printed):
 
     def __repr__(self) -> str:
         bad = [check.name for check in self.checks if not check.ok]
-        said = (
-            f"NO: {', '.join(bad)}"
-            if bad
-            else "intact"
-            if self.complete is not None
-            else "intact as far as can be told"
-        )
+        good = "intact" if self.complete is not None else "intact as far as can be told"
+        said = f"NO: {', '.join(bad)}" if bad else good
         return f"<zckpt.Verification {shorten_text(self.path)!r}: {said}>"
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError
-from zckpt.containers import safetensors_file, torch_legacy, torch_zip
+from zckpt.containers import safetensors_file, torch_zip
 from zckpt.containers.alike import AlikePickles
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
@@ -63,10 +63,14 @@ def open_container(path: str | os.PathLike[str], alike: AlikePickles | None = No
         if head[8:9] == b"{":
             return safetensors_file.read_input(file)
         if head[257:262] == b"ustar":
+            from zckpt.containers import torch_legacy
+
             return torch_legacy.read_tar(file)
         if _has_header(file, head):
             return safetensors_file.read_input(file)
         if head.startswith((b"\x80", b"L1195470371")):  # a pickle; protocols 0 and 1 spell the magic number in decimal
+            from zckpt.containers import torch_legacy
+
             return torch_legacy.read_stream(file)
         raise _unknown(file, head)
 

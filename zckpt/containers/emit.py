@@ -16,6 +16,7 @@ from typing import Any
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder, brief
 from zckpt.containers.skeleton import TensorSpec
+from zckpt.containers.tensor_ref import contiguous_stride
 from zckpt.core.dtypes import DType
 
 _MOST_PARTS = 1 << 14
@@ -207,14 +208,6 @@ class _Emitter:
 def _not_written(what: str, found: str) -> UnsupportedError:
     remedy = "Remove it from what the checkpoint saves beside its tensors, or convert the weights alone (to-fp32)."
     return UnsupportedError(f"cannot write {what} to a torch file", found=found, remedy=remedy)
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor in torch; a dimension of 0 counts as 1."""
-    stride = [1]
-    for dim in reversed(shape[1:]):
-        stride.append(stride[-1] * max(dim, 1))
-    return tuple(reversed(stride)) if shape else ()
 
 
 def _text(text: str) -> bytes:

@@ -22,9 +22,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers.container import Container, Input
-from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.skeleton import Skeleton
-from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef, TensorRef
+from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef, TensorRef, contiguous_stride
 from zckpt.core.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, U8, DType
 from zckpt.core.stores import FileStore
 

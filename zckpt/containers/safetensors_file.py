@@ -26,12 +26,10 @@ from zckpt.base import limits
 from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers.container import Container, Input
-from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.skeleton import Skeleton, TensorSpec, check_names
-from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef
+from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef, contiguous_stride
 from zckpt.core.dtypes import BY_NAME, IN_SAFETENSORS
 from zckpt.core.stores import FileStore
-from zckpt.storage.json_files import check_size
 
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
@@ -79,6 +77,8 @@ def read_input(file: Input) -> Container:
 
 
 def _parse(file: Input, data: bytes) -> dict[str, Any]:
+    from zckpt.storage.json_files import check_size
+
     check_size(data, file.path, "a header")
     try:
         header = json.loads(

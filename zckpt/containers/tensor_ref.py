@@ -225,3 +225,11 @@ class TensorRef:
             else:
                 folded.append((dim, step))
         return folded
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor in torch; a dimension of 0 counts as 1."""
+    stride = [1]
+    for dim in reversed(shape[1:]):
+        stride.append(stride[-1] * max(dim, 1))
+    return tuple(reversed(stride)) if shape else ()

@@ -25,7 +25,6 @@ from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.containers.alike import AlikePickles
 from zckpt.containers.container import Container, Input, open_input
-from zckpt.containers.emit import emit
 from zckpt.containers.inert import brief, brief_text
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import load_pickle
@@ -229,6 +228,8 @@ def skeleton_of(
     phases = phases or {}
     keys = {spec.name: str(number) for number, spec in enumerate(specs)}
     writer = _Writer(zip64)
+    from zckpt.containers.emit import emit
+
     writer.add("data.pkl", emit(root, keys))
     writer.add("byteorder", b"little")
     offsets = {

@@ -15,21 +15,18 @@ from zckpt.base.errors import CastError, read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.folds import Kernels, Tools
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import touching
 from zckpt.core.plan import Move, Plan
 from zckpt.core.recipes import DerivedStore, compute_bytes
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.batches import Batch, batches
-from zckpt.engine.kernels import kernels_of
 from zckpt.engine.prefetch import Span, check_unchanged, moved_near
-from zckpt.engine.reference import run_batch as reference_batch
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles, will_need
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Array, Floats
+    from zckpt.core.folds import Array, Floats, Kernels, Tools
 
 try:
     from zckpt._core import let_go
@@ -127,12 +124,13 @@ class _Worker:
         self._engine = engine
         self._give_back = give_back
         self._spend = spend
-        self._kernels = kernels_of(engine)
 
     @property
     def kernels(self) -> Kernels:
         """The loops of the engine that works."""
-        return self._kernels
+        from zckpt.engine.kernels import kernels_of
+
+        return kernels_of(self._engine)
 
     def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
         """As `Tools.read`."""
@@ -184,6 +182,8 @@ class _Worker:
     def _run(self, batch: Batch, entry: TensorEntry, dtype: DType) -> None:
         descriptors = [self.files.of(store) for store in batch.stores]
         if self._engine == "reference":
+            from zckpt.engine.reference import run_batch as reference_batch
+
             lost = reference_batch(batch.stores, descriptors, batch.moves, (), False, self._spend, self._follow)
         else:
             self._spend(batch.nbytes)

@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from zckpt.base.errors import read_error
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.folds import Kernels
 from zckpt.core.fragments import ComputedStore, Fragment, Run, runs_in_order
 from zckpt.core.overlaps import clip
 from zckpt.core.recipes import DerivedStore, compute_bytes
 from zckpt.core.stores import FileStore, MemoryStore, Store
-from zckpt.engine.kernels import ReferenceKernels
-from zckpt.engine.rounding import cast, native
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Array, Floats
+    from zckpt.core.folds import Array, Floats, Kernels
 
 _SPAN_BYTES = 1 << 20
 """Elements that are apart are read together with what is between them, so many bytes at once."""
@@ -66,6 +63,8 @@ class ElementReader:
         if any(_range(run, size) not in fetched for run in runs if _is_remote(run)):
             fetched = _fetch([wanted])
         parts: list[bytes] = []
+        from zckpt.engine.rounding import native
+
         for run in runs:
             store, offset = run.store, run.byte_offset
             if not store.at_hand:
@@ -94,6 +93,8 @@ class _Tools:
 
     def __init__(self, reader: ElementReader) -> None:
         self._reader = reader
+        from zckpt.engine.kernels import ReferenceKernels
+
         self.kernels: Kernels = ReferenceKernels()
 
     def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
@@ -102,6 +103,8 @@ class _Tools:
 
         data = self._reader.read(elements(entry, start, stop))
         if dtype is not None and dtype != entry.dtype:
+            from zckpt.engine.rounding import cast
+
             data, _, _ = cast(data, entry.dtype, dtype, sys.byteorder, clamp=False)
         kind = dtype or entry.dtype
         return np.frombuffer(bytearray(data), kind.numpy or f"u{kind.itemsize}")

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
@@ -24,13 +24,14 @@ from zckpt.engine.batches import Batch, batches, element_bytes, ranges
 from zckpt.engine.bringing import Bringer
 from zckpt.engine.checksums import Partial, merge_adjacent, seal
 from zckpt.engine.choice import choose
-from zckpt.engine.ordered_output import Consumer, OrderedOutput, keeps_bytes
 from zckpt.engine.output_files import create, open_output_files
 from zckpt.engine.prefetch import with_local_sources
-from zckpt.engine.reference import Follow
-from zckpt.engine.reference import run_batch as reference_batch
 from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.fsync_queue import Syncing
+
+if TYPE_CHECKING:
+    from zckpt.engine.ordered_output import Consumer, OrderedOutput
+    from zckpt.engine.reference import Follow
 
 try:
     from zckpt._core import run as native_run
@@ -159,9 +160,12 @@ def run(
     )  # fmt: skip
     consumers = consumers or {}
     refuse(plan, consumers, mode)
-    mover.ordered = {
-        id(store): OrderedOutput(consumers[output.path]) for output, store in plan.files if output.path in consumers
-    }
+    if consumers:
+        from zckpt.engine.ordered_output import OrderedOutput
+
+        mover.ordered = {
+            id(store): OrderedOutput(consumers[output.path]) for output, store in plan.files if output.path in consumers
+        }
     reported: list[Written] = []
 
     def report(file: Written) -> None:
@@ -329,6 +333,8 @@ class Mover:
         descriptors = [files.of(store) for store in batch.stores]
         if self.engine == "reference":
             how = self._clamp, self._spend, follow
+            from zckpt.engine.reference import run_batch as reference_batch
+
             lost = reference_batch(batch.stores, descriptors, batch.moves, batch.literals, *how)
             progress(batch.nbytes)
         else:
@@ -355,6 +361,8 @@ class Mover:
             if kind == "write":
                 raise OSError(number, os.strerror(number), where)
             if kind == "kept":
+                from zckpt.engine.ordered_output import keeps_bytes
+
                 raise keeps_bytes(where)
             raise read_error(where, number, offset) if kind == "read" else engine_error(kind, text)
         self.cloned += cloned

@@ -16,7 +16,6 @@ from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
 from zckpt.engine.elements import ElementReader, Wanted
-from zckpt.engine.rounding import MANTISSA, number, ones, rounded_bits
 
 WIDTH = 8
 """Elements compared at each end of a fragment. One would do; a few make a chance agreement of shifted data unlikely."""
@@ -60,6 +59,8 @@ def first_difference(
     `ranges` are the elements that are compared; by default both ends of every fragment.
     """
     (fragments, dtype), (others, narrow) = master, copy
+    from zckpt.engine.rounding import MANTISSA, number
+
     if dtype not in MANTISSA or narrow not in MANTISSA:
         return None
     for start, stop in ends(fragments, dtype.itemsize) if ranges is None else ranges:
@@ -78,6 +79,8 @@ def is_copy(
     reader: ElementReader, master: tuple[Sequence[Fragment], DType], copy: tuple[Sequence[Fragment], DType]
 ) -> bool:
     """Whether two places can be compared, and the second holds the first, rounded; at both ends of every fragment."""
+    from zckpt.engine.rounding import MANTISSA
+
     return master[1] in MANTISSA and copy[1] in MANTISSA and first_difference(reader, master, copy) is None
 
 
@@ -87,6 +90,8 @@ def _bits(data: bytes, dtype: DType) -> Sequence[int]:
 
 def _same(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
     """Whether the copy is the master, rounded. Bits are compared, for a host process may flush small numbers to zero."""
+    from zckpt.engine.rounding import MANTISSA, number, ones, rounded_bits
+
     wanted = master if dtype == narrow else rounded_bits(number(master, dtype), narrow)
     if wanted == copy:
         return True

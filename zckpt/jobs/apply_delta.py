@@ -42,7 +42,6 @@ from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import facts_seen_by_all, fingerprint
 from zckpt.output.publish import check_output, publish
-from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.descriptors import write_all
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.location import Location, locate
@@ -180,7 +179,7 @@ def prepare(
     version = replace(version, notes=(*version.notes, *left_out))
     states = [(name, *(one.place / name).state()) for one in found for name in one.names]
     facts = ["apply", [one.form.metadata for one in found]]
-    job = fingerprint(plan, copies, *facts, states, signed_by(asked.signing_key.sign))
+    job = fingerprint(plan, copies, *facts, states, asked.signing_key.known_as())
 
     def shared() -> str:
         digests = [[(name, one.digest_of(name)) for name in (*one.changed, *one.unchanged)] for one in found]
@@ -289,7 +288,7 @@ def execute(
     large = [path for path, (_, store) in files.items() if id(store) in inside]
     with PieceReader(share_of(job.asked.pacing.pace), job.plan.bytes_read + job.plan.bytes_written) as reader:
         source = (job.old.opened.place.listing, job.old.opened.catalog)
-        signing = signing_of(job.asked.signing_key.sign, lambda: provenance([source], _files_of(job)))
+        signing = job.asked.signing_key.signing(lambda: provenance([source], _files_of(job)))
         order = FileOrder(
             job.out, job.job, names, make, end, job.asked.publishing.overwrite, job.asked.pacing.pace, job.shared,
             large=large, signing=signing,

@@ -29,12 +29,9 @@ from zckpt.jobs.steps import open_model, record_of, steps_of
 from zckpt.jobs.working_model import WorkingModel
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
-from zckpt.naming.adapter_names import is_adapter_file
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
 from zckpt.output.publish import check_output
-from zckpt.output.signature import signing_of
-from zckpt.quantized.configs import without
 from zckpt.storage.location import Location, locate
 
 if TYPE_CHECKING:
@@ -151,7 +148,7 @@ def prepare(
     is_of_several = asked.merging.lora is not None or asked.merging.base is not None
     if not is_of_several:
         _check_output(place, asked, inputs, single=single)
-    if not single and asked.merging.lora is None and asked.naming.form == Form() and is_adapter_file(bare):
+    if not single and asked.merging.lora is None and asked.naming.form == Form() and _is_adapter_file(bare):
         raise UsageError(
             "is an adapter of PEFT, and no model", file=source, found=f"tensors such as {examples(bare)}",
             expected="a model, or an adapter and its base",
@@ -208,6 +205,12 @@ def _note_misfits(model: WorkingModel, catalog: Catalog, opened: Opened) -> tupl
     return (found.note,)
 
 
+def _is_adapter_file(catalog: Catalog) -> bool:
+    from zckpt.naming.adapter_names import is_adapter_file
+
+    return is_adapter_file(catalog)
+
+
 def _check_output(place: Location, asked: Asked[object], inputs: set[Location], *, single: bool) -> None:
     """As `output.publish.check_output`; nothing where the caller takes the files."""
     if place.path:
@@ -220,6 +223,8 @@ def _config_of(model: WorkingModel, dtype: DType) -> tuple[OutputFile, FileStore
     known = model.opened.config(model.config)
     if model.is_merged:
         home = model.place
+        from zckpt.quantized.configs import without
+
         known = read_own_config(home.home, home.named) if known is None else without(known)
     return config_file(known, dtype)
 
@@ -248,7 +253,7 @@ def order_for(
         merge=asked.publishing.merge,
         buffer=asked.pacing.buffer,
         pace=asked.pacing.pace,
-        signing=signing_of(asked.signing_key.sign),
+        signing=asked.signing_key.signing(),
     )
 
 

@@ -35,7 +35,6 @@ from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import facts_seen_by_all, fingerprint
 from zckpt.output.publish import check_output, publish
-from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.location import Location, locate
 from zckpt.team.agreement import share_of
 
@@ -186,7 +185,7 @@ def prepare(
     groups = group_by_size(((pair, pair.nbytes) for pair in pairs), to_bytes(asked.sharding.max_shard_size))
     plan = Plan((), [(entry, entry) for pair in pairs for entry in (pair.old, pair.new)])
     facts = [form.metadata, [pair.dtype.name for pair in pairs], [len(group) for group in groups]]
-    job = fingerprint(plan, (), "delta", *facts, signed_by(asked.signing_key.sign))
+    job = fingerprint(plan, (), "delta", *facts, asked.signing_key.known_as())
     notes = (*(f"OLD: {note}" for note in first.notes), *(f"NEW: {note}" for note in second.notes))
 
     def shared() -> str:
@@ -256,8 +255,8 @@ def execute(
             job.out, job.job, tuple(numbers), make, end, job.asked.publishing.overwrite, job.asked.pacing.pace, job.shared,
             lambda directory, name: needed_by(directory, name, of), helpers=numbers.keys(),
             large=[data_name(number, of) for number in numbers.values()],
-            signing=signing_of(
-                job.asked.signing_key.sign, lambda: provenance([(v.opened.place.listing, v.opened.catalog) for v in both])
+            signing=job.asked.signing_key.signing(
+                lambda: provenance([(v.opened.place.listing, v.opened.catalog) for v in both])
             ),
         )  # fmt: skip
         made = publish(order, progress, on_note)

@@ -6,7 +6,7 @@ For every job, the command line and `zckpt.Options`, which are made from these. 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from zckpt.core.dtypes import F32, DType
 
 if TYPE_CHECKING:
     from zckpt.layouts.save.listing import ReadOptions
+    from zckpt.output.signature import Signing
 
 AnyPath = str | os.PathLike[str]
 Overflow = Literal["error", "inf", "clamp"]
@@ -491,6 +492,22 @@ class SigningKey:
             from zckpt.output.signature import signer_of
 
             signer_of(self.sign)
+
+    def signing(self, provenance: Callable[[], Mapping[str, object]] = dict) -> Signing | None:
+        """Signing with the key, of what `provenance` returns; None without one. Errors as in `signature.signer_of`."""
+        if self.sign is None:
+            return None
+        from zckpt.output.signature import Signing, signer_of
+
+        return Signing(signer_of(self.sign), provenance())
+
+    def known_as(self) -> str:
+        """By which verifiers know the key; empty without one. Errors as in `signature.signer_of`."""
+        if self.sign is None:
+            return ""
+        from zckpt.output.signature import signer_of
+
+        return signer_of(self.sign).hint
 
 
 SHARED = (Reading, Selecting, Naming, Casting, Merging, Sharding, Publishing, Pacing, SigningKey)

@@ -17,13 +17,11 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, DType
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
-from zckpt.quantized.configs import OWN_FILES, Quantization, quantization_of, without
-from zckpt.quantized.plain import about as about_fp8
-from zckpt.quantized.plain import find_scaled, plain, product
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
+    from zckpt.quantized.configs import Quantization
     from zckpt.quantized.packed import Packed
 
 _MOST_BYTES = 16 << 20
@@ -56,7 +54,11 @@ class Opened:
         known = read_own_config(self.place.home, self.place.named) if given is None else given
         if other := other_class(known, self.catalog.tensors):
             known = {**(known or {}), "architectures": [other]}
-        return without(known) if known is not None and self.is_plain else known
+        if known is None or not self.is_plain:
+            return known
+        from zckpt.quantized.configs import without
+
+        return without(known)
 
     def companions(self) -> tuple[list[tuple[Location, str]], tuple[str, ...]]:
         """The files beside the checkpoint that an output gets, and sentences on those that are not the checkpoint's own."""
@@ -99,7 +101,11 @@ def config_beside(place: Place) -> dict[str, object] | None:
 
 def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
     """A checkpoint that was read, with what config and tensors say of quantised weights."""
-    quantization = quantization_of(config_beside(place))
+    quantization: Quantization | None = None
+    if (config := config_beside(place)) is not None:
+        from zckpt.quantized.configs import quantization_of
+
+        quantization = quantization_of(config)
     if quantization is None and any(entry.dtype.name in _CODES for entry in catalog.tensors.values()):
         quantization = _said_beside(place)
     if not any(_may_be_packed(name, entry) for name, entry in catalog.tensors.items()):
@@ -122,6 +128,8 @@ def _may_be_packed(name: str, entry: TensorEntry) -> bool:
 
 def _said_beside(place: Place) -> Quantization | None:
     """What a file of its own says of the weights; None where there is none, or none that can be read."""
+    from zckpt.quantized.configs import OWN_FILES
+
     for name, meaning in OWN_FILES.items():
         path = place.home / name
         with suppress(ZckptError):
@@ -141,7 +149,11 @@ def numbers_in(opened: Opened, dtype: DType | None = None) -> dict[str, TensorEn
         InconsistentError, IncompleteError: scales do not fit, or are missing.
     """
     packed = opened.packed
+    if packed is None and not any(entry.dtype.name.startswith("F8") for entry in opened.catalog.tensors.values()):
+        return {}
     members = () if packed is None else packed.members
+    from zckpt.quantized.plain import find_scaled, product
+
     found = {
         name: product(each, dtype) for name, each in find_scaled(opened.catalog, opened.quantization, members).items()
     }
@@ -169,6 +181,8 @@ def dequantise(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
     packed = opened.packed
     rest = None if packed is None else packed.without(found.keys(), opened.catalog.tensors)
     gone = set() if packed is None else packed.members - (rest.members if rest is not None else set())
+    from zckpt.quantized.plain import plain
+
     catalog = plain(opened.catalog, found, gone)
     note = f"The weights are quantised, {about(opened, found)}; here they are the numbers that these stand for."
     source = replace(catalog.source, notes=(*catalog.source.notes, note))
@@ -184,6 +198,8 @@ def about(opened: Opened, found: Collection[str]) -> str:
     """
     packed = opened.packed
     known = set() if packed is None else {part.codes.name for part in packed.parts}
+    from zckpt.quantized.plain import about as about_fp8
+
     fp8 = about_fp8(opened.quantization if packed is None else None, set(found) - known)
     texts = [] if packed is None else [f"{packed.about} ({count(len(packed.members), 'tensor')})"]
     return join_words([*texts, *([fp8] if fp8 else [])])

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, field, replace
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.progress import Progress, watch_progress
@@ -20,8 +21,10 @@ from zckpt.engine import replicas
 from zckpt.jobs.open import Opened
 from zckpt.output.order import Order, OutputReport
 from zckpt.output.publish import publish
-from zckpt.output.signature import Signing
 from zckpt.storage.location import Location, locate
+
+if TYPE_CHECKING:
+    from zckpt.output.signature import Signing
 
 
 @dataclass(frozen=True, slots=True)

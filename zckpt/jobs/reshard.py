@@ -33,7 +33,6 @@ from zckpt.layouts.zero.torch_files import Laid
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
-from zckpt.output.signature import signing_of
 from zckpt.storage.location import Location, locate
 
 _STEP = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]?(?P<step>\d{1,18})")
@@ -140,7 +139,7 @@ def plan_reshard(
     order = Order(
         plan=Plan(files, laid.pairs), out=out, catalog=opened.catalog, options=target.as_json(),
         copies=(*small, *copies), overwrite=asked.publishing.overwrite, buffer=asked.pacing.buffer, pace=asked.pacing.pace,
-        signing=signing_of(asked.signing_key.sign),
+        signing=asked.signing_key.signing(),
     )  # fmt: skip
     return PlannedReshard(opened, order, opened.catalog.source.notes + notes + left_out, target)
 

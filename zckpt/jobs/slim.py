@@ -43,7 +43,6 @@ from zckpt.layouts.universal import is_state
 from zckpt.layouts.zero.torch_files import Pair, plan_copy
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
-from zckpt.output.signature import signing_of
 from zckpt.storage.location import locate
 
 
@@ -168,7 +167,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     order = Order(
         plan=Plan(tuple(files), pairs), out=place, catalog=opened.catalog, options={"drop": sorted(asked.own.drop)},
         copies=tuple((file, name) for file, name in copies if name not in there), overwrite=asked.publishing.overwrite,
-        buffer=asked.pacing.buffer, pace=asked.pacing.pace, signing=signing_of(asked.signing_key.sign),
+        buffer=asked.pacing.buffer, pace=asked.pacing.pace, signing=asked.signing_key.signing(),
     )  # fmt: skip
     notes = (*opened.catalog.source.notes, *_notes(cut), *not_copied, *note_of_links(others))
     return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal), opened.catalog.source.zero_stage)

@@ -18,7 +18,6 @@ from zckpt.jobs.open import Opened, strip_wrappers
 from zckpt.jobs.selection import is_wanted, resolve_selection, select
 from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import read_config
-from zckpt.naming.adapter_names import note_unmerged
 
 
 class ModelStep(Protocol):
@@ -52,6 +51,10 @@ class NoteAdapters:
     """Says that there are adapters which are not merged."""
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        if not any(".lora_" in name for name in (*model.catalog, *model.catalog.aliases)):
+            return model
+        from zckpt.naming.adapter_names import note_unmerged
+
         note = note_unmerged(model.catalog)
         return replace(model, notes=(*model.notes, note)) if note else model
 

@@ -173,8 +173,6 @@ def as_run(look: Look) -> Place | None:
 
 def as_home(look: Look) -> Place | None:
     """The directory that holds tags: one is wanted, or named by `latest`, or the only or the last one."""
-    from zckpt.layouts.near import tag_meant
-
     path, tags = look.path, tags_in(look.folder, look.also)
     pointer = pointer_in(look.names)
     if look.tag is None and pointer is None and not tags:
@@ -207,6 +205,8 @@ def as_home(look: Look) -> Place | None:
             root for root in roots if root.is_dir()
         ]
         if not roots:
+            from zckpt.layouts.near import tag_meant
+
             tags = tags or tuple(look.folder.directories(trainers.FOLDER))
             raise IncompleteError(
                 f"has no tag {tag!r}, which {origin} names", file=path, found=f"no directory {tag!r}",

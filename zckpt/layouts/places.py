@@ -60,8 +60,6 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), 
 
 
 def _find(path: Location, tag: str | None, also: Sequence[Location], *, as_part: bool) -> Place:
-    from zckpt.layouts.near import missing_error
-
     path = next(filter(None, (family.above_ranks(path) for family in layouts.FAMILIES)), path)
     for root in also:
         if not root.is_dir():
@@ -77,6 +75,8 @@ def _find(path: Location, tag: str | None, also: Sequence[Location], *, as_part:
             return place
         path = folder.path
     if not path.is_dir():
+        from zckpt.layouts.near import missing_error
+
         raise missing_error(path)
     tag = None if trainers.FOLDER.fullmatch(path.absolute().name) and tag == path.absolute().name else tag
     return _find_whole(Look(list_folder(path), tag, over, _enter, as_part))
@@ -165,11 +165,11 @@ def _place_of_model(folder: Folder, model: WeightFiles, also: Sequence[Folder], 
 
 def _find_whole(look: Look) -> Place:
     """The save in a directory, with the other parts of it if the directory is one part."""
-    from zckpt.layouts.parts import part_error, rank_part_of
-
     place = _find_in_directory(look)
     if place.listing.part or any(family.tagged and family.is_save(place.listing.files) for family in layouts.FAMILIES):
         return place
+    from zckpt.layouts.parts import part_error, rank_part_of
+
     over = [root.path for root in look.also]
     found = place.listing.directory
     parts = (rank_part_of(at, over, holds_save, found) for at in dict.fromkeys((look.path, found)))
@@ -234,13 +234,13 @@ def _clash_of(folders: Sequence[Folder]) -> str:
 
 def _find_in_directory(look: Look) -> Place:
     """The save in a directory, or the only one below it."""
-    from zckpt.layouts.save.series import meaning_of
-
     for question in _QUESTIONS:
         if (place := question(look)) is not None:
             return place
     if foreign := foreign_format(look.names):
         raise _foreign_error(look.path, foreign)
+    from zckpt.layouts.save.series import meaning_of
+
     below = look_below(look.folder)
     if below.saves and meaning_of(firsts := _first_names_of(look, below.saves)) == "moment":
         newest = [save for save, first in zip(below.saves, firsts, strict=True) if first == firsts[-1]]
@@ -288,10 +288,10 @@ def _refuse_foreign(look: Look) -> None:
 
 def as_parts(look: Look) -> Place | None:
     """Directories of ranks or nodes, each with a part of one save."""
-    from zckpt.layouts.parts import part_error, parts_in
-
     if look.tag is not None or pointer_in(look.names) or step_pointer(look.names):
         return None
+    from zckpt.layouts.parts import part_error, parts_in
+
     part = parts_in(look.folder, holds_save)
     if part is None or not {*tags_in(look.folder)} <= {*part.parts}:
         return None

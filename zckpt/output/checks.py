@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from zckpt.base.errors import OutputError, UnsupportedError
 from zckpt.base.words import size
 from zckpt.output import manifest
-from zckpt.output.contents import replacement
-from zckpt.output.names import check_name
 from zckpt.output.work_directory import is_unfinished, left_bytes
 from zckpt.storage.identity import is_below, is_mount, other_name_of, parts_elsewhere
 from zckpt.storage.location import LocalPath, Location
@@ -40,6 +38,8 @@ def check_path(
             remedy="Write to a directory on this machine, and copy that to the address.",
         )  # fmt: skip
     if not single:
+        from zckpt.output.names import check_name
+
         check_name(out)
     keep_apart(out, protected)
     path = resolve_output(out.path)
@@ -68,6 +68,8 @@ def check_path(
     if not (overwrite or merge) and not manifest.job_of(manifest.path_for(path, single=single)):
         refuse_existing(path)
     if not single and overwrite and not merge:
+        from zckpt.output.contents import replacement
+
         replacement(LocalPath(path), (), merge=False)
 
 

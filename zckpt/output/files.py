@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, ZckptError
@@ -36,10 +36,12 @@ from zckpt.output.order import (
     manifest_of,
     overflows_of,
 )
-from zckpt.output.signature import Signing
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.location import Location
 from zckpt.team.together import Team
+
+if TYPE_CHECKING:
+    from zckpt.output.signature import Signing
 
 INDEX = ".index.json"
 _BLOCK = 4 << 20

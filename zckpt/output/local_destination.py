@@ -17,7 +17,7 @@ from dataclasses import replace
 from hashlib import sha256
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from zckpt.base.errors import (
     CastError,
@@ -36,15 +36,17 @@ from zckpt.engine.checksums import join
 from zckpt.output import manifest
 from zckpt.output.checks import refuse_existing
 from zckpt.output.commit import Commit, recover, seal_of
-from zckpt.output.contents import Replacement, replacement
 from zckpt.output.durable import make_directories, sync_all, tree
 from zckpt.output.files import FileSource
 from zckpt.output.journal import Finished, Journal, write_seal
 from zckpt.output.manifest import Manifest
-from zckpt.output.signature import Signing
 from zckpt.output.work_directory import WorkDirectory, left_by_others
 from zckpt.storage.location import LocalPath
 from zckpt.storage.output_places import entries, keeps_its_name, resolve_output
+
+if TYPE_CHECKING:
+    from zckpt.output.contents import Replacement
+    from zckpt.output.signature import Signing
 
 _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
 """After these errors the same command would fail again, or must not trust the files made so far."""
@@ -202,6 +204,8 @@ class LocalDestination:
             refuse_existing(self.out)
         if self._single or not os.path.isdir(self.out) or not entries(self.out):
             return None
+        from zckpt.output.contents import replacement
+
         return replacement(LocalPath(self.out), names, merge=self._merge)
 
     def _refuse_damaged(self, damaged: Collection[str]) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.output.journal import Finished
-from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
 NAME = "zckpt.json"
@@ -116,6 +115,8 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         IncompleteError: it lists no files.
         UnsafeError: it names files outside its directory.
     """
+    from zckpt.storage.json_files import read_json
+
     facts = read_json(path, _MOST_BYTES, "a manifest")
     match facts:
         case {

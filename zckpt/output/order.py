@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from operator import attrgetter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
@@ -28,9 +28,11 @@ from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import MoveOptions, Written
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
-from zckpt.output.signature import Signing
 from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location, location_of
+
+if TYPE_CHECKING:
+    from zckpt.output.signature import Signing
 
 Overflow = Literal["error", "inf", "clamp"]
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_path, check_space, keep_apart
-from zckpt.output.destination import Destination
 from zckpt.output.files import FileOrder, FileSource, MadeFiles, PlanFiles
 from zckpt.output.local_destination import LocalDestination
-from zckpt.output.names import check_name
 from zckpt.output.order import Order, OutputReport
 from zckpt.output.work_directory import is_unfinished
 from zckpt.storage.location import Location
-from zckpt.team.agreement import agree, refuse_several
 from zckpt.team.together import Team, team
+
+if TYPE_CHECKING:
+    from zckpt.output.destination import Destination
 
 
 def check_output(
@@ -32,6 +32,8 @@ def check_output(
         from zckpt.output.address_destination import check_address
 
         if not single:
+            from zckpt.output.names import check_name
+
             check_name(out)
         keep_apart(out, protected)
         check_address(out, single=single, overwrite=overwrite, merge=merge)
@@ -57,6 +59,8 @@ def publish(
     _check_signing(order)
     out = order.out
     if out.is_remote:
+        from zckpt.team.agreement import refuse_several
+
         refuse_several(out)
     elif isinstance(order, Order):
         check_space(out, order.bytes_written)
@@ -65,6 +69,8 @@ def publish(
             PlanFiles(order, processes, progress) if isinstance(order, Order) else MadeFiles(order, processes, progress)
         )
         if processes.size > 1:
+            from zckpt.team.agreement import agree
+
             agree(processes, source.shared(), out.path)
         if processes.rank:
             source.follow()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from hashlib import sha256
 from typing import Any
@@ -105,16 +105,14 @@ def _statement(name: str, digests: Mapping[str, str], provenance: Mapping[str, o
     }  # fmt: skip
 
 
-def signer_of(path: str | os.PathLike[str] | None) -> Signer | None:
-    """The key in a file; None where no file is named.
+def signer_of(path: str | os.PathLike[str]) -> Signer:
+    """The key in a file.
 
     Raises:
         AccessError: the file cannot be read, or its password is missing or wrong.
         UsageError: it is no private key of a kind that can sign.
         UnsupportedError: the package cryptography is not installed.
     """
-    if path is None:
-        return None
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
@@ -208,17 +206,3 @@ class Signing:
             (digest,) = digests.values()
             return self.signer.bundle(name, {_ONE_FILE: digest}, self.provenance)
         return self.signer.bundle(name, {**digests, **({MANIFEST: manifest} if manifest else {})}, self.provenance)
-
-
-def signing_of(
-    path: str | os.PathLike[str] | None, provenance: Callable[[], Mapping[str, object]] = dict
-) -> Signing | None:
-    """Signing with the key in a file, of what `provenance` returns; None where no file is named. Errors as in `signer_of`."""
-    signer = signer_of(path)
-    return None if signer is None else Signing(signer, provenance())
-
-
-def signed_by(path: str | os.PathLike[str] | None) -> str:
-    """By which verifiers know the key in a file; empty where no file is named. Errors as in `signer_of`."""
-    signer = signer_of(path)
-    return "" if signer is None else signer.hint

@@ -69,10 +69,9 @@ def unfold_pieces(pieces: Iterable[Piece]) -> Iterator[tuple[int, ...]]:
 
 
 def _short(piece: Piece) -> Piece:
-    end = len(piece)
-    while end > 4 and piece[end - 1] == USUAL[end - 1]:
-        end -= 1
-    return piece[:end]
+    while len(piece) > 4 and piece[-1] == USUAL[len(piece) - 1]:
+        piece = piece[:-1]
+    return piece
 
 
 def pieces_of(fragments: Iterable[Fragment], itemsize: int, grid: FileGrid, name: str) -> list[Piece]:
@@ -96,8 +95,7 @@ def layer_of(
     held: dict[int, tuple[DType, list[Fragment]]] = {}
     for number, dtype, fragments in tensors:
         held.setdefault(number, (dtype, []))[1].extend(fragments)
-    found = {n: (dtype, pieces_of(own, dtype.itemsize, grid, name)) for n, (dtype, own) in held.items()}
-    return PieceLayer(name, purpose, found)
+    return PieceLayer(name, purpose, {n: (d, pieces_of(own, d.itemsize, grid, name)) for n, (d, own) in held.items()})
 
 
 OTHER = "other"
@@ -143,8 +141,7 @@ def state_layers(states: Mapping[str, Mapping[int, TensorEntry]], grid: FileGrid
 
 def contents_of(grid: FileGrid, layers: Sequence[PieceLayer]) -> dict[str, int]:
     """What files hold -> bytes, in the order of the layers, with `OTHER` at the end; of files that are gone, all is other."""
-    found = Counter({layer.name: 0 for layer in layers})
-    rest = 0
+    found, rest = Counter({layer.name: 0 for layer in layers}), 0
     for file in grid.files:
         held = {} if file.gone else file.contents
         found.update(held)

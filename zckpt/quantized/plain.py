@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError
@@ -16,8 +17,9 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.recipes import derive_entry
 from zckpt.quantized.configs import BLOCK, Quantization
-from zckpt.quantized.dequantise import Dequantised, Narrowed
-from zckpt.quantized.grids import Grid, grid_of
+
+if TYPE_CHECKING:
+    from zckpt.quantized.grids import Grid
 
 _SCALES = ("_scale_inv", "_scale")
 _OF_INPUTS = ("input_scale", "activation_scale", "input_scale_inv")
@@ -63,6 +65,8 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
         if beside is None:
             bare.append(name)
             continue
+        from zckpt.quantized.grids import grid_of
+
         scales = catalog.tensors[beside]
         block = quantization.block if quantization is not None else BLOCK
         grid = grid_of(entry.shape, scales.shape, block, has_groups=not by_blocks)
@@ -124,6 +128,8 @@ def plain(catalog: Catalog, found: Mapping[str, TensorEntry], gone: Collection[s
 def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
     """What a quantised tensor stands for, in fp32 or rounded to a dtype."""
     entry = each.entry
+    from zckpt.quantized.dequantise import Dequantised, Narrowed
+
     recipe = Dequantised((entry, each.scales), each.grid)
     wide = derive_entry(entry.name, entry.shape, F32, recipe, entry.role)
     if dtype is None or dtype == F32:

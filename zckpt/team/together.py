@@ -19,15 +19,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note
 from zckpt.base.words import ranges
 from zckpt.storage import processes
 from zckpt.storage.output_places import remove_rendezvous, rendezvous_for
-from zckpt.team.meeting import Meetings
-from zckpt.team.rendezvous import DirectoryRendezvous, Rendezvous, StoreRendezvous, tcp_store, wait, wait_for_notes
+
+if TYPE_CHECKING:
+    from zckpt.team.meeting import Meetings
+    from zckpt.team.rendezvous import Rendezvous
 
 JOIN_S = 600.0
 """How long the processes wait for each other at the start: they read the checkpoint's indexes before they meet."""
@@ -126,6 +128,8 @@ def team(out: str) -> Team:
     mine = here()
     if mine.size == 1:
         return Team(0, 1)
+    from zckpt.team.rendezvous import DirectoryRendezvous, StoreRendezvous, tcp_store
+
     if mine.kind == "files":
         return Team(mine.rank, mine.size, DirectoryRendezvous(rendezvous_for(out, mine.where)), LOST_S["files"])
     host, _, port = mine.where.rpartition(":")
@@ -169,6 +173,8 @@ class Team:
     def __enter__(self) -> Team:
         if self._rendezvous is not None:
             self._session = f"{self._join(self._rendezvous)}/"
+            from zckpt.team.meeting import Meetings
+
             self._meetings = Meetings(
                 f"{self._session}meeting", self.rank, self.size, self._rendezvous, self.check_alive
             )
@@ -180,8 +186,12 @@ class Team:
 
     def sweep(self, out: str) -> None:
         """Removes what dead processes left beside an output, whose lock process 0 alone holds."""
-        mine = self._rendezvous
-        remove_rendezvous(out, mine.path if isinstance(mine, DirectoryRendezvous) else "")
+        mine, own = self._rendezvous, ""
+        if mine is not None:
+            from zckpt.team.rendezvous import DirectoryRendezvous
+
+            own = mine.path if isinstance(mine, DirectoryRendezvous) else ""
+        remove_rendezvous(out, own)
 
     # ---- joining ------------------------------------------------------------------------------------------------------
 
@@ -194,6 +204,8 @@ class Team:
         if self.rank == 0:
             rendezvous.open()
             greetings = {f"hello/{rank}": rank for rank in range(1, self.size)}
+            from zckpt.team.rendezvous import wait_for_notes
+
             came = {
                 greetings[key]: note.decode() for key, note in wait_for_notes(rendezvous, greetings, JOIN_S).items()
             }
@@ -227,6 +239,8 @@ class Team:
 
         def answers(note: bytes) -> bool:
             return bool(json.loads(note).get("words", {}).get(str(self.rank)) == word)
+
+        from zckpt.team.rendezvous import wait_for_notes
 
         found = wait_for_notes(rendezvous, ["welcome"], JOIN_S + LEAVE_S, check=greet, valid=answers)
         return dict(json.loads(found["welcome"])) if found else {"absent": [0]}
@@ -352,6 +366,8 @@ class Team:
         with contextlib.suppress(ZckptError, OSError):
             self._beat(-1)
             if self.rank == 0:  # whose process may hold the store
+                from zckpt.team.rendezvous import wait
+
                 wait(self._others_ended, LEAVE_S)
         if self.rank == 0:
             self._rendezvous.close()

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
@@ -26,7 +27,9 @@ from zckpt.layouts.moe.experts import Layers, sharers
 from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.zero import zero3, zero12
 from zckpt.layouts.zero.optimizer_states import OptimizerShard
-from zckpt.layouts.zero.read import Save
+
+if TYPE_CHECKING:
+    from zckpt.layouts.zero.read import Save
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import examples, ranks
@@ -30,7 +31,9 @@ from zckpt.layouts.save.module_states import ModelStates, Shape, renamed_experts
 from zckpt.layouts.zero import read as zero
 from zckpt.layouts.zero import unsharded
 from zckpt.layouts.zero.assembly import assemble, source_of
-from zckpt.layouts.zero.read import Save
+
+if TYPE_CHECKING:
+    from zckpt.layouts.zero.read import Save
 
 _EXPERTS = ".deepspeed_experts."
 

@@ -25,6 +25,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import examples
@@ -44,7 +45,9 @@ from zckpt.layouts.save.module_states import ModelStates, read_model_states
 from zckpt.layouts.zero import read as zero
 from zckpt.layouts.zero import unsharded, zero3
 from zckpt.layouts.zero.assembly import assemble
-from zckpt.layouts.zero.read import Save
+
+if TYPE_CHECKING:
+    from zckpt.layouts.zero.read import Save
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

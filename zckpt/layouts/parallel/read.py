@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
@@ -43,7 +44,9 @@ from zckpt.layouts.save.origins import check_alike, other_kind
 from zckpt.layouts.zero import read as zero
 from zckpt.layouts.zero import unsharded, unsharded_training
 from zckpt.layouts.zero.assembly import assemble, source_of
-from zckpt.layouts.zero.read import Save
+
+if TYPE_CHECKING:
+    from zckpt.layouts.zero.read import Save
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

@@ -16,7 +16,6 @@ from zckpt.core.dtypes import DType
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.core.stores import FileStore
 from zckpt.storage.identity import leads_out_of
-from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
 _MOST_BYTES = 16 << 20
@@ -125,6 +124,8 @@ def _homes(save: Location, plain: bool = False) -> list[Location]:
 
 def config_of(path: str) -> dict[str, object]:
     """The config in a file; errors as in `read_config`."""
+    from zckpt.storage.json_files import read_json
+
     config = read_json(path, _MOST_BYTES, "a config.json")
     if not isinstance(config, dict):
         raise CorruptError(

@@ -16,7 +16,7 @@ from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.base.patterns import compile_late
 from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, open_container, torch_zip
-from zckpt.containers.emit import contiguous_stride
+from zckpt.containers.tensor_ref import contiguous_stride
 from zckpt.core.dtypes import DType
 from zckpt.core.stores import FileStore
 from zckpt.storage.location import Location

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
@@ -18,9 +19,11 @@ from zckpt.base.words import count, examples
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.core.claims import ByteSpan
-from zckpt.layouts.save.cut_tensors import cut_tensor
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.state_names import WRAPPERS, match_names
+
+if TYPE_CHECKING:
+    from zckpt.layouts.save.cut_tensors import CutTensor
 
 Shape = tuple[int, ...]
 
@@ -287,7 +290,7 @@ def flatten(
             tensors[name] = value
         elif isinstance(value, Mapping) and name.count(".") < _DEEPEST:
             tensors.update(flatten(value, notes, name + ".", others))
-        elif (cut := cut_tensor(value, name, "")) is not None and cut.whole is not None:
+        elif (cut := _cut_tensor(value, name)) is not None and cut.whole is not None:
             tensors[name] = cut.whole
             if others is not None:
                 del others[name]
@@ -301,6 +304,12 @@ def flatten(
         else:
             notes.append(f"{name!r} in the state dict is not a tensor ({type(value).__name__}): left out.")
     return tensors
+
+
+def _cut_tensor(value: object, name: str) -> CutTensor | None:
+    from zckpt.layouts.save.cut_tensors import cut_tensor
+
+    return cut_tensor(value, name, "") if isinstance(value, Placeholder) else None
 
 
 def as_mapping(value: object, what: str, file: str) -> Mapping[str, object]:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
-from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import SCALER, as_list, missing_ranks, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count
 from zckpt.layouts.save.origins import check_alike
+
+if TYPE_CHECKING:
+    from zckpt.layouts.run.training import ParameterGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,8 @@ def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_gr
     """Parameter group `number`, with the single values that one of its flat groups holds."""
     settings = shard.settings[number] if number < len(shard.settings) else {}
     vectors = per_element(shard.states[flat_group])
+    from zckpt.layouts.run.training import ParameterGroup
+
     return ParameterGroup(
         names,
         {key: value for key, value in settings.items() if key != "params"},

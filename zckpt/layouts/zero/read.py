@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry, Topology
-from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates
-from zckpt.layouts.zero import zero3, zero12
+from zckpt.layouts.zero import zero3
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.renamed_weights import has_unknown_weights, match_by_values
 from zckpt.layouts.zero.zero3 import Zero3Save
-from zckpt.layouts.zero.zero12 import Zero12Save
 
-Save = Zero12Save | Zero3Save
+if TYPE_CHECKING:
+    from zckpt.layouts.run.training import Training
+    from zckpt.layouts.zero.zero12 import Zero12Save
+
+    Save = Zero12Save | Zero3Save
 
 
 def match(listing: Listing) -> str | None:
@@ -48,7 +51,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         return unsharded_training.read_training(listing)
     from zckpt.layouts.joining.rules import rules_of_checkpoint
 
-    rules = rules_of_checkpoint(save.model) if isinstance(save, Zero12Save) else None
+    rules = None if isinstance(save, Zero3Save) else rules_of_checkpoint(save.model)
     if rules is None:
         return training_of(save)
     shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
@@ -63,6 +66,8 @@ def load(
     if listing.shards("model", mp_rank):
         save = zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
     elif listing.shards("optim", mp_rank):
+        from zckpt.layouts.zero import zero12
+
         save = zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
     else:
         return None
@@ -78,7 +83,11 @@ def catalog_of(save: Save, source: Source, topology: Topology) -> Catalog:
 
 def masters_of(save: Save) -> dict[str, TensorEntry]:
     """Trainable parameters by name."""
-    return zero3.masters(save) if isinstance(save, Zero3Save) else zero12.masters(save)
+    if isinstance(save, Zero3Save):
+        return zero3.masters(save)
+    from zckpt.layouts.zero import zero12
+
+    return zero12.masters(save)
 
 
 def frozen_of(save: Save) -> dict[str, TensorEntry] | None:
@@ -88,9 +97,17 @@ def frozen_of(save: Save) -> dict[str, TensorEntry] | None:
 
 def padding_of(save: Save) -> Iterator[Padding]:
     """The elements of the masters that belong to no parameter."""
-    return zero3.padding(save) if isinstance(save, Zero3Save) else zero12.padding(save)
+    if isinstance(save, Zero3Save):
+        return zero3.padding(save)
+    from zckpt.layouts.zero import zero12
+
+    return zero12.padding(save)
 
 
 def training_of(save: Save) -> Training:
     """What the run needs beside its weights. Raises IncompleteError for a rank without a state that others have."""
-    return zero3.training(save) if isinstance(save, Zero3Save) else zero12.training(save)
+    if isinstance(save, Zero3Save):
+        return zero3.training(save)
+    from zckpt.layouts.zero import zero12
+
+    return zero12.training(save)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
@@ -18,7 +18,6 @@ from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Padding, Replica, TensorEntry
 from zckpt.core.fragments import Fragment
-from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.run.vectors import fragment_of
 from zckpt.layouts.save.listing import Listing
@@ -36,6 +35,9 @@ from zckpt.layouts.zero.optimizer_states import (
 )
 from zckpt.layouts.zero.partition import SubGroups, partition_numel, partition_of
 from zckpt.layouts.zero.swapped import tail_of, with_swapped
+
+if TYPE_CHECKING:
+    from zckpt.layouts.run.training import Training
 
 _KNOWN = frozenset((
     *("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",),
@@ -247,6 +249,8 @@ def training(save: Zero3Save) -> Training:
     padding += (tail for vector in vectors for tail in tail_of(vector))
     firsts = {owner: number for number, owner in reversed(owned.items())}
     groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
+    from zckpt.layouts.run.training import Training
+
     return Training(
         groups=groups,
         states=states,
