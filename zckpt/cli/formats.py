@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import typer
 
+from zckpt.base.extensions import extensions
 from zckpt.base.version import __version__
 from zckpt.base.words import wrap_text
 from zckpt.cli.arguments import Shown
@@ -47,6 +48,7 @@ def known_formats() -> dict[str, Any]:
     from zckpt.quantized.plain import is_fp8
 
     read = {form.about for form in FORMS if form.read}
+    added = [one for group in ("zckpt.layouts", "zckpt.schemes") for one in extensions(group)]
     return {
         "version": __version__,
         "reads": {
@@ -68,6 +70,7 @@ def known_formats() -> dict[str, Any]:
             {"name": name, "dequantised_by": by}
             for name, by in {form.about: form.by for form in FORMS if form.about not in read}.items()
         ],
+        **({"added": [one.as_json() for one in added]} if added else {}),
     }
 
 
@@ -126,6 +129,11 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     for one in found["packed"]:
         forms.setdefault(one["dequantised_by"] or "the program that made them", []).append(one["name"])
     yield from _entries({by: ", ".join(names) for by, names in forms.items()}, width)
+    if added := found.get("added"):
+        yield from ("", "Added by other packages:")
+        yield from _entries(
+            {f"{one['package']} {one['version']}": f"{one['name']} ({one['group']})" for one in added}, width
+        )
 
 
 def _entries(rows: Mapping[str, str], width: int) -> Iterator[str]:

@@ -1,14 +1,17 @@
 """What a family of files means: the families that zckpt reads, and the choice among them.
 
-Each family is a package that exports one value, `FAMILY`: see `save.family`, and docs/extending.md for how to add one.
+Each family is a package that exports one value, `FAMILY`: see `save.family`, and docs/extending.md for how to add one. Other
+packages bring families of their own by entry points of the group `zckpt.layouts`, whose name is a pattern of file names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
+from zckpt.base.extensions import Extension, extensions
 from zckpt.core.catalog import Catalog
 from zckpt.core.evidence import BY_MANIFEST
 from zckpt.layouts import (
@@ -60,6 +63,31 @@ takes any single file, so it is last.
 """
 
 
+_admitted: set[Extension] = set()
+
+
+def admit(names: Collection[str]) -> None:
+    """Adds families of other packages that have files of these names, before those here that take any file.
+
+    Nothing is imported where a family here knows the names: it reads them then.
+
+    Raises:
+        UnsupportedError: such a package does not work.
+    """
+    global FAMILIES
+    for one in extensions("zckpt.layouts"):
+        if one in _admitted or not any(fnmatchcase(name, one.name) for name in names):
+            continue
+        if any(family.is_save(names) for family in FAMILIES if not family.fallback):
+            return
+        family = one.load(Family)
+        if family.name in {other.name for other in FAMILIES}:
+            raise one.broken(f"there is a layout {family.name!r} already")
+        at = next(n for n, other in enumerate(FAMILIES) if other.fallback)
+        FAMILIES = (*FAMILIES[:at], family, *FAMILIES[at:])
+        _admitted.add(one)
+
+
 def is_of_save(name: str) -> bool:
     """Whether a file of this name belongs to a save of some family, plain weights aside."""
     return any(family.owns(name) for family in FAMILIES if not family.fallback)
@@ -67,6 +95,7 @@ def is_of_save(name: str) -> bool:
 
 def is_save(names: Sequence[str]) -> bool:
     """Whether a directory with entries of these names is a save of some family, plain weights aside."""
+    admit(names)
     return any(family.is_save(names) for family in FAMILIES if not family.fallback)
 
 

@@ -67,6 +67,7 @@ def _find(path: Location, tag: str | None, also: Sequence[Location], *, as_part:
     over = [list_folder(root) for root in also]
     if path.is_file():
         name, folder = path.name, list_folder(path.parent)
+        layouts.admit(folder.names)
         if name in POINTERS:
             tag = tag or (read_pointer(path) if name == UNIVERSAL_POINTER else None)
         elif (
@@ -234,6 +235,7 @@ def _clash_of(folders: Sequence[Folder]) -> str:
 
 def _find_in_directory(look: Look) -> Place:
     """The save in a directory, or the only one below it."""
+    layouts.admit(look.names)
     for question in _QUESTIONS:
         if (place := question(look)) is not None:
             return place

@@ -42,6 +42,7 @@ def has_saves(path: Location) -> bool:
 
 def _has_saves(folder: Folder) -> bool:
     names = folder.names
+    layouts.admit(names)
     if any(family.is_save(names) for family in layouts.FAMILIES):
         return True
     if pointer_in(names) or trainers.saves_of(names) or tags_in(folder):

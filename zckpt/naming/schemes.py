@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
+from zckpt.base.extensions import extensions
 from zckpt.base.words import count, examples
 from zckpt.naming.local_names import local_names, local_template
 from zckpt.naming.parts import KINDS
@@ -243,8 +244,9 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def schemes() -> tuple[str, ...]:
-    """The names of all schemes."""
-    return tuple(sorted(name.removesuffix(".json") for name in os.listdir(FILES) if name.endswith(".json")))
+    """The names of all schemes, with those of other packages: entry points of the group `zckpt.schemes`."""
+    own = (name.removesuffix(".json") for name in os.listdir(FILES) if name.endswith(".json"))
+    return tuple(sorted({*own, *(one.name for one in extensions("zckpt.schemes"))}))
 
 
 def families() -> tuple[str, ...]:
@@ -254,8 +256,26 @@ def families() -> tuple[str, ...]:
 
 @functools.cache
 def scheme(name: str) -> Scheme:
-    """Reads a scheme, one of `schemes`."""
-    with open(os.path.join(FILES, f"{name}.json"), "rb") as file:
+    """Reads a scheme, one of `schemes`.
+
+    Raises:
+        UnsupportedError: it is another package's, and cannot be read, or its name is taken.
+    """
+    path = os.path.join(FILES, f"{name}.json")
+    for one in extensions("zckpt.schemes"):
+        if one.name != name:
+            continue
+        if os.path.exists(path):
+            raise one.broken(f"there is a scheme {name!r} already")
+        try:
+            with open(one.file(f"{name}.json"), "rb") as file:
+                found = parse_scheme(json.load(file))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise one.broken(f"{type(error).__name__}: {error}") from error
+        if found.name != name:
+            raise one.broken(f"the scheme in the file is called {found.name!r}")
+        return found
+    with open(path, "rb") as file:
         return parse_scheme(json.load(file))
 
 
