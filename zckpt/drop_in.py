@@ -127,6 +127,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Example:
         model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint("out/checkpoint-500"))
+
+    Example:
+        >>> state = zckpt.get_fp32_state_dict_from_zero_checkpoint("run")
+        >>> state["lm_head.weight"].dtype
+        torch.float32
     """
     catalog = _open(checkpoint_dir, tag)
     if exclude_frozen_parameters:
@@ -195,6 +200,9 @@ def convert_zero_checkpoint_to_state_dict(
 
     Example:
         convert_zero_checkpoint_to_state_dict("out/checkpoint-500", "weights/", dtype="bf16", safe_serialization=True)
+
+    Example:
+        >>> zckpt.convert_zero_checkpoint_to_state_dict("run", "weights/", dtype="bf16", safe_serialization=True)
     """
     out = os.fspath(output_dir)
     if os.path.isdir(out):
@@ -223,6 +231,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Example:
         convert_zero_checkpoint_to_fp32_state_dict("out/checkpoint-500", "weights/", safe_serialization=True)
+
+    Example:
+        >>> zckpt.convert_zero_checkpoint_to_fp32_state_dict("run", "weights/", safe_serialization=True)
     """
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
@@ -252,6 +263,9 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
 
     Example:
         model = load_state_dict_from_zero_checkpoint(model, "out/checkpoint-500")
+
+    Example:
+        >>> model = load_state_dict_from_zero_checkpoint(model, "run")  # doctest: +SKIP
     """
     live.load_into(model, open_catalog(os.fspath(checkpoint_dir), Reading(tag=tag)).catalog)
     return model

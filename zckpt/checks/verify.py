@@ -70,7 +70,9 @@ def verify(
         UsageError: `checkpoint` is an output that was made from `converted`.
 
     Example:
-        assert zckpt.verify("out/checkpoint-500", "weights/").ok
+        >>> _ = zckpt.convert("run", "weights/", progress=False)
+        >>> zckpt.verify("run", "weights/", progress=False).deletable[0]
+        True
     """
     pace = pace or DEFAULT_PACE
     if like is not None and converted is None and not deep:

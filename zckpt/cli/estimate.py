@@ -113,7 +113,8 @@ def estimate(
         ZckptError: another kind says what is wrong with the checkpoint or the config.
 
     Example:
-        print(zckpt.estimate("7B", gpus=8, memory="80GB"))
+        >>> zckpt.estimate("model", gpus=8, memory="80GB").choices[0].fits
+        True
     """
     from zckpt.base.sizes import to_bytes
     from zckpt.estimation.choices import RunShape, estimate_choices

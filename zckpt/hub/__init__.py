@@ -90,7 +90,7 @@ def push_to_hub(
         ZckptError: another kind says what is wrong. Nothing is published then, and the same call resumes.
 
     Example:
-        zckpt.push_to_hub("out/checkpoint-500", "me/my-model", dtype="bf16", license="apache-2.0")
+        >>> zckpt.push_to_hub("run", "me/my-model", dtype="bf16").url  # doctest: +SKIP
     """
     target = PageTarget(
         repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint,

@@ -85,7 +85,9 @@ def apply_delta(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.apply_delta("weights/", "updates/weight_v000001", "weights-1/")
+        >>> _ = zckpt.delta("model", "model", "delta_v000002", progress=False)
+        >>> zckpt.apply_delta("model", "delta_v000002", "new/", progress=False).tensors
+        29
     """
     began = time.perf_counter()
     several = [deltas] if isinstance(deltas, str | os.PathLike) else list(deltas)

@@ -101,7 +101,8 @@ def average(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.average(["run:global_step100", "run:global_step200"], "averaged/", weights=[0.4, 0.6])
+        >>> zckpt.average(["run", "run"], "mean.safetensors", weights=[0.25, 0.75], progress=False).tensors
+        11
     """
     began = time.perf_counter()
     options = options or Options()

@@ -108,7 +108,9 @@ def convert(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.convert("out/checkpoint-500", "weights/", dtype="bf16", overwrite=True)
+        >>> report = zckpt.convert("run", "weights/", dtype="bf16", progress=False)
+        >>> report.tensors, [path for path, nbytes in report.files]
+        (11, ['model.safetensors', 'config.json', 'generation_config.json'])
     """
     from zckpt.jobs.options import Options
 

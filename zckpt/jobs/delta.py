@@ -115,8 +115,9 @@ def delta(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        report = zckpt.delta("weights/", "out/checkpoint-500", "updates/weight_v000001")
-        print(f"{report.ratio:.1%} of the weights")
+        >>> report = zckpt.delta("model", "model", "delta_v000002", progress=False)
+        >>> report.counts.changed
+        0
     """
     began = time.perf_counter()
     options = options or DeltaOptions()

@@ -216,7 +216,9 @@ def diff(
         ZckptError: one of them cannot be read.
 
     Example:
-        assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
+        >>> _ = zckpt.convert("run", "weights/", progress=False)
+        >>> zckpt.diff("run", "weights/", progress=False).same
+        True
     """
     (left, notes_a), (right, notes_b) = _both(a, b, Reading(read_options=read_options, as_part=as_part))
     names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}

@@ -230,9 +230,9 @@ def inspect_checkpoint(
         ZckptError: another kind, where the save cannot be chosen: `latest` is missing and there are several tags.
 
     Example:
-        found = zckpt.inspect_checkpoint("out/checkpoint-500")
-        if found.exportable.ok:
-            print(found.as_json()["numel"], "parameters")
+        >>> found = zckpt.inspect_checkpoint("run")
+        >>> found.exportable.ok, found.resumable.ok
+        (True, True)
     """
     place = find(locate(path), tag, [locate(root) for root in also], as_part=as_part)
     catalog: Catalog | None = None

@@ -418,9 +418,9 @@ def open_checkpoint(
         ZckptError: another kind says what is wrong.
 
     Example:
-        with open_checkpoint("out/checkpoint-500") as ckpt:
-            weight = ckpt["model.embed_tokens.weight"]
-            rows = ckpt.get_slice("lm_head.weight")[:16]
+        >>> checkpoint = zckpt.open_checkpoint("run", framework="np")
+        >>> checkpoint["lm_head.weight"].dtype, checkpoint.get_slice("lm_head.weight")[:2].shape
+        (dtype('float32'), (2, 8))
     """
     reading = Reading(tag=tag, also=also, read_options=read_options)
     return Checkpoint(open_catalog(path, reading, as_stored=True), framework)

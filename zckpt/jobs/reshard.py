@@ -253,7 +253,8 @@ def reshard(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.reshard("out/checkpoint-500", "resumable/", world_size=4, stage=3)
+        >>> zckpt.reshard("run", "run-of-4", world_size=4, progress=False).out
+        'run-of-4'
     """
     began = time.perf_counter()
     dtype = None if precision == "keep" else to_dtype(precision)

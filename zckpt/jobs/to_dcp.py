@@ -94,8 +94,8 @@ def to_dcp(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.to_dcp("out/checkpoint-500", "fsdp/")
-        torch.distributed.checkpoint.load({"model": get_model_state_dict(model)}, checkpoint_id="fsdp/")
+        >>> [path for path, nbytes in zckpt.to_dcp("run", "dcp", progress=False).files]
+        ['__0_0.distcp', '.metadata', 'config.json', 'generation_config.json']
     """
     began = time.perf_counter()
     options = options or Options()

@@ -82,7 +82,8 @@ def to_gguf(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.to_gguf("out/checkpoint-500", "model.gguf", type="q8_0")
+        >>> zckpt.to_gguf("model", "model.gguf", pre_tokenizer="llama-bpe", progress=False).tensors
+        30
     """
     began = time.perf_counter()
     options = options or Options()

@@ -82,7 +82,8 @@ def to_mcore(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.to_mcore("Qwen3-8B/", "megatron/", dtype="bf16", tensor_parallel=2)
+        >>> zckpt.to_mcore("model", "megatron", progress=False).out
+        'megatron'
     """
     began = time.perf_counter()
     options = options or Options()

@@ -103,7 +103,8 @@ def to_peft(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.to_peft("out/checkpoint-500", "adapter/")
+        >>> zckpt.to_peft("lora-run", "adapter/", progress=False).adapter
+        'default'
     """
     began = time.perf_counter()
     asked = TO_PEFT.ask(dtype=to_dtype(dtype), adapter=adapter, tag=tag, also=also, overwrite=overwrite)

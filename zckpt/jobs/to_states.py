@@ -55,7 +55,8 @@ def to_states(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.to_states("out/checkpoint-500", "states/")
+        >>> zckpt.to_states("run", "states/", progress=False).out
+        'states/'
     """
     began = time.perf_counter()
     options = options or Options()

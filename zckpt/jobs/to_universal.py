@@ -85,7 +85,8 @@ def to_universal(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.to_universal("out/checkpoint-500", "universal/")
+        >>> zckpt.to_universal("run", "universal", progress=False).out
+        'universal'
     """
     began = time.perf_counter()
     asked = TO_UNIVERSAL.ask(

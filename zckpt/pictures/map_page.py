@@ -111,7 +111,7 @@ def map(  # noqa: A001 - the command's name
         ZckptError: another kind, where the save cannot be chosen, or cannot be resharded.
 
     Example:
-        zckpt.map("out/checkpoint-500").save("map.html")
+        >>> zckpt.map("run").save("map.html")
     """
     return Map(checkpoint_map(path, tag, also, read_options, world_size=world_size, stage=stage, as_part=as_part))
 

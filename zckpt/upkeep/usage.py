@@ -142,7 +142,8 @@ def du(path: str | os.PathLike[str]) -> RunUsage:
         NotACheckpointError: there is neither.
 
     Example:
-        print(zckpt.du("out/"))
+        >>> [save.name for save in zckpt.du("run").saves]
+        ['global_step2']
     """
     home = locate(path).refreshed()
     if home.is_dir() and not layouts.is_save(home.names()):
