@@ -51,8 +51,12 @@ def bert(kind: str = "MaskedLM", **more: Any) -> Any:
 
 
 def train(model: Any, home: Path, targets: str | list[str], **more: Any) -> dict[str, torch.Tensor]:
-    """Saves a random adapter of the model; returns the weights that PEFT merges."""
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, **more))
+    """Saves a random LoRA of the model; returns the weights that PEFT merges."""
+    return train_as(model, home, peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, **more))
+
+
+def train_as(model: Any, home: Path, config: Any) -> dict[str, torch.Tensor]:
+    model = peft.get_peft_model(model, config)
     with torch.no_grad():
         for value in model.parameters():
             if value.requires_grad:
@@ -153,3 +157,50 @@ def test_the_tokenizer_of_the_adapter_wins(tmp_path: Path) -> None:
     )
     for out in ("out", "out2"):
         assert (tmp_path / out / "tokenizer_config.json").read_text() == '{"added": 1}'
+
+
+QD = ["q_proj", "down_proj"]
+METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "LoHa": (llama, {"target_modules": QD, "r": 3, "alpha": 5}),
+    "LoHa of patterns": (
+        llama,
+        {"target_modules": QD, "r": 3, "alpha": 5, "rank_pattern": {"down_proj": 2}, "alpha_pattern": {"q": 7}},
+    ),
+    "LoKr": (llama, {"target_modules": QD, "r": 2, "alpha": 5}),
+    "LoKr of two products": (
+        llama,
+        {"target_modules": QD, "r": 1, "alpha": 3, "decompose_both": True, "decompose_factor": 4},
+    ),
+    "LoKr of whole matrices": (llama, {"target_modules": QD, "r": 64, "alpha": 3}),
+    "IA3": (llama, {"target_modules": QD, "feedforward_modules": ["down_proj"]}),
+    "IA3 of biases": (
+        bert,
+        {"target_modules": ["query", "intermediate.dense"], "feedforward_modules": ["intermediate.dense"]},
+    ),
+    "IA3 of a Conv1D": (
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+        ),
+        {"target_modules": ["c_attn", "c_proj"], "feedforward_modules": ["c_proj"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_methods_than_lora(method: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    make, more = METHODS[method]
+    model = make()
+    model.save_pretrained(tmp_path / "base")
+    want = train_as(model, tmp_path, getattr(peft, f"{method.partition(' ')[0]}Config")(**more))
+    check(type(make()).__name__, tmp_path, want)
+
+
+def test_what_several_of_them_make_of_a_weight_is_no_sum(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    train_as(model, tmp_path, peft.IA3Config(target_modules=QD, feedforward_modules=["down_proj"]))
+    for adapters in ([f"{tmp_path / 'adapter'}:0.5"], [tmp_path / "adapter"] * 2):
+        with pytest.raises(zckpt.UsageError, match="no sum"):
+            options = Options(lora=LoraMerge(adapters=adapters))
+            zckpt.convert(tmp_path / "base", tmp_path / "out", options=options, progress=False)

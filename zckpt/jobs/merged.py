@@ -84,7 +84,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
     own = replace(catalog, tensors={}, aliases={}) if is_adapter_file(catalog) else base_of(catalog)
     weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
-    changes = [f"{bare(module)}.weight" for one in adapters for module in one.factors]
+    changes = [f"{bare(module)}.weight" for one in adapters for module in (*one.factors, *one.products)]
     names = find_names(weights.tensors, changes)
     weights = rename_tensors(weights, names)
     trained = {} if base is None or is_adapter_file(catalog) else trained_in(catalog, weights)

@@ -17,6 +17,7 @@ from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, 
 from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.joining.patterns import Patterns
+from zckpt.naming.other_methods import Parts, is_known, parse_part
 
 _PATTERNS = "Write the names of modules, or simpler expressions, as rank_pattern and alpha_pattern of the config."
 ROOT = "base_model.model."
@@ -102,6 +103,7 @@ class AdapterWeights:
         tokens: rows of tokens that were trained alone, by their module's name in the base model.
         whole: tensors that were trained whole, by their names in the base model.
         twice: further copies of some of these, which PEFT saves with all embeddings.
+        products: the matrices of a LoHa, LoKr or IA3, by their module's name in the adapter's file.
     """
 
     name: str
@@ -116,6 +118,7 @@ class AdapterWeights:
     tokens: Mapping[str, TensorEntry] = field(init=False, repr=False)
     whole: Mapping[str, TensorEntry] = field(init=False, repr=False)
     twice: Mapping[str, TensorEntry] = field(init=False, repr=False)
+    products: Mapping[str, Parts] = field(init=False, repr=False)
     _patterns: Patterns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +134,7 @@ class AdapterWeights:
         tokens: dict[str, TensorEntry] = {}
         whole: dict[str, TensorEntry] = {}
         twice: dict[str, TensorEntry] = {}
+        products: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in self.tensors.items():
             own = name.removeprefix(ROOT)
             if not entry.numel:
@@ -139,11 +143,15 @@ class AdapterWeights:
                     remedy="Merge the checkpoint itself: an adapter saved without gathering ZeRO-3's or FSDP's shards is empty.",
                 )  # fmt: skip
             if match := _FACTOR.fullmatch(own):
+                if is_known(kind := self.config.get("peft_type")):
+                    raise self._refused(f"peft_type {kind}", name)
                 kind = "embedding" if "lora_embedding" in match["kind"] else "linear"
                 parts.setdefault(match["module"], {})[_KINDS[match["kind"]]] = entry
                 parts[match["module"]][kind] = entry
             elif match := _TOKENS.fullmatch(own):
                 tokens[bare(match["module"])] = entry
+            elif part := parse_part(self.config.get("peft_type"), own):
+                products.setdefault(part[0], {})[part[1]] = entry
             elif _OTHER.fullmatch(own):
                 raise self._refused(f"a tensor {name!r}", name)
             elif _SAVED in own:
@@ -155,11 +163,12 @@ class AdapterWeights:
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "twice", twice)
+        object.__setattr__(self, "products", products)
 
     def _check_method(self) -> None:
         config = self.config
         first = next((name for name in self.tensors if "lora_" in name), next(iter(self.tensors), ""))
-        if (kind := config.get("peft_type", "LORA")) not in ("LORA", "TRAINABLE_TOKENS"):
+        if (kind := config.get("peft_type", "LORA")) not in ("LORA", "TRAINABLE_TOKENS") and not is_known(kind):
             raise self._refused(f"peft_type {kind}", first)
         if named := [method for key, method in _METHODS.items() if config.get(key)]:
             raise self._refused(named[0], first)
@@ -175,7 +184,7 @@ class AdapterWeights:
     def _refused(self, found: str, tensor: str) -> UnsupportedError:
         return UnsupportedError(
             f"adapter {self.name!r} is of a method that is not merged", file=self.file, found=f"{found}, for tensor {tensor!r}",
-            expected="LoRA, rsLoRA, DoRA, trained tokens and modules that are trained whole",
+            expected="LoRA, rsLoRA, DoRA, LoHa, LoKr, IA3, trained tokens and modules that are trained whole",
             remedy="Merge it with PEFT, if that can; to-peft takes an adapter out of a checkpoint.",
         )  # fmt: skip
 
@@ -217,6 +226,10 @@ class AdapterWeights:
                 remedy="Use the config that was saved with these weights.",
             )  # fmt: skip
         return self.weight * alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
+
+    def scaling_of_product(self, key: str) -> float:
+        """What the product of a LoHa's or LoKr's matrices is multiplied by; arguments and errors as for `scaling`."""
+        return self.weight * self._number("alpha_pattern", "alpha", key) / self._number("rank_pattern", "r", key)
 
     def _number(self, patterns: str, usual: str, key: str) -> float:
         found = self.config.get(patterns)

@@ -23,6 +23,7 @@ from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
 from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, without_language_head
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
+from zckpt.naming.other_methods import CONV1D, MergedProduct, Scaled
 
 _ENDS = (*HEADS, *EMBEDDINGS)
 
@@ -118,6 +119,7 @@ def merge_adapters(
         columns, experts = shapes[name]
         recipe = MergedMatrix(replace(entry, replicas=()), tuple(found), columns, experts)
         model.put(name, derive_entry(name, entry.shape, F32, recipe, entry.role), tied=name in ties)
+    _merge_products(model, adapters, updates)
     for name, added in biases.items():
         entry = base_tensor(model, adapters[0], name, added[0][0].name)
         inputs = replace(entry, replicas=()), *(bias for bias, _ in added)
@@ -142,6 +144,53 @@ def merge_adapters(
         catalog, tuple(model.changed), tuple(model.untied), tuple(notes), tuple(copies),
         kind if model.has_other_head else "", rows, tuple(dropped),
     )  # fmt: skip
+
+
+def _merge_products(model: ModelTensors, adapters: Sequence[AdapterWeights], updates: Mapping[str, object]) -> None:
+    """Merges what LoHas, LoKrs and IA3s change.
+
+    Raises:
+        InconsistentError: shapes do not fit. UsageError: several adapters change a weight, or an IA3 has a weight.
+    """
+    owner: dict[str, str] = {}
+    for adapter in adapters:
+        for module, parts in adapter.products.items():
+            name = f"{bare(module)}.weight"
+            first = next(iter(parts.values()))
+            base = replace(base_tensor(model, adapter, name, first.name), replicas=())
+            is_scaling = "ia3_l" in parts
+            if name in updates or name in owner or (is_scaling and adapter.weight != 1):
+                raise UsageError(
+                    f"what several adapters make of {name!r} is no sum", file=adapter.file,
+                    found=join_words([repr(owner.get(name, "a LoRA")), f"{adapter.name!r} with weight {adapter.weight:g}"])
+                    if name in updates or name in owner
+                    else f"{adapter.name!r} with weight {adapter.weight:g}",
+                    expected="one adapter for each weight, of an IA3 with weight 1", remedy="Merge them one after the other.",
+                )  # fmt: skip
+            owner[name] = adapter.name
+            if is_scaling:
+                _scale(model, adapter, name, base, first)
+                continue
+            recipe = MergedProduct(base, tuple(sorted(parts.items())), adapter.scaling_of_product(bare(module)))
+            if (odd := recipe.misfit()) is not None:
+                raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
+            model.put(name, derive_entry(name, base.shape, F32, recipe, base.role))
+
+
+def _scale(model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, factors: TensorEntry) -> None:
+    """Multiplies a weight by an IA3's numbers, (1 x in) of a feed-forward layer or (out x 1), and in the latter case its bias."""
+    is_input = len(factors.shape) == 2 and factors.shape[0] == 1 and factors.shape[1] != 1
+    rows, columns = base.shape[0], math.prod(base.shape[1:])
+    is_square = rows == columns
+    turned = model.config.get("model_type") in CONV1D if is_square else factors.numel == (rows if is_input else columns)
+    by_row = is_input == turned
+    if factors.numel != (rows if by_row else columns):
+        raise other_shape(adapter, factors.name, factors.shape, name, base.shape)
+    model.put(name, derive_entry(name, base.shape, F32, Scaled(base, factors, by_row), base.role))
+    bias = model.find(f"{name.removesuffix('.weight')}.bias")
+    if bias is not None and not is_input:
+        own = replace(bias, replicas=())
+        model.put(bias.name, derive_entry(bias.name, bias.shape, F32, Scaled(own, factors, by_row=True), bias.role))
 
 
 def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) -> None:

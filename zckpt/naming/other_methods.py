@@ -1,0 +1,185 @@
+"""Recipes for weights into which LoHa, LoKr and IA3 are merged, as PEFT merges them.
+
+For `merge`. All is computed in fp32, in PEFT's order: a LoHa adds the product, element by element, of two low-rank products; a
+LoKr adds the Kronecker product of two matrices, each of which may be a low-rank product itself; an IA3 multiplies each column
+(of a feed-forward layer) or row of a weight by a number, and the rows of its bias.
+Source: PEFT 0.21.2, tuners/loha/layer.py `HadaWeight`, tuners/lokr/layer.py `make_kron`, tuners/ia3/layer.py `merge`,
+tuners/lycoris_utils.py `merge`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from zckpt.base.dataclass import dataclass
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.folds import Tools
+
+if TYPE_CHECKING:
+    from zckpt.core.folds import Array, Floats
+
+Parts = Mapping[str, TensorEntry]
+
+_PARTS = {
+    "LOHA": r"hada_w[12]_[ab]",
+    "LOKR": r"lokr_w[12](?:_[ab])?",
+    "IA3": r"ia3_l",
+}
+"""PEFT's `peft_type` -> what its tensors of one module are called; convolutions that are cut further have others."""
+
+CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Model types with layers whose weights have a row for each input. Source: transformers 5.23, pytorch_utils.py `Conv1D`."""
+
+
+def parse_part(peft_type: object, name: str) -> tuple[str, str] | None:
+    """(module, part) of a tensor of one of these methods; None for any other tensor.
+
+    Args:
+        peft_type: that the adapter's config says.
+        name: of the tensor, without `base_model.model.`.
+    """
+    pattern = _PARTS.get(str(peft_type))
+    found = re.fullmatch(rf"(?P<module>.+)\.(?P<part>{pattern})", name) if pattern else None
+    return (found["module"], found["part"]) if found else None
+
+
+def is_known(peft_type: object) -> bool:
+    """Whether adapters of this type are merged by the recipes here."""
+    return str(peft_type) in _PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class MergedProduct:
+    """A weight to which a LoHa or a LoKr is added: a recipe.
+
+    Attributes:
+        base: the weight.
+        parts: the method's matrices by what they are called: `hada_w1_a`, `lokr_w2`.
+        scaling: what the product is multiplied by.
+    """
+
+    base: TensorEntry
+    parts: tuple[tuple[str, TensorEntry], ...]
+    scaling: float
+
+    @property
+    def inputs(self) -> tuple[TensorEntry, ...]:
+        """The weight and all matrices."""
+        return self.base, *(entry for _, entry in self.parts)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What else the result depends on."""
+        return ("product", self.scaling, *(name for name, _ in self.parts))
+
+    @property
+    def unit(self) -> int:
+        """A row."""
+        return math.prod(self.base.shape[1:])
+
+    def misfit(self) -> TensorEntry | None:
+        """A matrix whose shape fits neither the others nor the weight; None where all fit."""
+        parts = dict(self.parts)
+        sides = (
+            self._side(parts, name)
+            for name in (("hada_w1", "hada_w2") if self._is_hadamard else ("lokr_w1", "lokr_w2"))
+        )
+        (first, second), (rows, columns) = sides, (self.base.shape[0], self.unit)
+        odd = next(iter(parts.values()))
+        if first is None or second is None:
+            return odd
+        if self._is_hadamard:
+            return None if first == second == (rows, columns) else odd
+        return None if (first[0] * second[0], first[1] * second[1]) == (rows, columns) else odd
+
+    @property
+    def _is_hadamard(self) -> bool:
+        return self.parts[0][0].startswith("hada")
+
+    @staticmethod
+    def _side(parts: Parts, name: str) -> tuple[int, int] | None:
+        """Rows and columns of a matrix, or of the product of its factors; None where they do not fit each other."""
+        if name in parts:
+            shape = parts[name].shape
+            return (shape[0], shape[1]) if len(shape) == 2 else None
+        a, b = (parts[f"{name}_{side}"].shape if f"{name}_{side}" in parts else () for side in "ab")
+        return (a[0], b[1]) if len(a) == len(b) == 2 and a[1] == b[0] else None
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32."""
+        import numpy as np
+
+        first, last = start // self.unit, stop // self.unit
+        matrix: Floats = tools.read_floats(self.base, start, stop)
+        if self._is_hadamard:
+            update = self._matrix("hada_w1", first, last, tools) * self._matrix("hada_w2", first, last, tools)
+        else:
+            height = dict(self.parts).get("lokr_w2", dict(self.parts).get("lokr_w2_a", self.base)).shape[0]
+            low, high = first // height, -(-last // height)
+            outer, inner = self._matrix("lokr_w1", low, high, tools), self._matrix("lokr_w2", 0, height, tools)
+            numbers = np.arange(first, last)
+            update = (outer[numbers // height - low][:, :, None] * inner[numbers % height][:, None, :]).reshape(
+                last - first, -1
+            )
+        update *= np.float32(self.scaling)
+        matrix += update.reshape(-1)
+        return matrix
+
+    def _matrix(self, name: str, first: int, last: int, tools: Tools) -> Floats:
+        """Rows [first, last) of a matrix, or of the product of its factors."""
+        import numpy as np
+
+        parts = dict(self.parts)
+        if name in parts:
+            columns = parts[name].shape[1]
+            rows: Floats = tools.read_floats(parts[name], first * columns, last * columns)
+            return rows.reshape(last - first, columns)
+        a, b = parts[f"{name}_a"], parts[f"{name}_b"]
+        rank, columns = b.shape
+        product: Floats = np.zeros((last - first) * columns, np.float32)
+        left = tools.read_floats(a, first * rank, last * rank)
+        tools.kernels.add_low_rank(product, left, tools.read_floats(b, 0, b.numel), rank, 1.0)
+        return product.reshape(last - first, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A weight whose rows or columns an IA3 multiplies: a recipe.
+
+    Attributes:
+        base: the weight, or a bias.
+        factors: a number for each row, or for each column.
+        by_row: which.
+    """
+
+    base: TensorEntry
+    factors: TensorEntry
+    by_row: bool
+
+    @property
+    def inputs(self) -> tuple[TensorEntry, ...]:
+        """The weight and its factors."""
+        return self.base, self.factors
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What else the result depends on."""
+        return ("scaled", self.by_row)
+
+    @property
+    def unit(self) -> int:
+        """A row."""
+        return max(1, math.prod(self.base.shape[1:]))
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32."""
+        first, last = start // self.unit, stop // self.unit
+        matrix: Floats = tools.read_floats(self.base, start, stop)
+        low, high = (first, last) if self.by_row else (0, self.factors.numel)
+        factors = tools.read_floats(self.factors, low, high)
+        shaped = matrix.reshape(last - first, -1) if self.by_row else matrix.reshape(-1, self.factors.numel)
+        shaped *= factors[:, None] if self.by_row else factors[None, :]
+        return matrix
