@@ -23,7 +23,7 @@ from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
 from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, without_language_head
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
-from zckpt.naming.other_methods import CONV1D, MergedProduct, Scaled
+from zckpt.naming.other_methods import CONV1D, MergedProduct, ScaledLines
 
 _ENDS = (*HEADS, *EMBEDDINGS)
 
@@ -186,11 +186,13 @@ def _scale(model: ModelTensors, adapter: AdapterWeights, name: str, base: Tensor
     by_row = is_input == turned
     if factors.numel != (rows if by_row else columns):
         raise other_shape(adapter, factors.name, factors.shape, name, base.shape)
-    model.put(name, derive_entry(name, base.shape, F32, Scaled(base, factors, by_row), base.role))
+    model.put(name, derive_entry(name, base.shape, F32, ScaledLines(base, factors, by_row), base.role))
     bias = model.find(f"{name.removesuffix('.weight')}.bias")
     if bias is not None and not is_input:
         own = replace(bias, replicas=())
-        model.put(bias.name, derive_entry(bias.name, bias.shape, F32, Scaled(own, factors, by_row=True), bias.role))
+        model.put(
+            bias.name, derive_entry(bias.name, bias.shape, F32, ScaledLines(own, factors, by_row=True), bias.role)
+        )
 
 
 def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) -> None:

@@ -146,7 +146,7 @@ class MergedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaledLines:
     """A weight whose rows or columns an IA3 multiplies: a recipe.
 
     Attributes:
