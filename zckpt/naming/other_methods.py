@@ -31,7 +31,7 @@ _PARTS = {
 """PEFT's `peft_type` -> what its tensors of one module are called; convolutions that are cut further have others."""
 
 CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Model types with layers whose weights have a row for each input. Source: transformers 5.23, pytorch_utils.py `Conv1D`."""
+"""Model types that have layers with a row of weights for each input. Source: transformers 5.23, pytorch_utils.py `Conv1D`."""
 
 
 def parse_part(peft_type: object, name: str) -> tuple[str, str] | None:
@@ -81,7 +81,7 @@ class MergedProduct:
         return math.prod(self.base.shape[1:])
 
     def misfit(self) -> TensorEntry | None:
-        """A matrix whose shape fits neither the others nor the weight; None where all fit."""
+        """A matrix that fits neither the others nor the weight by its shape; None where all fit."""
         parts = dict(self.parts)
         sides = (
             self._side(parts, name)
@@ -147,7 +147,7 @@ class MergedProduct:
 
 @dataclass(frozen=True, slots=True)
 class ScaledLines:
-    """A weight whose rows or columns an IA3 multiplies: a recipe.
+    """A weight, its rows or columns multiplied by an IA3: a recipe.
 
     Attributes:
         base: the weight, or a bias.
