@@ -77,7 +77,6 @@ ALL = (
 BY_NAME = {dtype.name: dtype for dtype in ALL}
 BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in ALL}
 BY_STORAGE = {dtype.storage: dtype for dtype in ALL if dtype.storage}
-BY_NUMPY = {dtype.numpy: dtype for dtype in ALL if dtype.numpy}
 
 # The types that safetensors 0.8.0 can hold.
 IN_SAFETENSORS = frozenset(BY_NAME) - {"C128", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
