@@ -21,7 +21,6 @@ from zckpt.output.commit import Commit, inode, recover, seal_of
 from zckpt.output.durable import sync, sync_all, tree
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
-from zckpt.storage import processes
 from zckpt.storage.fsync_queue import make_durable
 
 PREFIX = ".zckpt-"
@@ -181,6 +180,8 @@ def finish(path: str, directory: str, is_ours: Callable[[str], bool]) -> None:
     record = journal.read(os.path.join(path, "journal"))
     work = WorkDirectory(os.path.join(directory, record.job or "none"), path)
     text, _, _ = os.path.basename(path).removeprefix(PREFIX).partition("-")[2].rpartition("-")
+    from zckpt.storage import processes
+
     process = processes.parse(text)
     if process is None:
         work.take()

@@ -15,7 +15,6 @@ from stat import S_ISDIR
 
 from zckpt.base.errors import OutputError
 from zckpt.output import journal, locks
-from zckpt.storage import processes
 from zckpt.storage.output_places import beside, directory_for, inside
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -88,6 +87,8 @@ class WorkDirectory:
         else:
             self.remove()
             self.dead = tuple(_of_dead_processes(common))
+        from zckpt.storage import processes
+
         self.path = f"{common}-{processes.this_process()}-{os.urandom(4).hex()}"
         os.mkdir(self.path, 0o700)
         self.was_there = False
@@ -148,6 +149,8 @@ def _of_dead_processes(path: str) -> list[str]:
     """Work directories that dead processes left on a file system without locks."""
     parent, name = os.path.split(path)
     found: list[str] = []
+    from zckpt.storage import processes
+
     for entry in os.listdir(parent):
         text, _, _ = entry.removeprefix(f"{name}-").rpartition("-")
         process = processes.parse(text) if entry.startswith(f"{name}-") else None

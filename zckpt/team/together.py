@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note
 from zckpt.base.words import ranges
-from zckpt.storage import processes
 from zckpt.storage.output_places import remove_rendezvous, rendezvous_for
 
 if TYPE_CHECKING:
@@ -256,6 +255,8 @@ class Team:
 
     def _beat(self, number: int) -> None:
         assert self._rendezvous is not None
+        from zckpt.storage import processes
+
         state = {
             "beat": number,
             "host": os.uname().nodename,
@@ -275,6 +276,8 @@ class Team:
         if self._rendezvous is None or (time.monotonic() < self._next_look and not now):
             return
         self._next_look = time.monotonic() + LOOK_S
+        from zckpt.storage import processes
+
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             state = self._state(rank)
             end, host, process = state.get("end"), state.get("host"), processes.parse(state.get("process", ""))
@@ -303,6 +306,8 @@ class Team:
 
     def _is_dead(self, rank: int) -> bool:
         """Whether a process of this machine has ended, and left no word."""
+        from zckpt.storage import processes
+
         process = processes.parse(self._state(rank).get("process", ""))
         # It may have said its end a moment ago.
         return process is not None and process.is_dead() and self._state(rank).get("end") is None
