@@ -240,6 +240,13 @@ class Recorder(TorchDispatchMode):
             self._know(parameter, rows)
         self._kept.append(parameter)
 
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Sees from now on what happens to a parameter that another recorder has deferred."""
+        rows = rows_held_by(parameter)
+        if rows is not None and self.rows_of(parameter) is None:
+            self._know(parameter, rows)
+            self._kept.append(parameter)
+
     def hold(self, rows: Rows) -> torch.Tensor:
         """A deferred tensor with these rows, for the memory that they are in; they are freed with it."""
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():

@@ -30,6 +30,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.overlaps import clip
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
+from zckpt.live.device import device_of_messages
 from zckpt.runtime.sharding.deferred import Recorder, Rows, recording, room, rows_held_by
 from zckpt.runtime.world import rows_of
 
@@ -40,14 +41,24 @@ _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 def take_over() -> None:
     """Lets transformers, if this process has imported it, load models with deferred parameters part by part.
 
-    Versions of transformers that load in another way (before 5.0) are left as they are.
+    Before transformers 5.0 rank 0 reads the files and gives each module its tensors. There the rest is done that is left undone:
+    parameters that the files lack are initialised, and all ranks get the buffers.
     """
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     method = vars(base).get("_load_pretrained_model") if base is not None else None
-    if not isinstance(method, staticmethod) or hasattr(method.__func__, "__wrapped__"):
+    if not isinstance(method, staticmethod | classmethod) or hasattr(method.__func__, "__wrapped__"):
         return
     original = method.__func__
-    if [*inspect.signature(original).parameters][:4] != ["model", "state_dict", "checkpoint_files", "load_config"]:
+    names = [*inspect.signature(original).parameters]
+    if names[:3] == ["cls", "model", "state_dict"]:
+
+        @functools.wraps(original)
+        def load_older(cls: Any, model: nn.Module, *rest: Any, **more: Any) -> Any:
+            with _followed(model):
+                return original(cls, model, *rest, **more)
+
+        base._load_pretrained_model = classmethod(load_older)  # type: ignore[union-attr]
+    if names[:4] != ["model", "state_dict", "checkpoint_files", "load_config"]:
         return
 
     @functools.wraps(original)
@@ -65,6 +76,23 @@ def take_over() -> None:
         return _load(model, state_dict, checkpoint_files or (), load_config, recorder), None
 
     base._load_pretrained_model = staticmethod(load)  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _followed(model: nn.Module) -> Iterator[None]:
+    """Inside, deferred parameters are initialised as whole ones are; afterwards all ranks have rank 0's buffers."""
+    recorder = _recorder_of(model)
+    if recorder is None:
+        yield
+        return
+    with recorder:
+        for parameter in model.parameters():
+            recorder.follow(parameter)
+        yield
+    for buffer in model.buffers():
+        home = buffer.to(device_of_messages()).contiguous()
+        dist.broadcast(home.view(-1).view(torch.uint8), 0)
+        buffer.copy_(home)
 
 
 def _recorder_of(model: nn.Module) -> Recorder | None:
