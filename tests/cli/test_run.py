@@ -143,6 +143,7 @@ def test_the_commands_for_several_machines(alone: Path) -> None:
     assert second[3].endswith(f"{there} --no_local_rank script.py 'a b' --nproc") and f"cd {alone} && " in first[3]
     assert "localhost:0,1,2" in printed("-H", "hosts", "--num_gpus", "3", "--num_nodes", "1", "-n", "script.py")
     assert printed("--nproc_per_node=2", "-n", "script.py").endswith("--no_local_rank script.py\n")
+    assert shlex.split(printed("--force_multi", "--nproc", "1", "-n", "script.py"))[:3] == ["ssh", "-tt", "localhost"]
 
 
 @pytest.mark.parametrize(
@@ -156,12 +157,26 @@ def test_the_commands_for_several_machines(alone: Path) -> None:
         (("--include", "far:0"), "'far'"),
         (("--include", "localhost:0", "--num_gpus", "2"), "--include and --exclude say"),
         (("--nproc", "2", "--nproc_per_node", "2"), "say the same"),
+        (("--log_level", "loud"), "no level 'loud'"),
+        (("--standalone", "--nnodes", "2"), "--standalone means this machine alone"),
+        (("--standalone", "--hostfile", "hosts"), "--standalone means this machine alone"),
     ],
 )
 def test_what_cannot_be_started_is_named(alone: Path, words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ZckptError) as error:
         printed(*words, "script.py")
     assert said in str(error.value)
+
+
+def test_the_commands_that_are_started_are_shown_if_asked(home: Path) -> None:
+    """With --log_level info, as `deepspeed` shows them, and with no other level; --standalone changes nothing here."""
+    for level, count in ((("--log_level", "info"), 1), (("-q",), 0)):
+        done = subprocess.run(
+            [sys.executable, "-m", "zckpt", "run", "--standalone", *level, "--nproc", "1", "script.py", "x", "5"],
+            cwd=home / "scripts", check=False, env={k: v for k, v in os.environ.items() if k != "RANK"}, capture_output=True,
+            text=True, timeout=HANG_S,
+        )  # fmt: skip
+        assert done.returncode == 5 and done.stderr.count("-m zckpt run script.py") == count, done.stderr
 
 
 def test_under_deepspeeds_own_launcher(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

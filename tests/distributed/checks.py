@@ -13,6 +13,7 @@ import small
 import torch
 from harness import check, main, mean_over_ranks, rank, world
 from torch import nn
+from zckpt.runtime.utils import zero_to_fp32
 
 from zckpt import live, runtime
 from zckpt.base.errors import CastError, InconsistentError, UsageError
@@ -438,6 +439,53 @@ def gathered() -> dict[str, bool]:
     with zero.GatheredParameters(plain := nn.Linear(2, 2).weight, modifier_rank=0):
         plain.data.fill_(float(rank() + 3))
     out["plain"] = bool((plain == 3).all())
+    return out
+
+
+@check(2)
+def modules_as_scripts_use_them() -> dict[str, Any]:
+    """`.cpu()`, `.half()` and the like between steps, dtypes of parameters, and fp32 weights out of a save into a live model."""
+    out: dict[str, Any] = {}
+    for stage in range(4):
+        settings = config(stage, **BF16)
+        engine, plain = start(settings), start(settings)
+        losses = [train(engine, 1), train(plain, 1)]
+        parameters = [p for p in engine.module.parameters() if p.ndim]
+        out[f"dtype {stage}"] = {p.dtype for p in parameters} == {torch.bfloat16}
+        if stage == 3:
+            out["in parts"] = refusal(engine.module.half().state_dict)
+            out["loaded into parts"] = refusal(engine.module.load_state_dict, {})
+            with runtime.zero.GatheredParameters(engine.module.parameters()):
+                gathered = engine.module.state_dict()
+                out["gathered 3"] = all(torch.equal(gathered[name], value) for name, value in whole(plain).items())
+        else:
+            first = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            for change, dtype in ((nn.Module.cpu, "bf16"), (nn.Module.half, "fp16"), (nn.Module.float, "fp32")):
+                state = change(engine.module).state_dict()
+                kept = DTYPES[dtype] if dtype != "fp32" else torch.float32
+                out[f"{dtype} {stage}"] = all(
+                    state[name].dtype == kept
+                    and torch.allclose(state[name].float(), first[name].float(), rtol=1e-2, atol=1e-4)
+                    for name, _ in engine.module.named_parameters()
+                )
+            out[f"masters {stage}"] = same(whole(engine), whole(plain))
+            engine.module.half()
+        losses += [train(engine, 1, 1), train(plain, 1, 1)]
+        out[f"goes on {stage}"] = losses[0::2] == losses[1::2] and same(whole(engine), whole(plain))
+        masters = live.consolidate(engine)
+        home = Path(sys.argv[1]) / f"taken{stage}"
+        engine.save_checkpoint(home)
+        train(engine, 1, 2)
+        found = zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, home)
+        state = found.cpu().state_dict()
+        out[f"recovered {stage}"] = found is engine.module and all(
+            torch.equal(state[name], value.to(state[name].dtype)) for name, value in masters.items()
+        )
+        out[f"fp32 {stage} recovered"] = {p.dtype for p in found.parameters()} == {torch.float32}
+        higher = {name: value + 1 for name, value in state.items()}
+        found.load_state_dict(higher)
+        out[f"loaded {stage}"] = all(torch.equal(value, higher[name]) for name, value in found.state_dict().items())
+        out[f"trains {stage}"] = math.isfinite(train(engine, 1, 2)[0])
     return out
 
 

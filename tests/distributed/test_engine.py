@@ -136,6 +136,13 @@ def test_gathered_parameters(outcome: Outcome) -> None:
         assert len(given) == 14 and all(given.values()), given
 
 
+def test_modules_as_scripts_use_them(outcome: Outcome) -> None:
+    for given in outcome("checks.py", 2, "modules_as_scripts_use_them"):
+        assert "zckpt.live.save_pretrained(engine, dir, dtype='fp32')" in given.pop("in parts")
+        assert "engine.load_module_state_dict" in given.pop("loaded into parts")
+        assert len(given) == 37 and all(given.values()), [name for name, ok in given.items() if not ok]
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_run_repeats_itself_from_a_save(outcome: Outcome, world: int) -> None:
     for given in outcome("checks.py", world, "again_from_a_save"):

@@ -6,6 +6,7 @@ Each trains; when both have saved, each resumes from what the other has saved.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -66,7 +67,7 @@ def trainer_of(out: Path, config: dict[str, Any] | None, *, lora: bool = False, 
     }  # fmt: skip
     args = TrainingArguments(str(out), **{**usual, **more})
     torch.manual_seed(7)
-    model = LlamaForCausalLM(CONFIG) if lora else AutoModelForCausalLM.from_config(CONFIG)
+    model = LlamaForCausalLM(copy.deepcopy(CONFIG)) if lora else AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG))
     if lora:
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
     return Trainer(model, args, train_dataset=samples(32), eval_dataset=samples(8))
@@ -97,7 +98,7 @@ def reloaded(out: Path, *, lora: bool = False) -> float:
     unset_hf_deepspeed_config()
     if lora:
         torch.manual_seed(7)
-        model: Any = PeftModel.from_pretrained(LlamaForCausalLM(CONFIG), str(out / "final"))
+        model: Any = PeftModel.from_pretrained(LlamaForCausalLM(copy.deepcopy(CONFIG)), str(out / "final"))
     else:
         model = LlamaForCausalLM.from_pretrained(str(out / "final"), dtype=torch.float32)
     tokens = torch.stack([one["input_ids"] for one in samples(8)])
@@ -115,7 +116,7 @@ def accelerated(out: Path, stage: int, *, rows: int = 2, load: Path | None = Non
     plugin.deepspeed_config.update(config)
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
     torch.manual_seed(7)
-    model = LlamaForCausalLM(CONFIG)
+    model = LlamaForCausalLM(copy.deepcopy(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader([one["input_ids"] for one in samples(32)], batch_size=rows)

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Annotated, NoReturn
@@ -90,10 +90,17 @@ class Launch:
     ] = None
     dry_run: Annotated[bool, _there("-n", "--dry-run", help="Print the command for each machine.")] = False
     no_ssh: Annotated[bool, _there("--no_ssh", hidden=True)] = False
-    unused: Annotated[bool, _here("--no_ssh_check", "--force_multi", "-q", "--quiet", "--standalone", hidden=True)] = (
-        False
-    )
-    log_level: Annotated[str | None, _here("--log_level", hidden=True)] = None
+    no_ssh_check: Annotated[
+        bool, _there("--no_ssh_check", help="As without it: ssh is not tried before it starts a machine.")
+    ] = False
+    force_multi: Annotated[bool, _there("--force_multi", help="Start a machine by ssh if it is this one, too.")] = False
+    standalone: Annotated[
+        bool, _here("--standalone", help="This machine alone; a hostfile that lies in its usual place is not read.")
+    ] = False
+    quiet: Annotated[bool, _here("-q", "--quiet", help="As --log_level error.")] = False
+    log_level: Annotated[
+        str, _here("--log_level", metavar="LEVEL", help="info and debug print the commands that are started.")
+    ] = "warning"
     local_rank: Annotated[int | None, _here("--local_rank", "--local-rank", hidden=True)] = None
 
 
@@ -160,6 +167,7 @@ def _launch(asked: Launch, script: Sequence[str], words: Sequence[str]) -> int |
 
     if is_worker(os.environ):
         return None
+    log = _log_of(asked)
     number, nodes, local = _processes(asked), _number("--num_nodes", asked.num_nodes), "127.0.0.1"
     picked, alone = asked.include or asked.exclude, asked.node_rank is not None
     if (asked.include and asked.exclude) or (picked and (number or (nodes and not alone))):
@@ -167,12 +175,15 @@ def _launch(asked: Launch, script: Sequence[str], words: Sequence[str]) -> int |
             "--include and --exclude say which accelerators are used, and nothing beside them can",
             remedy="Pass one of --include and --exclude alone, or --nproc and --num_nodes.",
         )
-    listed = asked.hostfile or (hosts.USUAL_HOSTFILE if os.path.isfile(hosts.USUAL_HOSTFILE) else None)
+    usual_file = hosts.USUAL_HOSTFILE if os.path.isfile(hosts.USUAL_HOSTFILE) and not asked.standalone else None
+    listed = asked.hostfile or usual_file
     if listed is not None:
         chosen = hosts.read_hostfile(listed)
     else:
         usual = number or (1 if os.path.basename(script[-1]) in _LAUNCHERS else device_count()) or 1
-        if usual == 1 and not (number or nodes or picked or alone or asked.master_port or asked.dry_run):
+        if usual == 1 and not (
+            number or nodes or picked or alone or asked.master_port or asked.dry_run or asked.force_multi
+        ):
             return None
         slots = [slot for part in hosts.read_choice(picked).values() for slot in part]
         chosen = {
@@ -202,7 +213,7 @@ def _launch(asked: Launch, script: Sequence[str], words: Sequence[str]) -> int |
         )  # fmt: skip
     port = asked.master_port or (PORT if count > 1 else None)
     plain = asked.no_local_rank or asked.nproc_per_node is not None
-    everywhere = not alone and (count > 1 or not hosts.is_here(next(iter(chosen))))
+    everywhere = not alone and (count > 1 or asked.force_multi or not hosts.is_here(next(iter(chosen))))
     if everywhere or asked.dry_run:
         commands = {}
         for rank, (host, own) in enumerate(chosen.items()):
@@ -222,15 +233,40 @@ def _launch(asked: Launch, script: Sequence[str], words: Sequence[str]) -> int |
                 *(["--no_local_rank"] if plain else []),
             ]
             line = [sys.executable, "-m", "zckpt", "run", *there, *script, *words]
-            commands[host] = hosts.shell_line(host, line, ssh_port=asked.ssh_port, before=asked.venv_script)
+            commands[host] = hosts.shell_line(
+                host, line, ssh_port=asked.ssh_port, before=asked.venv_script, always_ssh=asked.force_multi
+            )
         if asked.dry_run:
             typer.echo("\n".join(map(shlex.join, commands.values())))
             return 0
+        log(commands.values())
         return hosts.start_all(commands)
     own = [*chosen.values()][rank_here if listed is not None else 0]
     _show(own)
     passed = [*script, *([] if plain else ["--local_rank=${local_rank}"]), *(word.replace("$", "$$") for word in words)]
+    log([[sys.executable, "-m", "zckpt", "run", *passed]] * len(own))
     return launch(["run", *passed], len(own), node=(rank_here, count), meeting=(first, port), died=desk.report)
+
+
+def _log_of(asked: Launch) -> Callable[[Iterable[Sequence[str]]], None]:
+    """What tells of commands that are started.
+
+    Raises:
+        UsageError: there is no such level, or --standalone is contradicted.
+    """
+    level = "error" if asked.quiet else asked.log_level
+    if level not in ("debug", "info", "warning", "error", "critical"):
+        raise UsageError(f"--log_level has no level {level!r}", remedy="Pass debug, info, warning, error or critical.")
+    others = ("hostfile", "node_rank", "master_addr", "force_multi")
+    if asked.standalone and (
+        any(getattr(asked, name) not in (None, False) for name in others) or asked.num_nodes not in (None, "1")
+    ):
+        raise UsageError(
+            "--standalone means this machine alone, and other machines are asked for",
+            remedy="Leave --standalone out, or " + ", ".join(f"--{name}" for name in (*others, "num_nodes")) + ".",
+        )
+    shows = level in ("debug", "info")
+    return lambda commands: typer.echo("\n".join(map(shlex.join, commands)), err=True) if shows else None
 
 
 def _processes(asked: Launch) -> int | None:

@@ -31,7 +31,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.stores import MemoryStore
 from zckpt.layouts.save.state_names import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
-from zckpt.live.slices import WholeCopy, local_part, master_of, reshard_modules, whole_copy_of
+from zckpt.live.slices import WholeCopy, copies_of, local_part, master_of, reshard_modules, whole_copy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ def local_model(model: nn.Module) -> LocalModel:
     """
     _refuse_parallel(model)
     engine, model = model, unwrap(model)
+    if (shown := copies_of(model)) is not None:
+        shown.give_back()
     places = _flat_places(engine, model)
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":

@@ -83,6 +83,15 @@ def reshard_modules(model: nn.Module) -> None:
             module.reshard()
 
 
+COPIES = "_zckpt_copies"
+"""The attribute of a module by which the trainer's `Copies` is found."""
+
+
+def copies_of(model: nn.Module) -> Any:
+    """What lets a model that the trainer has sharded hold plain copies of its tensors; None for any other."""
+    return vars(model).get(COPIES)
+
+
 class WholeCopy(Protocol):
     """What the trainer knows of a parameter that it registers whole between steps."""
 
@@ -116,7 +125,10 @@ def part_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The fp32 master weight that the trainer keeps beside a whole parameter; None if it keeps none in other memory."""
-    master: torch.Tensor | None = getattr(getattr(parameter, _SHARDED_PARAMETER, None), "master", None)
-    if master is None or isinstance(parameter, DTensor) or master.data_ptr() == parameter.data_ptr():
+    trained: Any = getattr(parameter, _SHARDED_PARAMETER, None)
+    master: torch.Tensor | None = getattr(trained, "master", None)
+    if master is None or trained.weight is not parameter or isinstance(parameter, DTensor):
+        return None
+    if master.data_ptr() == parameter.data_ptr():
         return None
     return master.data

@@ -328,10 +328,9 @@ class Engine(TrainingRun):
         absent = [one.name for one in self.sharded.parameters if one.master is not None and one.master.grad is None]
         if absent and not self.settings.zero.ignore_unused_parameters:
             raise UsageError(
-                "parameters without a gradient",
-                found=examples(absent),
+                "parameters without a gradient", found=examples(absent),
                 remedy="Use them in the loss, or set zero_optimization.ignore_unused_parameters to true, which takes zeros.",
-            )
+            )  # fmt: skip
         for master in self._masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)

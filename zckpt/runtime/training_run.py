@@ -20,7 +20,7 @@ from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.loss_scale import loss_scaler
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.shard import Sharded
-from zckpt.runtime.sharding.whole import WholeParameters, refuse_state_dict
+from zckpt.runtime.sharding.whole import OF_STAGE_3, Copies, WholeParameters, refuse_parts
 from zckpt.runtime.world import World
 
 
@@ -59,6 +59,7 @@ class TrainingRun(nn.Module):
         lr_scheduler: stepped after each step that was not skipped; None without one.
         training_dataloader: of `training_data`; None without it.
         scaler: the loss scale.
+        copies: what the modules hold after `.half()` and the like.
         whole: keeps parameters whole between steps, at stages 0 to 2.
         device: of the computation.
         global_steps: optimizer steps, the skipped ones too.
@@ -89,11 +90,12 @@ class TrainingRun(nn.Module):
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, loader
         self.scaler = loss_scaler(settings.config.fp16)
         self.device = world.device
+        self.copies = Copies(module, sharded.parameters)
         self.whole: WholeParameters | None = None
         if settings.zero.stage < 3:
-            self.whole = WholeParameters(module, sharded.parameters)
+            self.whole = WholeParameters(module, sharded.parameters, self.copies)
         else:
-            refuse_state_dict(module)
+            refuse_parts(module, OF_STAGE_3)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.micro_steps = self.pending_micro_steps = 0
         self._norm: float | None = None
@@ -196,6 +198,7 @@ class TrainingRun(nn.Module):
 
     def reshard(self) -> None:
         """Frees the parameters that were gathered, when the parts have what scripts have written to them."""
+        self.copies.give_back()
         if self.whole is not None:
             self.whole.take_up()
         for module in self.module.modules():

@@ -111,7 +111,9 @@ def is_here(host: str) -> bool:
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
 
 
-def shell_line(host: str, words: Sequence[str], *, ssh_port: int | None, before: str | None) -> list[str]:
+def shell_line(
+    host: str, words: Sequence[str], *, ssh_port: int | None, before: str | None, always_ssh: bool = False
+) -> list[str]:
     """The command that starts `words` on a machine, in this directory and with the variables that `deepspeed` sends too.
 
     Args:
@@ -119,8 +121,9 @@ def shell_line(host: str, words: Sequence[str], *, ssh_port: int | None, before:
         words: the command there.
         ssh_port: of the machine's ssh, if not its usual one.
         before: a script that is sourced first, such as that of a virtual environment.
+        always_ssh: this machine is reached by ssh too.
     """
-    if is_here(host):
+    if is_here(host) and not always_ssh:
         return list(words)
     line = f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*_exports(), *words])}"
     port = ["-p", str(ssh_port)] if ssh_port is not None else []

@@ -6,6 +6,7 @@ utils/tensor_fragment.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 
+from zckpt import drop_in
 from zckpt.estimation.deepspeed_formula import parameters_of
+from zckpt.live.parts import unwrap
+from zckpt.live.slices import copies_of
 from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.optimizers.build import ELEMENTWISE
 from zckpt.runtime.parameters import (
@@ -30,6 +34,7 @@ __all__ = [
     "get_full_hp_param",
     "is_zero_param",
     "is_zero_supported_optimizer",
+    "load_state_dict_from_zero_checkpoint",
     "model_to_params",
     "set_full_hp_param",
     "unwrap_model_for_generation",
@@ -45,6 +50,22 @@ class ZeroStageEnum(IntEnum):
     gradients = 2
     weights = 3
     max_stage = 3
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: Any, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> Any:
+    """Loads the consolidated fp32 weights into a model. A sharded one holds them as plain tensors on the CPU, on every rank.
+
+    Its engine's parts are loaded too, and used again by the next forward that trains. `zckpt` has a function of this name that
+    loads the parts alone.
+    """
+    drop_in.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
+    copies = copies_of(unwrap(model))
+    if copies is not None:
+        copies.make_plain(unwrap(model))
+        drop_in.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
+    return model
 
 
 @contextmanager

@@ -50,9 +50,8 @@ class Batches:
         """
         if not torch.is_grad_enabled():
             raise UsageError(
-                "train_batch is called with gradients disabled",
-                remedy="Call eval_batch there, or leave torch.no_grad().",
-            )
+                "train_batch is called with gradients disabled", remedy="Call eval_batch there, or leave torch.no_grad().",
+            )  # fmt: skip
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         if self._batches is None:

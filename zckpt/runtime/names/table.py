@@ -160,7 +160,10 @@ BUILT: dict[str, str | Names] = {
     },
     "utils.timer": ".observe.timer",
     "utils.z3_leaf_module": ".sharding.external",
-    "utils.zero_to_fp32": "zckpt.drop_in",
+    "utils.zero_to_fp32": {
+        "*": "zckpt.drop_in",
+        "load_state_dict_from_zero_checkpoint": f"{_ZERO}:load_state_dict_from_zero_checkpoint",
+    },
 }
 """Path of a module below `deepspeed` -> where its names are built."""
 

@@ -68,11 +68,9 @@ def to_inert(value: Any, where: str, *, copied: bool = False) -> Any:
     if isinstance(value, range | slice):
         return value
     raise UnsupportedError(
-        f"{where} cannot be saved in a checkpoint",
-        found=f"a {kind.__module__}.{kind.__qualname__}",
-        expected="dicts, lists, numbers, text, tensors and arrays",
-        remedy="Save its state_dict() or its fields instead.",
-    )
+        f"{where} cannot be saved in a checkpoint", found=f"a {kind.__module__}.{kind.__qualname__}",
+        expected="dicts, lists, numbers, text, tensors and arrays", remedy="Save its state_dict() or its fields instead.",
+    )  # fmt: skip
 
 
 def _entry(tensor: torch.Tensor, name: str, copied: bool) -> TensorEntry:

@@ -99,12 +99,10 @@ def read(
     own = mapping(root.get("zckpt"))
     if own.get("moment") != dict(moment):
         raise InconsistentError(
-            "belongs to another save than the other files",
-            file=listing.files[name].path,
-            found=_count_text(mapping(own.get("moment"))),
-            expected=f"{_count_text(moment)}, as in the other files",
+            "belongs to another save than the other files", file=listing.files[name].path,
+            found=_count_text(mapping(own.get("moment"))), expected=f"{_count_text(moment)}, as in the other files",
             remedy="Copy all files of one save into this directory, or remove this file; an unfinished step then begins again.",
-        )
+        )  # fmt: skip
     if root.get("dp_world_size") != run.world_size:
         return None
     found: dict[str, dict[str, Any]] | None = None

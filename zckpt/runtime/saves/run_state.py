@@ -102,6 +102,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "pending_micro_ste
 @torch.no_grad()
 def capture(run: TrainingRun) -> RunState:
     """The state of a run, between two micro batches. No collective is called; every rank sees its own parts."""
+    run.copies.give_back()
     if run.whole is not None:
         run.whole.take_up()
     group_of = {id(master): number for number, group in enumerate(run.groups) for master in group["params"]}

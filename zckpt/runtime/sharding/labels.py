@@ -1,4 +1,4 @@
-"""The attributes that DeepSpeed's stage 3 puts on parameters: `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, `ds_tensor`.
+"""What scripts see of a parameter at DeepSpeed's stage 3: `dtype`, `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, `ds_tensor`.
 
 For `shard`, `deferred` and `init_context`. Scripts ask `hasattr(parameter, "ds_id")` to learn that a parameter has to be
 gathered, and `ds_numel` for its size.
@@ -7,6 +7,7 @@ Source: DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from enum import Enum
 from itertools import count
@@ -14,8 +15,20 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _numbers = count()
+_COMPUTE = "_zckpt_compute_dtype"
+
+
+def _dtype(self: DTensor) -> torch.dtype:
+    """To torch and zckpt, the dtype of the numbers; to scripts, which would compute in it, that of the computation."""
+    own: torch.dtype = torch._C.TensorBase.dtype.__get__(self)  # type: ignore[attr-defined]
+    asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+    return own if asks in ("torch", "zckpt") else vars(self).get(_COMPUTE, own)
+
+
+DTensor.dtype = property(_dtype)  # type: ignore[assignment]
 
 
 class ZeroParamType(Enum):
@@ -34,7 +47,9 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-def label(parameter: Any, shape: Sequence[int], part: torch.Tensor, *, whole: bool = False) -> None:
+def label(
+    parameter: Any, shape: Sequence[int], part: torch.Tensor, *, whole: bool = False, dtype: torch.dtype | None = None
+) -> None:
     """Puts DeepSpeed's attributes on a parameter.
 
     Args:
@@ -42,7 +57,10 @@ def label(parameter: Any, shape: Sequence[int], part: torch.Tensor, *, whole: bo
         shape: of the whole parameter.
         part: this rank's rows, in their own memory; `ds_tensor` is a flat view of it.
         whole: it is gathered now.
+        dtype: of the computation, which scripts see from now on.
     """
+    if dtype is not None:
+        setattr(parameter, _COMPUTE, dtype)
     if not hasattr(parameter, "ds_id"):
         parameter.ds_id = next(_numbers)
     parameter.ds_shape, parameter.ds_numel = torch.Size(shape), prod(shape)

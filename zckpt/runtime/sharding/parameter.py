@@ -46,6 +46,7 @@ class ShardedParameter:
         exact: the first numbers of a replicated parameter, before they were rounded to `dtype`.
         master: None for a parameter that no optimizer updates.
         whole: what the modules hold instead of `weight` while it is gathered; only where it is between steps (see `whole`).
+        end_copies: lets the modules hold `whole` or `weight` again instead of a copy; see [Note: copies] in `whole`.
         on_use: called before somebody gets the part, who may change it; None where that is nobody's concern.
     """
 
@@ -63,6 +64,7 @@ class ShardedParameter:
     _drop: Callable[[], None] | None = None
     _version: int | None = None
     on_use: Callable[[], None] | None = None
+    end_copies: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         setattr(self.weight, _ATTRIBUTE, self)
@@ -79,7 +81,9 @@ class ShardedParameter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the modules hold the whole parameter now."""
+        """Whether the modules hold the whole parameter now, once they hold no copy."""
+        if self.end_copies is not None:
+            self.end_copies()
         module, name = self.holders[0]
         return self.whole is not None and module._parameters[name] is self.whole
 

@@ -48,12 +48,12 @@ def take_over() -> None:
     method = vars(base).get("_load_pretrained_model") if base is not None else None
     if not isinstance(method, staticmethod | classmethod) or hasattr(method.__func__, "__wrapped__"):
         return
-    original = method.__func__
+    original: Any = method.__func__
     names = [*inspect.signature(original).parameters]
     if names[:3] == ["cls", "model", "state_dict"]:
 
         @functools.wraps(original)
-        def load_older(cls: Any, model: nn.Module, *rest: Any, **more: Any) -> Any:
+        def load_older(cls: Any, model: Any, *rest: Any, **more: Any) -> Any:
             with _followed(model):
                 return original(cls, model, *rest, **more)
 

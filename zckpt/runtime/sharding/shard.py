@@ -155,7 +155,7 @@ def shard(
     if zero.stage == 3:
         for found in parameters:
             if not found.replicated:
-                label(found.weight, found.shape, found.local())
+                label(found.weight, found.shape, found.local(), dtype=found.dtype)
     if world.device.type == "cpu":
         use_on_gloo(model, mesh.get_group("shard"))
     allow_frozen_dtypes(model)  # type: ignore[arg-type]
@@ -291,10 +291,9 @@ def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, wor
     if size != rows.size:
         raise UsageError(
             "the model was made under zero.Init for another number of ranks",
-            found=f"parameters shared by {rows.size} ranks",
-            expected=f"{size} ranks, as the config says",
+            found=f"parameters shared by {rows.size} ranks", expected=f"{size} ranks, as the config says",
             remedy="Pass the same config to zero.Init and to initialize.",
-        )
+        )  # fmt: skip
     local = rows.values.to(home_of(zero, world.device), meta.dtype)
     placed = DTensor.from_local(
         local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()

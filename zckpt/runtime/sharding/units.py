@@ -44,11 +44,10 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
         found = [module for module in model.modules() if module is not model and _is_wanted(module, several)]
         if not found:
             raise UsageError(
-                "the model has no module that wrap names",
-                found=examples(getattr(w, "__name__", w) for w in several),
+                "the model has no module that wrap names", found=examples(getattr(w, "__name__", w) for w in several),
                 expected=f"classes among {examples(sorted({type(m).__name__ for m in model.modules()}), 20)}",
                 remedy="Correct zero_optimization.wrap, or initialize(wrap=...).",
-            )
+            )  # fmt: skip
     leaves = list(_outermost(model, z3_leaf_module))
     if leaves:  # in the model's order, and nothing inside of a leaf
         within = {id(inner) for leaf in leaves for inner in leaf.modules()} - {id(leaf) for leaf in leaves}

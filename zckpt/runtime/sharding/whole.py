@@ -9,20 +9,113 @@ and ask no other rank. The next forward finds them gathered: there are as many c
 no master: what a script writes to it (the average of another network's weights, for one) is taken into the rank's part before
 the part is used: by a step, a save, an export.
 At stage 3 a state dict would be rows that only this rank can use, so it is refused.
+[Note: copies] `.half()`, `.cpu()` and the like would exchange the memory that `fully_shard` gathers into. So the modules get
+copies in what was asked for, and hold them until the engine needs its own parameters: for a forward that trains, a step, a save.
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `unshard`, `_register_state_dict_hooks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from zckpt.base.errors import UsageError
+from zckpt.live.slices import COPIES, copies_of
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.parameter import ShardedParameter
+
+_apply = FSDPModule._apply
+
+
+def _convert(module: Any, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    copies = copies_of(module)
+    return _apply(module, change, recurse) if copies is None else copies.convert(module, change, recurse)
+
+
+FSDPModule._apply = _convert  # type: ignore[method-assign,assignment]
+
+
+class Copies:
+    """What the modules of a sharded model hold instead of the engine's tensors; see [Note: copies].
+
+    Args:
+        model: the sharded model.
+        parameters: of the model.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
+        self._parameters = parameters
+        self._shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        for one in parameters:
+            one.end_copies = self.give_back
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                vars(module)[COPIES] = self
+        model.register_forward_pre_hook(lambda model, _: self._before_forward(model), prepend=True)
+
+    def convert(
+        self, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        """Gives a module copies of what a function changes; parameters in parts stay as they are. Returns the module."""
+        changed: dict[int, torch.Tensor] = {}
+        in_parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        for inner in module.modules() if recurse else (module,):
+            for table in (inner._parameters, inner._buffers):
+                for name, held in table.items():
+                    if held is None or (in_parts and table is inner._parameters):
+                        continue
+                    if id(held) not in changed:
+                        new = change(held.detach())
+                        is_same = new.dtype == held.dtype and new.device == held.device
+                        changed[id(held)] = held if is_same else _copy_of(held, new)
+                    if changed[id(held)] is not held:
+                        self._show(table, name, changed[id(held)])
+        return module
+
+    def make_plain(self, model: nn.Module) -> None:
+        """Gives the whole model tensors in fp32 on the CPU; those of parameters have any numbers."""
+        for one in self._parameters:
+            dtype = torch.float32 if one.dtype.is_floating_point else one.dtype
+            plain = _copy_of(one.weight, torch.empty(one.shape, dtype=dtype))
+            for module, name in one.holders:
+                self._show(module._parameters, name, plain)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    dtype = torch.float32 if buffer.dtype in (torch.float16, torch.bfloat16) else buffer.dtype
+                    self._show(module._buffers, name, buffer.to("cpu", dtype))
+
+    def give_back(self) -> None:
+        """Lets the modules hold the engine's tensors again."""
+        while self._shown:
+            table, name, held, copy = self._shown.pop()
+            if table.get(name) is copy:
+                table[name] = held
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that a module holds is such a copy."""
+        return any(copy is tensor for *_, copy in self._shown)
+
+    def _show(self, table: Any, name: str, copy: torch.Tensor) -> None:
+        self._shown.append((table, name, table[name], copy))
+        table[name] = copy
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if torch.is_grad_enabled() or not all(unit.is_unsharded for unit in units_of(model)):
+            self.give_back()
+
+
+def _copy_of(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    if not isinstance(held, nn.Parameter):
+        return new
+    copy = nn.Parameter(new, requires_grad=held.requires_grad)
+    vars(copy).update({name: value for name, value in vars(held).items() if name.startswith("_zckpt_sharded")})
+    return copy
 
 
 class WholeParameters:
@@ -31,10 +124,11 @@ class WholeParameters:
     Args:
         model: the sharded model, at stage 0, 1 or 2.
         parameters: of the model.
+        copies: what its modules may hold.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter], copies: Copies) -> None:
+        self._copies = copies
         self._by_name = {one.name: one for one in parameters}
         assert isinstance(model, FSDPModule)
         model._get_fsdp_state()._lazy_init()  # the root's, before that of a unit in it
@@ -44,22 +138,15 @@ class WholeParameters:
         self.gather()
         names = names_of_places(parameters)
         for unit in units_of(model):
-            for hooks in (
-                unit._module_to_pre_save_state_dict_hook_handle,
-                unit._module_to_pre_load_state_dict_hook_handle,
-            ):
-                for hook in hooks.values():  # they would drop the whole parameters
-                    hook.remove()
             for one in unit.fsdp_params:
-                one._post_load_hook_handle.remove()  # it looks for a part where the whole is
                 self._by_name[names[place_of(one)]].hold(one._unsharded_param, unit.reshard)
-        _refuse(model, self._refuse_parts)
-        model.register_load_state_dict_pre_hook(lambda *_: self._refuse_parts())  # type: ignore[no-untyped-call]
+        refuse_parts(model, "Call engine.gather() on every rank first.")
         model.register_load_state_dict_post_hook(lambda module, keys: self.take_all())  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def gather(self) -> None:
         """Gathers all parameters that are not whole. Every rank calls it."""
+        self._copies.give_back()
         with torch.inference_mode(False):
             for module in self._modules:
                 module.unshard()
@@ -68,6 +155,7 @@ class WholeParameters:
 
     def take_up(self) -> None:
         """Takes what scripts have written to the whole parameters into this rank's parts."""
+        self._copies.give_back()
         for one in self._by_name.values():
             one.take_up()
 
@@ -79,45 +167,52 @@ class WholeParameters:
                 if one.master is not None and one.master.data_ptr() != one.weight.data_ptr():
                     one.master.copy_(one.weight)
             elif one.whole is not None:
-                self._put_back(one, one.whole)
-                one.local().view(-1).copy_(one.whole.reshape(-1)[one.elements])
+                given = self._put_back(one, one.whole)
+                one.local().view(-1).copy_(given.reshape(-1)[one.elements])
                 one.settle()
 
-    @staticmethod
-    def _put_back(one: ShardedParameter, whole: nn.Parameter) -> None:
-        """Registers the whole parameter again, where `load_state_dict(assign=True)` has put another in its place."""
+    def _put_back(self, one: ShardedParameter, whole: nn.Parameter) -> torch.Tensor:
+        """Registers the whole parameter again, where `load_state_dict(assign=True)` has put another in its place.
+
+        Returns:
+            What was loaded; a copy stays where it is.
+        """
+        given: torch.Tensor | None = None
         for module, name in one.holders:
             given = module._parameters[name]
             if given is not whole and given is not None:
-                whole.copy_(given)
-                module._parameters[name] = whole
-
-    def _refuse_parts(self) -> None:
-        if all(unit.is_unsharded for unit in units_of(self._model)):
-            return
-        raise UsageError(
-            "the model's parameters are in parts now",
-            remedy="Call engine.gather() on every rank first.",
-        )
+                if whole.untyped_storage().size():
+                    whole.copy_(given)
+                if not self._copies.has(given):
+                    module._parameters[name] = whole
+        return whole if given is None else given
 
 
-def refuse_state_dict(model: nn.Module) -> None:
-    """Lets `state_dict()` of a model at stage 3 raise an error that names the calls that work."""
+def refuse_parts(model: nn.Module, remedy: str) -> None:
+    """Lets a model refuse to give or take a state dict while its modules hold parts of parameters."""
 
-    def refuse() -> None:
-        raise UsageError(
-            "state_dict() of a model at stage 3 holds a part of each parameter, which nothing can load",
-            remedy="Call engine.save_16bit_model(dir) on every rank to write consolidated weights. For a state dict in memory, "
-            "call engine._zero3_consolidated_16bit_state_dict() on every rank.",
-        )
+    def check(what: str) -> None:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise UsageError(f"{what} finds a part of each parameter, which nothing else can use", remedy=remedy)
 
-    _refuse(model, refuse)
-
-
-def _refuse(model: nn.Module, check: Callable[[], None]) -> None:
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not prefix or prefix == "module.":  # the first that is asked, or the engine's only child
-            check()
+            check("state_dict()")
 
+    for unit in units_of(model):
+        for hooks in (unit._module_to_pre_save_state_dict_hook_handle, unit._module_to_pre_load_state_dict_hook_handle):
+            for hook in hooks.values():  # they would drop whole parameters
+                hook.remove()
+        for one in unit.fsdp_params:
+            one._post_load_hook_handle.remove()  # it looks for a part where the whole is
     for module in model.modules():
         module.register_state_dict_pre_hook(before)
+    model.register_load_state_dict_pre_hook(lambda *_: check("load_state_dict()"))
+
+
+OF_STAGE_3 = (
+    "At stage 3 call zckpt.live.save_pretrained(engine, dir, dtype='fp32') on every rank to write the consolidated weights in "
+    "fp32, or engine.save_16bit_model(dir) on every rank in the dtype of the computation. For a state dict in memory call "
+    "engine._zero3_consolidated_16bit_state_dict() on every rank. To load one, call engine.load_module_state_dict. For a model "
+    "in fp32 call load_state_dict_from_zero_checkpoint(model, dir) of zckpt.runtime.utils.zero_to_fp32."
+)
