@@ -1,7 +1,7 @@
-"""fp8 and GGUF out of a sharded run, beside what people do today: make whole weights, then run a second tool over them.
+"""Quantised weights and GGUF out of a sharded run, beside what people do today: whole weights, then a second tool over them.
 
     python benchmarks/quantising.py --whole WEIGHTS [--layers 48]            # the model as transformers has it
-    python benchmarks/quantising.py --rival torch-fp8|gguf-q8_0 WEIGHTS OUT  # from whole weights
+    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0 WEIGHTS OUT  # from whole weights
 
 A Llama shape in bf16. The rivals' times begin with whole weights: zckpt's begin with shards of torch.distributed.checkpoint.
 """
@@ -69,6 +69,31 @@ def by_torch(whole: Path, out: Path) -> None:
     save_file(made, out / "model.safetensors", {"format": "pt"})
 
 
+def by_compressed_tensors(form: str, whole: Path, out: Path) -> None:
+    """nvfp4 or int4 by compressed-tensors' scales and compressor, tensor by tensor; all are in memory when they are saved."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from safetensors.torch import load_file, save_file
+
+    preset, name = {"nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"), "int4": ("W4A16", "pack-quantized")}[form]
+    scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[preset])
+    kind, size, made = BaseCompressor.get_value_from_registry(name), scheme.weights.group_size, {}
+    for key, weight in load_file(whole / "model.safetensors").items():
+        if "_proj." not in key:
+            made[key] = weight
+            continue
+        groups = weight.reshape(len(weight), -1, size)
+        second = generate_gparam(weight.amin().float(), weight.amax().float()) if form == "nvfp4" else None
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale=second)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        state |= {} if second is None else {"weight_global_scale": second}
+        made |= {key.removesuffix("weight") + end: t.contiguous() for end, t in kind.compress(state, scheme).items()}
+    out.mkdir()
+    save_file(made, out / "model.safetensors", {"format": "pt"})
+
+
 def by_gguf(whole: Path, out: Path) -> None:
     """q8_0 by the gguf package's own quantisation and writer, without vocabulary."""
     import gguf
@@ -98,9 +123,21 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     subprocess.run([*PYTHON, __file__, "--whole", str(whole), "--layers", str(min(layers, 22))], check=True)
     subprocess.run([*ZCKPT, "to-dcp", str(whole), str(shards), "--quiet"], check=True)
     rows: list[Row] = []
-    fp8, gguf = work / "fp8", work / "model.gguf"
+    fp8, gguf, nvfp4, int4 = work / "fp8", work / "model.gguf", work / "nvfp4", work / "int4"
     commands = {
         "torch-fp8": ("to-fp8, blocks of 128 x 128", ["to-fp8", str(shards), str(fp8)], fp8, work / "their-fp8"),
+        "compressed-nvfp4": (
+            "quantize, nvfp4",
+            ["quantize", str(shards), str(nvfp4), "--to", "nvfp4"],
+            nvfp4,
+            work / "their-nvfp4",
+        ),
+        "compressed-int4": (
+            "quantize, int4",
+            ["quantize", str(shards), str(int4), "--to", "int4"],
+            int4,
+            work / "their-int4",
+        ),
         "gguf-q8_0": (
             "to-gguf, q8_0",
             ["to-gguf", str(shards), str(gguf), "--type", "q8_0", "--tokenizer", "none"],
@@ -108,7 +145,11 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
             work / "their.gguf",
         ),
     }
-    names = {"torch-fp8": "torch, from whole weights in memory", "gguf-q8_0": "the gguf package, from whole weights"}
+    theirs_are = "compressed-tensors, from whole weights in memory"
+    names = {
+        "torch-fp8": "torch, from whole weights in memory", "gguf-q8_0": "the gguf package, from whole weights",
+        "compressed-nvfp4": theirs_are, "compressed-int4": theirs_are,
+    }  # fmt: skip
     for rival, (what, words, out, theirs) in commands.items():
         drops = (theirs,)
         clears = (out, out.with_name(f"{out.name}.zckpt.json"))
@@ -134,10 +175,14 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--rival", choices=("torch-fp8", "gguf-q8_0"))
+    parser.add_argument("--rival", choices=("torch-fp8", "compressed-nvfp4", "compressed-int4", "gguf-q8_0"))
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
     if options.rival:
-        {"torch-fp8": by_torch, "gguf-q8_0": by_gguf}[options.rival](options.dest, options.out)
+        kind, _, form = options.rival.partition("-")
+        if kind == "compressed":
+            by_compressed_tensors(form, options.dest, options.out)
+        else:
+            {"torch": by_torch, "gguf": by_gguf}[kind](options.dest, options.out)
     else:
         write(options.dest, options.layers)

@@ -77,6 +77,7 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
         "reshard": lambda: zckpt.reshard(given, out, world_size=1, also=[more]),
         "to_dcp": lambda: zckpt.to_dcp(given, out, also=[more]),
         "to_fp8": lambda: zckpt.to_fp8(OnlyPathLike(LLAMA), out, also=[more]),
+        "quantize": lambda: zckpt.quantize(OnlyPathLike(LLAMA), out, to="int8", also=[more]),
         "to_gguf": lambda: zckpt.to_gguf(OnlyPathLike(LLAMA), out, tokenizer="none", also=[more]),
         "to_mcore": lambda: zckpt.to_mcore(OnlyPathLike(LLAMA), out, also=[more]),
         "to_peft": lambda: zckpt.to_peft(OnlyPathLike(LORA), out, also=[more]),

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from zckpt.jobs.open import Checkpoint, open_checkpoint
     from zckpt.jobs.options import ApplyOptions, DeltaOptions, Options
     from zckpt.jobs.planned import Report
+    from zckpt.jobs.quantize import quantize, to_fp8
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.slim import slim
     from zckpt.jobs.to_dcp import to_dcp
-    from zckpt.jobs.to_fp8 import to_fp8
     from zckpt.jobs.to_gguf import to_gguf
     from zckpt.jobs.to_mcore import to_mcore
     from zckpt.jobs.to_peft import AdapterReport, to_peft
@@ -108,6 +108,7 @@ __all__ = [
     "map",
     "open_checkpoint",
     "push_to_hub",
+    "quantize",
     "reshard",
     "slim",
     "to_dcp",
@@ -153,10 +154,11 @@ _HOMES = {
     "map": "pictures.map_page",
     "open_checkpoint": "jobs.open",
     "push_to_hub": "hub",
+    "quantize": "jobs.quantize",
     "reshard": "jobs.reshard",
     "slim": "jobs.slim",
     "to_dcp": "jobs.to_dcp",
-    "to_fp8": "jobs.to_fp8",
+    "to_fp8": "jobs.quantize",
     "to_gguf": "jobs.to_gguf",
     "to_mcore": "jobs.to_mcore",
     "to_peft": "jobs.to_peft",

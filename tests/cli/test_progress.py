@@ -36,6 +36,7 @@ LONG = (
     ("to-mcore LLAMA out", "write"),
     ("to-peft LORA out", "write"),
     ("to-fp8 LLAMA out", "write"),
+    ("quantize LLAMA out --to int8", "write"),
     ("to-gguf MODEL out.gguf --pre-tokenizer llama-bpe", "write"),
     ("reshard ZERO out --world-size 3", "write"),
     ("to-universal ZERO out", "write"),

@@ -22,7 +22,7 @@ from zckpt.core import plan as plans
 from zckpt.engine import move
 from zckpt.jobs.declarations import TO_FP8
 from zckpt.jobs.planned import execute
-from zckpt.jobs.to_fp8 import prepare
+from zckpt.jobs.quantize import prepare
 from zckpt.quantized import grids
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -76,7 +76,7 @@ def _read_small(reader: ElementReader, entry: TensorEntry) -> Any:
 def _second(entry: TensorEntry, again: TensorEntry | None) -> TensorEntry:
     """What the second reader makes of a tensor; one that is as it is stored stays."""
     is_stored = not any(isinstance(fragment.store, DerivedStore) for fragment in entry.fragments)
-    return entry if is_stored or again is None else again
+    return entry if is_stored or again is None else replace(again, role=entry.role)
 
 
 def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
@@ -90,11 +90,21 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
     said = facts.options.get(RECORDED) if facts is not None else None
     if facts is None or not isinstance(said, Mapping):
         return Expected(wanted)
-    from zckpt.jobs.own_groups import Fp8
-    from zckpt.jobs.to_fp8 import fp8_weights
+    from zckpt.jobs.quantize import fp8_weights
+    from zckpt.quantized.second import stored_again
+    from zckpt.quantized.second_codes import quantise_again
 
-    asked: dict[str, Any] = {name: said[name] for name in ("scheme", "quantize", "keep") if name in said}
-    options = replace(Fp8(), **asked)
+    scheme, group = said.get("scheme", "block128"), said.get("group_size")
     config, dtype = read_config(output.home) or {}, to_dtype(facts.dtype) if facts.dtype else BF16
-    weights = fp8_weights(wanted, config, options.scheme, options.quantize, options.keep, dtype)
-    return Expected(weights.catalog, weights.dtypes)
+    weights = fp8_weights(wanted, config, scheme, said.get("quantize", ()), said.get("keep", ()), dtype, group)
+    tensors = dict(weights.catalog.tensors)
+    for name, quantiser in weights.quantisers.items():
+        entry = wanted.tensors[name]
+        if name in said.get("carried", ()):
+            again = stored_again(entry, {one: made for one, made in tensors.items() if one.startswith(name)})
+        else:
+            together = () if quantiser.second is None else quantiser.second.entries
+            again = quantise_again(entry, scheme, group, quantiser.dtype, together)
+        tensors |= again
+    dtypes = {**weights.dtypes, **{name: tensors[name].dtype for name in weights.dtypes.keys() - wanted.tensors.keys()}}
+    return Expected(replace(weights.catalog, tensors=tensors), dtypes)

@@ -24,6 +24,7 @@ GROUPS = {
         "to-bf16": ("convert", "Merge shards into bf16 weights that Hugging Face loads."),
         "to-fp16": ("convert", "Merge shards into fp16 weights that Hugging Face loads."),
         "to-fp32": ("convert", "Consolidate shards into fp32 safetensors, bit for bit."),
+        "quantize": ("quantize", "Write weights of 4 or 8 bits, which vLLM loads."),
         "to-fp8": ("quantize", "Write fp8 weights (E4M3) with scales."),
         "to-gguf": ("gguf", "Write a model as GGUF, which llama.cpp runs."),
         "to-peft": ("convert", "Write the adapter alone (LoRA and other PEFT methods)."),

@@ -46,6 +46,7 @@ def known_formats() -> dict[str, Any]:
     from zckpt.quantized.configs import SCHEMES
     from zckpt.quantized.forms import FORMS
     from zckpt.quantized.plain import is_fp8
+    from zckpt.quantized.targets import TARGETS
 
     read = {form.about for form in FORMS if form.read}
     added = [one for group in ("zckpt.layouts", "zckpt.schemes") for one in extensions(group)]
@@ -63,6 +64,7 @@ def known_formats() -> dict[str, Any]:
             "files": [*FILES],
             "dtypes": [*SHORT_NAMES.values()],
             "fp8": [*SCHEMES],
+            "quantized": [*TARGETS],
             "gguf_types": [*TYPES],
         },
         **_models(),
@@ -119,7 +121,8 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     yield from ("", "Commands that write:")
     yield from _entries(writes["commands"], width)
     yield from ("", "Single files, and the types of what is written:")
-    yield from _entries({key: ", ".join(writes[key]) for key in ("files", "dtypes", "fp8", "gguf_types")}, width)
+    keys = ("files", "dtypes", "fp8", "quantized", "gguf_types")
+    yield from _entries({key: ", ".join(writes[key]) for key in keys}, width)
     yield from ("", "Models whose tensors it renames, to GGUF too where a + stands:")
     yield from _entries({f"{one['name']}{' +' * one['gguf']}": one["class"] for one in models}, width)
     yield from ("", "Writers, besides transformers, whose names of tensors it knows:")

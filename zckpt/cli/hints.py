@@ -30,7 +30,7 @@ _WORDS = {
     **dict.fromkeys(("check", "validate", "test", "fsck"), ("verify",)),
     **dict.fromkeys(("compare", "cmp"), ("diff",)),
     **dict.fromkeys(("clean", "delete", "rm", "gc"), ("prune", "slim")),
-    **dict.fromkeys(("quantize", "quantise"), ("to-fp8", "to-gguf")),
+    **dict.fromkeys(("quantise", "to-nvfp4", "to-mxfp4", "to-int4", "to-int8"), ("quantize", "to-gguf")),
     **dict.fromkeys(("gguf", "to-llama-cpp"), ("to-gguf",)),
     **dict.fromkeys(("to-fsdp", "to-torch-dist", "dcp"), ("to-dcp",)),
     **dict.fromkeys(("to-megatron", "megatron"), ("to-mcore",)),

@@ -1,4 +1,4 @@
-"""`zckpt to-fp8`: weights of fp8 with scales."""
+"""`zckpt quantize`: quantised weights; `zckpt to-fp8`: those of fp8, with scales of each kind."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, ShownProgress
 from zckpt.cli.convert import name_of
 from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
-from zckpt.jobs.declarations import TO_FP8
+from zckpt.jobs.declarations import QUANTIZE, TO_FP8
 
 if TYPE_CHECKING:
+    from zckpt.cli.arguments import Shown
     from zckpt.jobs.declarations import Asked
-    from zckpt.jobs.own_groups import Fp8
-    from zckpt.jobs.to_fp8 import PlannedFp8
+    from zckpt.jobs.own_groups import Fp8, Quantize
+    from zckpt.jobs.quantize import PlannedFp8
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Adds the commands."""
+    command(
+        app,
+        "quantize",
+        about="Write quantised weights, which vLLM, transformers and compressed-tensors load. Weights of linear layers are "
+        "quantised; embeddings, norms, biases, routers and the head are not.",
+        job=QUANTIZE,
+        example="zckpt quantize out/checkpoint-500 nvfp4/ --to nvfp4",
+    )(quantize)
     command(
         app,
         "to-fp8",
@@ -36,13 +45,21 @@ def to_fp8(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Fp8], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes weights of fp8."""
+    _write(TO_FP8.prepare(ckpt, out, asked), asked, f"fp8 ({asked.own.scheme})", dry_run, shown)
+
+
+def quantize(
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Quantize], dry_run: DryRun = False, *, shown: ShownProgress
+) -> None:
+    """Writes quantised weights."""
+    _write(QUANTIZE.prepare(ckpt, out, asked), asked, asked.own.target, dry_run, shown)
+
+
+def _write(planned: PlannedFp8, asked: Asked[Fp8 | Quantize], form: str, dry_run: bool, shown: Shown) -> None:
     began = time.perf_counter()
-    planned = TO_FP8.prepare(ckpt, out, asked)
     scheme, dtype = asked.own.scheme, name_of(asked.casting.dtype)
-    number = len(planned.quantisers)
-    what = (
-        f"{count(number, 'matrix', 'matrices')} as fp8 ({scheme}), {count(planned.others, 'other tensor')} as {dtype}"
-    )
+    number = len(planned.quantisers) + planned.carried
+    what = f"{count(number, 'matrix', 'matrices')} as {form}, {count(planned.others, 'other tensor')} as {dtype}"
     facts: dict[str, object] = {"dtype": dtype, "scheme": scheme, "quantized": number}
     words = Words(what, lambda files: f"load it with {_loader(planned)}", facts)
     finish(planned, words, began, shown, more=lambda report: _more(planned), dry_run=dry_run)

@@ -27,7 +27,19 @@ from zckpt.jobs.groups import (
     Sharding,
     SigningKey,
 )
-from zckpt.jobs.own_groups import Adapter, Average, Dcp, Delta, Fp8, Gguf, Megatron, MergedWith, Slim, TargetWorld
+from zckpt.jobs.own_groups import (
+    Adapter,
+    Average,
+    Dcp,
+    Delta,
+    Fp8,
+    Gguf,
+    Megatron,
+    MergedWith,
+    Quantize,
+    Slim,
+    TargetWorld,
+)
 
 _NAMES: dict[type, str] = {kind: "signing_key" if kind is SigningKey else kind.__name__.lower() for kind in SHARED}
 
@@ -155,8 +167,12 @@ TO_MCORE: Job[Megatron] = Job(
     "to_mcore", (Casting, Megatron, *_NAMED), "to_mcore", Megatron, frozenset({"merge", "form"}) | _CAST, {"dtype": None},
 )  # fmt: skip
 TO_FP8: Job[Fp8] = Job(
-    "to_fp8", (Fp8, Casting, Sharding, *_NAMED), "to_fp8", Fp8, frozenset({"format"}) | _CAST, {"dtype": BF16},
+    "to_fp8", (Fp8, Casting, Sharding, *_NAMED), "quantize", Fp8, frozenset({"format"}) | _CAST, {"dtype": BF16},
     {"dtype": ("Of what is not quantised.",)},
+)  # fmt: skip
+QUANTIZE: Job[Quantize] = Job(
+    "quantize", (Quantize, Casting, Sharding, Naming, *_OUTPUT), "quantize", Quantize, frozenset({"format", "form"}) | _CAST,
+    {"dtype": BF16}, {"dtype": ("Of what is not quantised.",)},
 )  # fmt: skip
 TO_GGUF: Job[Gguf] = Job(
     "to_gguf", (Gguf, Casting, *_NAMED), "to_gguf", Gguf, frozenset({"dtype", "merge", "form"}) | _CAST, {"dtype": None},

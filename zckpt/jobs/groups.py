@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 AnyPath = str | os.PathLike[str]
 Overflow = Literal["error", "inf", "clamp"]
 Format = Literal["safetensors", "bin"]
-Scheme = Literal["block128", "channel", "tensor"]
+Scheme = Literal["block128", "channel", "tensor", "nvfp4", "mxfp4", "mxfp8", "int4", "int8"]
 Encoding = Literal["xor", "overwrite"]
 Checksum = Literal["xxh3-128", "blake3", "adler32"]
 Precision = Literal["keep", "fp32", "fp16", "bf16"]
 
 SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")
+QUANTISED = ("fp8", "nvfp4", "mxfp4", "mxfp8", "int4", "int8")
+"""Forms of quantised weights that are written."""
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 DROPPED = ("optimizer", "module-weights", "frozen")
 """What `slim` may leave out."""

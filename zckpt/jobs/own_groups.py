@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
@@ -17,6 +17,7 @@ from zckpt.jobs.groups import (
     CONFIG_HELP,
     DROPPED,
     GGUF_TYPES,
+    QUANTISED,
     SCHEMES,
     WHICH,
     AnyPath,
@@ -222,6 +223,61 @@ class Fp8:
                 "the scheme is unknown", found=f"scheme {self.scheme!r}",
                 expected=f"a scheme of {', '.join(SCHEMES)}", remedy="Choose one of these.",
             )  # fmt: skip
+
+    @property
+    def group_size(self) -> None:
+        """Its schemes have none."""
+
+    flags: ClassVar[tuple[str, str]] = ("--quantize", "--keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """What `quantize` quantises, and how.
+
+    Attributes:
+        target: the form: fp8 in blocks of 128 x 128 elements, or one of compressed-tensors.
+        group_size: columns that share a scale, of int4; None for 128.
+        quantize: as in `Fp8`.
+        keep: likewise.
+    """
+
+    target: str = field(default="fp8", metadata=option("--to", QUANTISED, "The form of the weights."))
+    group_size: int | None = field(
+        default=None,
+        metadata=option(
+            "--group-size", "positive", "Columns that share a scale, of int4; by default 128.", metavar="N"
+        ),
+    )
+    quantize: Sequence[str] = field(
+        default=(),
+        metadata=option(
+            "--include", "texts", "Quantise only weights of linear layers that match. Repeatable.", metavar="GLOB"
+        ),
+    )
+    keep: Sequence[str] = field(
+        default=(),
+        metadata=option("--exclude", "texts", "Do not quantise weights that match. Repeatable.", metavar="GLOB"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.target not in QUANTISED:
+            raise UsageError(
+                "the form is unknown", found=f"{self.target!r}", expected=f"one of {', '.join(QUANTISED)}",
+                remedy="Choose one of these.",
+            )  # fmt: skip
+        if self.group_size is not None and (self.target != "int4" or self.group_size < 1):
+            raise UsageError(
+                "a size of groups has a meaning for int4 alone", found=f"--group-size {self.group_size} with {self.target}",
+                expected="1 or more columns, with int4", remedy="Leave --group-size out.",
+            )  # fmt: skip
+
+    flags: ClassVar[tuple[str, str]] = ("--include", "--exclude")
+
+    @property
+    def scheme(self) -> Scheme:
+        """The same form, as `Fp8` and the config know it."""
+        return "block128" if self.target == "fp8" else self.target  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Which tensors are the weights of linear layers, by the schemes of transformers' families: what can be quantised.
 
-For `jobs.to_fp8`. Routers, gates of shared experts, embeddings, norms and the head are none of them.
+For `jobs.quantize`. Routers, gates of shared experts, embeddings, norms and the head are none of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a model's `config.json` says of quantised weights, and what it says of those that zckpt writes.
 
-For `plain` (reading) and `jobs.to_fp8` (writing).
+For `plain` (reading) and `jobs.quantize` (writing).
 Source: transformers 5.23, utils/quantization_config.py (FineGrainedFP8Config, CompressedTensorsConfig); vLLM 0.11,
 model_executor/layers/quantization/fp8.py (`modules_to_not_convert`, `weight_block_size`) and compressed_tensors.py (per-tensor
 weights of experts need activations per tensor, per-channel weights activations per token); compressed-tensors 0.20,
@@ -14,8 +14,10 @@ from dataclasses import field
 from typing import Any, Literal
 
 from zckpt.base.dataclass import dataclass
+from zckpt.core.dtypes import U8
+from zckpt.quantized.targets import TARGETS, Target
 
-Scheme = Literal["block128", "channel", "tensor"]
+Scheme = Literal["block128", "channel", "tensor", "nvfp4", "mxfp4", "mxfp8", "int4", "int8"]
 SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")
 
 RECORDED = "fp8"
@@ -156,13 +158,16 @@ def without(config: Mapping[str, object]) -> dict[str, object]:
     return kept
 
 
-def quantization_config(scheme: Scheme, kept: Sequence[str]) -> dict[str, object]:
+def quantization_config(scheme: Scheme, kept: Sequence[str], group_size: int | None = None) -> dict[str, object]:
     """The `quantization_config` of an output.
 
     Args:
         scheme: of its scales.
         kept: modules whose weights are matrices and not quantised.
+        group_size: of the scheme, where it has another one than usual.
     """
+    if scheme in TARGETS:
+        return _config_of(TARGETS[scheme], kept, group_size)
     if scheme == "block128":
         return {
             "quant_method": "fp8",
@@ -180,6 +185,29 @@ def quantization_config(scheme: Scheme, kept: Sequence[str]) -> dict[str, object
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+    }
+
+
+def _config_of(target: Target, kept: Sequence[str], group_size: int | None) -> dict[str, object]:
+    """As compressed-tensors' presets have it."""
+    number = {"num_bits": target.bits, "type": "float" if target.is_float else "int", "symmetric": True}
+    group = group_size or target.group
+    strategy = "tensor_group" if target.has_second else "group" if group else "channel"
+    weights: dict[str, object] = {**number, "strategy": strategy, "dynamic": False, "observer": "minmax"}
+    if group:
+        weights["group_size"] = group
+    if target.scales is not None:
+        weights["scale_dtype"] = weights["zp_dtype"] = "torch.uint8" if target.scales == U8 else "torch.float8_e4m3fn"
+    by_token = {**number, "strategy": "token", "dynamic": True, "observer": None}
+    inputs = by_token if target.inputs == "by token" else None
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": target.form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
         "ignore": list(kept),
         "kv_cache_scheme": None,
     }

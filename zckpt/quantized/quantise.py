@@ -1,33 +1,40 @@
-"""Making fp8: the scale of each block of a matrix, and its elements divided by it and rounded to E4M3.
+"""Quantising: the scale of each block of a matrix, and its elements divided by it and rounded to the numbers of a grid.
 
-For `jobs.to_fp8`, and for `verify`, which derives the same again. The source is read once where the elements are computed before
-the scales, which are kept meanwhile (a few bytes for thousands of elements); a part whose scales are asked for alone is read
-again. Where one scale is for a whole large matrix, the matrix is read twice.
+For `jobs.quantize`. The source is read once where the elements are computed before the scales, which are kept meanwhile (a few
+bytes for thousands of elements); a part whose scales are asked for alone is read again. Where one scale is for a whole large
+matrix, the matrix is read twice.
 
-[Note: numbers] In fp32: scale = max(largest magnitude, 1e-12) / 448; element = E4M3(x / scale), rounded once, to nearest even. So
-a block of zeros has a scale, and nothing is larger than 448. Scales that are stored as bf16 are rounded to it before they divide.
+[Note: numbers] Of fp8 in blocks, rows and tensors: scale = max(largest magnitude, 1e-12) / 448 in fp32; element = E4M3(x / scale)
+rounded once, to nearest even. So a block of zeros has a scale, and nothing is larger than 448. Scales that are stored as bf16 are
+rounded to it before they divide.
 Source: DeepSeek-V3's weights and SGLang's `per_block_cast_to_fp8` (the form and 448); compressed-tensors 0.20 (scales in the
 dtype of the model).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import BF16, F8_E4M3, F32, DType
-from zckpt.core.folds import NumberGrid, Rounded, Tools
-from zckpt.core.recipes import derive_entry
+from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, DType
+from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools
+from zckpt.core.recipes import DerivedStore, derive_entry
+from zckpt.quantized.coded import Coded, e2m1
+from zckpt.quantized.dequantise import Dequantised, Narrowed
 from zckpt.quantized.grids import Grid
+from zckpt.quantized.targets import Target, rounded_to, second_of, stored_bits
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
 
 _LEAST = 1e-12
 _LARGEST = 448.0
+_AT_ONCE = 1 << 20
+"""Elements that are looked at together for a scale of scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +56,55 @@ class Measured:
     underflowed: int = 0
 
 
+class Second:
+    """A scale of scales, which tensors that servers of models join have together.
+
+    Args:
+        entries: these tensors.
+    """
+
+    def __init__(self, entries: tuple[TensorEntry, ...]) -> None:
+        self.entries = entries
+        self._lock = Lock()
+        self._value: float | None = None
+
+    def value(self, tools: Tools) -> float:
+        """It; the first who asks reads the tensors."""
+        import numpy as np
+
+        with self._lock:
+            if self._value is None:
+                found, top = np.zeros(1, np.float32), np.zeros(1, np.float32)
+                for entry in self.entries:
+                    for start in range(0, entry.numel, _AT_ONCE):
+                        part = tools.read_floats(entry, start, min(start + _AT_ONCE, entry.numel))
+                        tools.kernels.largest(part, MatrixBlocks(1, len(part), 1, len(part)), found)
+                        np.maximum(top, found, out=top)
+                self._value = second_of(float(top[0]))
+            return self._value
+
+
 class Quantiser:
-    """One tensor's way to fp8; its two recipes, of scales and elements, share what they find.
+    """One tensor's way to codes; its recipes, of scales and elements, share what they find.
 
     Args:
         entry: of floats, read as fp32.
         grid: the blocks.
-        dtype: of the scales, F32 or BF16.
+        dtype: of the scales.
+        target: the form; None for fp8 as [Note: numbers] has it.
+        second: its scale of scales, where the form has one.
     """
 
-    def __init__(self, entry: TensorEntry, grid: Grid, dtype: DType) -> None:
+    def __init__(
+        self, entry: TensorEntry, grid: Grid, dtype: DType, target: Target | None = None, second: Second | None = None
+    ) -> None:
         self.entry = entry
         self.grid = grid
         self.dtype = dtype
-        self.facts: tuple[object, ...] = ("E4M3", grid, dtype.name)
+        self.target = target
+        self.second = second
+        own = ("E4M3",) if target is None else (target.form, target.bits, second and len(second.entries))
+        self.facts: tuple[object, ...] = (*own, grid, dtype.name)
         self._lock = Lock()
         self._measuring = Lock()
         self._scales: Any = None
@@ -84,7 +126,7 @@ class Quantiser:
                 matrix, row = divmod(band, grid.down)
                 start = matrix * grid.rows + row * grid.block_rows
                 stop = min(start + grid.block_rows, (matrix + 1) * grid.rows)
-                kept[band - first] = self._scales_of(self._largest(start, stop, tools))
+                kept[band - first] = self._scales_of(self._largest(start, stop, tools), tools)
         self._keep(first, kept)
         return kept.reshape(-1)  # type: ignore[no-any-return]
 
@@ -98,10 +140,11 @@ class Quantiser:
         return found
 
     def elements(self, start: int, stop: int, tools: Tools) -> Array:
-        """Rows [start, stop) of the stack, as the bits of E4M3."""
+        """Rows [start, stop) of the stack, as codes of a byte each."""
         import numpy as np
 
         grid = self.grid
+        number_grid = NumberGrid.E4M3 if self.target is None else self.target.grid
         found = np.empty((stop - start) * grid.columns, np.uint8)
         at = 0
         for row, blocks, band in grid.chunks(start, stop):
@@ -114,9 +157,11 @@ class Quantiser:
             largest = np.empty(bands * grid.across, np.float32)
             tools.kernels.largest(part, blocks, largest)
             if not grid.is_cut:
-                factors = self._scales_of(largest).reshape(-1)
+                factors = self._scales_of(largest, tools).reshape(-1)
                 self._keep(band, factors.reshape(bands, grid.across))
-            rounded = tools.kernels.to_codes(NumberGrid.E4M3, part, blocks, factors, found[at : at + count])
+            if self.second is not None:
+                factors = factors / np.float32(self.second.value(tools))
+            rounded = tools.kernels.to_codes(number_grid, part, blocks, factors, found[at : at + count])
             self._count(row, blocks.rows, float(largest.max(initial=0)), rounded)
             at += count
         return found
@@ -151,7 +196,7 @@ class Quantiser:
             np.maximum(top, found, out=top)  # a NaN stays
         return top
 
-    def _scales_of(self, largest: Floats) -> Floats:
+    def _scales_of(self, largest: Floats, tools: Tools) -> Floats:
         """The scales of blocks with these largest magnitudes.
 
         Raises:
@@ -161,13 +206,18 @@ class Quantiser:
 
         if not np.isfinite(largest).all():
             raise CastError(
-                f"tensor {self.entry.name!r} holds NaN or infinity, which have no place in fp8",
+                f"tensor {self.entry.name!r} holds NaN or infinity, which have no place in "
+                + ("fp8" if self.target is None else self.target.form),
                 found=f"{int((~np.isfinite(largest)).sum()):,} of the blocks that were looked at hold one",
                 expected="finite numbers",
-                remedy="Look at it with `zckpt verify CKPT --deep`; --keep leaves a tensor in half precision.",
+                remedy="Look at it with `zckpt verify CKPT --deep`; --keep (of quantize, --exclude) leaves a tensor as it is.",
             )
+        if self.target is not None:
+            weights = self.entry.dtype if self.entry.dtype in (BF16, F16) else F32
+            second = None if self.second is None else self.second.value(tools)
+            return self.target.scales_of(largest, weights, second, self.dtype, tools)
         scales: Floats = (np.maximum(largest, np.float32(_LEAST)) / np.float32(_LARGEST)).astype(np.float32, copy=False)
-        return _in_bf16(scales) if self.dtype == BF16 else scales
+        return rounded_to(scales, self.dtype)
 
     def _count(self, row: int, rows: int, largest: float, rounded: Rounded) -> None:
         """Adds what became of rows, once for each."""
@@ -187,14 +237,6 @@ class Quantiser:
             )
 
 
-def _in_bf16(numbers: Floats) -> Floats:
-    """Positive numbers rounded to bf16, to nearest even, as fp32."""
-    import numpy as np
-
-    bits = numbers.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
 @dataclass(frozen=True, slots=True)
 class Elements:
     """The recipe of a quantised tensor's elements."""
@@ -204,7 +246,7 @@ class Elements:
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
         """The tensor."""
-        return (self.quantiser.entry,)
+        return _inputs_of(self.quantiser)
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -214,12 +256,27 @@ class Elements:
     @property
     def unit(self) -> int:
         """Whole rows of blocks."""
-        return self.quantiser.grid.unit
+        grid = self.quantiser.grid
+        return grid.unit // max(1, grid.columns) * self._stored_columns
+
+    @property
+    def _stored_columns(self) -> int:
+        """Elements that a row has as it is stored."""
+        columns, target = max(1, self.quantiser.grid.columns), self.quantiser.target
+        return columns if target is None else target.stored_columns(columns)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; the bits of E4M3."""
-        columns = max(1, self.quantiser.grid.columns)
-        return self.quantiser.elements(start // columns, stop // columns, tools)
+        """As `Recipe.compute`; the bits of fp8, or bytes and words with several codes."""
+        import numpy as np
+
+        across, target = self._stored_columns, self.quantiser.target
+        codes = self.quantiser.elements(start // across, stop // across, tools)
+        if target is None or target.bits == 8:
+            return codes
+        size = target.codes[0].itemsize
+        packed = np.empty(((stop - start) // across, across * size), np.uint8)
+        tools.kernels.join_codes(codes.reshape(len(packed), -1), 0, packed)
+        return packed.reshape(-1).view(f"<u{size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +288,7 @@ class Scales:
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
         """The tensor."""
-        return (self.quantiser.entry,)
+        return _inputs_of(self.quantiser)
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -244,17 +301,131 @@ class Scales:
         return max(1, self.quantiser.grid.across)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32, or the bits of bf16."""
-        import numpy as np
-
+        """As `Recipe.compute`; bits of dtypes that numpy lacks."""
         across = max(1, self.quantiser.grid.across)
         found = self.quantiser.give(start // across, stop // across, tools)
-        return (found.view(np.uint32) >> 16).astype(np.uint16) if self.quantiser.dtype == BF16 else found
+        return stored_bits(found, self.quantiser.dtype, tools)
+
+
+def _inputs_of(quantiser: Quantiser) -> tuple[TensorEntry, ...]:
+    """The tensor, and those with which it has a scale of scales."""
+    second = () if quantiser.second is None else quantiser.second.entries
+    return (quantiser.entry, *(entry for entry in second if entry is not quantiser.entry))
+
+
+@dataclass(frozen=True, slots=True)
+class SecondScale:
+    """The recipe of a scale of scales."""
+
+    second: Second
+    unit: int = 1
+    facts: tuple[object, ...] = ("scale of scales",)
+
+    @property
+    def inputs(self) -> tuple[TensorEntry, ...]:
+        """All tensors that have it."""
+        return self.second.entries
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`."""
+        import numpy as np
+
+        return np.full(stop - start, self.second.value(tools), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOf:
+    """The recipe of a tensor with the shape of another one."""
+
+    inputs: tuple[TensorEntry]
+    unit: int = 2
+    facts: tuple[object, ...] = ("shape",)
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`."""
+        import numpy as np
+
+        return np.array(self.inputs[0].shape, np.int64)[start:stop]
 
 
 def quantise_entry(entry: TensorEntry, quantiser: Quantiser) -> TensorEntry:
     """The tensor's elements."""
     return derive_entry(entry.name, entry.shape, F8_E4M3, Elements(quantiser), entry.role)
+
+
+def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntry]:
+    """The tensors that stand for one in a form of compressed-tensors: codes, scales and what else it has."""
+    entry, grid, (dtype, end) = quantiser.entry, quantiser.grid, target.codes
+    *lead, columns = entry.shape
+    stored = (*lead, target.stored_columns(columns))
+    found = [
+        derive_entry(entry.name + end, stored, dtype, Elements(quantiser), entry.role),
+        derive_entry(f"{entry.name}_scale", (*lead, grid.across), quantiser.dtype, Scales(quantiser)),
+    ]
+    if quantiser.second is not None:
+        found.append(derive_entry(f"{entry.name}_global_scale", (1,), F32, SecondScale(quantiser.second)))
+    if target.codes[0] == I32:  # words may be longer than rows
+        found.append(derive_entry(f"{entry.name}_shape", (2,), I64, ShapeOf((entry,))))
+    return {one.name: one for one in found}
+
+
+def carried_entries(entry: TensorEntry, target: Target) -> dict[str, TensorEntry] | None:
+    """What a source that has a tensor in this very form stores for it, under the form's names; None if it has it in no such form.
+
+    Numbers quantised again have other scales: the largest one of a block of int4 is 7 / 7.5 of what it was made from.
+    """
+    recipe = _recipe_of(entry)
+    if not isinstance(recipe, Coded) or recipe.zeros or recipe.order or recipe.last != 1 or recipe.factors.nested:
+        return None
+    codes, factors, grid, (dtype, end) = recipe.codes, recipe.factors, recipe.grid, target.codes
+    *lead, columns = entry.shape
+    group = target.group or columns
+    table = e2m1() if target.grid == NumberGrid.E2M1 else recipe.table
+    is_same = (
+        codes.entry.dtype.itemsize == dtype.itemsize
+        and (codes.entry.dtype == dtype or not target.is_float)
+        and (codes.bits, grid.block_rows, grid.block_columns) == (target.bits, 1, group)
+        and not (codes.downwards or codes.high_first)
+        and recipe.table == table
+        and factors.divides == target.has_second
+        and (factors.second is not None) == target.has_second
+        and (factors.entry.dtype == target.scales if target.scales is not None else factors.entry.dtype.itemsize > 1)
+    )
+    if not is_same:
+        return None
+    whole = (*lead, target.stored_columns(columns))
+    found = [
+        replace(codes.entry, name=entry.name + end, shape=whole, dtype=dtype),
+        replace(factors.entry, name=f"{entry.name}_scale", shape=(*lead, columns // group)),
+    ]
+    if factors.second is not None:
+        found.append(replace(factors.second, name=f"{entry.name}_global_scale", shape=(1,)))
+    if target.codes[0] == I32:  # words may be longer than rows
+        found.append(derive_entry(f"{entry.name}_shape", (2,), I64, ShapeOf((entry,))))
+    return {one.name: one for one in found}
+
+
+def carried_fp8(entry: TensorEntry, grid: Grid, dtype: DType) -> tuple[TensorEntry, TensorEntry] | None:
+    """The elements and scales of a source that has a tensor in fp8 with these blocks; None if it has it not."""
+    recipe = _recipe_of(entry)
+    if not isinstance(recipe, Dequantised) or recipe.grid != grid or recipe.inputs[0].dtype != F8_E4M3:
+        return None
+    return recipe.inputs if recipe.inputs[1].dtype == dtype else None
+
+
+def _recipe_of(entry: TensorEntry) -> object:
+    """How a tensor is computed as a whole, before it was rounded to a dtype; None if it is not."""
+    if len(entry.fragments) != 1:
+        return None
+    fragment = entry.fragments[0]
+    if not isinstance(fragment.store, DerivedStore) or (fragment.byte_offset, fragment.start, fragment.count) != (
+        0,
+        0,
+        entry.numel,
+    ):
+        return None
+    recipe = fragment.store.recipe
+    return _recipe_of(recipe.inputs[0]) if isinstance(recipe, Narrowed) else recipe
 
 
 def scales(name: str, shape: tuple[int, ...], quantiser: Quantiser) -> TensorEntry:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.folds import Tools
-from zckpt.core.recipes import derive_entry
+from zckpt.core.recipes import DerivedStore, derive_entry
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array
@@ -70,6 +71,26 @@ class RowsAgain:
                 numbers = self.rows(row, min(row + step, last), tools).reshape(-1)
                 found[at : at + len(numbers)] = numbers[: len(found) - at].astype(np.float32)
         return found
+
+
+def stored_again(entry: TensorEntry, own: Tensors) -> dict[str, TensorEntry]:
+    """The tensors of an output that hold a quantised one as it is stored: their bytes are those of the source's.
+
+    Args:
+        entry: what `derive_again` found for it.
+        own: the output's tensors for it.
+    """
+    recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
+    if len(recipes) != 1 or not isinstance(recipes[0], RowsAgain):
+        return {}
+    places = {"": 0, "_packed": 0, "_scale": 1, "_scale_inv": 1, "_global_scale": 2}
+    found: dict[str, TensorEntry] = {}
+    for name, one in own.items():
+        place = places.get(name.removeprefix(entry.name), len(recipes[0].inputs))
+        if place < len(recipes[0].inputs):
+            stored = recipes[0].inputs[place]
+            found[name] = replace(stored, name=name, shape=one.shape)
+    return found
 
 
 def derive_again(

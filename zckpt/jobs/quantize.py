@@ -1,7 +1,7 @@
-"""From any checkpoint to weights of fp8 with scales, in one pass.
+"""From any checkpoint to quantised weights, in one pass.
 
-For `zckpt to-fp8`, and for `verify`, which derives such an output again. What is quantised are the weights of linear layers;
-everything else becomes half precision.
+For `zckpt quantize` and its short form `zckpt to-fp8`, and for `verify`, which derives such an output again. What is quantised
+are the weights of linear layers; everything else becomes half precision.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
-from zckpt.jobs.declarations import TO_FP8, Asked
+from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.options import Options
-from zckpt.jobs.own_groups import Fp8
+from zckpt.jobs.own_groups import Fp8, Quantize
 from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
@@ -37,7 +37,16 @@ from zckpt.naming.transform import apply_form
 from zckpt.output.publish import check_output
 from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, quantization_config, without
 from zckpt.quantized.grids import Grid, as_matrices, blocks_of
-from zckpt.quantized.quantise import Quantiser, quantise_entry, scales
+from zckpt.quantized.quantise import (
+    Quantiser,
+    Second,
+    carried_entries,
+    carried_fp8,
+    quantise_entry,
+    scales,
+    target_entries,
+)
+from zckpt.quantized.targets import TARGETS, Target
 from zckpt.storage.location import locate
 
 
@@ -50,6 +59,7 @@ class Fp8Weights:
         dtypes: of each tensor in the output.
         quantisers: of each quantised tensor, by its name.
         kept: modules with matrices that are not quantised.
+        carried: names of tensors that are as the source has them, quantised already.
         notes: sentences for a person.
     """
 
@@ -57,6 +67,7 @@ class Fp8Weights:
     dtypes: Mapping[str, DType]
     quantisers: Mapping[str, Quantiser]
     kept: tuple[str, ...]
+    carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -67,10 +78,12 @@ class PlannedFp8(PlannedConversion):
     Attributes:
         quantisers: as in `Fp8Weights`.
         others: how many tensors are not quantised.
+        carried: how many are written as the source has them, quantised already.
     """
 
     quantisers: Mapping[str, Quantiser] = field(kw_only=True)
     others: int = field(kw_only=True)
+    carried: int = field(kw_only=True)
 
     def tensors(self) -> list[dict[str, object]]:
         """What quantising did to each tensor, for `--json`; numbers are None where others made some of the elements."""
@@ -143,7 +156,60 @@ def to_fp8(
     return carried_out(prepare(checkpoint, out, asked), progress, "to fp8", began)
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8]) -> PlannedFp8:
+def quantize(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: str = "fp8",
+    group_size: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: str | DType = "bf16",
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    options: Options | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Writes quantised weights that vLLM, transformers and compressed-tensors load, in constant memory.
+
+    The weights of linear layers are quantised. Scales are those that compressed-tensors computes; elements become the nearest
+    numbers, in one rounding. Weights that the checkpoint has in this very form already are written as they are.
+
+    Args:
+        checkpoint: as for `zckpt.convert`, with the model's config.json beside it.
+        out: the directory for shards of safetensors and a config.json with its `quantization_config`.
+        to: "nvfp4", "mxfp4", "mxfp8", "int4", "int8", or "fp8", which is `zckpt.to_fp8` with blocks of 128 x 128 elements.
+        group_size: columns that share a scale, for "int4"; None for 128.
+        include: globs of names; only matrices that match one are quantised. A model that zckpt does not know needs them.
+        exclude: globs of names; matrices that match one are written as they are, in `dtype`.
+        dtype: of what is not quantised: "bf16", "fp16" or "fp32".
+        tag: as for `zckpt.to_fp8`.
+        also: likewise.
+        options: likewise.
+        progress: likewise.
+
+    Raises:
+        UnsupportedError: it is not known which tensors of the model are weights of linear layers; `include` names them.
+        UsageError: groups do not divide the columns of a matrix.
+        CastError: a weight is NaN or infinite.
+        OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.quantize("out/checkpoint-500", "nvfp4/", to="nvfp4")
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    asked = options.split(
+        QUANTIZE, dtype=to_dtype(dtype), target=to, group_size=group_size, quantize=tuple(include), keep=tuple(exclude),
+        tag=tag or options.tag, also=also or options.also,
+    )  # fmt: skip
+    return carried_out(prepare(checkpoint, out, asked), progress, f"to {to}", began)
+
+
+def prepare(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize]
+) -> PlannedFp8:
     """Everything but the work; arguments as for `to_fp8`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     if place.path.lower().startswith("hf://") or place.name.endswith((".safetensors", ".bin", ".pt")):
@@ -171,17 +237,24 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
             remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
         )  # fmt: skip
     weights = fp8_weights(
-        catalog, config, asked.own.scheme, asked.own.quantize, asked.own.keep, asked.casting.dtype or BF16
-    )
+        catalog, config, asked.own.scheme, asked.own.quantize, asked.own.keep, asked.casting.dtype or BF16,
+        asked.own.group_size, asked.own.flags,
+    )  # fmt: skip
     wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
     target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, narrow_first=True)
     destination = lay_out(wanted, weights.catalog.aliases, target)
-    config = {**without(config), "quantization_config": quantization_config(asked.own.scheme, weights.kept)}
+    config = {
+        **without(config),
+        "quantization_config": quantization_config(asked.own.scheme, weights.kept, asked.own.group_size),
+    }
     file = config_file(config, asked.casting.dtype or BF16)
     copies, left_out = opened.companions()
     destination = replace(destination, files=(*destination.files, *([file] if file else [])))
     pairs = [(weights.catalog.tensors[name], entry) for name, entry in destination.entries.items()]
-    recorded = {"scheme": asked.own.scheme, "quantize": list(asked.own.quantize), "keep": list(asked.own.keep)}
+    recorded = {
+        "scheme": asked.own.scheme, "quantize": list(asked.own.quantize), "keep": list(asked.own.keep),
+        "group_size": asked.own.group_size, "carried": list(weights.carried),
+    }  # fmt: skip
     order = order_for(
         asked, Plan(destination.files, pairs), place, weights.catalog, copies,
         {**form.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
@@ -194,7 +267,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     of_quantised = replace(catalog, tensors={name: catalog.tensors[name] for name in weights.quantisers}, aliases={})
     return PlannedFp8(
         opened, order, notes, asked, sources=(of_quantised,), quantisers=weights.quantisers,
-        others=len(catalog) - len(weights.quantisers),
+        others=len(catalog) - len(weights.quantisers) - len(weights.carried), carried=len(weights.carried),
     )  # fmt: skip
 
 
@@ -205,6 +278,8 @@ def fp8_weights(
     quantize: Sequence[str],
     keep: Sequence[str],
     dtype: DType,
+    group_size: int | None = None,
+    flags: tuple[str, str] = Fp8.flags,
 ) -> Fp8Weights:
     """The tensors of an output, from those of a Hugging Face model.
 
@@ -215,37 +290,60 @@ def fp8_weights(
         quantize: likewise.
         keep: likewise.
         dtype: likewise.
+        group_size: as for `quantize`.
+        flags: the options for `quantize` and `keep`, for errors.
 
     Raises:
         UnsupportedError: the model is not known and `quantize` is empty, or experts cannot be quantised in this scheme.
-        UsageError: a glob matches nothing, or nothing is left.
+        UsageError: a glob matches nothing, nothing is left, or groups do not divide columns.
     """
     layers = layers_of(catalog.tensors, config)
-    chosen, left = _choose_matrices(catalog, config, layers, quantize, keep)
+    chosen, left = _choose_matrices(catalog, config, layers, quantize, keep, flags)
     notes: list[str] = []
     stacks = {name for name in chosen if catalog.tensors[name].shape[:-2]}
     if scheme != "block128" and stacks:
         raise UnsupportedError(
             f"compressed-tensors has no form for stacks of experts ({scheme})", file=catalog.source.path,
             found=f"{count(len(stacks), 'stack')} such as {examples(sorted(stacks))}",
-            remedy="Use --scheme block128; or --to hf, if it takes these experts apart; or leave them with --keep.",
+            remedy="Use `zckpt to-fp8` with --scheme block128, or with --to hf, if it takes these experts apart; or leave them "
+            f"with {flags[1]}.",
         )  # fmt: skip
     tensors: dict[str, TensorEntry] = {}
     dtypes: dict[str, DType] = {}
     quantisers: dict[str, Quantiser] = {}
     of_scales = F32 if scheme == "block128" else BF16
     ragged: list[str] = []
+    target, carried = target_of(scheme, group_size), []
+    if target is not None:
+        _check_groups(catalog, chosen, target)
+    seconds = _seconds(catalog, chosen, layers) if target is not None and target.has_second else {}
     for name, entry in catalog.tensors.items():
         if name not in chosen:
             tensors[name] = entry
             is_precise = layers is not None and name in layers.precise and entry.dtype == F32
             dtypes[name] = F32 if is_precise else output_dtype(entry, dtype)
             continue
+        if target is not None:
+            own = carried_entries(entry, target)
+            if own is not None:
+                carried.append(name)
+            else:
+                rows, columns = entry.shape
+                grid = Grid(1, rows, columns, 1, target.group or columns)
+                quantisers[name] = Quantiser(entry, grid, target.scales or dtype, target, seconds.get(name))
+                own = target_entries(quantisers[name], target)
+            tensors |= own
+            dtypes |= {one: made.dtype for one, made in own.items()}
+            continue
         grid = _grid(entry.shape, scheme)
-        quantiser = quantisers[name] = Quantiser(entry, grid, of_scales)
-        tensors[name] = quantise_entry(entry, quantiser)
         beside = f"{name}_scale_inv" if scheme == "block128" else f"{name}_scale"
-        tensors[beside] = scales(beside, _scales_shape(entry.shape, grid, scheme), quantiser)
+        if (same := carried_fp8(entry, grid, of_scales)) is not None:
+            carried.append(name)
+            tensors[name], tensors[beside] = (replace(one, name=to) for one, to in zip(same, (name, beside)))
+        else:
+            quantiser = quantisers[name] = Quantiser(entry, grid, of_scales)
+            tensors[name] = quantise_entry(entry, quantiser)
+            tensors[beside] = scales(beside, _scales_shape(entry.shape, grid, scheme), quantiser)
         dtypes[name], dtypes[beside] = tensors[name].dtype, of_scales
         if (grid.down > 1 and grid.rows % grid.block_rows) or (grid.across > 1 and grid.columns % grid.block_columns):
             ragged.append(name)
@@ -256,12 +354,44 @@ def fp8_weights(
         )
     if layers is not None:
         notes += _of_joined(layers, chosen, catalog, scheme)
+    if carried:
+        notes.append(f"{count(len(carried), 'matrix is', 'matrices are')} in this form already, and written as stored.")
     modules = [name.removesuffix(".weight") for name in left]
     if layers is not None and layers.head and f"{layers.head}.weight" not in chosen:
         modules.append(layers.head)
     modules += sorted({name.partition(".experts.")[0] + ".experts" for name in left if ".experts." in name})
     made = replace(catalog, tensors=tensors)
-    return Fp8Weights(made, dtypes, quantisers, tuple(dict.fromkeys(modules)), tuple(notes))
+    return Fp8Weights(made, dtypes, quantisers, tuple(dict.fromkeys(modules)), tuple(carried), tuple(notes))
+
+
+def target_of(scheme: str, group_size: int | None) -> Target | None:
+    """The form of compressed-tensors that is asked for; None for fp8."""
+    target = TARGETS.get(scheme)
+    return target if target is None or group_size is None else replace(target, group=group_size)
+
+
+def _check_groups(catalog: Catalog, chosen: Iterable[str], target: Target) -> None:
+    """Makes sure that groups divide the columns of all matrices; raises UsageError."""
+    ragged = [name for name in sorted(chosen) if target.group and catalog.tensors[name].shape[-1] % target.group]
+    if ragged:
+        raise UsageError(
+            f"{count(len(ragged), 'matrix is', 'matrices are')} no whole number of groups of {target.group} columns",
+            file=catalog.source.path,
+            found=f"{catalog.tensors[ragged[0]].shape[-1]} columns in {ragged[0]!r}" + (" and others" if ragged[1:] else ""),
+            expected=f"multiples of {target.group}",
+            remedy=f"Leave them as they are with --exclude: {examples(ragged)}"
+            + (", or pass another --group-size." if not target.is_float else "."),
+        )  # fmt: skip
+
+
+def _seconds(catalog: Catalog, chosen: Collection[str], layers: LinearLayers | None) -> dict[str, Second]:
+    """The scale of scales of each matrix: one for those that servers of models join, as vLLM wants it."""
+    found = {name: Second((catalog.tensors[name],)) for name in chosen}
+    for group in layers.joined if layers is not None else ():
+        together = [name for name in group if name in chosen]
+        if together:
+            found |= dict.fromkeys(together, Second(tuple(catalog.tensors[name] for name in together)))
+    return found
 
 
 def _of_joined(layers: LinearLayers, chosen: Collection[str], catalog: Catalog, scheme: Scheme) -> Iterator[str]:
@@ -294,6 +424,7 @@ def _choose_matrices(
     layers: LinearLayers | None,
     quantize: Sequence[str],
     keep: Sequence[str],
+    flags: tuple[str, str],
 ) -> tuple[set[str], list[str]]:
     """The names of the tensors that are quantised, and of the other matrices of linear layers."""
     matrices = [name for name, entry in catalog.tensors.items() if _is_matrix(entry)]
@@ -301,11 +432,11 @@ def _choose_matrices(
         raise UnsupportedError(
             "it is not known which tensors are the weights of linear layers", file=catalog.source.path,
             found=f"model_type {config.get('model_type')!r}", expected=f"a model of one of {', '.join(families())}",
-            remedy=f"Name them with --quantize GLOB; names look like {examples(matrices or catalog)}.",
+            remedy=f"Name them with {flags[0]} GLOB; names look like {examples(matrices or catalog)}.",
         )  # fmt: skip
     tied = set(catalog.aliases.values())
     can = [name for name in matrices if (layers is None or name in layers.linear) and name not in tied]
-    for option, globs in (("--quantize", quantize), ("--keep", keep)):
+    for option, globs in zip(flags, (quantize, keep)):
         for glob in globs:
             if not any(matches(name, (glob,)) for name in can):
                 raise UsageError(
@@ -318,9 +449,9 @@ def _choose_matrices(
     if not chosen:
         raise UsageError(
             "there is nothing to quantise", file=catalog.source.path, found=f"none of {count(len(can), 'weight')} chosen",
-            remedy="Change --quantize, --keep, --include or --exclude.",
+            remedy=f"Change {flags[0]}, {flags[1]} or what else chooses tensors.",
         )  # fmt: skip
-    _check_experts(chosen, can, catalog.source.path)
+    _check_experts(chosen, can, catalog.source.path, flags)
     others = layers.other if layers is not None else frozenset(matrices)
     left = [name for name in matrices if name not in chosen and (name in others or name in can)]
     return chosen, left
@@ -330,7 +461,7 @@ def _is_matrix(entry: TensorEntry) -> bool:
     return entry.dtype.kind == "float" and len(entry.shape) in (2, 3) and entry.numel > 0 and entry.role != "buffer"
 
 
-def _check_experts(chosen: Iterable[str], can: Iterable[str], path: str) -> None:
+def _check_experts(chosen: Iterable[str], can: Iterable[str], path: str, flags: tuple[str, str]) -> None:
     """Makes sure that of a layer's experts all are quantised, or none: loaders keep them in one tensor."""
     mixed: dict[str, set[bool]] = defaultdict(set)
     is_chosen = set(chosen)
@@ -341,7 +472,7 @@ def _check_experts(chosen: Iterable[str], can: Iterable[str], path: str) -> None
         raise UsageError(
             "some experts of a layer would be quantised and others not", file=path,
             found=f"both in {examples(f'{layer}.experts' for layer in bad)}", expected="all experts of a layer, or none",
-            remedy="Let --quantize and --keep match all experts of a layer, such as '*.experts.*'.",
+            remedy=f"Let {flags[0]} and {flags[1]} match all experts of a layer, such as '*.experts.*'.",
         )  # fmt: skip
 
 

@@ -1,0 +1,144 @@
+"""The forms of compressed-tensors that `zckpt quantize` writes, as a table, and how each has its scales.
+
+For `quantise` and `jobs.quantize`. A block of elements is a group of columns of one row, or a row. Scales are those that
+compressed-tensors computes: in the dtype of the weights, from the largest magnitude of a block.
+Source: compressed-tensors 0.20, quantization/quant_scheme.py (presets W4A16, INT8, NVFP4A16, MXFP4A16, MXFP8A16) and
+quantization/utils (`calculate_qparams`, `generate_gparam`, `generate_mx_scales`); vLLM 0.11,
+quantization/compressed_tensors/schemes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from zckpt.base.dataclass import dataclass
+from zckpt.core.dtypes import BF16, F8_E4M3, F16, I8, I32, U8, DType
+from zckpt.core.folds import MatrixBlocks, NumberGrid
+from zckpt.quantized.coded import floats_of_8_bits
+
+if TYPE_CHECKING:
+    from zckpt.core.folds import Array, Floats, Tools
+
+_FP4_TOP, _FP8_TOP = 6.0, 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A form of quantised weights that is written.
+
+    Attributes:
+        grid: of the numbers that codes stand for.
+        bits: of a code.
+        group: columns of a block; 0 for a whole row.
+        form: compressed-tensors' name of it.
+        codes: the dtype in which codes are stored, and the end of that tensor's name.
+        scales: of a block: of what dtype, or None for that of the model.
+        half_range: what the largest magnitude is divided by; 0 for powers of two.
+        offset: for powers of two, the power of the grid's largest number.
+        is_float: whether codes stand for floats.
+        inputs: what the config says of activations.
+    """
+
+    grid: NumberGrid
+    bits: int
+    group: int
+    form: str
+    codes: tuple[DType, str]
+    scales: DType | None = None
+    half_range: float = 0
+    offset: int = 0
+    is_float: bool = True
+    inputs: Literal["as they are", "by token"] = "as they are"
+
+    @property
+    def has_second(self) -> bool:
+        """Whether there is a scale of scales too."""
+        return self.scales == F8_E4M3
+
+    def stored_columns(self, columns: int) -> int:
+        """Elements of a row of codes as they are stored."""
+        return -(-columns * self.bits // (8 * self.codes[0].itemsize))
+
+    def scales_of(self, largest: Floats, weights: DType, second: float | None, stored: DType, tools: Tools) -> Floats:
+        """The scales as they are stored, as fp32.
+
+        Args:
+            largest: magnitudes in blocks.
+            weights: the dtype of the weights, in which quotients are rounded.
+            second: the scale of scales.
+            stored: the dtype of scales.
+            tools: to round with.
+        """
+        import numpy as np
+
+        if not self.half_range:
+            bits = largest.view(np.uint32) + np.uint32(1 << 21)
+            powers = np.clip((bits >> np.uint32(23)).astype(np.int32) - self.offset, 0, 254)
+            twos: Floats = np.ldexp(np.float32(1), powers - 127)
+            return twos
+        found = rounded_to(largest / np.float32(self.half_range), weights)
+        if second is not None:
+            found = np.minimum(found * np.float32(second), np.float32(_FP8_TOP))
+            found = np.array(floats_of_8_bits(F8_E4M3), np.float32)[_in_e4m3(found, tools)]
+        else:
+            found = rounded_to(found, stored)
+        least = {F8_E4M3: 0.125, BF16: 2.0**-7, F16: 2.0**-10}.get(stored, 2.0**-23)
+        return np.where(found == 0, np.float32(least), found)
+
+
+def second_of(largest: float) -> float:
+    """The scale of scales of tensors with this largest magnitude, as `generate_gparam` computes it."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        reciprocal = np.float32(1) / max(
+            np.float32(largest), np.finfo(np.float32).tiny
+        )  # as torch divides a number by a tensor
+        found = reciprocal * np.float32(_FP8_TOP * _FP4_TOP)
+    return float(found) if np.isfinite(found) else 1.0
+
+
+def rounded_to(numbers: Floats, dtype: DType) -> Floats:
+    """Positive numbers rounded to a dtype, to nearest even, as fp32."""
+    import numpy as np
+
+    if dtype == BF16:
+        bits = numbers.view(np.uint32)
+        return ((bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) & np.uint32(0xFFFF0000)).view(np.float32)
+    if dtype == F16:
+        with np.errstate(over="ignore"):
+            return numbers.astype(np.float16).astype(np.float32)
+    return numbers
+
+
+def stored_bits(scales: Floats, dtype: DType, tools: Tools) -> Array:
+    """Scales in the dtype in which they are stored, which holds them exactly; dtypes that numpy lacks as unsigned integers."""
+    import numpy as np
+
+    if dtype == BF16:
+        return (scales.view(np.uint32) >> 16).astype(np.uint16)
+    if dtype == F16:
+        return scales.astype(np.float16)
+    if dtype == U8:
+        return (scales.view(np.uint32) >> 23).astype(np.uint8)
+    return _in_e4m3(scales, tools) if dtype == F8_E4M3 else scales
+
+
+def _in_e4m3(numbers: Floats, tools: Tools) -> Any:
+    import numpy as np
+
+    found = np.empty(numbers.size, np.uint8)
+    blocks = MatrixBlocks(1, numbers.size, 1, max(1, numbers.size))
+    tools.kernels.to_codes(NumberGrid.E4M3, numbers.reshape(-1), blocks, np.ones(1, np.float32), found)
+    return found.reshape(numbers.shape)
+
+
+TARGETS: Mapping[str, Target] = {
+    "nvfp4": Target(NumberGrid.E2M1, 4, 16, "nvfp4-pack-quantized", (U8, "_packed"), F8_E4M3, _FP4_TOP),
+    "mxfp4": Target(NumberGrid.E2M1, 4, 32, "mxfp4-pack-quantized", (U8, "_packed"), U8, offset=2),
+    "mxfp8": Target(NumberGrid.E4M3, 8, 32, "mxfp8-quantized", (F8_E4M3, ""), U8, offset=8),
+    "int4": Target(NumberGrid.INT4, 4, 128, "pack-quantized", (I32, "_packed"), None, 7.5, is_float=False),
+    "int8": Target(NumberGrid.INT8, 8, 0, "int-quantized", (I8, ""), None, 127.5, is_float=False, inputs="by token"),
+}
+"""Name -> form. Weights of int8 in groups would be another one of int8 (`pack-quantized`), which is not written."""
