@@ -119,8 +119,20 @@ class Quantiser:
 
     def scales(self, first: int, last: int, tools: Tools) -> Floats:
         """The scales of rows of blocks [first, last), one after the other."""
+        import numpy as np
+
         grid = self.grid
         kept, is_known = self._kept(first, last)
+        if grid.block_rows == 1 and not is_known.all():
+            at = 0
+            for row, blocks, _ in grid.chunks(first, last):
+                part = tools.read_floats(self.entry, row * grid.columns, (row + blocks.rows) * grid.columns)
+                found = np.empty(blocks.rows * grid.across, np.float32)
+                tools.kernels.largest(part, blocks, found)
+                kept[at : at + blocks.rows] = self._scales_of(found, tools).reshape(-1, grid.across)
+                at += blocks.rows
+            self._keep(first, kept)
+            return kept.reshape(-1)  # type: ignore[no-any-return]
         for band in range(first, last):
             if not is_known[band - first]:
                 matrix, row = divmod(band, grid.down)
