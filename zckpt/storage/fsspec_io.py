@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, causes_of, redact
 from zckpt.base.words import count
+from zckpt.storage.object_store import ObjectStore, find_store
 
 if TYPE_CHECKING:
     import mmap
@@ -65,6 +66,9 @@ _UNREACHED = {
 Block = Union[bytes, "mmap.mmap"]
 """Bytes of a file; a slice of them is bytes."""
 
+_FORBIDDEN = {"PermissionError", "PermissionDeniedError", "UnauthenticatedError"}
+"""Names of the exceptions that backends raise if they may not."""
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -85,11 +89,13 @@ class Status(NamedTuple):
 
 
 def filesystem(address: str) -> tuple[Any, str]:
-    """The file system that fsspec has for an address, and the path in it.
+    """The file system of an address, and the path in it: fsspec's, or `object_store`'s where that may be asked.
 
     Raises:
         UsageError: fsspec or the backend is not installed, or there is no such kind of address.
     """
+    if (found := find_store(address)) is not None:
+        return found
     try:
         from fsspec.core import url_to_fs
 
@@ -139,16 +145,17 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
             "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",
             remedy="Check the address.",
         ) from error  # fmt: skip
-    except PermissionError as error:
-        raise AccessError(
-            "the credentials do not allow this", file=redact(address), found=_line(error),
-            expected="credentials that may read it, and write it if it is an output",
-            remedy="Check the credentials that the backend finds in the environment.",
-        ) from error  # fmt: skip
     except Exception as error:  # backends have exceptions of their own
         if (refusal := _hub_refusal(error, address)) is not None:
             raise refusal from error
-        if _UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if _FORBIDDEN & kinds:
+            raise AccessError(
+                "the credentials do not allow this", file=redact(address), found=_line(error),
+                expected="credentials that may read it, and write it if it is an output",
+                remedy="Check the credentials that the backend finds in the environment.",
+            ) from error  # fmt: skip
+        if _UNREACHED & kinds or ("GenericError" in kinds and "error sending request" in str(error)):
             raise RemoteError(
                 "no connection to this address", file=redact(address), found=_line(error),
                 remedy="Check the network of this machine, its proxy (HTTPS_PROXY) and the store's endpoint; then try again.",
@@ -292,7 +299,7 @@ def mark(address: str) -> str:
 def read(address: str, offset: int, nbytes: int) -> bytes:
     """At most `nbytes` bytes from `offset` on."""
     fs, path = filesystem(address)
-    return patiently(address, lambda: _one(fs, path, offset, offset + nbytes)) if nbytes > 0 else b""
+    return bytes(patiently(address, lambda: _one(fs, path, offset, offset + nbytes))) if nbytes > 0 else b""
 
 
 def fetch(ranges: Sequence[Range]) -> list[tuple[Block, int]]:
@@ -328,9 +335,9 @@ def _fetch_merged(merged: Sequence[Range]) -> list[Block]:
         whole = merged[number]
         data, block = _whole(whole._replace(start=start, stop=stop)), blocks[number]
         if block is None:
-            blocks[number] = data
+            blocks[number] = bytes(data)
         else:
-            block[start - whole.start : stop - whole.start] = data  # type: ignore[index]
+            memoryview(block)[start - whole.start : stop - whole.start] = data
 
     pieces: list[tuple[int, int, int]] = []
     for number, whole in enumerate(merged):
@@ -386,10 +393,10 @@ def several(ask: Callable[[S], T], questions: Sequence[S]) -> list[T]:
         return list(pool.map(ask, questions))
 
 
-def _whole(wanted: Range) -> bytes:
+def _whole(wanted: Range) -> bytes | memoryview:
     fs, path = filesystem(wanted.address)
 
-    def attempt() -> bytes:
+    def attempt() -> bytes | memoryview:
         data = _one(fs, path, wanted.start, wanted.stop)
         if len(data) != wanted.stop - wanted.start:
             raise RemoteError(
@@ -402,8 +409,10 @@ def _whole(wanted: Range) -> bytes:
     return patiently(wanted.address, attempt)
 
 
-def _one(fs: Any, path: str, start: int, stop: int) -> bytes:
+def _one(fs: Any, path: str, start: int, stop: int) -> bytes | memoryview:
     """Reads one range in one request, without reading ahead."""
+    if isinstance(fs, ObjectStore):
+        return fs.read_range(path, start, stop)
     if getattr(fs, "async_impl", False):
         return bytes(fs.cat_file(path, start=start, end=stop))
     with fs.open(path, "rb", cache_type="none") as file:

@@ -14,9 +14,16 @@ from typing import Any
 
 from zckpt.base.errors import NotACheckpointError
 from zckpt.storage.fsspec_io import as_zckpt_errors, filesystem, patiently
+from zckpt.storage.object_store import ObjectStore
 
 PART_BYTES = 16 << 20
 """Bytes of a part of a multi-part upload; files above about 150 GB have larger parts."""
+
+LEAST_PART_BYTES = 5 << 20
+"""The least that S3 takes for a part that is not the last: where several parts are sent at a time, the smallest are best."""
+
+SENT_BYTES = 150 << 20
+"""Bytes of parts that are sent at a time, where `object_store` sends them."""
 
 _MOST_PARTS = 9_000
 _RENAMING = {"sftp", "ssh", "ftp", "smb", "webdav", "dav", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs", "ofs"}
@@ -38,11 +45,15 @@ class Upload:
         self._collects = "memory" in kinds
         self._is_complete = False
         self._target = self._path + _UNFINISHED if kinds & _RENAMING else self._path
-        part = max(PART_BYTES, ((nbytes // _MOST_PARTS >> 20) + 1) << 20)
+        least = ((nbytes // _MOST_PARTS >> 20) + 1) << 20
         with as_zckpt_errors(address):
-            self._file: Any = io.BytesIO() if self._collects else self._opened(part)
+            self._file: Any = io.BytesIO() if self._collects else self._opened(least)
 
-    def _opened(self, part: int) -> Any:
+    def _opened(self, least: int) -> Any:
+        if isinstance(self._fs, ObjectStore):
+            part = max(LEAST_PART_BYTES, least)
+            return self._fs.open_parts(self._target, part, max(2, SENT_BYTES // part))
+        part = max(PART_BYTES, least)
         try:
             return self._fs.open(self._target, "wb", block_size=part)
         except FileNotFoundError:  # a store with directories

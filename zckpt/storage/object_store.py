@@ -1,0 +1,251 @@
+"""Buckets of S3, through obstore where it is installed: the operations that `fsspec_io` and `uploads` need, under fsspec's names.
+
+obstore's requests run on threads of its own, without Python. s3fs has one Python thread for all of them, takes twice the
+processor time for each byte, and 1.5 s to import (docs/addresses.md has the figures). What obstore cannot be told, such as
+fsspec's own configuration, is left to s3fs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from zckpt.base.dataclass import dataclass
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
+
+_STALLS = "30s"
+"""A request that moves no byte for so long has failed."""
+
+_OTHERS_SETTINGS = re.compile(r"FSSPEC_(S3|S3A)(_.*)?|FSSPEC_CONFIG_DIR")
+"""Names of variables in the environment that say what obstore would not know."""
+
+_FILES = {"endpoint_url", "services", "s3"}
+"""Keys of a profile in AWS's own files that say how S3 is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """One bucket.
+
+    Args:
+        bucket: its name.
+        store: obstore's.
+    """
+
+    bucket: str
+    store: Any
+    protocol: str = "s3"
+
+    def info(self, path: str) -> dict[str, Any]:
+        """Facts of a file, or of what is a directory because files lie under it.
+
+        Raises:
+            FileNotFoundError: it is neither.
+        """
+        import obstore
+
+        key = self._key(path)
+        if key:
+            try:
+                return _facts(self.bucket, obstore.head(self.store, key))
+            except FileNotFoundError:
+                pass
+        for found in obstore.list(self.store, key or None, chunk_size=1):
+            if found:
+                return {"name": path, "type": "directory", "size": 0}
+        raise FileNotFoundError(path)
+
+    def ls(self, path: str, detail: bool = True) -> list[dict[str, Any]]:
+        """Facts of all entries of a directory."""
+        import obstore
+
+        found = obstore.list_with_delimiter(self.store, self._key(path) or None)
+        names = [{"name": f"{self.bucket}/{name}", "type": "directory", "size": 0} for name in found["common_prefixes"]]
+        entries = [_facts(self.bucket, one) for one in found["objects"]] + names
+        if not entries:
+            raise FileNotFoundError(path)
+        return entries
+
+    def find(self, path: str) -> list[str]:
+        """Paths of all files under a directory."""
+        import obstore
+
+        found = obstore.list(self.store, self._key(path) or None, chunk_size=1000)
+        return [f"{self.bucket}/{one['path']}" for chunk in found for one in chunk]
+
+    def read_range(self, path: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of a file, or fewer at its end."""
+        import obstore
+
+        return memoryview(obstore.get_range(self.store, self._key(path), start=start, end=stop))
+
+    def rm_file(self, path: str) -> None:
+        """Removes a file if it exists."""
+        import obstore
+
+        obstore.delete(self.store, self._key(path))
+
+    def open_parts(self, path: str, part_bytes: int, parts: int) -> PartsWriter:
+        """A file that is sent in parts, so many at a time; it appears when it is closed."""
+        import obstore
+
+        return PartsWriter(
+            obstore.open_writer(self.store, self._key(path), buffer_size=part_bytes, max_concurrency=parts)
+        )
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Nothing is kept."""
+
+    def _key(self, path: str) -> str:
+        return path.strip("/").removeprefix(self.bucket).lstrip("/")
+
+
+class PartsWriter:
+    """A file under way to a bucket: parts wait in memory until the store has them, and `write` while too many wait."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self.closed = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Sends the next bytes."""
+        self._writer.write(bytes(data))  # which it keeps until the store has them
+
+    def close(self) -> None:
+        """Makes the file appear."""
+        self.closed = True
+        self._writer.close()
+
+    def discard(self) -> None:
+        """Has the store forget the parts that it got."""
+        self.closed = True
+        self._writer.__exit__(KeyboardInterrupt, None, None)
+
+    def __enter__(self) -> PartsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard() if error is not None else self.close()
+
+
+def find_store(address: str) -> tuple[ObjectStore, str] | None:
+    """The bucket of an address, and the path that `ObjectStore` takes; None where fsspec is to be asked."""
+    kind, _, path = address.partition("://")
+    bucket = path.partition("/")[0]
+    if kind.lower() not in ("s3", "s3a") or not bucket or "?" in path or not _is_installed():
+        return None
+    told = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(("AWS_", "FSSPEC_"))))
+    store = _open(bucket, os.getpid(), told)
+    return None if store is None else (store, path)
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("obstore") is not None
+
+
+@functools.lru_cache(64)
+def _open(bucket: str, process: int, told: tuple[tuple[str, str], ...]) -> ObjectStore | None:
+    """The bucket as the environment says it is reached; `process`, because obstore's threads do not outlive a fork."""
+    global _owner
+    if (
+        _owner not in (0, process)
+        or any(_OTHERS_SETTINGS.fullmatch(name) for name, _ in told)
+        or _has_fsspec_settings()
+    ):
+        return None
+    from obstore.store import S3Store
+
+    environment = dict(told)
+    keys, region = None, environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    if "AWS_PROFILE" in environment or not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= environment.keys():
+        found = _keys_of_botocore()
+        if found is None:
+            return None
+        keys, region = found[0], found[1] or region
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    if not endpoint:
+        from http.client import HTTPSConnection
+
+        region = region or "us-east-1"
+        if region.startswith("cn-"):
+            return None
+        region = bucket_region(HTTPSConnection(f"s3.{region}.amazonaws.com", timeout=5), bucket) or region
+    client: dict[str, Any] = {
+        "allow_http": True, "timeout": "1h", "read_timeout": _STALLS, "connect_timeout": "10s",
+    }  # fmt: skip
+    if (bundle := environment.get("AWS_CA_BUNDLE")) and not (endpoint or "").startswith("http:"):
+        with open(bundle, "rb") as file:
+            client["root_certificate"] = file.read()
+    _owner = process
+    tries = environment.get("AWS_MAX_ATTEMPTS", "")
+    store = S3Store(
+        bucket, **({"region": region} if region else {}), **({"endpoint": endpoint} if endpoint else {}),
+        client_options=client,
+        retry_config={
+            "max_retries": max(0, int(tries) - 1) if tries.isdigit() else 3, "retry_timeout": timedelta(seconds=100),
+            "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 3},
+        },
+        **({"credential_provider": keys} if keys else {}),
+    )  # fmt: skip
+    return ObjectStore(bucket, store)
+
+
+_owner = 0
+"""The process that obstore's threads belong to; 0 before there are any."""
+
+
+def _has_fsspec_settings() -> bool:
+    return os.path.isdir(os.path.expanduser("~/.config/fsspec"))
+
+
+def _keys_of_botocore() -> tuple[Callable[[], Any], str | None] | None:
+    """What gives the keys that AWS's own client finds, and its region; None where s3fs should be asked."""
+    try:
+        from botocore.session import Session
+    except ImportError:
+        return None
+    session = Session()
+    found = None if _FILES & session.get_scoped_config().keys() else session.get_credentials()
+    if found is None:
+        return None
+
+    def keys() -> dict[str, Any]:
+        now = found.get_frozen_credentials()
+        until = datetime.now(UTC) + timedelta(minutes=10)
+        return {
+            "access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": until,
+        }  # fmt: skip
+
+    return keys, session.get_config_variable("region")
+
+
+def bucket_region(connection: HTTPConnection, bucket: str) -> str | None:
+    """Where a bucket of AWS is, by its answer to a request without keys; None where it does not say."""
+    from http.client import HTTPException
+
+    try:
+        connection.request("HEAD", f"/{bucket}")
+        found = connection.getresponse().getheader("x-amz-bucket-region")
+    except (OSError, HTTPException):
+        return None
+    finally:
+        connection.close()
+    return str(found) if found else None
+
+
+def _facts(bucket: str, found: Any) -> dict[str, Any]:
+    return {
+        "name": f"{bucket}/{found['path']}", "type": "file", "size": found["size"], "ETag": found["e_tag"],
+        "VersionId": found["version"], "LastModified": str(found["last_modified"]),
+    }  # fmt: skip
