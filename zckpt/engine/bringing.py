@@ -7,7 +7,7 @@ the inputs with the same engine, and follows recipes whose inputs have recipes t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import touching
 from zckpt.core.plan import Move, Plan
-from zckpt.core.recipes import DerivedStore, compute_bytes
+from zckpt.core.recipes import DerivedStore, Foreseen, compute_bytes
 from zckpt.core.stores import FileStore, MemoryStore
-from zckpt.engine.batches import Batch, batches
-from zckpt.engine.prefetch import Span, check_unchanged, moved_near
+from zckpt.engine.batches import Batch, batches, span_bytes
+from zckpt.engine.prefetch import Fetched, Span, check_unchanged, moved_near
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles, will_need
 
@@ -80,18 +80,22 @@ class Bringer:
         """Bytes of computed elements, as `core.recipes.compute_bytes`."""
         return compute_bytes(store, start, stop, self._worker())
 
-    def near(self, batch: Batch) -> Batch:
+    def near(self, batch: Batch, fetched: Fetched) -> Batch:
         """A batch of moves whose sources are at hand."""
-        return moved_near(batch, self.bring)
+        return moved_near(batch, lambda spans: self.bring(spans, fetched))
 
-    def bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
+    def bring(self, spans: Sequence[Span], fetched: Fetched) -> Sequence[tuple[Any, int]]:
         """Blocks that contain the spans, as `prefetch.Bring` says.
+
+        Args:
+            spans: of stores that are not at hand.
+            fetched: what was fetched of them, and of the inputs of recipes (`foreseen`).
 
         Raises:
             RemoteError: a range could not be fetched.
             ZckptError: an input of a recipe cannot be read, or changed.
         """
-        return _brought(spans, self._computed)
+        return _brought(spans, lambda derived: self._computed(derived, fetched), fetched)
 
     def check_sources(self) -> None:
         """Makes sure that no input of a recipe changed while it was read; raises CorruptError or InconsistentError."""
@@ -99,12 +103,12 @@ class Bringer:
             worker.files.check_sources()
         check_unchanged({path: store for worker in self._all for path, store in worker.fetched.items()}.values())
 
-    def _computed(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
+    def _computed(self, spans: Sequence[Span], fetched: Fetched) -> Sequence[tuple[Any, int]]:
         if len(spans) < 2 or self._threads < 2:
-            return [self._worker().follow(span) for span in spans]
+            return [self._worker().follow(span, fetched) for span in spans]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads)
-        return list(self._pool.map(lambda span: self._worker().follow(span), spans))
+        return list(self._pool.map(lambda span: self._worker().follow(span, fetched), spans))
 
     def _worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._workers, "own", None)
@@ -121,6 +125,7 @@ class _Worker:
     def __init__(self, engine: str, *, give_back: bool, spend: Callable[[int], None]) -> None:
         self.files = OpenFiles(give_back=give_back, most=_MOST_FILES)
         self.fetched: dict[str, FileStore] = {}
+        self._held = Fetched()
         self._engine = engine
         self._give_back = give_back
         self._spend = spend
@@ -154,19 +159,24 @@ class _Worker:
         """As `Tools.read_floats`."""
         return self.read(entry, start, stop, F32)  # type: ignore[return-value]
 
-    def follow(self, span: Span) -> tuple[Any, int]:
+    def follow(self, span: Span, fetched: Fetched) -> tuple[Any, int]:
         """The elements of a span, widened to whole units, and the byte at which they begin."""
         store = span.store
         if not isinstance(store, DerivedStore):
             raise TypeError("elements without a recipe")
-        return self._follow(store, span.start, span.stop)
+        before, self._held = self._held, fetched
+        try:
+            return self._follow(store, span.start, span.stop)
+        finally:
+            self._held = before
 
     def _follow(self, store: DerivedStore, start: int, stop: int) -> tuple[Any, int]:
         return compute_bytes(store, start, stop, self)
 
     def _bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
         self.fetched |= {span.store.path: span.store for span in spans if isinstance(span.store, FileStore)}
-        return _brought(spans, lambda derived: [self.follow(span) for span in derived])
+        held = self._held
+        return _brought(spans, lambda derived: [self.follow(span, held) for span in derived], held)
 
     def _read_ahead(self, entry: TensorEntry, start: int, stop: int) -> None:
         """Lets the disk read what will be wanted soon: of a tensor that is read part by part, that after the next part."""
@@ -221,10 +231,48 @@ def _direct(entry: TensorEntry, start: int, stop: int, to: MemoryStore, dtype: D
 
 
 def _brought(
-    spans: Sequence[Span], compute: Callable[[Sequence[Span]], Sequence[tuple[Any, int]]]
+    spans: Sequence[Span], compute: Callable[[Sequence[Span]], Sequence[tuple[Any, int]]], fetched: Fetched
 ) -> Sequence[tuple[Any, int]]:
     """What `Bringer.bring` returns; `compute` follows the recipes."""
     ranges = [fsspec_io.Range(s.store.path, s.start, s.stop) for s in spans if isinstance(s.store, FileStore)]
-    fetched = iter(fsspec_io.fetch(ranges) if ranges else ())
+    found = iter(fetched.fetch(ranges))
     computed = iter(compute([span for span in spans if isinstance(span.store, DerivedStore)]))
-    return [next(fetched) if isinstance(span.store, FileStore) else next(computed) for span in spans]
+    return [next(found) if isinstance(span.store, FileStore) else next(computed) for span in spans]
+
+
+def foreseen(batch: Batch) -> list[fsspec_io.Range]:
+    """The ranges of files on other machines that a batch of moves needs, as far as recipes say what they read."""
+    return ranges_of_spans(
+        Span(move.src, move.src_offset, move.src_offset + span_bytes(move))
+        for _, _, move in batch.moves
+        if batch.is_distant(move.src)
+    )
+
+
+def ranges_of_spans(spans: Iterable[Span]) -> list[fsspec_io.Range]:
+    """The same of spans."""
+    found: list[fsspec_io.Range] = []
+    for span in spans:
+        if isinstance(span.store, FileStore):
+            found.append(fsspec_io.Range(span.store.path, span.start, span.stop))
+        elif isinstance(span.store, DerivedStore):
+            size = span.store.itemsize
+            found += _inputs_of(span.store, span.start // size, -(-span.stop // size))
+    return found
+
+
+def _inputs_of(store: DerivedStore, start: int, stop: int) -> Iterator[fsspec_io.Range]:
+    """What elements [start, stop) are computed from, of files on other machines."""
+    if not isinstance(store.recipe, Foreseen):
+        return
+    unit = store.recipe.unit
+    whole = start // unit * unit, min(store.size // store.itemsize, -(-stop // unit) * unit)
+    for entry, first, last in store.recipe.reads(*whole):
+        size = entry.dtype.itemsize
+        for f in touching(entry.fragments, first, last, flat=True) if entry.flat else ():
+            low, high = max(first, f.start), min(last, f.start + f.count)
+            at = f.byte_offset + (low - f.start) * size
+            if isinstance(f.store, FileStore) and not f.store.at_hand:
+                yield fsspec_io.Range(f.store.path, at, at + (high - low) * size)
+            elif isinstance(f.store, DerivedStore):
+                yield from _inputs_of(f.store, at // size, at // size + high - low)

@@ -1,15 +1,17 @@
 """Sources that are not at hand, for `move` and `scan`: what a batch needs of them is brought into memory.
 
-A batch names a bounded number of such bytes (`batches.MOST_DISTANT_BYTES`). While the engine works on one, the next ones are
-brought: so many that requests are always under way, and `AHEAD_BYTES` in all, whatever the size of the checkpoint. `bringing`
-does it: it fetches ranges of files on other machines, and computes elements that nobody has yet. Sources at hand stay as they
-are, and so do those that an engine computes while it reads (`core.folds`).
+A batch names a bounded number of such bytes (`batches.MOST_DISTANT_BYTES`). While the engine works on one, those that the next
+ones need are asked for: so many that requests are always under way, and `AHEAD_BYTES` in all, whatever the size of the
+checkpoint. When a batch is the next, `bringing` computes what nobody has yet; so one batch of such elements is in memory beside
+the one that the engine works on. Sources at hand stay as they are, and so do those that an engine computes while it reads
+(`core.folds`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,11 +25,11 @@ from zckpt.storage import fsspec_io
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
-AHEAD_BYTES = 96 << 20
-"""Of files on other machines, in batches that are brought: `fsspec_io.REQUESTS` pieces, and some that wait for their turn."""
+AHEAD_BYTES = 104 << 20
+"""Of files on other machines, asked for before their turn: `fsspec_io.REQUESTS` pieces, and some that wait for others."""
 
-_BRINGERS = 12
-"""Batches that are brought at a time, at most."""
+_MOST_AHEAD = 256
+"""Batches that wait, at most."""
 
 
 class Span(NamedTuple):
@@ -42,11 +44,40 @@ Bring = Callable[[Sequence[Span]], Sequence[tuple[Any, int]]]
 """Returns, for each span, a block of bytes that contains it, and the byte of the store at which the block begins."""
 
 
-def with_local_sources(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch]) -> Iterator[AnyBatch]:
+class Fetched:
+    """Blocks of files on other machines, that were fetched for a batch."""
+
+    def __init__(self, ranges: Sequence[fsspec_io.Range] = (), blocks: Sequence[tuple[Any, int]] = ()) -> None:
+        self._blocks: dict[str, dict[int, Any]] = {}
+        for wanted, (block, begin) in zip(ranges, blocks, strict=True):
+            self._blocks.setdefault(wanted.address, {})[begin] = block
+        self._begins = {address: sorted(found) for address, found in self._blocks.items()}
+
+    def find(self, wanted: fsspec_io.Range) -> tuple[Any, int] | None:
+        """The block that contains a range, and the byte of the file at which it begins."""
+        begins = self._begins.get(wanted.address, [])
+        at = bisect_right(begins, wanted.start) - 1
+        block = self._blocks[wanted.address][begins[at]] if at >= 0 else b""
+        return (block, begins[at]) if at >= 0 and wanted.stop <= begins[at] + len(block) else None
+
+    def fetch(self, ranges: Sequence[fsspec_io.Range]) -> list[tuple[Any, int]]:
+        """As `fsspec_io.fetch`, of which only what is not here is asked for."""
+        found = [self.find(wanted) for wanted in ranges]
+        missing = [wanted for wanted, block in zip(ranges, found, strict=True) if block is None]
+        others = iter(fsspec_io.fetch(missing) if missing else ())
+        return [next(others) if block is None else block for block in found]
+
+
+def with_local_sources(
+    batches: Iterable[AnyBatch],
+    foresee: Callable[[AnyBatch], Sequence[fsspec_io.Range]],
+    near: Callable[[AnyBatch, Fetched], AnyBatch],
+) -> Iterator[AnyBatch]:
     """The same batches, in order, with sources that the engines can read.
 
     Args:
         batches: of moves or scan requests.
+        foresee: says which ranges of files on other machines `near` will want.
         near: returns a batch whose sources are in memory.
 
     Raises:
@@ -55,23 +86,39 @@ def with_local_sources(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], A
     """
     seen: dict[str, FileStore] = {}
     pool: ThreadPoolExecutor | None = None
-    ahead: deque[tuple[int, Future[AnyBatch]]] = deque()
+    ahead: deque[tuple[AnyBatch, Sequence[fsspec_io.Range], fsspec_io.Fetch]] = deque()
+    ready: Future[AnyBatch] | None = None
+
+    def begin() -> Future[AnyBatch]:
+        """Has the first batch that waits come near, once its bytes are there."""
+        nonlocal pool
+        pool = pool or ThreadPoolExecutor(1)
+        batch, ranges, fetch = ahead.popleft()
+        return pool.submit(lambda: near(batch, Fetched(ranges, fetch.result())))
+
     try:
         for batch in batches:
             distant = [store for store in batch.stores if batch.is_distant(store)]
-            if not distant and not ahead:
+            if not distant and not ahead and ready is None:
                 yield batch
                 continue
             seen |= {store.path: store for store in distant if isinstance(store, FileStore)}
-            computed = any(not isinstance(store, FileStore) for store in distant)
-            nbytes = AHEAD_BYTES // 2 + 1 if computed else batch.distant_bytes
-            pool = pool or ThreadPoolExecutor(_BRINGERS)
-            while ahead and (sum(size for size, _ in ahead) + nbytes > AHEAD_BYTES or len(ahead) >= _BRINGERS):
-                yield ahead.popleft()[1].result()
-            ahead.append((nbytes, pool.submit(near, batch)))
+            ranges = foresee(batch)
+            ahead.append((batch, ranges, fsspec_io.Fetch(ranges)))
+            while ahead and (not (nbytes := sum(fetch.nbytes for _, _, fetch in ahead)) or nbytes > AHEAD_BYTES
+                             or len(ahead) > _MOST_AHEAD):  # fmt: skip
+                ready, done = begin(), ready
+                if done is not None:
+                    yield done.result()
         while ahead:
-            yield ahead.popleft()[1].result()
+            ready, done = begin(), ready
+            if done is not None:
+                yield done.result()
+        if ready is not None:
+            yield ready.result()
     finally:
+        for _, _, fetch in ahead:
+            fetch.cancel()
         if pool is not None:
             pool.shutdown(cancel_futures=True)
     check_unchanged(seen.values())

@@ -16,12 +16,12 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, read_error
 from zckpt.base.pace import engine_error, gives_back, pace, thread_count
 from zckpt.engine.batches import progress_after
-from zckpt.engine.bringing import Bringer
+from zckpt.engine.bringing import Bringer, ranges_of_spans
 from zckpt.engine.checksums import Partial
 from zckpt.engine.choice import choose
 from zckpt.engine.prefetch import with_local_sources
 from zckpt.engine.scan_reference import scan_batch as reference_batch
-from zckpt.engine.scan_requests import CrcRange, ScanBatch, ScanRequest, near, scan_batches
+from zckpt.engine.scan_requests import CrcRange, ScanBatch, ScanRequest, distant_spans, near, scan_batches
 from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
 from zckpt.storage.descriptors import OpenFiles
 
@@ -93,7 +93,11 @@ def scan(
     spend = pace(bytes_per_s)
     bringer = Bringer("reference" if slow else "native", count, give_back=give_back, spend=spend)
     with bringer, OpenFiles(give_back=give_back) as files:
-        for batch in with_local_sources(scan_batches(requests, crc_ranges), lambda batch: near(batch, bringer.bring)):
+        for batch in with_local_sources(
+            scan_batches(requests, crc_ranges),
+            lambda batch: ranges_of_spans(distant_spans(batch)),
+            lambda batch, fetched: near(batch, lambda spans: bringer.bring(spans, fetched)),
+        ):
             watch = progress_after(progress, report.bytes_read)
             descriptors = [files.of(store) for store in batch.stores]
             if slow:

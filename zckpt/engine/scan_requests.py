@@ -188,10 +188,19 @@ def _parts(request: ScanRequest) -> Iterator[ScanRequest]:
     yield from _parts(ScanRequest(second, request.how))
 
 
+def distant_spans(batch: ScanBatch) -> list[Span]:
+    """What a batch reads of stores that are not at hand, in order."""
+    return [span for request in _requests_of(batch) for span in _distant(request)]
+
+
+def _requests_of(batch: ScanBatch) -> list[ScanRequest]:
+    return [ScanRequest(move, how) for how, (_, _, move) in zip(batch.flags, batch.moves, strict=True)]
+
+
 def near(batch: ScanBatch, bring: Bring) -> ScanBatch:
     """A batch with what is not at hand in memory; errors as for `bring`."""
-    requests = [ScanRequest(move, how) for how, (_, _, move) in zip(batch.flags, batch.moves, strict=True)]
-    brought = iter(bring([span for request in requests for span in _distant(request)]))
+    requests = _requests_of(batch)
+    brought = iter(bring(distant_spans(batch)))
     found = ScanBatch()
     wanted: dict[str, list[tuple[int, int, int]]] = {}
     for path, start, stop, of in sorted(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -224,6 +224,10 @@ class ShiftedElements:
     def facts(self) -> tuple[object, ...]:
         """What is added."""
         return ("shifted", self.amount)
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """As `core.recipes.Foreseen`."""
+        return [(self.inputs[0], start, stop)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`; fp32, rounded once."""

@@ -6,6 +6,7 @@ compressed-tensors 0.20, quantization/lifecycle/forward.py (`dequantize`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
@@ -40,6 +41,14 @@ class Dequantised:
     def facts(self) -> tuple[object, ...]:
         """The grid."""
         return ("dequantised", self.grid)
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """As `core.recipes.Foreseen`."""
+        grid, (numbers, scales) = self.grid, self.inputs
+        yield numbers, start, stop
+        for _, blocks, band in grid.chunks(start // self.unit, stop // self.unit):
+            bands = -(-(blocks.first + blocks.rows) // grid.block_rows)
+            yield scales, band * grid.across, (band + bands) * grid.across
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`; fp32.
@@ -87,6 +96,10 @@ class Narrowed:
     def facts(self) -> tuple[object, ...]:
         """The dtype."""
         return ("narrowed", self.dtype.name)
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """As `core.recipes.Foreseen`."""
+        return [(self.inputs[0], start, stop)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`."""

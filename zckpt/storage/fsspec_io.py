@@ -19,7 +19,7 @@ from zckpt.storage.object_store import ObjectStore, find_store
 
 if TYPE_CHECKING:
     import mmap
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 GAP_BYTES = 64 << 10
 """Ranges closer than this are fetched as one: a request costs about as much as these bytes."""
@@ -140,15 +140,15 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
         yield
     except ZckptError:
         raise
-    except FileNotFoundError as error:
-        raise NotACheckpointError(
-            "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",
-            remedy="Check the address.",
-        ) from error  # fmt: skip
     except Exception as error:  # backends have exceptions of their own
         if (refusal := _hub_refusal(error, address)) is not None:
             raise refusal from error
         kinds = {kind.__name__ for kind in type(error).__mro__}
+        if isinstance(error, FileNotFoundError) or ("GenericError" in kinds and "NoSuchBucket" in str(error)):
+            raise NotACheckpointError(
+                "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",
+                remedy="Check the address.",
+            ) from error  # fmt: skip
         if _FORBIDDEN & kinds:
             raise AccessError(
                 "the credentials do not allow this", file=redact(address), found=_line(error),
@@ -223,7 +223,8 @@ def _hub_refusal(error: BaseException, address: str) -> AccessError | None:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {redact(' '.join(str(error).split()))}"[:300]
+    text = str(error).partition("\n\nDebug source")[0]  # obstore's
+    return f"{type(error).__name__}: {redact(' '.join(text.split()))}"[:300]
 
 
 def kind(address: str) -> str | None:
@@ -302,55 +303,85 @@ def read(address: str, offset: int, nbytes: int) -> bytes:
     return bytes(patiently(address, lambda: _one(fs, path, offset, offset + nbytes))) if nbytes > 0 else b""
 
 
-def fetch(ranges: Sequence[Range]) -> list[tuple[Block, int]]:
-    """Reads ranges of one or more files: near ranges together, long ones in pieces, `REQUESTS` pieces at a time.
+class Fetch:
+    """Ranges of one or more files that are being read: near ranges together, long ones in pieces, `REQUESTS` pieces at a time.
 
-    A piece that fails is asked for again by itself. Several threads may call it: who calls first is served first.
+    A piece that fails is asked for again by itself. Who begins first is served first.
 
-    Returns:
-        For each range, a block of bytes that contains it, and the byte offset of the block in the file; ranges share blocks.
+    Args:
+        ranges: of files.
+        waits: whether nobody does anything else meanwhile; a single request is then made by who asks for the result.
 
-    Raises:
-        RemoteError: the store failed, or sent fewer bytes than the range has, in each of several attempts.
+    Attributes:
+        nbytes: that are fetched.
     """
-    order = sorted(range(len(ranges)), key=lambda number: ranges[number])
-    merged: list[Range] = []
-    block_of: dict[int, int] = {}
-    for number in order:
-        wanted = ranges[number]
-        if merged and merged[-1].address == wanted.address and wanted.start - merged[-1].stop <= GAP_BYTES:
-            merged[-1] = merged[-1]._replace(stop=max(merged[-1].stop, wanted.stop))
-        else:
-            merged.append(wanted)
-        block_of[number] = len(merged) - 1
-    blocks = _fetch_merged(merged)
-    return [(blocks[block_of[number]], merged[block_of[number]].start) for number in range(len(ranges))]
 
+    def __init__(self, ranges: Sequence[Range], *, waits: bool = False) -> None:
+        order = sorted(range(len(ranges)), key=lambda number: ranges[number])
+        merged: list[Range] = []
+        self._block_of: dict[int, int] = {}
+        for number in order:
+            wanted = ranges[number]
+            if merged and merged[-1].address == wanted.address and wanted.start - merged[-1].stop <= GAP_BYTES:
+                merged[-1] = merged[-1]._replace(stop=max(merged[-1].stop, wanted.stop))
+            else:
+                merged.append(wanted)
+            self._block_of[number] = len(merged) - 1
+        self._ranges, self._merged = list(ranges), merged
+        self._blocks: list[Block] = [b""] * len(merged)
+        self.nbytes = sum(whole.stop - whole.start for whole in merged)
+        self._own = pieces = [piece for number in range(len(merged)) for piece in self._cut(number)]
+        self._asked: list[Future[None]] = []
+        if not (waits and len(pieces) == 1):
+            self._asked = [requests().submit(self._take, *piece) for piece in pieces]
 
-def _fetch_merged(merged: Sequence[Range]) -> list[Block]:
-    """The bytes of each range; each piece goes to its place as soon as it is there, so none is in memory twice."""
-    blocks: list[Block | None] = [None] * len(merged)
-
-    def take(number: int, start: int, stop: int) -> None:
-        whole = merged[number]
-        data, block = _whole(whole._replace(start=start, stop=stop)), blocks[number]
-        if block is None:
-            blocks[number] = bytes(data)
-        else:
-            memoryview(block)[start - whole.start : stop - whole.start] = data
-
-    pieces: list[tuple[int, int, int]] = []
-    for number, whole in enumerate(merged):
+    def _cut(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """A range in pieces of about the same size, with memory for them."""
+        whole = self._merged[number]
         nbytes = whole.stop - whole.start
         parts = max(1, -(-nbytes // PIECE_BYTES))
         if parts > 1:
             import mmap  # memory that the system gets back at once
 
-            blocks[number] = mmap.mmap(-1, nbytes)
+            self._blocks[number] = mmap.mmap(-1, nbytes)
         edges = [whole.start + nbytes * at // parts for at in range(parts + 1)]
-        pieces += [(number, *edge) for edge in itertools.pairwise(edges)]
-    in_parallel(lambda piece: take(*piece), pieces)
-    return [b"" if block is None else block for block in blocks]
+        return ((number, *edge) for edge in itertools.pairwise(edges))
+
+    def _take(self, number: int, start: int, stop: int) -> None:
+        """Fetches a piece; it goes to its place as soon as it is there, so none is in memory twice."""
+        whole, block = self._merged[number], self._blocks[number]
+        data = _whole(whole._replace(start=start, stop=stop))
+        if isinstance(block, bytes):
+            self._blocks[number] = bytes(data)
+        else:
+            memoryview(block)[start - whole.start : stop - whole.start] = data
+
+    def result(self) -> list[tuple[Block, int]]:
+        """For each range, a block of bytes that contains it, and the byte of the file where the block begins; they share blocks.
+
+        Raises:
+            RemoteError: the store failed, or sent fewer bytes than the range has, in each of several attempts.
+        """
+        try:
+            if not self._asked:
+                for piece in self._own:
+                    self._take(*piece)
+            for one in self._asked:
+                one.result()
+        finally:
+            self.cancel()
+        places = [self._block_of[number] for number in range(len(self._ranges))]
+        return [(self._blocks[place], self._merged[place].start) for place in places]
+
+    def cancel(self) -> None:
+        """Asks for nothing more."""
+        for one in self._asked:
+            one.cancel()
+
+
+def fetch(ranges: Sequence[Range]) -> list[tuple[Block, int]]:
+    """Reads ranges of one or more files, as `Fetch.result`."""
+    return Fetch(ranges, waits=True).result()
 
 
 _pools: list[ThreadPoolExecutor] = []
@@ -366,21 +397,6 @@ def requests() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_pools.clear)
-
-
-def in_parallel(ask: Callable[[S], T], questions: Sequence[S]) -> list[T]:
-    """What `ask` answers to each question, by the threads of `requests`; after an error the rest is not asked.
-
-    Several threads may call it: who calls first is served first. `ask` must not call it.
-    """
-    if len(questions) < 2:
-        return [ask(question) for question in questions]
-    asked = [requests().submit(ask, question) for question in questions]
-    try:
-        return [one.result() for one in asked]
-    finally:
-        for one in asked:
-            one.cancel()
 
 
 def several(ask: Callable[[S], T], questions: Sequence[S]) -> list[T]:

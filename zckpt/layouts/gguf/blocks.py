@@ -8,6 +8,7 @@ Source: gguf-py 0.19.0, quants.py `Q8_0` (the same bits as ggml, src/ggml-quants
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
@@ -36,11 +37,15 @@ class BlocksOfFloats:
         """The type."""
         return ("to Q8_0",)
 
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """As `core.recipes.Foreseen`."""
+        return [(self.inputs[0], start // Q8_0.nbytes * Q8_0.block, stop // Q8_0.nbytes * Q8_0.block)]
+
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`."""
         import numpy as np
 
-        first, last = start // Q8_0.nbytes * Q8_0.block, stop // Q8_0.nbytes * Q8_0.block
+        ((_, first, last),) = self.reads(start, stop)
         blocks = np.empty(stop - start, np.uint8)
         tools.kernels.to_q8_0(tools.read_floats(self.inputs[0], first, last), blocks)
         return blocks
@@ -68,11 +73,16 @@ class FloatsOfBlocks:
         """The type."""
         return (f"of {self.type.name}",)
 
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """As `core.recipes.Foreseen`."""
+        block, nbytes = self.type.block, self.type.nbytes
+        return [(self.inputs[0], start // block * nbytes, stop // block * nbytes)]
+
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`."""
         import numpy as np
 
-        first, last = (at // self.type.block * self.type.nbytes for at in (start, stop))
+        ((_, first, last),) = self.reads(start, stop)
         numbers = np.empty(stop - start, np.float32)
         blocks: Any = tools.read(self.inputs[0], first, last)
         if self.type is Q8_0:
