@@ -55,6 +55,11 @@ TITLES = {
         "memory is touched before each command: on a virtual machine whose host had taken it back, the scratch files' pages "
         "cost push some tenths of a second more.",
     ),
+    "wire": (
+        "From and to a store that limits each request",
+        "An S3 server on loopback gives 8 MB/s to each request and waits 30 ms before each answer, as object stores do. The "
+        "limit is what 32 parallel requests of 8 MiB take for the same bytes; both begin with the start of a program.",
+    ),
     "dcp": ("torch.distributed.checkpoint", "A save of two ranks, sharded as `fully_shard` does."),
     "rank files": (
         "Rank files of FSDP",

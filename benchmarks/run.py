@@ -35,6 +35,7 @@ import reshaping
 import torch_dist
 import transposing
 import tuning
+import wire
 from limits import limits
 from measure import ROOT, WORK, machine
 
@@ -48,6 +49,7 @@ SECTIONS = {
     "checking": checking.measure,
     "looking": looking.measure,
     "push": hub.measure,
+    "wire": wire.measure,
     "dcp": dcp.measure,
     "rank files": ranks.measure,
     "megatron": torch_dist.measure,

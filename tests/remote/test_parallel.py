@@ -1,4 +1,4 @@
-"""Long ranges at addresses: in pieces, many at a time, each asked for once."""
+"""Long ranges at addresses: in pieces, many at a time, each asked for once; and uploads in parts, by either client of S3."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 
 import fsspec
@@ -16,7 +17,20 @@ from safetensors.torch import save_file
 
 import zckpt
 from zckpt.engine import prefetch
-from zckpt.storage import fsspec_io
+from zckpt.storage import fsspec_io, object_store
+from zckpt.storage.uploads import Upload
+
+
+@pytest.fixture(params=["obstore", "s3fs"])
+def client(request: pytest.FixtureRequest, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which S3 is asked."""
+    if request.param == "obstore":
+        pytest.importorskip("obstore")
+        assert object_store.find_store("s3://bkt/f") is not None
+    else:
+        monkeypatch.setattr(object_store, "find_store", lambda address: None)
+        monkeypatch.setattr(fsspec_io, "find_store", lambda address: None)
+    return request.param
 
 
 def ranges_of(s3: S3Server) -> list[tuple[int, int]]:
@@ -28,7 +42,7 @@ def ranges_of(s3: S3Server) -> list[tuple[int, int]]:
 
 
 def test_a_long_range_is_asked_for_in_pieces_and_a_piece_that_fails_alone(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fsspec_io, "PIECE_BYTES", 64 << 10)
     data = os.urandom(3_000_001)
@@ -91,6 +105,81 @@ def test_pieces_of_the_next_batches_are_asked_for_meanwhile(
     zckpt.convert(tmp_path / "model.safetensors", tmp_path / "want.safetensors")
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "want.safetensors").read_bytes()
     assert 24 <= held[0] <= 2 + (2 << 20) // (64 << 10) + 8  # a batch may be a header larger
+
+
+def test_parts_are_sent_side_by_side_and_a_part_that_fails_alone(s3: S3Server, client: str) -> None:
+    data = os.urandom((32 << 20) + 5)
+    lock, under_way, most, asked = threading.Lock(), 0, 0, 0
+
+    def slow(method: str, path: str, query: str) -> bool:
+        nonlocal under_way, most, asked
+        if method != "PUT" or "partNumber" not in query:
+            return False
+        with lock:
+            under_way, most, asked = under_way + 1, max(most, under_way + 1), asked + 1
+            fails = asked == 2
+        time.sleep(0.3)
+        with lock:
+            under_way -= 1
+        return fails
+
+    s3.failing = slow
+    s3.requests.clear()
+    with Upload("s3://bkt/big", len(data)) as upload:
+        for at in range(0, len(data), 4 << 20):
+            upload.write(memoryview(data)[at : at + (4 << 20)])
+            assert "big" not in s3.files("bkt")
+    assert s3.files("bkt")["big"] == data
+    parts = len({query for method, _, query, _ in s3.requests if method == "PUT" and "partNumber" in query})
+    assert asked == parts + 1
+    if client == "obstore":
+        assert most >= 4
+
+
+def test_an_upload_that_is_given_up_leaves_nothing(s3: S3Server, client: str) -> None:
+    with pytest.raises(KeyError), Upload("s3://bkt/big", 30 << 20) as upload:
+        for _ in range(5):
+            upload.write(os.urandom(4 << 20))
+        raise KeyError
+    begun = [query for method, path, query, _ in s3.requests if method == "POST" and path == "/bkt/big"]
+    deadline = time.monotonic() + 30
+    while s3._bucket("bkt").multiparts and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert begun and s3.files("bkt") == {} and not s3._bucket("bkt").multiparts
+
+
+def test_where_a_bucket_is(s3: S3Server) -> None:
+    host = s3.url.removeprefix("http://")
+    assert object_store.bucket_region(HTTPConnection(host), "bkt") == "us-east-1"
+    assert object_store.bucket_region(HTTPConnection(host), "nowhere") is None
+    assert object_store.bucket_region(HTTPConnection("127.0.0.1:1"), "bkt") is None
+
+
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        ({}, True),
+        ({"FSSPEC_S3_KEY": "k"}, False),
+        ({"AWS_ACCESS_KEY_ID": ""}, True),
+        ({"AWS_PROFILE": "other"}, True),
+        ({"AWS_PROFILE": "elsewhere"}, False),
+    ],
+)
+def test_what_obstore_cannot_be_told_is_left_to_fsspec(
+    s3: S3Server, names: dict[str, str], asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "keys").write_text("[default]\naws_access_key_id=a\naws_secret_access_key=b\n[other]\naws_access_key_id=c\n"
+                                   "aws_secret_access_key=d\n[elsewhere]\naws_access_key_id=e\naws_secret_access_key=f\n"
+                                   "endpoint_url=http://127.0.0.1:1\n")  # fmt: skip
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    for name, value in names.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    found = object_store.find_store("s3://bkt/f")
+    assert (found is not None) == asked
+    if found is not None:
+        with pytest.raises(FileNotFoundError):  # an answer, to signed requests
+            found[0].info("bkt/f")
 
 
 def test_a_child_of_a_process_that_fetched_fetches_too() -> None:

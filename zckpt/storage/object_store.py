@@ -1,7 +1,7 @@
 """Buckets of S3, through obstore where it is installed: the operations that `fsspec_io` and `uploads` need, under fsspec's names.
 
 obstore's requests run on threads of its own, without Python. s3fs has one Python thread for all of them, takes twice the
-processor time for each byte, and 1.5 s to import (docs/addresses.md has the figures). What obstore cannot be told, such as
+processor time for each byte, and 1.5 s to import (docs/push.md has the figures). What obstore cannot be told, such as
 fsspec's own configuration, is left to s3fs.
 """
 
