@@ -34,6 +34,9 @@ DEFAULT_PACE: Pace = {"threads": None, "keep_cache": None, "bytes_per_s": None}
 THREADS = min(4, max(2, os.cpu_count() or 1))
 """The default. Two keep a local disk busy, four one that answers slowly; more are not faster."""
 
+DISTANT_THREADS = 16
+"""The default where files lie on a mount of another machine, such as NFS, which limits what it gives to one request."""
+
 WINDOW_BYTES = 4 << 20
 """The default for the bytes of an output file that a thread gathers and writes at once."""
 

@@ -1,14 +1,25 @@
-"""Which of the two engines works: the native one (C++), or the slow one in Python that the native one must equal.
+"""Which of the two engines works (the native one in C++, or the slow one in Python that it must equal), and on how many threads.
 
-For `move` and `scan`.
+For `move`, `scan` and `independent`.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Iterable
+from itertools import islice
 from typing import Literal
 
 from zckpt.base.errors import UnsupportedError
+from zckpt.base.pace import DISTANT_THREADS, thread_count
+from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.recipes import DerivedStore
+from zckpt.core.stores import FileStore
+from zckpt.storage.identity import is_distant
+
+_LOOKED_AT = 64
+"""Tensors that tell where files lie."""
 
 
 def choose(engine: Literal["auto", "native", "reference"], *, built: bool) -> Literal["native", "reference"]:
@@ -25,3 +36,25 @@ def choose(engine: Literal["auto", "native", "reference"], *, built: bool) -> Li
     if engine == "auto" and not built:
         warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=4)
     return "native" if built and engine != "reference" else "reference"
+
+
+def threads_for(wanted: int | None, tensors: Iterable[TensorEntry | TensorPart], *places: str) -> int:
+    """The number of threads: `wanted`, or the default for the file systems of some tensors' files and of other places.
+
+    Raises:
+        UsageError: as `thread_count`.
+    """
+    if wanted is not None:
+        return thread_count(wanted)
+    directories = {os.path.dirname(path) for entry in islice(tensors, _LOOKED_AT) for path in _files_of(entry)}
+    return DISTANT_THREADS if any(map(is_distant, (*places, *directories))) else thread_count(None)
+
+
+def _files_of(entry: TensorEntry | TensorPart) -> Iterable[str]:
+    for fragment in entry.fragments[:_LOOKED_AT]:
+        store = fragment.store
+        if isinstance(store, FileStore) and store.at_hand:
+            yield store.path
+        elif isinstance(store, DerivedStore):
+            for given in store.recipe.inputs[:_LOOKED_AT]:
+                yield from _files_of(given)

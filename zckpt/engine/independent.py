@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.pace import gives_back, pace, thread_count
+from zckpt.base.pace import gives_back, pace
 from zckpt.core.catalog import Replica
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import clip
 from zckpt.core.stores import FileStore
 from zckpt.engine.batches import progress_after
+from zckpt.engine.choice import threads_for
 from zckpt.engine.confirm import Confirmed, Pair, Unequal, can_be_copy, can_confirm, confirm
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.prefetch import check_unchanged
@@ -106,6 +107,7 @@ def derived_again(
     Raises:
         CorruptError: a file ends too early, or cannot be read. InconsistentError: it changed meanwhile.
     """
+    count = threads_for(threads, (entry for pair in pairs for entry in pair))
     native = {number for number, pair in enumerate(pairs) if pair[0].numel and can_confirm(*pair)}
     held = {
         number: replicas
@@ -117,7 +119,7 @@ def derived_again(
         held,
         sums,
         clamp=clamp,
-        threads=thread_count(threads),
+        threads=count,
         give_back=gives_back(keep_cache, sum(a.nbytes + b.nbytes for a, b in pairs)),
         past_cache=keep_cache is not True,
         bytes_per_s=bytes_per_s or 0,
@@ -126,7 +128,7 @@ def derived_again(
     rest = [(number, pair) for number, pair in enumerate(pairs) if number not in native]
     nbytes = sum(confirmed.bytes_read.values())
     after = progress_after(progress, nbytes)
-    unequal = {**confirmed.unequal, **_slowly(rest, clamp, thread_count(threads), bytes_per_s, after)}
+    unequal = {**confirmed.unequal, **_slowly(rest, clamp, count, bytes_per_s, after)}
     found = [
         Difference(number, one.count, one.first, _file_of(pairs[number], one.first))
         for number, one in sorted(unequal.items())

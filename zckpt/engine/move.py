@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
-from zckpt.base.pace import Pace, engine_error, gives_back, pace, thread_count, window_bytes
+from zckpt.base.pace import Pace, engine_error, gives_back, pace, window_bytes
 from zckpt.core.dtypes import CAST_TARGETS
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.stores import FileStore
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
 from zckpt.engine.bringing import Bringer, foreseen
 from zckpt.engine.checksums import Partial, merge_adjacent, seal
-from zckpt.engine.choice import choose
+from zckpt.engine.choice import choose, threads_for
 from zckpt.engine.output_files import create, open_output_files
 from zckpt.engine.prefetch import with_local_sources
 from zckpt.storage.descriptors import OpenFiles
@@ -154,8 +154,9 @@ def run(
             not come in order.
         UnsafeError: a file of the plan would be outside `root`.
     """
+    count = threads_for(threads, (source for source, _ in plan.pairs), *([root] if root else []))
     mover = Mover(
-        plan, overflow=overflow, engine=engine, threads=threads, window=window,
+        plan, overflow=overflow, engine=engine, threads=count, window=window,
         keep_cache=keep_cache, bytes_per_s=bytes_per_s,
     )  # fmt: skip
     consumers = consumers or {}
@@ -267,7 +268,7 @@ class Mover:
         self.cloned = 0
         self.ordered: dict[int, OrderedOutput] = {}
         self._clamp = overflow == "clamp"
-        self._threads = thread_count(threads)
+        self._threads = threads_for(threads, (source for source, _ in plan.pairs))
         self._window = window_bytes(window)
         self._bytes_per_s = bytes_per_s or 0
         self._spend = pace(bytes_per_s)

@@ -26,11 +26,13 @@ class Mount(NamedTuple):
         device: of the file system, as the table writes it.
         top: which of its directories or files is mounted.
         point: where.
+        kind: of the file system.
     """
 
     device: str
     top: str
     point: str
+    kind: str = ""
 
 
 def mounts() -> list[Mount]:
@@ -40,11 +42,26 @@ def mounts() -> list[Mount]:
             rows = [line.split() for line in file]
     except OSError:
         return []
-    return [Mount(row[2].decode(), _unescape(row[3]), _unescape(row[4])) for row in rows if len(row) > 4]
+    return [
+        Mount(row[2].decode(), _unescape(row[3]), _unescape(row[4]), row[row.index(b"-") + 1].decode())
+        for row in rows
+        if len(row) > 4 and b"-" in row[5:-1]
+    ]
 
 
 def _unescape(path: bytes) -> str:
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), path))
+
+
+_DISTANT = re.compile(r"nfs4?|cifs|smb[23]|smbfs|lustre|ceph|9p|virtiofs|beegfs|gpfs|afs|pvfs2|wekafs|fuse(\..*)?")
+"""Kinds of file systems whose bytes come from other machines, or through a program that may fetch them there."""
+
+
+def is_distant(path: str) -> bool:
+    """Whether a path is on a mount whose bytes probably come from another machine."""
+    real = os.path.realpath(path)
+    above = [mount for mount in mounts() if is_below(real, mount.point)]
+    return bool(above) and _DISTANT.fullmatch(max(reversed(above), key=lambda mount: len(mount.point)).kind) is not None
 
 
 def is_mount(path: str) -> bool:
