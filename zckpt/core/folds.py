@@ -235,7 +235,7 @@ class Fold:
         raise NotImplementedError
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Foreseen`."""
+        """What `compute` reads: `core.recipes.Recipe`."""
         return ((entry, start, stop) for entry in self.inputs)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Role, TensorEntry
@@ -23,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class Recipe(Protocol):
-    """How the elements of a tensor are computed."""
+    """How the elements of a tensor are computed.
+
+    One that knows which elements of its inputs `compute` reads has a method for it, so that they can be fetched before:
+    `reads(start, stop)` gives (input, start, stop) for each part.
+    """
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
@@ -42,18 +45,6 @@ class Recipe(Protocol):
 
         `start` is a multiple of `unit`, and `stop` is one or the end of the tensor. Several threads may call it at once.
         """
-
-
-@runtime_checkable
-class Foreseen(Protocol):
-    """A recipe that knows what it reads for a part of its elements: that can be fetched before it computes."""
-
-    @property
-    def unit(self) -> int:
-        """As in `Recipe`."""
-
-    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """Elements [start, stop) of inputs that `compute` reads for these bounds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

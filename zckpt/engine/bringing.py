@@ -18,7 +18,7 @@ from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import touching
 from zckpt.core.plan import Move, Plan
-from zckpt.core.recipes import DerivedStore, Foreseen, compute_bytes
+from zckpt.core.recipes import DerivedStore, compute_bytes
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.batches import Batch, batches, span_bytes
 from zckpt.engine.prefetch import Fetched, Span, check_unchanged, moved_near
@@ -89,7 +89,7 @@ class Bringer:
 
         Args:
             spans: of stores that are not at hand.
-            fetched: what was fetched of them, and of the inputs of recipes (`foreseen`).
+            fetched: what was fetched of them, and of the inputs of recipes (`foresee`).
 
         Raises:
             RemoteError: a range could not be fetched.
@@ -240,7 +240,7 @@ def _brought(
     return [next(found) if isinstance(span.store, FileStore) else next(computed) for span in spans]
 
 
-def foreseen(batch: Batch) -> list[fsspec_io.Range]:
+def foresee(batch: Batch) -> list[fsspec_io.Range]:
     """The ranges of files on other machines that a batch of moves needs, as far as recipes say what they read."""
     return ranges_of_spans(
         Span(move.src, move.src_offset, move.src_offset + span_bytes(move))
@@ -263,11 +263,12 @@ def ranges_of_spans(spans: Iterable[Span]) -> list[fsspec_io.Range]:
 
 def _inputs_of(store: DerivedStore, start: int, stop: int) -> Iterator[fsspec_io.Range]:
     """What elements [start, stop) are computed from, of files on other machines."""
-    if not isinstance(store.recipe, Foreseen):
+    reads = getattr(store.recipe, "reads", None)
+    if reads is None:
         return
     unit = store.recipe.unit
     whole = start // unit * unit, min(store.size // store.itemsize, -(-stop // unit) * unit)
-    for entry, first, last in store.recipe.reads(*whole):
+    for entry, first, last in reads(*whole):
         size = entry.dtype.itemsize
         for f in touching(entry.fragments, first, last, flat=True) if entry.flat else ():
             low, high = max(first, f.start), min(last, f.start + f.count)

@@ -21,7 +21,7 @@ from zckpt.core.dtypes import CAST_TARGETS
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.stores import FileStore
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
-from zckpt.engine.bringing import Bringer, foreseen
+from zckpt.engine.bringing import Bringer, foresee
 from zckpt.engine.checksums import Partial, merge_adjacent, seal
 from zckpt.engine.choice import choose, threads_for
 from zckpt.engine.output_files import create, open_output_files
@@ -316,7 +316,7 @@ class Mover:
                 if progress is not None:
                     progress(before + now)
 
-            for batch in with_local_sources(parts, foreseen, bringer.near):
+            for batch in with_local_sources(parts, foresee, bringer.near):
                 self._do(batch, files, tick, bringer.follow)
                 before += batch.nbytes
                 syncing.settle()

@@ -226,7 +226,7 @@ class ShiftedElements:
         return ("shifted", self.amount)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Foreseen`."""
+        """What `compute` reads: `core.recipes.Recipe`."""
         return [(self.inputs[0], start, stop)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:

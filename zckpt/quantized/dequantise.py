@@ -43,7 +43,7 @@ class Dequantised:
         return ("dequantised", self.grid)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Foreseen`."""
+        """What `compute` reads: `core.recipes.Recipe`."""
         grid, (numbers, scales) = self.grid, self.inputs
         yield numbers, start, stop
         for _, blocks, band in grid.chunks(start // self.unit, stop // self.unit):
@@ -98,7 +98,7 @@ class Narrowed:
         return ("narrowed", self.dtype.name)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Foreseen`."""
+        """What `compute` reads: `core.recipes.Recipe`."""
         return [(self.inputs[0], start, stop)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:

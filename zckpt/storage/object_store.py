@@ -8,12 +8,9 @@ fsspec's own configuration, is left to s3fs.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
@@ -93,49 +90,20 @@ class ObjectStore:
 
         obstore.delete(self.store, self._key(path))
 
-    def open_parts(self, path: str, part_bytes: int, parts: int) -> PartsWriter:
-        """A file that is sent in parts, so many at a time; it appears when it is closed."""
+    def open_parts(self, path: str, part_bytes: int, parts: int) -> Any:
+        """A writer of obstore's, which sends so many parts of a file at a time.
+
+        The file appears when it is closed; the store forgets all parts where its `with` block ends by an error.
+        """
         import obstore
 
-        return PartsWriter(
-            obstore.open_writer(self.store, self._key(path), buffer_size=part_bytes, max_concurrency=parts)
-        )
+        return obstore.open_writer(self.store, self._key(path), buffer_size=part_bytes, max_concurrency=parts)
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Nothing is kept."""
 
     def _key(self, path: str) -> str:
         return path.strip("/").removeprefix(self.bucket).lstrip("/")
-
-
-class PartsWriter:
-    """A file under way to a bucket: parts wait in memory until the store has them, and `write` while too many wait."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-        self.closed = False
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Sends the next bytes."""
-        self._writer.write(bytes(data))  # which it keeps until the store has them
-
-    def close(self) -> None:
-        """Makes the file appear."""
-        self.closed = True
-        self._writer.close()
-
-    def discard(self) -> None:
-        """Has the store forget the parts that it got."""
-        self.closed = True
-        self._writer.__exit__(KeyboardInterrupt, None, None)
-
-    def __enter__(self) -> PartsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.discard() if error is not None else self.close()
 
 
 def find_store(address: str) -> tuple[ObjectStore, str] | None:
@@ -151,7 +119,9 @@ def find_store(address: str) -> tuple[ObjectStore, str] | None:
 
 @functools.cache
 def _is_installed() -> bool:
-    return importlib.util.find_spec("obstore") is not None
+    from importlib.util import find_spec
+
+    return find_spec("obstore") is not None
 
 
 @functools.lru_cache(64)
@@ -164,6 +134,8 @@ def _open(bucket: str, process: int, told: tuple[tuple[str, str], ...]) -> Objec
         or _has_fsspec_settings()
     ):
         return None
+    from datetime import timedelta
+
     from obstore.store import S3Store
 
     environment = dict(told)
@@ -215,6 +187,8 @@ def _keys_of_botocore() -> tuple[Callable[[], Any], str | None] | None:
         from botocore.session import Session
     except ImportError:
         return None
+    from datetime import UTC, datetime, timedelta
+
     session = Session()
     found = None if _FILES & session.get_scoped_config().keys() else session.get_credentials()
     if found is None:

@@ -63,7 +63,7 @@ class Upload:
     def write(self, data: bytes | memoryview) -> None:
         """Sends the next bytes."""
         with as_zckpt_errors(self.address):
-            self._file.write(data)
+            self._file.write(bytes(data))  # which obstore keeps until the store has them
 
     def complete(self) -> None:
         """Makes the file appear.
@@ -83,6 +83,10 @@ class Upload:
     def discard(self) -> None:
         """Aborts the upload, unless it is complete. Raises nothing; a store may keep the parts that were sent for some time."""
         if self._collects or self._is_complete:
+            return
+        if isinstance(self._fs, ObjectStore):
+            with contextlib.suppress(Exception):
+                self._file.__exit__(KeyboardInterrupt, None, None)
             return
         try:
             with contextlib.suppress(Exception):

@@ -38,7 +38,7 @@ class BlocksOfFloats:
         return ("to Q8_0",)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Foreseen`."""
+        """What `compute` reads: `core.recipes.Recipe`."""
         return [(self.inputs[0], start // Q8_0.nbytes * Q8_0.block, stop // Q8_0.nbytes * Q8_0.block)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
@@ -74,7 +74,7 @@ class FloatsOfBlocks:
         return (f"of {self.type.name}",)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Foreseen`."""
+        """What `compute` reads: `core.recipes.Recipe`."""
         block, nbytes = self.type.block, self.type.nbytes
         return [(self.inputs[0], start // block * nbytes, stop // block * nbytes)]
 
