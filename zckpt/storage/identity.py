@@ -54,11 +54,11 @@ def _unescape(path: bytes) -> str:
 
 
 _DISTANT = re.compile(r"nfs4?|cifs|smb[23]|smbfs|lustre|ceph|9p|virtiofs|beegfs|gpfs|afs|pvfs2|wekafs|fuse(\..*)?")
-"""Kinds of file systems whose bytes come from other machines, or through a program that may fetch them there."""
+"""Kinds of file systems that have their bytes from other machines, or through a program that may fetch them there."""
 
 
 def is_distant(path: str) -> bool:
-    """Whether a path is on a mount whose bytes probably come from another machine."""
+    """Whether a path is on a mount that probably has its bytes from another machine."""
     real = os.path.realpath(path)
     above = [mount for mount in mounts() if is_below(real, mount.point)]
     return bool(above) and _DISTANT.fullmatch(max(reversed(above), key=lambda mount: len(mount.point)).kind) is not None
