@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import zckpt
@@ -72,6 +73,25 @@ def test_the_newest_of_steps_with_saves_below(tmp_path: Path) -> None:
     for step in (9, 10):
         write(tmp_path / f"step_{step}" / "policy" / "model.safetensors", {"step": torch.tensor([float(step)])})
     assert zckpt.open_checkpoint(tmp_path)["step"].item() == 10
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_runs_of_trainers_with_saves_below(tmp_path: Path) -> None:
+    """RLinf's and prime-rl's runs keep steps in `checkpoints/`; NeMo Automodel links the newest, and has the optimizer beside."""
+    for step in (5, 10):
+        state = {"step": torch.tensor([float(step)])}
+        for place in (
+            f"rlinf/checkpoints/global_step_{step}/actor/dcp_checkpoint",
+            f"prime/checkpoints/step_{step}/trainer",
+        ):
+            dcp.save({"app": {"model": state}}, checkpoint_id=tmp_path / place, no_dist=True)
+        write(tmp_path / f"automodel/epoch_0_step_{step}/model/model.safetensors", state)
+        dcp.save(
+            {"optim": {"state": state}}, checkpoint_id=tmp_path / f"automodel/epoch_0_step_{step}/optim", no_dist=True
+        )
+    (tmp_path / "automodel/LATEST").symlink_to("epoch_0_step_10")
+    for path in ("rlinf", "prime", "automodel", "automodel/LATEST", "automodel/epoch_0_step_10"):
+        assert zckpt.open_checkpoint(tmp_path / path)["step"].item() == 10, path
 
 
 FOREIGN = {

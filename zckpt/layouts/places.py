@@ -244,8 +244,8 @@ def _find_in_directory(look: Look) -> Place:
     from zckpt.layouts.save.series import meaning_of
 
     below = look_below(look.folder)
-    if below.saves and meaning_of(firsts := _first_names_of(look, below.saves)) == "moment":
-        newest = [save for save, first in zip(below.saves, firsts, strict=True) if first == firsts[-1]]
+    if below.saves and meaning_of(names := _names_that_differ(look, below.saves)) == "moment":
+        newest = [save for save, name in zip(below.saves, names, strict=True) if name == names[-1]]
         below = below._replace(saves=newest)
     if len(below.saves) == 1:
         found = below.saves[0].path
@@ -256,9 +256,10 @@ def _find_in_directory(look: Look) -> Place:
     raise _no_save_error(look, [save.path for save in below.saves])
 
 
-def _first_names_of(look: Look, saves: Sequence[Folder]) -> list[str]:
-    """Of directories further below, the names right below the one that is searched."""
-    return [save.path.relative_to(look.path).replace("\\", "/").partition("/")[0] for save in saves]
+def _names_that_differ(look: Look, saves: Sequence[Folder]) -> list[str]:
+    """Of directories further below, the first names on the way to them that are not all the same."""
+    paths = [save.path.relative_to(look.path).replace("\\", "/").split("/") for save in saves]
+    return next((list(names) for names in zip(*paths, strict=False) if len({*names}) > 1), [path[0] for path in paths])
 
 
 def _no_save_error(look: Look, below: Sequence[Location]) -> NotACheckpointError:

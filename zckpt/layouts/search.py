@@ -23,6 +23,10 @@ _MOST_BEHIND_ADDRESSES = 30
 """Directories that are listed to find saves further below; behind an address, each takes a request."""
 
 
+_OPTIMIZERS = ("optim", "optimizer")
+"""Directories in which trainers keep an optimizer beside its model, such as NeMo Automodel's."""
+
+
 class Below(NamedTuple):
     """What lies further below a directory.
 
@@ -81,7 +85,7 @@ def tags_in(folder: Folder, also: Sequence[Folder] = ()) -> tuple[str, ...]:
     found: set[str] = set() if folder.path.is_remote else set(find_displaced(folder.path.path))
     for root in (folder, *also):
         for name in root.names:
-            if name.startswith("."):  # a save that was not finished
+            if name.startswith(".") or name in _OPTIMIZERS:  # a save that was not finished, or is of no model
                 continue
             inner = root.inside(name)
             if inner is not None and layouts.is_save(inner.names):
@@ -111,5 +115,12 @@ def look_below(folder: Folder) -> Below:
 
 
 def _directories(folder: Folder) -> Iterator[Folder]:
-    inside = (folder.inside(name) for name in folder.names if trainers.may_hold_model(name))
-    return (inner for inner in inside if inner is not None)
+    """Directories in one that may hold a model; of one that a link here leads to, such as `LATEST`, that itself."""
+    found: dict[str, Folder] = {}
+    for inner in (folder.inside(name) for name in folder.names if trainers.may_hold_model(name)):
+        if inner is not None:
+            target = inner.path.resolved().absolute().path
+            if target not in found or inner.path.absolute().path == target:
+                found.pop(target, None)
+                found[target] = inner
+    return iter(found.values())
