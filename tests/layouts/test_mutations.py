@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import zckpt
@@ -37,9 +38,12 @@ from zckpt.layouts.run import vectors
 from zckpt.layouts.save import cut_tensors, module_states
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.universal import read as universal
-from zckpt.layouts.weights_alone import nanotron, xla
+from zckpt.layouts.weights_alone import nanotron, sliced, xla
 from zckpt.layouts.zero import optimizer_states, partition, unsharded, unsharded_training, zero3, zero12
 from zckpt.storage.location import locate
+
+sys.path.insert(0, str(Path(__file__).parent))
+import test_sliced
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 Wrapper = Callable[..., Callable[..., Any]]
@@ -609,6 +613,11 @@ def nanotron_crossed(p: Planter) -> None:
     p.function(nanotron._chunks, lambda right: lambda one, shape: refs_crossed([*right(one, shape)]))
 
 
+def ranks_reversed(p: Planter) -> None:
+    """Slices of tensor-parallel ranks are joined in reverse."""
+    p.function(sliced._join_ranks, lambda right: lambda ranks, *more: right(ranks[::-1], *more))
+
+
 def refs_crossed(chunks: list[Any]) -> list[Any]:
     """Chunks of one size change places in the file."""
     places = [chunk.place for chunk in chunks]
@@ -667,6 +676,9 @@ RANKS: dict[tuple[str, str], tuple[str, Plant]] = {
     ("Megatron-Core model space", "mcore/model_space_tp2_dp2_0_12"): ("boxes mirrored", boxes_mirrored),
     ("torchtitan", "torchtitan/llama3_0_3_0_w3"): ("boxes mirrored", boxes_mirrored),
     ("torch_xla", "torch_xla/flat_w3"): ("parts reversed", xla_reversed),
+    ("Llama's original files", "llama"): ("ranks reversed", ranks_reversed),
+    ("NeMo 1", "nemo"): ("ranks reversed", ranks_reversed),
+    ("NxD", "nxd"): ("ranks reversed", ranks_reversed),
     ("nanotron", "nanotron/llama_tp2_pp2"): ("fused pieces swapped", nanotron_crossed),
     ("GGUF", "gguf"): ("equal tensors swapped", gguf_swapped),
 }  # fmt: skip
@@ -784,7 +796,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     zckpt.convert(source, work / "plain", options=Options(max_shard_size=400))
     zckpt.to_universal(source, work / "universal")
     gguf = FIXTURES / "gguf/llama/llama.q8_0.gguf"
-    return {"plain": work / "plain", "universal": work / "universal", "gguf": gguf}
+    test_sliced.write_llama(work / "llama", test_sliced.llama(), 2, 0)
+    test_sliced.write_nemo(work / "model.nemo", 2, 2)
+    nxd = {f"model.layers.0.mlp.{name}.weight": torch.randn(4, 4) for name in ("up_proj", "down_proj")}
+    test_sliced.write_nxd(work / "nxd", nxd, 2, 1)
+    found = {name: work / name for name in ("plain", "universal", "llama", "nxd")}
+    return {**found, "gguf": gguf, "nemo": work / "model.nemo"}
 
 
 def output(case: Case, checkpoint: Path, out: Path) -> Path:
@@ -858,7 +875,7 @@ def test_a_planted_fault_is_caught(
 
 def test_every_kind_of_fault_is_planted_in_every_family() -> None:
     """All of these faults are caught; what cannot be is below."""
-    assert len(CASES) == len(set(map(str, CASES))) == 204
+    assert len(CASES) == len(set(map(str, CASES))) == 207
 
 
 def test_every_family_has_planted_faults(made: dict[str, Path]) -> None:

@@ -48,5 +48,5 @@ JSON_MEMORY_BYTES = _LIFTED * (192 << 20)
 GGUF_MEMORY_BYTES = _LIFTED * (192 << 20)
 """Memory of the objects that a GGUF header makes: 280,000 tensors. Models have a few thousand, and a few dozen entries."""
 
-TAR_MEMBERS = 64
+TAR_MEMBERS = 4096
 """Files in a tar archive. Those that torch wrote had four."""

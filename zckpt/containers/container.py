@@ -19,7 +19,7 @@ from zckpt.storage.location import Location, OpenFile, locate
 _HEAD_BYTES, _TAIL_BYTES = 2048, 1024
 """In a small torch file, these bytes hold all but the tensor: its headers, its pickle and its directory."""
 
-Kind = Literal["torch_zip", "torch_legacy", "torch_tar", "safetensors", "gguf"]
+Kind = Literal["torch_zip", "torch_legacy", "torch_tar", "nemo", "safetensors", "gguf"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from zckpt.containers.machine import Machine, PersistentLoad
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import read_pickle
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef
+from zckpt.containers.torch_zip import read_input as read_zip
 from zckpt.containers.torch_zip import storage_of, unknown_storage
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
@@ -159,6 +160,8 @@ class _LegacyStorages:
 def read_tar(file: Input) -> Container:
     """The object in a tar archive: members `storages`, `tensors` and `pickle`, the last naming tensors by number."""
     members = _members(file)
+    if "model_config.yaml" in members:
+        return _read_nemo(file, members)
     missing = [name for name in ("storages", "tensors", "pickle") if name not in members]
     if missing:
         raise _other_tar(file, f"no member {missing[0]!r}")
@@ -201,23 +204,72 @@ def read_tar(file: Input) -> Container:
     return Container("torch_tar", store, stream.pickle(load))
 
 
+def _read_nemo(file: Input, members: dict[str, tuple[int, int]]) -> Container:
+    """The torch files in an archive of NeMo, by their names; the config's text is among the metadata.
+
+    Raises:
+        UnsupportedError: it holds no torch file.
+    """
+    roots: dict[str, object] = {}
+    for name, (start, end) in members.items():
+        if name.endswith(".ckpt"):
+            part = file.part(start, end - start, f"member {name!r}")
+            roots[name] = (read_zip(part) if part.peek(0, 4) == b"PK\x03\x04" else read_stream(part)).root
+    if not roots:
+        raise UnsupportedError(
+            "is an archive of NeMo with weights in another form than model_weights.ckpt", file=file.path,
+            found=f"members such as {', '.join(map(repr, list(members)[:3]))}", expected="a torch file, or one of each rank",
+            remedy="Unpack it with tar -xf, and give the directory model_weights in it.",
+        )  # fmt: skip
+    start, end = members["model_config.yaml"]
+    text = file.read(start, min(end - start, _MOST_TEXT), "the config").decode("utf-8", "replace")
+    return Container("nemo", file.store(), roots, {"model_config.yaml": text})
+
+
+_MOST_TEXT = 1 << 20
+"""Bytes of a config, and of a header in front of a member's."""
+
+
 def _members(file: Input) -> dict[str, tuple[int, int]]:
-    """Name -> (start, end) of the members of a tar archive."""
+    """Name -> (start, end) of the members of a tar archive; headers of GNU or pax before a member have its long name or size."""
     members: dict[str, tuple[int, int]] = {}
-    at = 0
+    at = count = 0
+    before: dict[bytes, bytes] = {}
     while len(header := file.peek(at, 512)) == 512 and header.strip(b"\0"):
-        digits = header[124:136].strip(b" \0")
-        if not digits or digits.strip(b"01234567"):
+        digits, kind = header[124:136].strip(b" \0"), header[156:157]
+        is_wide = header[124] == 0x80
+        if not is_wide and (not digits or digits.strip(b"01234567")):
             raise file.damaged("the tar archive is damaged", "a member size that is not a number", byte_offset=at)
-        nbytes = int(digits, 8)
-        name = header[:100].rstrip(b"\0").decode("utf-8", "replace").removeprefix("./")
-        if len(members) > limits.TAR_MEMBERS:
+        nbytes = int.from_bytes(header[125:136], "big") if is_wide else int(digits, 8)
+        if kind not in (b"x", b"g", b"L", b"K") and (said := before.get(b"size", b"")).isdigit() and len(said) < 20:
+            nbytes = int(said)
+        name = before.get(b"path", header[:100].rstrip(b"\0")).decode("utf-8", "replace").removeprefix("./")
+        if (count := count + 1) > limits.TAR_MEMBERS:
             raise _other_tar(file, f"more than {limits.TAR_MEMBERS:,} members")
         if at + 512 + nbytes > file.size:
             raise file.cut_short(f"member {name!r}", at + 512 + nbytes)
-        members[name] = (at + 512, at + 512 + nbytes)
+        if kind in (b"x", b"L") and nbytes <= _MOST_TEXT:
+            text = file.read(at + 512, nbytes, "a header")
+            before |= {b"path": text.rstrip(b"\0")} if kind == b"L" else _pax_fields(text)
+        elif kind not in (b"x", b"g", b"L", b"K"):
+            if kind in (b"0", b"\0"):
+                members[name] = (at + 512, at + 512 + nbytes)
+            before = {}
         at += 512 + -(-nbytes // 512) * 512
     return members
+
+
+def _pax_fields(text: bytes) -> dict[bytes, bytes]:
+    """What a pax header says: lines of a length, a key and a value."""
+    found: dict[bytes, bytes] = {}
+    while text:
+        length = text.partition(b" ")[0]
+        end = int(length) if length.isdigit() and len(length) < 8 else 0
+        key, mark, value = text[len(length) + 1 : end].partition(b"=")
+        if not mark or end > len(text):
+            break
+        found[key], text = value.removesuffix(b"\n"), text[end:]
+    return found
 
 
 def _other_tar(file: Input, found: str) -> NotACheckpointError:

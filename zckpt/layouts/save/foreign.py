@@ -1,8 +1,7 @@
 """Checkpoints of other programs that zckpt does not read, known by the names of their files.
 
 For `places`, which names the format and says what its own program writes instead.
-Source: orbax (step metadata, `_METADATA` of a PyTree, OCDBT's manifest);
-neuronx-distributed, trainer/checkpoint.py; fairseq2, checkpoint.py; torchsnapshot, snapshot.py;
+Source: orbax (step metadata, `_METADATA` of a PyTree, OCDBT's manifest); fairseq2, checkpoint.py; torchsnapshot, snapshot.py;
 transformers 4.57, utils/__init__.py (TensorFlow's, Flax's, Rust's weights).
 """
 
@@ -39,12 +38,6 @@ FORMATS = (
         "",
         "Restore it with orbax.checkpoint, and save the arrays with safetensors.numpy.save_file; MaxText and others have "
         "scripts that write a Hugging Face model.",
-    ),
-    ForeignFormat(
-        "Neuron's NxD (neuronx-distributed)",
-        r"dp_rank_\d+_tp_rank_\d+_pp_rank_\d+(?:_ep_rank_\d+)?\.(?:pt|tensors)(?:\.tensors)?",
-        "",
-        "Merge its ranks with neuronx-distributed's own converter, or with `optimum-cli neuron consolidate`.",
     ),
     ForeignFormat("fairseq2", r"sdp_\d+\.pt", "", "Load it with fairseq2, and save a Hugging Face model."),
     ForeignFormat("torchsnapshot", r"\.snapshot_metadata", "", _SAVE),

@@ -18,7 +18,7 @@ from zckpt.base.patterns import compile_late
 from zckpt.layouts.save.folder import Folder
 from zckpt.storage.location import Location
 
-_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".nemo")
 INDEX = compile_late(r".+\.(?:safetensors|bin|pt|pth)\.index\.json")
 NO_WEIGHTS = (
     r"(?i:optim|sched|rng|random|scaler|sampler|loader|args|trainer|recipe|tokenizer|vocab|dataset|metrics|imatrix)"

@@ -20,6 +20,10 @@ OPTIMIZER = compile_late(
 )
 """Files of nanotron: the first is there in every save of it."""
 
+LLAMA = compile_late(r"consolidated\.(\d+)\.pth")
+NEMO = compile_late(r"(?:(?:mp|tp)_rank_(?P<tp>\d+)(?:_(?:pp_rank_)?(?P<pp>\d+))?/)?model_weights\.ckpt")
+NXD = compile_late(r"dp_rank_(?P<dp>\d+)_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(?P<ep>_ep_rank_\d+)?\.pt")
+
 FAMILIES = (
     Family(
         name="torch_xla",
@@ -46,5 +50,39 @@ FAMILIES = (
         every_rank=False,
         holds_run=False,
         unread_states=later("weights_alone.nanotron", "unread_states"),
+    ),
+    Family(
+        name="Llama",
+        about="Llama's original files: slices of each tensor-parallel rank in consolidated.NN.pth, with params.json.",
+        files=(FileKind("", LLAMA, of_rank=False),),
+        match=where_there([LLAMA], later("weights_alone.sliced", "match_llama"), "no consolidated.*.pth of Llama"),
+        read=later("weights_alone.sliced", "read_llama"),
+        second=later("weights_alone.second", "find_llama"),
+        fallback=True,
+        every_rank=False,
+        holds_run=False,
+    ),
+    Family(
+        name="NeMo 1",
+        about="Archives of NeMo 1 (.nemo), read in place, or their files: a model, or slices of model-parallel ranks.",
+        files=(FileKind("", compile_late(NEMO.pattern.replace(")?model", ")model")), of_rank=False),),
+        match=later("weights_alone.sliced", "match_nemo"),
+        read=later("weights_alone.sliced", "read_nemo"),
+        second=later("weights_alone.second", "find_nemo"),
+        mark="model_config.yaml",
+        directories=compile_late(r"(?:mp_rank_\d{2,}|tp_rank_\d{2,}_pp_rank_\d{3,})"),
+        every_rank=False,
+        holds_run=False,
+    ),
+    Family(
+        name="NxD",
+        about="Neuron's NxD (neuronx-distributed): slices of tensor- and pipeline-parallel ranks, joined by rules.",
+        files=(FileKind("", NXD, of_rank=False),),
+        match=lambda listing: None if listing.matching(NXD) else "no dp_rank_*_tp_rank_*_pp_rank_*.pt of NxD",
+        read=later("weights_alone.sliced", "read_nxd"),
+        second=later("weights_alone.second", "find_nxd"),
+        directories=compile_late(NXD.pattern + r"\.tensors"),
+        every_rank=False,
+        holds_run=False,
     ),
 )

@@ -1,11 +1,13 @@
 """Finds a second time what is in saves of which zckpt reads the weights alone, as each format's own code joins its files.
 
 Source: pytorch/xla, torch_xla/distributed/fsdp/state_dict_utils.py `consolidate_sharded_state_dicts`; nanotron 2411b02,
-serialize/utils.py `merge_and_shard_tp_tensors`, serialize/weights.py `load_sharded_param_latest`.
+serialize/utils.py `merge_and_shard_tp_tensors`, serialize/weights.py
+ `load_sharded_param_latest`; of the others, as `sliced` says.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -17,9 +19,12 @@ from zckpt.layouts.save.second import (
     HeldRun,
     SecondLook,
     Shape,
+    fields_of,
     hold_box,
     hold_elements,
     hold_whole,
+    join_path,
+    leaves_of,
     mapping,
     rows_of,
     shape_of,
@@ -110,3 +115,129 @@ def find_nanotron(listing: Listing) -> SecondLook:
 
 def _number(text: str) -> int | None:
     return None if text == "None" else int(text)
+
+
+def find_llama(listing: Listing) -> SecondLook:
+    """As transformers' script for Llama's original files, which puts the ranks' tensors together by `torch.cat`."""
+    params = json.loads(listing.files["params.json"].read())
+    params = params.get("model", params)
+    heads = params["n_heads"]
+    wanted = (params.get("n_kv_heads") or heads) * (params.get("head_dim") or params["dim"] // heads)
+    files = sorted(name for name in listing.files if name.startswith("consolidated."))
+    states = [_tensors_in(listing.open(name).root) for name in files]
+    names: dict[str, Shape | None] = {}
+    runs: list[HeldRun] = []
+    for name in states[0]:
+        refs = [state[name] for state in states]
+        kind = name.rsplit(".", 2)[-2]
+        dim = {
+            "wo": 1,
+            "w2": 1,
+            "tok_embeddings": int(refs[0].shape[1] != params["dim"]) if refs[0].shape[1:] else 0,
+        }.get(kind, 0)
+        if not kind.startswith("w") and kind not in ("tok_embeddings", "output"):
+            dim = -1
+        if kind in ("wk", "wv") and (times := len(refs) * refs[0].shape[0] // wanted) > 1:
+            for other in range(1, times):
+                runs += _concatenate(name, refs[other::times], dim, names)
+            refs = refs[::times]
+        runs += _concatenate(name, refs, dim, names)
+    return SecondLook(names, runs)
+
+
+def find_nemo(listing: Listing) -> SecondLook:
+    """As NeMo's model of one rank would have it: slices of Megatron's parallel layers, layers counted over all stages."""
+    archive = len(listing.files) == 1
+    container = listing.open(next(iter(listing.files))) if archive else None
+    config = (
+        container.metadata["model_config.yaml"] if container else listing.files["model_config.yaml"].read().decode()
+    )
+    gated = re.search(r"^activation: *'?(?:fast-)?(?:swi|ge|re)glu", config, re.MULTILINE)
+    roots = (
+        mapping(container.root)
+        if container
+        else {name: listing.open(name).root for name in listing.files if name.endswith(".ckpt")}
+    )
+    ranks: dict[tuple[int, int], str] = {}
+    for name in roots:
+        numbers = [*map(int, re.findall(r"\d+", name.partition("/")[0])), 0, 0]
+        ranks[numbers[1], numbers[0]] = name
+    names: dict[str, Shape | None] = {}
+    runs: list[HeldRun] = []
+    before = 0
+    for stage in sorted({stage for stage, _ in ranks}):
+        states = [_tensors_in(roots[ranks[key]]) for key in sorted(ranks) if key[0] == stage]
+        for local in states[0]:
+            name = re.sub(r"\blayers\.(\d+)\.", lambda m, n=before: f"layers.{int(m[1]) + n}.", local, count=1)  # type: ignore[misc]
+            end = ".".join(local.split(".")[-2:])
+            dim = (
+                0
+                if re.match(
+                    r"(query_key_value|linear_qkv|query|key_value|dense_h_to_4h|linear_fc1)\.(weight|bias)$", end
+                )
+                else -1
+            )
+            dim = 0 if re.match(r"(word_embeddings|output_layer|word_embeddings_for_head)\.", end) else dim
+            dim = 1 if re.match(r"(dense|dense_4h_to_h|linear_proj|linear_fc2)\.weight", end) else dim
+            halves = 2 if gated and re.match(r"(dense_h_to_4h|linear_fc1)\.(weight|bias)$", end) else 1
+            runs += _concatenate(name, [state[local] for state in states], dim, names, halves)
+        found = [int(m[1]) for m in (re.search(r"\blayers\.(\d+)\.", local) for local in states[0]) if m]
+        before += 1 + max(found, default=-1)
+    return SecondLook(names, runs)
+
+
+def find_nxd(listing: Listing) -> SecondLook:
+    """As NxD's own parallel layers, which transformers' names stand for; rules of a user's own are not looked at."""
+    if listing.options.tp_rules:
+        raise ValueError("slices were joined by the rules of --tp-rules")
+    ranks: dict[tuple[int, int], Mapping[str, TensorRef]] = {}
+    for name in listing.files:
+        if match := re.fullmatch(r"dp_rank_0+_tp_rank_(\d+)_pp_rank_(\d+)\.pt", name):
+            root = mapping(listing.open(name).root)
+            held: dict[str, object] = {}
+            for key, value in (root["model"] if isinstance(root.get("model"), Mapping) else root).items():  # type: ignore[attr-defined]
+                tid = fields_of(value).get("tid")
+                held[key] = value if tid is None else listing.open(f"{name}.tensors/tensor_{tid}.pt").root
+            ranks[int(match[2]), int(match[1])] = _tensors_in(held)
+    names: dict[str, Shape | None] = {}
+    runs: list[HeldRun] = []
+    for stage in sorted({stage for stage, _ in ranks}):
+        states = [ranks[key] for key in sorted(ranks) if key[0] == stage]
+        for name in states[0]:
+            module, kind = name.split(".")[-2:]
+            by_columns = module in ("o_proj", "down_proj")
+            dim = (
+                0
+                if module
+                in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head")
+                else -1
+            )
+            dim = 1 if by_columns and kind == "weight" else dim
+            runs += _concatenate(name, [state[name] for state in states], dim, names, 1 + (module == "gate_up_proj"))
+    return SecondLook(names, runs)
+
+
+def _tensors_in(root: object) -> dict[str, TensorRef]:
+    inner = mapping(root).get("model")
+    leaves = leaves_of(inner if isinstance(inner, Mapping) else root)
+    return {join_path(path): value for path, value in leaves if isinstance(value, TensorRef)}
+
+
+def _concatenate(
+    name: str, refs: list[TensorRef], dim: int, names: dict[str, Shape | None], pieces: int = 1
+) -> Iterator[HeldRun]:
+    """What ranks hold of a tensor that is cut in a dimension, in so many pieces each; a negative one: all hold the same."""
+    first = refs[0].shape
+    if dim < 0 or len(refs) == 1:
+        names[name] = first
+        for ref in refs:
+            yield from hold_whole(name, "", ref)
+        return
+    own = first[dim] // pieces
+    shape = (*first[:dim], first[dim] * len(refs), *first[dim + 1 :])
+    names[name] = shape
+    for rank, ref in enumerate(refs):
+        for piece in range(pieces):
+            offsets = [0] * len(shape)
+            offsets[dim] = (piece * len(refs) + rank) * own
+            yield from hold_box(name, "", rows_of(ref, dim, piece * own, own), offsets, shape)
