@@ -58,6 +58,7 @@ FAMILIES = (
         match=where_there([LLAMA], later("weights_alone.sliced", "match_llama"), "no consolidated.*.pth of Llama"),
         read=later("weights_alone.sliced", "read_llama"),
         second=later("weights_alone.second", "find_llama"),
+        mark="params.json",
         fallback=True,
         every_rank=False,
         holds_run=False,
