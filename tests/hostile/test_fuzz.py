@@ -24,6 +24,9 @@ from hypothesis import strategies as st
 
 from zckpt import ZckptError, open_checkpoint
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "layouts"))
+import test_sliced
+
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 EXAMPLES = int(os.environ.get("ZCKPT_FUZZ", "60"))
 MOST_SECONDS = 5
@@ -64,6 +67,13 @@ SEEDS: dict[str, Seed] = {
     "Megatron's ranks": ("megatron_legacy/moe_ep2/checkpoint", "**/mp_rank_00_001/model_optim_rng.pt", True),
     "Megatron's masters": ("megatron_legacy/moe_ep2/checkpoint", "**/mp_rank_00_000/distrib_optim.pt", True),
     "a rank's part of OSS": ("optimizers/oss_ranks_w3/checkpoint", "optimizer_rank1.pt", True),
+    "nanotron's slices": ("nanotron/llama_tp2_pp2/checkpoint", "**/qkv_proj/*tp-rank-1*.safetensors", False),
+    "an archive of NeMo": (
+        lambda home: home.mkdir() or test_sliced.write_nemo(home / "model.nemo", 2, 1),
+        "model.nemo",
+        False,
+    ),
+    "a rank's file of Llama": (lambda home: test_sliced.write_llama(home, test_sliced.llama(), 2, 0), "*.01.pth", True),
     "GGUF": ("gguf/llama", "*.gguf", False),
     "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
     "index": (safetensors_directory, "model.safetensors.index.json", False),

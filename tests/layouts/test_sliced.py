@@ -207,6 +207,21 @@ def test_archives_of_nemo_are_read_in_place(tp: int, pp: int, tmp_path: Path) ->
     check(home, state, tmp_path / "again")
 
 
+def test_a_changed_byte_in_an_archive_is_found(tmp_path: Path) -> None:
+    """The torch files in it have checksums."""
+    write_nemo(tmp_path / "model.nemo", 2, 1)
+    zckpt.convert(tmp_path / "model.nemo", tmp_path / "out.safetensors", dtype="bf16")
+    assert zckpt.verify(tmp_path / "model.nemo", tmp_path / "out.safetensors").deletable[0]  # type: ignore[index]
+    fragment = (
+        open_catalog(locate(tmp_path / "model.nemo"), Reading()).catalog["model.output_layer.weight"].fragments[0]
+    )
+    with (tmp_path / "model.nemo").open("r+b") as file:
+        file.seek(fragment.byte_offset)
+        file.write(b"\x7f\x7f")
+    zckpt.convert(tmp_path / "model.nemo", tmp_path / "again.safetensors", dtype="bf16")
+    assert not zckpt.verify(tmp_path / "model.nemo", tmp_path / "again.safetensors", deep=True).ok
+
+
 def test_archives_without_gates_and_their_files(tmp_path: Path) -> None:
     state = write_nemo(tmp_path / "model.nemo", 2, 1, gated=False)
     check(tmp_path / "model.nemo", state, tmp_path / "out")

@@ -16,7 +16,7 @@ from dataclasses import field, replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import Pace
 from zckpt.checks.scan_order import ScanOrder
-from zckpt.containers import TensorRef, torch_zip
+from zckpt.containers import TensorRef, torch_legacy, torch_zip
 from zckpt.containers.container import Container, open_input
 from zckpt.core.catalog import Catalog, Padding, Replica, TensorEntry
 from zckpt.core.stores import FileStore
@@ -64,6 +64,8 @@ def checked_file(container: Container, crc32: int | None = None) -> CheckedFile:
     """A file that was opened, with the checksums it holds."""
     if container.kind == "torch_zip":
         return checked_parts(container.store, torch_zip.records(container.store.path), crc32)
+    if container.kind == "nemo":
+        return checked_parts(container.store, torch_legacy.records_of_nemo(container.store.path), crc32)
     refs = container.root.values() if container.kind == "safetensors" and isinstance(container.root, Mapping) else ()
     elements = sum(ref.nbytes for ref in refs if isinstance(ref, TensorRef))
     return CheckedFile(container.store, (), crc32, container.store.size - elements if refs else 0)

@@ -19,14 +19,14 @@ from dataclasses import replace
 
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
-from zckpt.containers.container import Container, Input
+from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import brief_text
 from zckpt.containers.machine import Machine, PersistentLoad
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import read_pickle
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef
 from zckpt.containers.torch_zip import read_input as read_zip
-from zckpt.containers.torch_zip import storage_of, unknown_storage
+from zckpt.containers.torch_zip import records_in, storage_of, unknown_storage
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
@@ -224,6 +224,17 @@ def _read_nemo(file: Input, members: dict[str, tuple[int, int]]) -> Container:
     start, end = members["model_config.yaml"]
     text = file.read(start, min(end - start, _MOST_TEXT), "the config").decode("utf-8", "replace")
     return Container("nemo", file.store(), roots, {"model_config.yaml": text})
+
+
+def records_of_nemo(path: str) -> list[tuple[str, int, int, int]]:
+    """The records of the torch zip files in an archive of NeMo, as `torch_zip.records` has them."""
+    found: list[tuple[str, int, int, int]] = []
+    with open_input(path) as file:
+        for name, (start, end) in _members(file).items():
+            part = file.part(start, end - start, f"member {name!r}") if name.endswith(".ckpt") else None
+            if part is not None and part.peek(0, 4) == b"PK\x03\x04":
+                found += [(f"{name}: {record[0]}", *record[1:]) for record in records_in(part)]
+    return found
 
 
 _MOST_TEXT = 1 << 20
