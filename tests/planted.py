@@ -235,7 +235,7 @@ def main() -> None:
         importlib.import_module(name)
     every = {fault: [f"tests/{test}" for test in fault.tests.split()] for fault in asked}
     ended = {"none": run(None, list(dict.fromkeys(test for tests in every.values() for test in tests)))}
-    ended |= {fault.room: run(fault, tests) for fault, tests in every.items()}
+    ended |= {f"{fault.room}/{fault.module}": run(fault, tests) for fault, tests in every.items()}
     print(json.dumps(ended))
 
 
