@@ -5,7 +5,7 @@
 makes maps of fixtures, of a checkpoint that lacks files, of names that would do harm in a page, and of 100,000 tensors; opens
 each and checks that it loads nothing, that nothing of it is an error or against its policy, that it is no wider than the screen,
 that what a screen reader is told has names, that mouse and keyboard do what the page says, in light and dark, and how long a
-search takes. Screenshots are left in FOLDER (.make/map). NAME: only these; "llama" makes the picture of docs/map.md again. Needs
+search takes. Screenshots are left in FOLDER (.make/map). NAME: only these; "llama" makes the pictures of docs/map.md again. Needs
 Chromium (`apt-get install chromium`), and aiohttp and pillow, which the tests bring; without a Chromium it says so, with exit
 status 3.
 """
@@ -137,19 +137,20 @@ def llama(folder: Path) -> Path:
 
 
 async def picture_of_the_page(tab: Tab, file: Path) -> None:
-    """docs/map.png: a tensor before and after a reshard."""
+    """docs/map.png and docs/map-dark.png: a tensor before and after a reshard."""
     from PIL import Image
 
-    await tab.see(file, 1180, 1000, "light")
-    await tab.ask(
-        "(() => { const box = document.getElementById('search'); box.value = 'layers.3 q_proj';"
-        "box.dispatchEvent(new Event('input'));"
-        "document.querySelector('#lines [data-tensor]').click(); })()"
-    )
-    await tab.picture(shown := file.with_suffix(".png"))
-    with Image.open(shown) as whole:
-        cut = whole.convert("RGB").crop((0, 0, whole.width, 1640))
-        cut.quantize(96, dither=Image.Dither.NONE).save(ROOT / "docs" / "map.png", optimize=True)
+    for theme, name in (("light", "map.png"), ("dark", "map-dark.png")):
+        await tab.see(file, 1180, 1000, theme)
+        await tab.ask(
+            "(() => { const box = document.getElementById('search'); box.value = 'layers.3 q_proj';"
+            "box.dispatchEvent(new Event('input'));"
+            "document.querySelector('#lines [data-tensor]').click(); })()"
+        )
+        await tab.picture(shown := file.with_suffix(".png"))
+        with Image.open(shown) as whole:
+            cut = whole.convert("RGB").crop((0, 0, whole.width, 1640))
+            cut.quantize(96, dither=Image.Dither.NONE).save(ROOT / "docs" / name, optimize=True)
 
 
 def weights(path: Path, tensors: list[tuple[str, tuple[int, int]]]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import synth
 from hub_server import HubServer
 from pages import BIN, ROOT, Reader, blocks_of, check_options, indented_code
 from s3_server import KEYS, S3Server
@@ -132,6 +133,16 @@ MORE = {
         "run": "trainers/lightning_w1",
         "composer-run": "trainers/composer_w1",
     },
+    "docs/your-trainer.md": {
+        "trl/checkpoint-500": "transformers/llama_zero3",
+        "trl-lora/checkpoint-500": "peft/lora_zero2",
+        "outputs/out/checkpoint-500": "transformers/llama_zero2",
+        "outputs/fsdp/checkpoint-500": "dcp/accelerate_fsdp2_w2",
+        "saves/llama3-8b/full/sft/checkpoint-500": "transformers/llama_zero2",
+        "saves/llama3-8b/lora/sft/checkpoint-500": "peft/lora_zero2",
+        "lightning": "trainers/lightning_w1",
+        "qlora/checkpoint-500": "peft/lora_zero3",
+    },
     "docs/peft.md": {"several/checkpoint-500": "peft/several_zero3", "out/checkpoint-500": "peft/lora_zero2"},
     "docs/merge.md": {"out/checkpoint-500": "peft/lora_zero3"},
     "docs/reshaping.md": {"tensor-parallel": "tensor/plain_tp2"},
@@ -157,6 +168,16 @@ def prepare(page: str, home: Path) -> None:
         put(fixture, home / name)
     if page == "docs/rank-files.md":
         shutil.copy(FIXTURES / "flat/local_uneven_w3/shapes.json", home)
+    if page == "docs/your-trainer.md":
+        from hf_models import llama, llava
+
+        shutil.copytree(FIXTURES / "peft/lora_zero2/base", home / "Llama")
+        shutil.copytree(FIXTURES / "peft/lora_zero2/adapter", home / "outputs" / "checkpoint-60")
+        for name, model in (("llava", llava()), ("reward", llama("SequenceClassification", num_labels=1))):
+            save = home / name / "checkpoint-500"
+            synth.zero3(save, [dict(model.float().state_dict())], 2, tag="global_step500", step=500)
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(save)
     if page == "SECURITY.md":
         (home / "tests").symlink_to(ROOT / "tests")
     if page == "docs/merge.md":
@@ -304,11 +325,12 @@ def test_speeds_are_those_that_were_measured() -> None:
 def test_the_package_page_stands_alone() -> None:
     """README.md is the page on the package index too, where relative links lead nowhere."""
     text = (ROOT / "README.md").read_text()
-    links = [(*re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", text),)]
-    assert [link for link in links[0] if "://" not in link] == []
+    links = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]*)"', text)
+    assert [link for link in links if "://" not in link] == []
+    assert [link for link in links if (home := at_home(link)) and not home.exists()] == []
     assert len(text.split()) <= 1200
     first = text.splitlines()[:60]
-    assert any(line.startswith("![") for line in first) and sum(line.startswith("$ zckpt ") for line in first) == 4
+    assert sum("/docs/map" in line for line in first) == 2 and sum(line.startswith("$ zckpt ") for line in first) == 4
 
 
 @pytest.mark.parametrize("page", [*PAGES, "AGENTS.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "examples/README.md"])

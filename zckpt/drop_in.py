@@ -247,7 +247,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
     of the weights in memory.
 
     Args:
-        model: any module whose names are those of the checkpoint.
+        model: any module with the names of the checkpoint.
         checkpoint_dir: the directory that holds the tags, or any other form of a checkpoint.
         tag: which save, where there are several; by default the one that `latest` names.
 

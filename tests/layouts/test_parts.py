@@ -390,7 +390,7 @@ def test_other_weights_in_the_directory_are_no_part_of_what_was_compared(tmp_pat
     zckpt.convert(save, tmp_path / "out", progress=False)
     found = zckpt.verify(save, tmp_path / "out", progress=False)
     assert found.deletable is not None and found.deletable[0]
-    assert found.deletable[1].startswith("if you will not need 'pytorch_model.bin', of which nothing was compared: ")
+    assert found.deletable[1].startswith("if you will not need 'pytorch_model.bin', where nothing was compared: ")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Python's `dataclass`, whose methods are made when they are first wanted.
+"""Python's `dataclass`, with methods that are made when they are first wanted.
 
-For every module. Python compiles six methods for each class when it is imported, of which most runs call none: for a hundred
+For every module. Python compiles six methods for each class when it is imported, and most runs call none of them:
+for a hundred
 classes that took a third of the time of a short command. Here all but `__init__` are the same functions for all classes, and
 `__init__` is compiled when the first object is made, or somebody asks for its signature. It sets slots directly, which takes two
 thirds of the time where a class is frozen. Fields, `replace`, `asdict`, `match` and pickles are Python's.
@@ -39,7 +40,7 @@ K = TypeVar("K")
 
 
 def public(kind: K) -> K:
-    """A class that users have from `zckpt`, and whose name says so; a decorator."""
+    """A class that users have from `zckpt`, with a name that says so; a decorator."""
     kind.__module__ = "zckpt"
     return kind
 
@@ -70,7 +71,7 @@ def _build_class(plain: type, *, frozen: bool, slots: bool, eq: bool, shows: boo
 
 
 class _Factory:
-    """What a signature shows of a field whose default is made."""
+    """What a signature shows of a field with a default that is made."""
 
     def __repr__(self) -> str:
         return "<factory>"
@@ -83,7 +84,7 @@ class _Init:
     """Stands where `__init__` will be, until somebody wants it.
 
     Args:
-        cls: whose objects it begins.
+        cls: the class of the objects that it begins.
         frozen: whether their fields can only be set by it.
     """
 

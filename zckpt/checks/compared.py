@@ -126,7 +126,7 @@ def compare(
 
 
 def _find_lost(source: Catalog, wanted: Catalog, facts: Manifest | None, left_out: Sequence[str]) -> list[str]:
-    """Tensors of the checkpoint of which the output is to hold nothing, although its ledger does not name them.
+    """Tensors of the checkpoint that the output must hold nothing of, although its ledger does not name them.
 
     A manifest without evidence is of a version that kept no ledger: then the options say what was left out.
     """
@@ -301,7 +301,7 @@ def _deletable(
     lost += f"; {state.doubt}" if state.doubt else ""
     beside = _other_weights(state)
     unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
-    unless += [f"need {examples(beside)}, of which nothing was compared"] * bool(beside)
+    unless += [f"need {examples(beside)}, where nothing was compared"] * bool(beside)
     if run.held and only:  # a run can resume from the output, without these
         condition = f"if you do not need {join_words(only, 'or')}: "
     else:

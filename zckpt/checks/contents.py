@@ -134,7 +134,7 @@ def add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) 
         "padding",
         f"{count(numel_of(catalog.zeros), 'element')}, all zero",
         problems,
-        "vectors whose padding is not zero",
+        "vectors with padding that is not zero",
     )
 
 

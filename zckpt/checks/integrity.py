@@ -132,9 +132,9 @@ class Findings:
 
     Attributes:
         bytes_read: in all.
-        records: zip records whose checksum was compared.
-        wrong_records: (file name, record name) of those whose bytes are not what was written.
-        wrong_files: names of files whose bytes are not those that the manifest names.
+        records: zip records with a checksum that was compared.
+        wrong_records: (file name, record name) of those with other bytes than were written.
+        wrong_files: names of files with other bytes than the manifest names.
         tensors: for each tensor of the catalog, what was counted; tied ones once.
         copies: (tensor, replica, comparison of the two); a master is rounded before.
         padding: the same as for tensors, for each padding that must be zero.
@@ -170,7 +170,7 @@ class Done:
 
 
 def sums_of(files: Sequence[CheckedFile]) -> list[CrcRange]:
-    """The ranges whose CRCs tell whether these files are intact."""
+    """The ranges with CRCs that tell whether these files are intact."""
     return [CrcRange(file.store, *part) for file in files for part in _parts(file)]
 
 
@@ -185,8 +185,8 @@ def examine(
     """Reads every byte that is wanted of the files, and of the tensors in the catalog.
 
     Args:
-        catalog: whose numbers are counted and compared with their replicas; None for checksums alone.
-        files: whose checksums are compared.
+        catalog: its numbers are counted and compared with their replicas; None for checksums alone.
+        files: their checksums are compared.
         pace: how hard to work.
         progress: called with the bytes read so far.
         read: what was read of the files before; their other bytes alone are read for checksums.
@@ -236,14 +236,14 @@ def examine(
 
 
 class _Seen:
-    """What was read early of ranges whose checksums are wanted.
+    """What was read early of ranges with checksums that are wanted.
 
     Args:
         sums: the ranges.
         early: what was seen of files.
 
     Attributes:
-        files: path -> what was seen of it, and (start, stop) of the bytes whose checksums are known.
+        files: path -> what was seen of it, and (start, stop) of the bytes with known checksums.
         left: what is left of the ranges.
     """
 

@@ -1,4 +1,4 @@
-"""What an output must hold of a checkpoint whose weights are quantised, or of one whose weights it quantises.
+"""What an output must hold of a checkpoint with quantised weights, or of one with weights that it quantises.
 
 For `verify`.
 """
@@ -38,7 +38,7 @@ class Expected:
 
     @property
     def rounded(self) -> set[str]:
-        """The dtypes of quantised tensors, whose numbers are not those of the checkpoint."""
+        """The dtypes of quantised tensors: their numbers are not those of the checkpoint."""
         return {str(dtype) for dtype in self.dtypes.values() if is_fp8(dtype)}
 
 

@@ -47,9 +47,10 @@ class ScanOrder:
     large checkpoint has millions.
 
     Args:
-        catalog: whose tensors are looked at; None for none.
-        wanted: (start, bytes) of the parts of files whose checksums are wanted.
-        known: path -> (start, stop) of bytes whose checksums are known. If given, what is left of `wanted` is read apart from
+        catalog: its tensors are looked at; None for none.
+        wanted: (start, bytes) of the parts of files with checksums that are wanted.
+        known: path -> (start, stop) of bytes with known checksums. If given, what is left of `wanted` is read apart
+        from
             tensors.
 
     Attributes:
@@ -69,7 +70,7 @@ class ScanOrder:
         self._units: dict[str, array[int]] = {}  # path -> (byte offset, entry, fragment) of what begins there
         self._claims: dict[str, array[int]] = {}  # path -> (byte offset, end, unit) of dense runs
         self._count = 0
-        self._early: dict[str, list[tuple[int, int]]] = {}  # path -> (start, stop) of bytes whose checksums are known
+        self._early: dict[str, list[tuple[int, int]]] = {}  # path -> (start, stop) of bytes with known checksums
         self._finite: set[int] = set()  # units of which nothing else is to be found out
         self.spared_bytes = 0
         self._apart = known is not None
@@ -140,7 +141,7 @@ class ScanOrder:
         """Asks for nothing that is known of files that were read early.
 
         Args:
-            early: path -> what was seen of it, and (start, stop) of the bytes whose checksums are known, in order.
+            early: path -> what was seen of it, and (start, stop) of the bytes with known checksums, in order.
         """
         for path, (file, runs) in early.items():
             self._early[path] = runs

@@ -69,7 +69,7 @@ def look_again(listing: Listing) -> SecondLook | Places:
 _STRANGE = (
     ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, StopIteration, TypeError, ValueError,
 )  # fmt: skip
-"""What a second reader may raise of files whose form it does not know."""
+"""What a second reader may raise of files in a form that it does not know."""
 
 
 def compare_places(listing: Listing, catalog: Catalog) -> Places:

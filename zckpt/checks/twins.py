@@ -39,7 +39,7 @@ Cut = Mapping[str, Spans]
 def find_twins(
     catalog: Catalog, states: Sequence[TensorEntry], files: Sequence[CheckedFile], names: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """The files from which different parts of a model or its optimizer are read, and whose parts are the same bytes.
+    """The files from which different parts of a model or its optimizer are read, with parts that are the same bytes.
 
     Args:
         catalog: of the save.
@@ -58,7 +58,7 @@ def find_twins(
         for a, b, number in _alike(entries):
             told.add((a, b))
             problems.append(
-                f"{names.get(a, a)!r} and {names.get(b, b)!r} hold the same bytes of {count(number, 'tensor')}, of which each "
+                f"{names.get(a, a)!r} and {names.get(b, b)!r} hold the same bytes of {count(number, 'tensor')}, and each "
                 "should hold another part: one is a copy under the other's name"
             )
         for a, b, is_constant in _equal_files(entries, files) if catalog.source.layout != "plain" else ():
@@ -140,7 +140,9 @@ def _is_constant(data: bytes) -> bool:
 
 
 def _equal_files(entries: Sequence[TensorEntry], files: Sequence[CheckedFile]) -> Iterator[tuple[str, str, bool]]:
-    """Two files of which one has all records with trained numbers of the other, by their checksums; whether all are constant."""
+    """Two files, and one of them has all records with trained numbers of the other, by their checksums; whether all
+    are constant.
+    """
     records = {file.store.path: sorted(file.records, key=lambda record: record[1]) for file in files}
     held: dict[str, set[int]] = {}
     for entry in entries:

@@ -13,7 +13,7 @@ from importlib import metadata
 from zckpt.base.version import __version__
 
 _PACKAGES = ("torch", "numpy", "safetensors", "huggingface_hub", "fsspec", "typer", "transformers", "deepspeed", "peft")
-"""Those whose version can matter; only their metadata is read."""
+"""Those with a version that can matter; only their metadata is read."""
 
 
 def lines(verbose: bool) -> list[str]:

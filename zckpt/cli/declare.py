@@ -1,7 +1,7 @@
 """How a command is declared: the options of its job arrive as one value, and help shows them in groups.
 
 For the modules of commands. A parameter called `asked` stands for what the command's job can be asked, by `jobs.groups`. One
-whose type is a dataclass stands for its fields, each declared as typer has it: `Annotated[type, typer.Option(...)]`.
+with a dataclass as its type stands for its fields, each declared as typer has it: `Annotated[type, typer.Option(...)]`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DONE = "0 done, 2 error"
 
 
 class Command(TyperCommand):
-    """A command whose help shows arguments, then options under the `rich_help_panel` that each declares."""
+    """A command with a help that shows arguments, then options under the `rich_help_panel` that each declares."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the command line; a dtype may have any of its names."""
@@ -59,7 +59,7 @@ class Command(TyperCommand):
 
 
 def _with_short_dtypes(args: list[str]) -> Iterator[str]:
-    """A command line whose dtypes have the names that zckpt's options have: `bf16` for `torch.bfloat16`."""
+    """A command line with dtypes by the names of zckpt's options: `bf16` for `torch.bfloat16`."""
     before = ""
     for word in args:
         head, equals, value = word.partition("=") if word.startswith("--dtype=") else ("", "", word)
@@ -93,7 +93,7 @@ def command(
         name: of the command, which `commands.COMMANDS` lists.
         about: what it does, in a sentence or two.
         example: one call, with a comment if needed.
-        job: whose options it has, as its parameter `asked`.
+        job: the one with the options that it has, as its parameter `asked`.
         hidden: options of the job that it does not have.
         status: what each exit status means.
         passes_on: everything after the first argument is an argument too, also what looks like an option.

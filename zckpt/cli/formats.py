@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "formats",
-        about="List what this version reads and writes: layouts of checkpoints, kinds of files, models whose tensors it "
+        about="List what this version reads and writes: layouts of checkpoints, kinds of files, models with tensors that it "
         "renames, forms of quantised weights.",
         example="zckpt formats",
     )(formats)
@@ -123,9 +123,9 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     yield from ("", "Single files, and the types of what is written:")
     keys = ("files", "dtypes", "fp8", "quantized", "gguf_types")
     yield from _entries({key: ", ".join(writes[key]) for key in keys}, width)
-    yield from ("", "Models whose tensors it renames, to GGUF too where a + stands:")
+    yield from ("", "Models with tensors that it renames, to GGUF too where a + stands:")
     yield from _entries({f"{one['name']}{' +' * one['gguf']}": one["class"] for one in models}, width)
-    yield from ("", "Writers, besides transformers, whose names of tensors it knows:")
+    yield from ("", "Writers, besides transformers, with names of tensors that it knows:")
     yield from _entries({one["name"]: one["about"] for one in found["names"]}, width)
     yield from ("", "Packed weights that it refuses, by what turns them into plain ones:")
     forms: dict[str, list[str]] = {}

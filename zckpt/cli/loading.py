@@ -77,7 +77,8 @@ def loading_line(out: str, names: Iterable[str]) -> str:
 
 
 def _auto_by_names(config: Mapping[str, object], names: Iterable[str], *, is_known: bool) -> str:
-    """The Auto class of a model that writes text, whose config names no class; empty where names and config do not tell.
+    """The Auto class of a model that writes text, with a config that names no class; empty where names and config do
+    not tell.
 
     Args:
         config: the model's.

@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "map",
-        about="Draw a checkpoint: its files by rank, as long as they are large, and which rows of which tensor each "
+        about="Draw a checkpoint: its files by rank, as long as they are large, and which rows of a tensor each "
         "holds; what is missing is in red. With --html as a page to search and point at, otherwise as bars in the "
         "terminal. Reads indexes only, and changes nothing.",
         job=LOOK,

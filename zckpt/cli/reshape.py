@@ -111,7 +111,7 @@ def how_to_resume(planned: PlannedReshard[UniversalTarget]) -> dict[str, object]
 
 
 def _loading(planned: PlannedReshard[UniversalTarget], files: set[str]) -> str:
-    """The same in lines, and how the trainers whose files are there call it."""
+    """The same in lines, and how the trainers that left the files call it."""
     found = how_to_resume(planned)
     stages = "at stage 3" if found["stages"] == [3] else "at stage 1 or 2"
     lines = [

@@ -1,4 +1,4 @@
-"""stdout and stderr of a command, of which either may be full, closed, or a pipe that nobody reads any more.
+"""stdout and stderr of a command; either may be full, closed, or a pipe that nobody reads any more.
 
 For `main`. A command cannot answer without stdout: what fails there is an `UnprintedError`, whoever prints. On stderr are notes
 and progress: no work fails because these cannot be printed.
@@ -37,7 +37,7 @@ class UnprintedError(OutputError):
         self.done = ""
 
     def after(self, done: str) -> UnprintedError:
-        """This error, of a command whose work is done all the same, as the sentence `done` says."""
+        """This error, of a command that did its work all the same, as the sentence `done` says."""
         self.done, self.remedy = done, f"{done} Only the result was not printed." if done else self.remedy
         return self
 

@@ -43,7 +43,7 @@ def open_container(path: str | os.PathLike[str], alike: AlikePickles | None = No
 
     Args:
         path: of the file.
-        alike: reads torch's zip files whose pickles are nearly the same, such as those of several ranks.
+        alike: reads torch's zip files with pickles that are nearly the same, such as those of several ranks.
 
     Raises:
         CorruptError: the file is damaged or cut short.

@@ -62,7 +62,7 @@ class _Hole:
 
 
 class _Waits(NamedTuple):
-    """A storage or a tensor of which holes are a part.
+    """A storage or a tensor with holes as a part.
 
     Attributes:
         make: of the arguments; None for a storage.

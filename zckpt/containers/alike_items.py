@@ -1,6 +1,6 @@
 """Torch files of one tensor each, that differ in nothing but its elements: one is read, the others are the same at other places.
 
-For the items of torch.distributed.checkpoint, of which a save has tens of thousands. [Note: what may differ] Reading a torch zip
+For the items of torch.distributed.checkpoint: a save has tens of thousands. [Note: what may differ] Reading a torch zip
 file looks at its directory, at the local headers, and at `data.pkl` and `byteorder`. It looks at no checksum, at no contents of
 other records, and at nothing between a record's end and what follows. If two files have the same length, and the same bytes
 wherever reading looks, they hold the same tensor, each at its own place. Any other file is read by itself.
@@ -110,7 +110,7 @@ def _known_of(item: Input, root: object) -> _Known | None:
 
 
 def _pattern(item: Input, free: list[tuple[int, int]], start: int, stop: int) -> bytes:
-    """An expression for the bytes of a file from `start` to `stop`, of which those that are `free` may be any."""
+    """An expression for the bytes of a file from `start` to `stop`; those that are `free` may be any."""
     data = item.read(start, stop - start, "an item")
     made, at = b"", start
     for begins, ends in free:

@@ -103,7 +103,7 @@ class Input:
         return self.file.read(self.base + offset, nbytes)
 
     def cut_short(self, what: str, needed: int) -> CorruptError:
-        """The error for a file that ends before its first `needed` bytes, the last of which are `what`."""
+        """The error for a file that ends before its first `needed` bytes, and the last of them are `what`."""
         needed += self.base
         return self.damaged(
             f"ends before the end of {what}", f"{self.file.size:,} bytes", f"{needed:,} bytes or more", self.size

@@ -80,16 +80,16 @@ def _tensor_v3(storage: object, offset: int, shape: Any, stride: Any, *flags: ob
 def _view(
     storage: object, offset: int, shape: Any, stride: Any, dtype: DType | None, metadata: tuple[object, ...]
 ) -> TensorRef | None:
-    """None for tensors whose numbers are not simply the bytes: conjugated and negated views, nested pickles."""
+    """None for tensors with numbers that are not simply the bytes: conjugated and negated views, nested pickles."""
     if not isinstance(storage, StorageRef) or any(metadata):
         return None
     if type(shape) not in (tuple, list) or type(stride) not in (tuple, list):
-        raise TypeError(f"a tensor whose shape is a {type(shape).__name__}")
+        raise TypeError(f"a tensor with a shape that is a {type(shape).__name__}")
     return storage.view(offset, tuple(shape), tuple(stride), dtype or storage.dtype or U8)
 
 
 def _plain(make: Callable[..., object], *accepts: type) -> Callable[..., object]:
-    """`make`, for arguments of some types only: no count that would allocate, no object whose `repr` would grow."""
+    """`make`, for arguments of some types only: no count that would allocate, no object with a `repr` that would grow."""
 
     def made(*args: object) -> object:
         if not all(type(arg) in accepts for arg in args):
@@ -189,7 +189,7 @@ def _numpy_array(dtype: object, shape: object, data: object, fortran: object) ->
         return NumpyArray("|V", shape, plain or b"", bool(fortran))
     itemsize = int(kind[2:] or 8) * (4 if kind[1] == "U" else 1)
     if len(shape) > MAX_DIMS or math.prod(shape) * itemsize != len(plain):
-        raise ValueError(f"a numpy array of {len(plain):,} bytes whose shape needs another number")
+        raise ValueError(f"a numpy array of {len(plain):,} bytes with a shape that needs another number")
     return NumpyArray(kind, shape, plain, bool(fortran))
 
 

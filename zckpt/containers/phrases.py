@@ -89,7 +89,7 @@ class Phrase:
 
     @classmethod
     def of(cls, data: bytes, at: int, memo: Mapping[int, Any]) -> Phrase | None:
-        """How the object whose NEWOBJ is before byte `at` is written; None if in another way."""
+        """How the object with its NEWOBJ before byte `at` is written; None if in another way."""
         made = cls()
         pattern, at = re.escape(_BEGIN), at + len(_BEGIN)
         fields: list[tuple[str, int]] = []
@@ -131,7 +131,7 @@ class Phrase:
         return made if seen else None
 
     def read(self, data: bytes, at: int, memo: Mapping[int, Any], shapes: dict[bytes, tuple[int, ...]]) -> Found | None:
-        """The object whose NEWOBJ is before byte `at`; None if it is written in another way.
+        """The object with its NEWOBJ before byte `at`; None if it is written in another way.
 
         Args:
             data: the pickle.
@@ -185,7 +185,7 @@ class Phrases:
         self._states: dict[tuple[int, bytes], tuple[Placeholder, object]] = {}
 
     def read(self, machine: Machine, function: object, at: int) -> Made | None:
-        """The object of a class whose NEWOBJ is before byte `at`, without arguments; None if it is not read in one go."""
+        """The object of a class with its NEWOBJ before byte `at`, without arguments; None if it is not read in one go."""
         known = self._known.get(id(function))
         if known is None:
             if type(function) is not Placeholder or not _is_plain(function, machine):
@@ -266,7 +266,7 @@ class Phrases:
                 return (found, memoized, at, cost) if not found and not is_marked else None
 
     def _read_object(self, machine: Machine, function: object, at: int) -> Made | None:
-        """The object of a class whose NEWOBJ is before byte `at`, and whose state is simple."""
+        """The object of a class with its NEWOBJ before byte `at`, and with a simple state."""
         state = _STATE.match(machine.data, at)
         if state is None:
             return self.read(machine, function, at)

@@ -124,7 +124,7 @@ class _Stream:
 
 
 class _LegacyStorages:
-    """Answers persistent ids with storages; `placed` are the keys of those whose place is known."""
+    """Answers persistent ids with storages; `placed` are the keys of those with a known place."""
 
     def __init__(self, file: Input) -> None:
         self.store = file.store()

@@ -39,7 +39,7 @@ PAGE = 4096
 LONG = 64 << 10
 """Bytes of a record from which on a page of padding does not matter."""
 PREFIX = "archive"
-"""torch's own prefix for a file whose name it does not know."""
+"""torch's own prefix for a file with a name that it does not know."""
 
 
 def read_input(file: Input, alike: AlikePickles | None = None) -> Container:
@@ -47,7 +47,7 @@ def read_input(file: Input, alike: AlikePickles | None = None) -> Container:
 
     Args:
         file: open for reading.
-        alike: reads files whose pickles are nearly the same.
+        alike: reads files with pickles that are nearly the same.
 
     Raises:
         CorruptError: the file is damaged.

@@ -216,7 +216,7 @@ def _rows(block: Block) -> Iterator[tuple[int, int]]:
 
 
 def _check(claims: Iterable[_Claim], views: Sequence[ByteSpan]) -> None:
-    """Raises if claims on one store, sorted by their first byte, meet; compares those whose ranges meet."""
+    """Raises if claims on one store, sorted by their first byte, meet; compares those with ranges that meet."""
     shared = sorted((view.start + _base(view.store), view.stop + _base(view.store)) for view in views)
     group: list[_Claim] = []
     end = 0
@@ -235,7 +235,7 @@ def _check(claims: Iterable[_Claim], views: Sequence[ByteSpan]) -> None:
 
 
 def _check_group(group: Sequence[_Claim]) -> None:
-    """Raises if claims whose ranges meet share bytes, unless they are of one tensor and a replica of it."""
+    """Raises if claims with ranges that meet share bytes, unless they are of one tensor and a replica of it."""
     if len(group) < 2:
         return
     first = group[0].start

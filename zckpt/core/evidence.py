@@ -80,5 +80,5 @@ NO_LIST_OF_FROZEN = "the run saved without its frozen parameters, which a save b
 BY_MANIFEST = "zckpt.json, which says what they were made from"
 """Of weights that zckpt made from a save that was whole."""
 OWN_INDEX = Evidence("metadata", "the file's own index")
-"""Of a file that is one part of a save whose others are counted."""
+"""Of a file that is one part of a save with others that are counted."""
 LIVE = Evidence("metadata", "the model in memory")

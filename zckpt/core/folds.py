@@ -48,7 +48,7 @@ class Uptake(NamedTuple):
 
 
 class MatrixBlocks(NamedTuple):
-    """How blocks lie over a matrix of which some rows are at hand. Blocks are numbered row by row, from the matrix's first one.
+    """How blocks lie over a matrix with some rows at hand. Blocks are numbered row by row, from the matrix's first one.
 
     Attributes:
         rows: those at hand.

@@ -9,7 +9,7 @@ elements [start + r*pitch, start + r*pitch + count) of the tensor. Its element i
 tensor held densely by one rank: start 2, count 2, rows 3, pitch 8, store_pitch 2, step 1.
 A ZeRO partition is one run (rows 1). A box of a tensor-parallel or DCP checkpoint is a pitched fragment. A transposed matrix of r
 rows and c columns, which the store has as c rows of r elements, is r runs of c elements: pitch c, store_pitch 1, step r. One run
-whose elements are apart is written as runs of one element (count 1, pitch 1), so that a single run is always dense.
+with elements that are apart is written as runs of one element (count 1, pitch 1), so that a single run is always dense.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zckpt.core.stores import MemoryStore, Store
 
 
 class ComputedStore:
-    """Memory whose elements are computed when they are first used, such as the mean of several ranks' copies.
+    """Memory with elements that are computed when they are first used, such as the mean of several ranks' copies.
 
     Args:
         size: in bytes.
@@ -87,7 +87,7 @@ class Block(NamedTuple):
         return self.start + (self.rows - 1) * self.pitch + self.count
 
     def every(self, of: int, number: int) -> Block:
-        """Every row of which `of` rows apart is the next one, from row `number` on."""
+        """Every row that is `of` rows after another one, from row `number` on."""
         rows = (self.rows - number - 1) // of + 1
         start = self.start + number * self.pitch
         return Block(start, self.count, rows, self.pitch * of, self.store_pitch * of, self.step)
@@ -108,7 +108,7 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if self.rows == 1 and self.step != 1:
-            raise ValueError("a single run whose elements are apart")
+            raise ValueError("a single run with elements that are apart")
         if (
             self.byte_offset < 0
             or self.start < 0

@@ -1,7 +1,8 @@
 """What became of every tensor of a source: a trained tensor is written, or it is named; none is dropped without a word.
 
 For `jobs`, which close the ledger of each output, and `checks`, which look at the source again. Names change on the way and rows
-are cut, fused and computed, so what became of a tensor is found by its bytes: one of which the output reads none was left out,
+are cut, fused and computed, so what became of a tensor is found by its bytes: one that the output reads no byte of
+was left out,
 and has a fate that says why. A source without one is an error of the step that lost it.
 """
 
@@ -58,13 +59,14 @@ class Fate(NamedTuple):
 
 
 def names_unread(source: Catalog, made: Mapping[str, TensorEntry]) -> list[str]:
-    """The tensors of a source of which an output reads no element; those without elements count if their name is missing.
+    """The tensors of a source that an output reads no element of; those without elements count if their name is
+    missing.
 
     A copy that is compared with a written tensor in every element is read too: a tied embedding that two stages hold.
 
     Args:
         source: a catalog.
-        made: the tensors of the output, whose elements lie in the source's files, or are computed from them.
+        made: the tensors of the output; their elements lie in the source's files, or are computed from them.
     """
     same = {id(entry.fragments) for entry in made.values()}
     rest = [name for name, entry in source.tensors.items() if id(entry.fragments) not in same]
@@ -83,7 +85,7 @@ class TrainedTensor(NamedTuple):
     """A tensor that a run trained, and how a merge uses it.
 
     Attributes:
-        adapter: whose it is; "" for one that was trained beside all adapters.
+        adapter: the one that it belongs to; "" for one that was trained beside all adapters.
         entry: under the name that its file gives it.
         how: "merged", "rows" or "whole": the output is computed with it, has its rows, or has it as it is.
         why: the rule of `RULES` by which it is left out, if there is one.
@@ -133,7 +135,7 @@ def _is_read(entry: TensorEntry, name: str, made: Mapping[str, TensorEntry], cla
 
 
 def check_closed(source: Catalog, unread: Iterable[str], fates: Sequence[Fate]) -> None:
-    """Makes sure that each tensor of which an output reads nothing has a fate.
+    """Makes sure that each tensor that an output reads nothing of has a fate.
 
     Raises:
         InconsistentError: some have none; nothing was written.

@@ -1,6 +1,7 @@
 """Where fragments meet: overlaps of two, gaps among many, parts of them, and their places in a larger tensor.
 
-For catalogs, whose tensors must be covered exactly once, and for the router. Pure arithmetic: its cost grows with the number of
+For catalogs, where tensors must be covered exactly once, and for the router. Pure arithmetic: its cost grows with
+the number of
 fragments, not of rows or elements.
 
 [Note: how two fragments overlap]
@@ -348,7 +349,7 @@ Pass = Sequence[tuple[Block, int, int]]
 
 
 def reorder_rows(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
-    """The fragments of a tensor that is made from rows of another one, whose fragments are sorted by their start."""
+    """The fragments of a tensor that is made from rows of another one, with fragments sorted by their start."""
     apart = all(a.stop <= b.start for a, b in itertools.pairwise(fragments))
     placed: list[Fragment] = []
     for block, start, pitch in rows:

@@ -148,7 +148,7 @@ def _in_order_of_source(move: Move) -> Iterator[Move]:
 
 
 def _near(move: Move) -> Iterator[Move]:
-    """A move of a single row, in parts whose source fits in memory; any other move as it is."""
+    """A move of a single row, in parts with a source that fits in memory; any other move as it is."""
     apart = move.src_step * move.src_dtype.itemsize
     most = max(1, SLAB_BYTES // max(apart, 1))
     if move.rows > 1 or move.src_step == 1 or move.count <= most:

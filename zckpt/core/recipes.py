@@ -1,6 +1,7 @@
 """Recipes: how elements are computed from tensors, on their way to an output.
 
-For jobs whose output is no copy: sums, merged adapters, quantised forms. A recipe is a value that says what it reads and what
+For jobs with an output that is no copy: sums, merged adapters, quantised forms. A recipe is a value that says what
+it reads and what
 its numbers depend on; `engine.bringing` follows it, for the parts that a batch of moves needs, so memory stays bounded.
 """
 
@@ -72,7 +73,7 @@ class DerivedStore:
 def derive_entry(
     name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, role: Role = "parameter"
 ) -> TensorEntry:
-    """A tensor whose elements a recipe computes; shape in elements, `dtype` that of the recipe's results.
+    """A tensor with elements that a recipe computes; shape in elements, `dtype` that of the recipe's results.
 
     A tensor of no elements has no fragments: there is nothing to compute.
     """
@@ -242,6 +243,7 @@ class Interpolated:
 
 
 _MEASURED = 1 << 21
-"""Elements whose products are summed at once: the same everywhere, since the order of a sum changes its last bits."""
+"""Elements with products that are summed at once: the same everywhere, since the order of a sum changes its last
+bits."""
 _NEARLY_PARALLEL = 0.9995
 """Cosine beyond which the arc is taken for a line, as mergekit's slerp does."""

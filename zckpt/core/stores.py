@@ -1,6 +1,6 @@
 """Stores: the files and the memory that hold elements.
 
-For fragments. Stores whose elements are computed know fragments, and so are elsewhere: `fragments.ComputedStore`, and
+For fragments. Stores with computed elements know fragments, and so are elsewhere: `fragments.ComputedStore`, and
 `recipes.DerivedStore`. No file is opened here.
 """
 

@@ -37,7 +37,7 @@ def transpose_fragments(fragments: Sequence[Fragment], rows: int, columns: int, 
 
 
 def _boxes(block: Block, columns: int) -> Iterator[tuple[Block, int]]:
-    """A block in boxes whose rows are each in one row of the matrix, and how many elements of the store are before each."""
+    """A block in boxes with rows that are each in one row of the matrix, and how many elements of the store are before each."""
     start, count, rows, pitch, store_pitch, step = block
     if rows > 1 and pitch % columns == 0 and start % columns + count <= columns:
         yield block, 0

@@ -97,7 +97,7 @@ def read_delta(place: Location) -> DeltaDirectory:
         case _:
             raise NotACheckpointError(
                 "is not a delta", file=place, found="an index of consolidated weights",
-                expected="an index whose metadata has a delta_encoding",
+                expected="an index with a delta_encoding in its metadata",
                 remedy="Give the directory of a delta; consolidated weights need none.",
             )  # fmt: skip
     form = form_of(metadata, index.path)

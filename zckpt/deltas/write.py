@@ -36,7 +36,7 @@ class GroupFacts:
 
     Attributes:
         file: the file's size and CRC-32; (0, 0) if nothing changed, and there is no file.
-        changed: tensors whose differences are in the file, in its order.
+        changed: tensors with differences in the file, in its order.
         unchanged: tensor -> checksum.
         tensors: of the group.
         numel: elements in them.

@@ -1,4 +1,4 @@
-"""zstd streams: frames of level 1 whose size is known before, written and read in pieces.
+"""zstd streams: frames of level 1 with a size that is known before, written and read in pieces.
 
 For `encode` and `decode`. By the package `zstandard`, or by Python's own `compression.zstd` (3.14), whichever is there.
 

@@ -135,12 +135,12 @@ def stores_of(move: Move) -> int:
 
 
 def packed_store(store: Store, fds: tuple[int, int]) -> bytes:
-    """A store, whose file is open, as `Store` of `csrc/mover.h`."""
+    """A store with its file open, as `Store` of `csrc/mover.h`."""
     return _STORE.pack(*fds, store.address if isinstance(store, MemoryStore | ComputedStore) else 0, store.size)
 
 
 def packed_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> bytes:
-    """Ranges of stores whose CRCs are wanted, in order: (number of the store, of the range, start, bytes)."""
+    """Ranges of stores with CRCs that are wanted, in order: (number of the store, of the range, start, bytes)."""
     return b"".join(_RANGE.pack(*numbers) for numbers in sorted(ranges, key=lambda r: (r[0], r[2])))
 
 
@@ -190,7 +190,7 @@ class _Cutter:
 
     Attributes:
         batch: that is being filled.
-        unfinished: id of a store -> the file, of which elements or literals are still to come.
+        unfinished: id of a store -> the file; elements or literals of it are still to come.
     """
 
     def __init__(self, plan: Plan, done: Collection[str], *, bare: bool, summed: bool) -> None:
@@ -283,5 +283,5 @@ def element_bytes(plan: Plan) -> dict[int, int]:
 
 
 def ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:
-    """(store, start, bytes) of every run of elements whose CRC is taken, by number."""
+    """(store, start, bytes) of every run of elements with a CRC that is taken, by number."""
     return [(store, *run) for output, store in plan.files for run in element_ranges(output)]

@@ -1,7 +1,7 @@
 """Brings what engines cannot read themselves into memory: ranges of files on other machines, and elements that are computed.
 
 For `move` and `scan`, by `prefetch`. What a recipe (`core.recipes`) computes comes in parts, one for each thread; a thread reads
-the inputs with the same engine, and follows recipes whose inputs have recipes themselves.
+the inputs with the same engine, and follows recipes with inputs that have recipes themselves.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Bringer:
         return compute_bytes(store, start, stop, self._worker())
 
     def near(self, batch: Batch, fetched: Fetched) -> Batch:
-        """A batch of moves whose sources are at hand."""
+        """A batch of moves with sources at hand."""
         return moved_near(batch, lambda spans: self.bring(spans, fetched))
 
     def bring(self, spans: Sequence[Span], fetched: Fetched) -> Sequence[tuple[Any, int]]:

@@ -134,7 +134,7 @@ def spans(output: OutputFile) -> Iterator[CrcSpan]:
 
 
 def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of all spans of elements: those whose CRCs are taken while they are written."""
+    """(start, bytes) of all spans of elements: those with CRCs that are taken while they are written."""
     return ((span.start, span.nbytes) for span in spans(output) if span.data is None)
 
 

@@ -195,7 +195,7 @@ def confirm(
     Args:
         pairs: with their numbers; of those for which `can_confirm` is true.
         copies: number of a pair -> replicas of its source, for which `can_be_copy` is true.
-        sums: ranges whose CRCs are wanted. An output's file that has some is read whole up to
+        sums: ranges with CRCs that are wanted. An output's file that has some is read whole up to
             its last element.
         clamp: numbers too large became the largest finite one instead of infinity.
         threads: that compute; as many again and more wait for the disk.
@@ -284,7 +284,7 @@ def _batches(
 
 
 def _parts(number: int, pair: Pair, copies: Sequence[Replica], how: int) -> Iterator[_Part]:
-    """A pair in parts whose sides are in few files; parts that have no element in common are left out."""
+    """A pair in parts with sides in few files; parts that have no element in common are left out."""
     outputs = list(_few(pair[1].fragments, _STORES_OF_OUTPUT))
     for source in _few(pair[0].fragments, _STORES_OF_SOURCE):
         first, last = source[0].start, max(f.stop for f in source)

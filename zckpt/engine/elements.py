@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
 
 class ElementReader:
-    """Reads elements from many files, of which the last ones stay open; use as a context manager."""
+    """Reads elements from many files; the last ones stay open; use as a context manager."""
 
     def __init__(self) -> None:
         self._files = OpenFiles(most=64)

@@ -40,7 +40,7 @@ class Difference:
 
     Attributes:
         number: of the pair.
-        count: elements whose bytes differ.
+        count: elements with bytes that differ.
         first: the first of them.
         file: name of the file of the output that holds it.
     """
@@ -58,7 +58,7 @@ class Derived:
     Attributes:
         differences: the tensors of the output that differ from their source.
         confirmed: what else was found on the way.
-        copied: numbers of the pairs whose source was compared with its copies.
+        copied: numbers of the pairs with a source that was compared with its copies.
         nbytes: that were read.
     """
 
@@ -96,7 +96,7 @@ def derived_again(
     Args:
         pairs: (source, output); of as many elements, in dtypes that can be cast.
         copies: number of a pair -> replicas of its source, to be compared with it where its bytes are read anyhow.
-        sums: ranges whose CRCs are wanted, as far as their bytes are read anyhow.
+        sums: ranges with CRCs that are wanted, as far as their bytes are read anyhow.
         clamp: numbers too large became the largest finite one instead of infinity.
         threads: that read and compare.
         keep_cache: whether the page cache keeps what is read through it, and all is read through it; None: unless it is more

@@ -144,7 +144,7 @@ def run(
         done: paths of files that exist already and are left alone.
         finished: called with each file that is reported, as soon as it is.
         consumers: path of an output file -> what gets its bytes in order, to hash them or to send them elsewhere. Only
-            for files without checksums, whose first bytes are known before the last.
+            for files without checksums, with first bytes that are known before the last.
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
@@ -202,7 +202,7 @@ def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABL
 
     Args:
         plan: what goes where.
-        consumers: paths of the files whose bytes are wanted in order.
+        consumers: paths of the files with bytes that are wanted in order.
         mode: what becomes of the files.
 
     Raises:

@@ -43,7 +43,7 @@ class OrderedOutput:
             if not data:
                 raise UnsupportedError(
                     "cannot be sent while it is made", file=output.path,
-                    found="a tensor whose slices are in too many files",
+                    found="a tensor with slices in too many files",
                     remedy="Convert to a local directory, and copy that.",
                 )  # fmt: skip
             view = memoryview(data)

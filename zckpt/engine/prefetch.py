@@ -78,7 +78,7 @@ def with_local_sources(
     Args:
         batches: of moves or scan requests.
         foresee: says which ranges of files on other machines `near` will want.
-        near: returns a batch whose sources are in memory.
+        near: returns a batch with sources in memory.
 
     Raises:
         RemoteError: a source could not be fetched.
@@ -142,7 +142,7 @@ def check_unchanged(stores: Iterable[FileStore]) -> None:
 
 
 def moved_near(batch: Batch, bring: Bring) -> Batch:
-    """A batch of moves whose sources are at hand; errors as for `bring`."""
+    """A batch of moves with sources at hand; errors as for `bring`."""
     distant = [move for _, _, move in batch.moves if batch.is_distant(move.src)]
     if not distant:
         return batch

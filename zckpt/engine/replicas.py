@@ -21,7 +21,7 @@ WIDTH = 8
 """Elements compared at each end of a fragment. One would do; a few make a chance agreement of shifted data unlikely."""
 
 _AHEAD = 64
-"""Tensors whose numbers are fetched at once where they lie on another machine."""
+"""Tensors with numbers that are fetched at once where they lie on another machine."""
 
 
 def ends(fragments: Sequence[Fragment], itemsize: int) -> Iterator[tuple[int, int]]:
@@ -54,7 +54,7 @@ def first_difference(
     copy: tuple[Sequence[Fragment], DType],
     ranges: Iterable[tuple[int, int]] | None = None,
 ) -> tuple[int, float, float] | None:
-    """The first element whose rounded master is not its copy, as (element, master, copy); None when all agree.
+    """The first element with a rounded master that is not its copy, as (element, master, copy); None when all agree.
 
     `ranges` are the elements that are compared; by default both ends of every fragment.
     """
@@ -101,7 +101,7 @@ def _same(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
 
 
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:
-    """Tensors whose replicas do not hold the same numbers, with the first such replica and difference found."""
+    """Tensors with replicas that do not hold the same numbers, with the first such replica and difference found."""
     entries = [entry for entry in catalog.tensors.values() if entry.replicas]
     with ElementReader() as reader:
         for index, entry in enumerate(entries):

@@ -50,7 +50,7 @@ class ScanReport:
     bytes_read: int = 0
 
     def of(self, number: int) -> Statistics:
-        """What was counted of a tensor; zeros for one of which nothing was read."""
+        """What was counted of a tensor; zeros for one that nothing was read of."""
         return self.statistics.get(number, Statistics())
 
 
@@ -71,7 +71,7 @@ def scan(
 
     Args:
         requests: what to read. Those that count for CRCs must not overlap.
-        crc_ranges: ranges whose CRCs are wanted.
+        crc_ranges: ranges with CRCs that are wanted.
         relation: how requests with `AGAINST` compare; by default bit for bit.
         spreads: whether to count how far numbers are apart that are compared, and not by `Relation.rounded`.
         threads: of the native engine; results do not depend on it.

@@ -36,7 +36,7 @@ class ScanRequest(NamedTuple):
 
 
 class CrcRange(NamedTuple):
-    """Bytes of a file whose CRC-32 is wanted."""
+    """Bytes of a file with a CRC-32 that is wanted."""
 
     store: FileStore
     start: int
@@ -85,7 +85,7 @@ class ScanBatch(Batch):
         flags: of the requests, move by move.
         places: of a batch that was fetched, range by range: number of the CRC range, and the byte of the file at which its store
             begins.
-        brought_bytes: that are to be brought into memory.
+        brought_bytes: those that are brought into memory.
     """
 
     flags: list[int] = field(default_factory=list[int])
@@ -209,7 +209,7 @@ def near(batch: ScanBatch, bring: Bring) -> ScanBatch:
         wanted.setdefault(path, []).append((start, stop, of))
 
     def want_crcs(path: str, store: Store, begin: int, size: int) -> None:
-        """Notes the CRCs that are wanted of bytes of a file, of which the store holds `size`, from `begin` on."""
+        """Notes the CRCs that are wanted of bytes of a file; the store holds `size` of them, from `begin` on."""
         own = wanted.get(path, [])
         for start, stop, of in own[max(0, bisect_right(own, (begin,)) - 1) :]:
             if start >= begin + size:

@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A model whose parameters no formula gives.
+    """A model with parameters that no formula gives.
 
     Attributes:
         config: what its config.json holds.
@@ -188,7 +188,7 @@ def _from_hub(name: str) -> str:
 
 
 def _check_reachable(endpoint: str) -> None:
-    """Connects to a hub once, whose own client would try for half a minute; behind a proxy it is left to the client.
+    """Connects to a hub once; its own client would try for half a minute; behind a proxy it is left to the client.
 
     Raises:
         OSError: the hub cannot be reached.

@@ -1,4 +1,4 @@
-"""The calls of huggingface_hub that a push makes: whose token, what a page holds, send a file, commit, read back.
+"""The calls of huggingface_hub that a push makes: the owner of a token, what a page holds, send a file, commit, read back.
 
 For `transfer`, `pipeline`, `checks` and `readback`. Works with huggingface_hub 0.36, 1.x and 2.x: differences are found by
 looking at its functions, not at its version.
@@ -71,7 +71,7 @@ class Hub:
                 "there is no token for the hub", found="no --token, no HF_TOKEN, and no token that is logged in",
                 remedy="Run `hf auth login`, set HF_TOKEN, or pass --token.",
             )  # fmt: skip
-        what = "asking whose token this is"
+        what = "asking who owns this token"
         try:
             return dict(patiently(lambda: self.api.whoami(token=self.token), what, self.tell, self.token, unanswered=2))
         except AccessError as error:

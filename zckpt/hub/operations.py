@@ -75,7 +75,7 @@ _WATCH_BYTES = 1 << 20
 
 
 class Watched(io.BufferedReader):
-    """A file whose reader is watched, and can be stopped.
+    """A file with a reader that is watched, and can be stopped.
 
     Args:
         path: of the file.

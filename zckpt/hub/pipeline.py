@@ -24,7 +24,7 @@ _MOST_SENDERS = 5
 
 
 class Stopped(BaseException):
-    """Ends a sender whose push has ended. No `Exception`, so that the call is not tried again."""
+    """Ends a sender after its push has ended. No `Exception`, so that the call is not tried again."""
 
 
 class Pipeline:

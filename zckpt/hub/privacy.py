@@ -2,8 +2,10 @@
 
 For `cargo`. Only files of known names are published at all. In every small one, access tokens and keys are searched, whatever its
 kind; one stops the push. In texts, paths of this machine are searched too, which have the names of its users in them. A path is
-absolute and has at least two components, or it is the checkpoint's own, or the home directory. A JSON setting whose whole value
-is such a path is left out, and so is one whose name says that it is a path and whose value is absolute or begins with `~`;
+absolute and has at least two components, or it is the checkpoint's own, or the home directory. A JSON setting that
+is such a
+path as a whole is left out, and so is one with a name that says that it is a path, and with a value that is absolute
+or begins with `~`;
 elsewhere a path is cut down to its last component.
 """
 

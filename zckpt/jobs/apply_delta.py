@@ -100,7 +100,7 @@ def apply_delta(
 
 @dataclass(frozen=True, slots=True)
 class PlannedApply:
-    """Deltas that are to be applied.
+    """Deltas that a job applies.
 
     Attributes:
         out: where the new weights go.

@@ -1,7 +1,9 @@
 """One model out of several checkpoints of it: an average, an exponential average, task vectors on a base, a point on an arc.
 
-For `zckpt average` and `zckpt.average`. Every number is computed in fp32 in a fixed order, once, on its way to the output, whose
-bytes depend on no number of threads. All checkpoints are read in one pass (`slerp` reads them twice), in constant memory.
+For `zckpt average` and `zckpt.average`. Every number is computed in fp32 in a fixed order, once, on its way to the
+output, and
+the output's bytes depend on no number of threads. All checkpoints are read in one pass (`slerp` reads them twice),
+in constant memory.
 
 Sources: torch.optim.swa_utils (averages and EMA), Ilharco et al. 2023 (task vectors), Shoemake 1985 and mergekit (slerp).
 """
@@ -93,7 +95,7 @@ def average(
             shows a bar in a terminal or notebook, False shows none.
 
     Returns:
-        What was written. Its notes say of which tensors that cannot be averaged (integers) the last checkpoint's were taken.
+        What was written. Its notes name the tensors that cannot be averaged (integers): the last checkpoint's were taken.
 
     Raises:
         UsageError: options contradict each other, or their number is not that of the checkpoints.

@@ -127,7 +127,7 @@ def prepare(
 
     Args:
         checkpoint: as for `convert`.
-        out: as for `convert`; empty for a directory whose files the caller makes and takes one by one.
+        out: as for `convert`; empty for a directory with files that the caller makes and takes one by one.
         asked: its options.
         opened: the checkpoint, where it is open already.
     """

@@ -1,4 +1,4 @@
-"""Every job with the groups of options that it takes: the only list, of which commands and `Options.split` are made.
+"""Every job with the groups of options that it takes: the only list, and commands and `Options.split` are made from it.
 
 A job's own module is imported when it is to do something.
 """
@@ -91,7 +91,7 @@ class Job(Generic[Own]):
     Attributes:
         name: of its public function.
         groups: of options, in the order in which a command shows them.
-        home: the module below `jobs` whose `prepare` plans it; empty for a job that writes nothing.
+        home: the module below `jobs` with the `prepare` that plans it; empty for a job that writes nothing.
         own: the one of `groups` that no other job has; None if it needs none.
         without: fields of the groups that have no meaning for it.
         usual: defaults that it has of its own.
@@ -201,7 +201,7 @@ DELTA: Job[Delta] = Job(
     frozenset({"overflow", "format", "buffer", *_RUN, *_CAST}), {"dtype": None},
     {
         "dtype": ("Of the weights; by default as in OLD, or bf16 if OLD is a checkpoint.",),
-        "max_shard_size": ("Most bytes of weights whose differences one file holds; by default 5GB.",),
+        "max_shard_size": ("Most bytes of weights with differences that one file holds; by default 5GB.",),
     },
 )  # fmt: skip
 APPLY: Job[None] = Job(

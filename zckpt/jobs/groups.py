@@ -204,7 +204,8 @@ class Form:
     """Options: the names and rows of an output.
 
     Attributes:
-        to: "hf" for a Hugging Face model, whose family is found, or "hf:NAME" for the family NAME (`naming.schemes.families`).
+        to: "hf" for a Hugging Face model of a family that is found, or "hf:NAME" for the family NAME
+        (`naming.schemes.families`).
         config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
         layer_names: names for a pipeline's layers, or the path of a file with them.
         vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
@@ -286,7 +287,7 @@ class Casting:
 
     Attributes:
         dtype: of floating parameters in the output; None keeps each as it is.
-        keep_dtype: globs; tensors whose name in the output matches one keep the dtype that they have.
+        keep_dtype: globs; tensors with a name in the output that matches one keep the dtype that they have.
         overflow: what to do with numbers too large for the dtype.
     """
 
@@ -320,7 +321,7 @@ class LoraMerge:
             machine; None where the checkpoint holds them.
         adapters: names of adapters in the checkpoint, or directories of PEFT; with a weight as `"style:0.5"` or `("style", 0.5)`.
             Empty for the checkpoint's only one.
-        allow_untrained: merge an adapter whose matrices are all zeros, too.
+        allow_untrained: merge an adapter with matrices that are all zeros, too.
     """
 
     base: AnyPath | None = None
@@ -342,7 +343,7 @@ class MergeAsked:
     adapter: Sequence[str] = field(default=(), metadata=adapter_option())
     allow_untrained: bool = field(
         default=False,
-        metadata=option("--allow-untrained", "flag", "Merge an adapter whose matrices are all zeros, too.", LORA),
+        metadata=option("--allow-untrained", "flag", "Merge an adapter with matrices that are all zeros, too.", LORA),
     )
 
     def as_fields(self) -> dict[str, Any]:

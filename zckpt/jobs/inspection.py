@@ -60,8 +60,9 @@ class Inspection(words.Printed):
         place: which save was found, and where.
         catalog: names, shapes, dtypes and places of all tensors; None when they cannot be known.
         grid: model-parallel rank -> data-parallel rank -> kind of file ("model", "optim") -> its state.
-        lost: names of files that an index or metadata name and that are missing, each with the tensors of which nothing else is
-            known; looked for only where the weights cannot be exported.
+        lost: names of files that an index or metadata name and that are missing, each with the tensors that nothing
+        else is
+            known of; looked for only where the weights cannot be exported.
         numbers: the catalog with the tensors that quantised ones stand for: of these are all counts of parameters and bytes.
     """
 

@@ -1,6 +1,6 @@
 """What `zckpt inspect` prints of a save's files, experts and slices; the values are those of `rank_files`.
 
-For `inspection`. Ranks whose files are in the same state share a line, so that a save of a thousand ranks takes a few lines.
+For `inspection`. Ranks with files in the same state share a line, so that a save of a thousand ranks takes a few lines.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def file_rows(grid: Grid, listing: Listing, topology: Topology | None, width: in
 
 
 def _alike(grid: Grid) -> Iterator[tuple[list[int], dict[tuple[int, ...], list[str]]]]:
-    """Runs of model-parallel ranks whose files are in the same states: data-parallel ranks -> states."""
+    """Runs of model-parallel ranks with files in the same states: data-parallel ranks -> states."""
     found: list[tuple[list[int], dict[tuple[int, ...], list[str]]]] = []
     for mp_rank, rows in grid.items():
         runs = _runs(rows)
@@ -62,7 +62,7 @@ def _alike(grid: Grid) -> Iterator[tuple[list[int], dict[tuple[int, ...], list[s
 
 
 def _runs(rows: Rows) -> dict[tuple[int, ...], list[str]]:
-    """Runs of data-parallel ranks whose files are in the same states."""
+    """Runs of data-parallel ranks with files in the same states."""
     alike = itertools.groupby(rows, key=lambda rank: _states(rows[rank]))
     return {tuple(ranks): states for states, ranks in alike}
 
@@ -89,7 +89,7 @@ def _numbering(topology: Topology) -> str:
 
 
 def expert_rows(topology: Topology, width: int | None) -> Iterator[str]:
-    """Which ranks hold which experts, a row per run of layers whose experts are spread alike."""
+    """Which ranks hold which experts, a row per run of layers with experts that are spread alike."""
     label = "experts"
     for spread, layers in itertools.groupby(range(len(topology.experts)), key=lambda layer: topology.experts[layer]):
         held = [f"{ranges(experts)} on {_ranks(ranks)}" for experts, ranks in spread[:_MOST_EXPERTS]]

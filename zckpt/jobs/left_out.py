@@ -21,7 +21,7 @@ def find_left_out(
     selectable: Mapping[str, TensorEntry] | None = None,
     rules: Mapping[str, str] | None = None,
 ) -> tuple[Fate, ...]:
-    """The tensors of a checkpoint of which an output reads nothing, each with the option or the rule that left it out.
+    """The tensors of a checkpoint that an output reads nothing of, each with the option or the rule that left it out.
 
     Args:
         source: the checkpoint.

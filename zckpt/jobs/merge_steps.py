@@ -23,7 +23,7 @@ class Merge:
 
     Attributes:
         lora: which, on which base.
-        recorded: the facts in the manifest of an output that was made so; None where one is to be made.
+        recorded: the facts in the manifest of an output that was made so; None for one that a job will make.
     """
 
     lora: LoraMerge | None

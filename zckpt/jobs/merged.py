@@ -45,7 +45,7 @@ class Merged:
         notes: sentences for the user.
         recorded: facts for the manifest.
         copies: (location, name in the output) of tokenizer files and the like.
-        sources: catalogs whose tensors must not contradict themselves.
+        sources: catalogs with tensors that must not contradict themselves.
         made_from: what beside the checkpoint it is made from: the base, and directories of adapters.
         given_up: tensor of the checkpoint -> the rule of the ledger by which the model has another one in its place.
         trained: the tensors that were trained.

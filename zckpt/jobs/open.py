@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _SHOWN_TENSORS = 20
 _COMPARED_NAMES = 10_000
-"""Names of which the nearest to a wrong one are looked for; it takes a tenth of a second."""
+"""How many names are compared with a wrong one, to find the nearest; it takes a tenth of a second."""
 
 
 def open_catalog(
@@ -134,7 +134,7 @@ def as_named_by(names: Iterable[str], catalog: Catalog) -> tuple[Catalog, dict[s
 
     Both sides' names are compared as they are, without what torch's wrappers put in, and without prefixes that all names
     of a side have. The comparison that finds most of the model's names counts, and of equals the one that strips least. So
-    a model whose child is really called `module` is found under its own names.
+    a model with a child that is really called `module` is found under its own names.
 
     Args:
         names: of the model's tensors, the tied ones too.
@@ -293,7 +293,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self[name]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor of which only the rows asked for are read, as in safetensors' `safe_open`."""
+        """A tensor that is read only in the rows asked for, as in safetensors' `safe_open`."""
         return TensorSlice(self._entry(name), self._framework)
 
     def metadata(self) -> dict[str, str]:

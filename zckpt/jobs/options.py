@@ -49,7 +49,7 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
         limit_rate: at most so many bytes a second are read and written, together.
         sign: file with a private key, with which the output is signed; None for no signature.
         dtype: of floating parameters in the output; None keeps each as it is.
-        keep_dtype: globs; tensors whose name in the output matches one keep the dtype that they have.
+        keep_dtype: globs; tensors with a name in the output that matches one keep the dtype that they have.
         format: container; None for what OUT's suffix says, safetensors for a directory.
         max_shard_size: of a directory's shards.
         include: globs; only tensors that match one are kept.

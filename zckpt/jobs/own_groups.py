@@ -84,7 +84,8 @@ class Dcp:
         under: the state dict's key for the weights; empty for its top.
         optimizer: its key for the optimizer's states and groups; None leaves them out.
         accelerate: whether weights and optimizer are saves of their own, where accelerate looks for those of FSDP.
-        names: whose names the tensors get: a scheme that can be written, "hf" or "hf:NAME"; None keeps the checkpoint's.
+        names: the program with the names that the tensors get: a scheme that can be written, "hf" or "hf:NAME"; None
+        keeps the checkpoint's.
         config: the model's config or the path of its `config.json`, for `names`; None for the one beside the checkpoint.
         vocab_size: words of the vocabulary, for `names`; None for what config, run and tokenizer say.
         max_file_bytes: of a data file, unless one chunk is larger.

@@ -4,7 +4,7 @@ For `planned`, `delta` and `apply_delta`.
 
 [Note: indexes] The index of a file is what says which tensors are in it and where: the header of a safetensors file, the pickle
 of a torch file. Of any other file (`latest`, an index of shards, `.metadata`), and of small files, it is the whole file. Elements
-are not hashed: what became of them is in the output, whose bytes are signed.
+are not hashed: what became of them is in the output, and its bytes are signed.
 """
 
 from __future__ import annotations

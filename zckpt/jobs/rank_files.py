@@ -102,7 +102,7 @@ def _swap_file(listing: Listing, name: str) -> Cell:
 
 
 class _RankFile(NamedTuple):
-    """A file, and whose it is.
+    """A file, and the rank that it belongs to.
 
     Attributes:
         kind: "model", "optim", ...
@@ -136,7 +136,7 @@ def _present(files: Sequence[_RankFile]) -> Rows:
 
 
 def lost_files(listing: Listing) -> dict[str, list[str]]:
-    """Files that the save names and that are missing, each with the tensors of which only the names are known.
+    """Files that the save names and that are missing, each with the tensors that are known by name only.
 
     Nothing where it cannot be read which files it names.
     """
@@ -148,7 +148,7 @@ def lost_files(listing: Listing) -> dict[str, list[str]]:
 
 
 def _lost_name(family: Family, fellows: Iterable[str], axis: str, number: int) -> str:
-    """The name of a file with this number of an axis, by those of its kind that are there, whose numbers have as many digits."""
+    """The name of a file with this number of an axis, by those of its kind that are there, with numbers of as many digits."""
     digits, made = 0, ""
     for name in fellows:
         for _, pattern, _ in family.files:
@@ -237,7 +237,7 @@ def other_files(listing: Listing) -> list[NamedFile]:
 
 
 def bad_ranks(grid: Grid) -> list[int]:
-    """Data-parallel ranks of which a file is not as it should be."""
+    """Data-parallel ranks with a file that is not as it should be."""
     return sorted(
         {n for rows in grid.values() for n, cells in rows.items() if any(c.state != "ok" for c in cells.values())}
     )

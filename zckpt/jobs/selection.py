@@ -35,7 +35,7 @@ def resolve_selection(
     Args:
         catalog: the tensors, under the names that the options are about.
         selecting: which tensors are wanted.
-        naming: how they are to be called.
+        naming: what they are called.
         before: names that the tensors had earlier, which `exclude` may name too.
     """
     names = [*catalog, *catalog.aliases]
@@ -107,7 +107,7 @@ def select(catalog: Catalog, selecting: Selecting, naming: Naming | None = None)
 
 
 def is_wanted(entry: TensorEntry, selecting: Selecting) -> bool:
-    """Whether a tensor is to be written."""
+    """Whether an output has a tensor."""
     if selecting.exclude_frozen and entry.role == "frozen":
         return False
     if selecting.include and not matches(entry.name, selecting.include):

@@ -1,6 +1,7 @@
 """The torch files of a smaller save: each without what is left out, its tensors dense, and tied tensors once.
 
-For `slim`. [Note: swap files] Of saves whose optimizer was on NVMe, the masters stay in their swap files, and the optimizer files
+For `slim`. [Note: swap files] Of saves with an optimizer that was on NVMe, the masters stay in their swap files, and
+the optimizer files
 say which these are by the attribute `ds_id` of a vector without elements. Where DeepSpeed left a buffer's old elements in its
 place (`pipeline_read`), it is written without them: only the swap file is right.
 """

@@ -51,7 +51,8 @@ def fewer_items(opened: Opened, asked: Asked[Slim]) -> FewerItems | None:
     """The files without what `options` leave out; None for a save of another kind.
 
     Raises:
-        UnsupportedError: something else than the optimizer is to be left out, or the save is of several `.metadata` files.
+        UnsupportedError: the options leave out something else than the optimizer, or the save is of several
+        `.metadata` files.
     """
     listing, family = opened.place.listing, family_of(opened.place.listing)
     if family not in (dcp.FAMILY, megatron_core.FAMILY):

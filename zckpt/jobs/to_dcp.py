@@ -76,7 +76,8 @@ def to_dcp(
         optimizer: its key for the optimizer's states and groups; None leaves them out.
         accelerate: write `pytorch_model_fsdp_0/` and `optimizer_0/`, from which accelerate's `load_state` and transformers'
             `Trainer.train(resume_from_checkpoint=OUT)` go on under FSDP; not together with `under`, `optimizer` or `names`.
-        names: whose names the tensors get: "torchtitan", "megatron-core" or another scheme, "hf" or "hf:NAME"; None keeps them.
+        names: the program with the names that the tensors get: "torchtitan", "megatron-core" or another scheme, "hf"
+        or "hf:NAME"; None keeps them.
         config: the model's config.json for `names`, if there is none beside the checkpoint.
         vocab_size: words of the vocabulary, behind which the input has rows of padding, for `names`.
         tag: which save, where there are several; by default the one that `latest` names.

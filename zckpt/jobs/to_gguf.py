@@ -57,7 +57,8 @@ def to_gguf(
     """Writes a model as GGUF, in constant memory: what llama.cpp's own converter writes, from any checkpoint.
 
     Args:
-        checkpoint: as for `zckpt.convert`: a Hugging Face model, or a checkpoint in whose names a scheme of zckpt finds one.
+        checkpoint: as for `zckpt.convert`: a Hugging Face model, or a checkpoint with names in which a scheme of
+        zckpt finds one.
         out: a name ending in .gguf for one file; anything else is a directory for files named by llama.cpp's conventions.
         type: "f32", "f16", "bf16" or "q8_0" of the matrices; norms, biases and routers are fp32.
         split_max_size: for a directory, the most bytes of tensors in one file, such as "40GB"; None for one file.

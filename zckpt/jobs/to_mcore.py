@@ -54,7 +54,8 @@ def to_mcore(
     """Writes a model as a checkpoint that Megatron-Core loads (`torch_dist`), in constant memory.
 
     Args:
-        checkpoint: as for `zckpt.convert`: a Hugging Face model, or a checkpoint in whose names a scheme of zckpt finds one.
+        checkpoint: as for `zckpt.convert`: a Hugging Face model, or a checkpoint with names in which a scheme of
+        zckpt finds one.
         out: the run directory: `latest_checkpointed_iteration.txt`, `release/`, config.json and tokenizer files.
         dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
         config: the model's config.json, if there is none beside the checkpoint.

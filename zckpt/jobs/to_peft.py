@@ -42,7 +42,7 @@ _TYPES = frozenset((
     *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "MISS", "C3A", "LN_TUNING", "TRAINABLE_TOKENS"),
     *("VERA", "ROAD", "WAVEFT", "GRALORA", "DELORA", "PROMPT_TUNING", "PREFIX_TUNING"),
 ))  # fmt: skip
-"""Methods whose tensors are saved as they lie in the model; the tests hold each to what PEFT itself writes."""
+"""Methods with tensors that are saved as they lie in the model; the tests hold each to what PEFT itself writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _with_config(destination: LaidOutFiles, text: bytes) -> LaidOutFiles:
 
 
 def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:
-    """Refuses methods whose files are not the model's tensors, but made from them.
+    """Refuses methods with files that are not the model's tensors, but made from them.
 
     Raises:
         UnsupportedError: this is one.

@@ -80,7 +80,7 @@ def trained_in(catalog: Catalog, base: Catalog) -> dict[str, TensorEntry]:
     if other := unequal(there, base):
         raise InconsistentError(
             f"the checkpoint and the base have other numbers in {count(len(other), 'tensor')}", file=catalog.source.path,
-            found=f"{examples(other, len(other))}, of which the checkpoint does not say whether it trained them",
+            found=f"{examples(other, len(other))}: the checkpoint does not say whether it trained them",
             expected="the numbers of --base in all that has no adapter",
             remedy="Leave out --base to merge into the checkpoint's own weights, or pass the base that it was trained on.",
         )  # fmt: skip
@@ -166,7 +166,7 @@ def check_copies(copies: Iterable[tuple[TensorEntry, TensorEntry]], adapters: Se
     """Makes sure that tensors of adapters which are not merged are others once more.
 
     Args:
-        copies: each with the tensor whose numbers it must have.
+        copies: each with the tensor that it must equal.
         adapters: for errors.
 
     Raises:

@@ -33,7 +33,7 @@ class WorkingModel:
         earlier: names before the last change of form, which `exclude` may name too.
         selectable: the tensors from which the selection chose.
         made_from: what beside the checkpoint the model is made from.
-        sources: catalogs whose tensors must not contradict themselves.
+        sources: catalogs with tensors that must not contradict themselves.
         copies: (location, name in the output) of tokenizer files and the like; None for those beside the checkpoint.
         trained: of a merge, the tensors that were trained.
         is_merged: whether tensors are computed of weights and adapters, and so keep the dtype of the weights where none is asked.

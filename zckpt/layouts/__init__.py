@@ -1,7 +1,8 @@
 """What a family of files means: the families that zckpt reads, and the choice among them.
 
 Each family is a package that exports one value, `FAMILY`: see `save.family`, and docs/extending.md for how to add one. Other
-packages bring families of their own by entry points of the group `zckpt.layouts`, whose name is a pattern of file names.
+packages bring families of their own by entry points of the group `zckpt.layouts`; the name of each is a pattern of
+file names.
 """
 
 from __future__ import annotations

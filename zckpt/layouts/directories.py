@@ -280,7 +280,7 @@ def as_wanted(look: Look) -> Place | None:
 
 
 def as_several(look: Look) -> Place | None:
-    """Saves whose files lie in one directory, each under names of its own: the last one, or `--tag`."""
+    """Saves with files in one directory, each under names of its own: the last one, or `--tag`."""
     from zckpt.layouts.save.apart import last_of, one_of, saves_in
 
     for family in layouts.FAMILIES:

@@ -1,4 +1,4 @@
-"""What a person meant whose path or tag does not exist: a neighbour of nearly the same name, or a model of the hub.
+"""What a person meant with a path or tag that does not exist: a neighbour of nearly the same name, or a model of the hub.
 
 For `places` and `directories`, where a search found nothing.
 """
@@ -71,7 +71,7 @@ def _entries_beside(path: Location) -> list[str]:
 
 
 def _nearest(name: str, others: Sequence[str]) -> list[str]:
-    """Those of the others whose letters are nearly those of a name, and whose numbers are the same; at most three."""
+    """Those of the others with nearly the letters of a name, and with the same numbers; at most three."""
     import difflib
 
     numbers = re.findall(r"\d+", name)

@@ -69,13 +69,13 @@ class PlacedPart(NamedTuple):
 
 
 def model_of_file(name: str, folder: Folder) -> WeightFiles | None:
-    """The files of the model of which a file is one; None for a file that is a model, as far as names and tensors say."""
+    """The files of the model that a file belongs to; None for a file that is a model, as far as names and tensors say."""
     model = files_of_index(name, folder) or files_counted_with(name, folder.names)
     return model or (_find_numbered(name, folder) if is_weights(name) else None) or _find_slices(name, folder)
 
 
 def _find_slices(name: str, folder: Folder) -> WeightFiles | None:
-    """The slices of Llama's original files, of which one says by its shapes and `params.json` how many there are.
+    """The slices of Llama's original files; one says by its shapes and `params.json` how many there are.
 
     Source: llama-models, models/llama3/model.py (`wo` is row-parallel: n_heads x head_dim columns in all).
     """
@@ -170,7 +170,7 @@ def rank_part_of(
 
 
 def _holds_adapter(path: Location) -> bool:
-    """Whether a file holds an adapter, in whose name a rank is the rank of its matrices: `style_rank64.safetensors`."""
+    """Whether a file holds an adapter; in its name a rank is the rank of its matrices: `style_rank64.safetensors`."""
     if not path.is_file():
         return False
     try:
@@ -234,7 +234,7 @@ def parts_in(folder: Folder, holds_save: Callable[[Folder], bool]) -> PlacedPart
 
 
 def part_error(part: PlacedPart, why: str = "") -> IncompleteError:
-    """The error for a part whose others are not read with it; `why`: what speaks against joining them."""
+    """The error for a part when its others are not read with it; `why`: what speaks against joining them."""
     if len(part.parts) == 1:
         return IncompleteError(
             "holds one part of a save", file=part.path, found=f"{part.parts[0]!r} alone",

@@ -43,7 +43,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), 
     Args:
         path: any of the forms above.
         tag: which save, where there are several.
-        also: directories whose files are laid over it: the same checkpoint's parts on other nodes' disks.
+        also: directories with files that are laid over it: the same checkpoint's parts on other nodes' disks.
         as_part: take a part of a save alone, as if it were one.
 
     Raises:
@@ -195,7 +195,7 @@ def _enter(look: Look, name: str, tag: str | None) -> Place:
 
 
 def _join_parts(part: PlacedPart, look: Look) -> Place:
-    """The save whose parts lie in directories of ranks or nodes.
+    """The save with parts in directories of ranks or nodes.
 
     Raises:
         IncompleteError: they cannot be joined.

@@ -96,7 +96,7 @@ def assign(world: Ranks, offered: Sequence[Offer] | Exception) -> Assignment:
     """Chooses for all elements of each tensor the rank that contributes them; see [Note: who checks]. Call it on every rank.
 
     Args:
-        world: whose ranks are `alike` if all offer the same names in the same order.
+        world: its ranks are `alike` if all offer the same names in the same order.
         offered: this rank's offers, or why it has none.
     """
     sent: list[list[tuple[int, Offer]]] = [[] for _ in range(world.size)]
@@ -156,7 +156,7 @@ def _answers(came: Sequence[Sequence[_Packed] | Exception | None], own: Sequence
 
 
 def _check(came: Sequence[Sequence[_Packed]], chosen: Sequence[Sequence[list[int]]], turns: _Turns) -> list[_Checked]:
-    """Checks tensors of which this rank has all offers; fills in who contributes what."""
+    """Checks tensors that this rank has all offers of; fills in who contributes what."""
     by_name: dict[str, dict[int, tuple[_Packed, list[int]]]] = {}
     for rank, offers in enumerate(came):
         for offer, mine in zip(offers, chosen[rank], strict=True):
@@ -169,7 +169,7 @@ def _check(came: Sequence[Sequence[_Packed]], chosen: Sequence[Sequence[list[int
 
 
 def _whole(held: Mapping[int, tuple[_Packed, list[int]]], turns: _Turns) -> _Named:
-    """One tensor, of which these are all offers; notes who contributes what."""
+    """One tensor with all its offers; notes who contributes what."""
     name, shape, dtype, role = _name_tensor({rank: offer for rank, (offer, _) in held.items()})
     holders: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, (offer, _) in held.items():

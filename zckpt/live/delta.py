@@ -98,7 +98,7 @@ def export_delta(
         version: of the new weights; by default the one in `out`'s name, or 1.
         encoding: as in `zckpt.delta`.
         checksum: as in `zckpt.delta`.
-        max_shard_size: bytes of weights whose differences one file holds.
+        max_shard_size: bytes of weights with differences that one file holds.
 
     Returns:
         What changed, on every rank.

@@ -106,7 +106,7 @@ def local_model(model: nn.Module) -> LocalModel:
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
-                "the model is under FullyShardedDataParallel (FSDP1), whose parts zckpt does not read",
+                "the model is under FullyShardedDataParallel (FSDP1), and zckpt does not read its parts",
                 remedy="Shard it with torch.distributed.fsdp.fully_shard, or save it with torch.distributed.checkpoint.",
             )
     if all(whole_copy_of(parameter) is None for parameter in model.parameters()):

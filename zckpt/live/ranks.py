@@ -78,7 +78,7 @@ class Ranks:
 
         Args:
             value: of this rank.
-            join: makes one value of two, the first of which is of lower ranks.
+            join: makes one value of two; the first is of lower ranks.
         """
         step = 1
         while step < self.size:

@@ -1,4 +1,4 @@
-"""PEFT's `adapter_config.json` for an adapter whose trainer wrote none, but kept the facts that its tensors do not show.
+"""PEFT's `adapter_config.json` for an adapter when its trainer wrote none, but kept the facts that its tensors do not show.
 
 For `to_peft`. verl writes `lora_train_meta.json` beside its rank files: `{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}`.
 Which modules have a LoRA, which are trained whole, and whether it is a DoRA, the tensors show.

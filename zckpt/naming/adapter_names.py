@@ -78,7 +78,7 @@ _IN_FILE = compile_late(
 
 
 def is_adapter_file(catalog: Catalog) -> bool:
-    """Whether these are the tensors of an `adapter_model.safetensors` of any method, whose names say no adapter's name."""
+    """Whether these are the tensors of an `adapter_model.safetensors` of any method, with names without an adapter's."""
     return not adapters_in(catalog) and any(map(_IN_FILE.fullmatch, catalog))
 
 

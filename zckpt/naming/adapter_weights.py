@@ -1,4 +1,4 @@
-"""One adapter that is to be merged: its tensors by module, and what its config says of each; what cannot be merged is refused.
+"""One adapter that a job merges: its tensors by module, and what its config says of each; what cannot be merged is refused.
 
 For `merge`. Source: PEFT 0.21.2, tuners/lora/config.py, layer.py `LoraLayer.update_layer` (scaling), `set_scale` (weights),
 utils/other.py `get_pattern_key` (patterns), tuners/lora/variants.py (what each variant does when it is merged).
@@ -88,7 +88,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter that is to be merged.
+    """An adapter that a job merges.
 
     Attributes:
         name: as a person calls it: its name in the checkpoint, or its directory's.

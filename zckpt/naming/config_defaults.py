@@ -1,4 +1,4 @@
-"""What transformers takes where a model's config.json leaves something out, for the models of which GGUF is written.
+"""What transformers takes where a model's config.json leaves something out, for the models that `to-gguf` writes.
 
 For `gguf_metadata`: importing transformers to ask it costs seconds and hundreds of megabytes.
 Source: transformers 5.23, models/*/configuration_*.py, modeling_rope_utils.py (`standardize_rope_params`) and
@@ -68,7 +68,7 @@ def filled_in(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """A config with transformers' defaults for what it leaves out, and the text model's values at its top.
 
     Args:
-        config: of one of the models of which GGUF is written.
+        config: of one of the models that `to-gguf` writes.
         path: of the checkpoint, for errors.
 
     Raises:
@@ -120,7 +120,7 @@ def _check(key: str, value: object, usual: object, path: str) -> None:
 
 
 def _check_rotary(key: str, value: object, path: str) -> None:
-    """Makes sure that parameters of rotary embeddings are a JSON object, whose numbers are greater than 0."""
+    """Makes sure that parameters of rotary embeddings are a JSON object with numbers greater than 0."""
     numbers = [value] if isinstance(value, int | float) else value.values() if isinstance(value, Mapping) else ()
     for one in numbers:
         if isinstance(one, Mapping):

@@ -89,7 +89,7 @@ def _classes() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def model_types() -> tuple[str, ...]:
-    """The model types of which the class's defaults are known."""
+    """The model types with known defaults of the class."""
     return tuple(_classes())
 
 

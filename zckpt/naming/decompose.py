@@ -34,7 +34,7 @@ class Decomposed:
         facts: those that were given, and what taking the tensors apart has shown.
         origins: name of a part -> the tensor that it is from.
         notes: sentences about what was left out.
-        left_out: tensors that are not among the parts though they may be of use: those whose rule has a note.
+        left_out: tensors that are not among the parts though they may be of use: those with a rule that has a note.
         dropped: all tensors that are not among the parts -> the note of the rule; empty for what a model computes itself.
     """
 
@@ -52,7 +52,7 @@ class Decomposed:
 
 
 def decompose(catalog: Catalog, scheme: Scheme, facts: Facts) -> Catalog:
-    """The parts of the model whose tensors a writer named by its scheme; errors as in `decompose_with_origins`."""
+    """The parts of the model with tensors that a writer named by its scheme; errors as in `decompose_with_origins`."""
     return decompose_with_origins(catalog, scheme, facts).parts
 
 
@@ -151,7 +151,7 @@ def _all_fit(catalog: Catalog, scheme: Scheme) -> dict[str, Fit]:
 
 
 def _rule_of(name: str, fit: Fit, facts: Facts) -> NamingRule:
-    """The first rule that takes a tensor and whose facts fit."""
+    """The first rule that takes a tensor and has facts that fit."""
     for rule in fit.rules:
         if facts.meet(rule.when):
             return rule
@@ -235,7 +235,9 @@ def _in_shape(entry: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry
 
 
 def in_pairs(part: TensorEntry, rule: NamingRule, facts: Facts, number: int, *, apart: bool) -> TensorEntry:
-    """A part whose rule has rotary pairs, with them in halves (`apart`), or the other way; `number` is its place in the rule."""
+    """A part with a rule that has rotary pairs, with them in halves (`apart`), or the other way; `number` is its
+    place in the rule.
+    """
     kind = rule.pairs if rule.pairs != "both" else (rule.parts or ())[number].split(".")[-2]
     return part if kind == "value" else swap_head_halves(part, facts.number(_SHARES[kind]), apart=apart)
 

@@ -4,7 +4,7 @@ For `transform`. The values of a config come from the parts' shapes, from the ar
 or from a config that the user gives.
 
 [Note: configs in schemes] Keys of "config": "fixed" entries are copied; "facts" is key -> a fact, or [a fact, the value where it
-is not known], or a part whose presence is meant; "args" is key -> [names of arguments of the run that have the value, the
+is not known], or a part, for its presence; "args" is key -> [names of arguments of the run that have the value, the
 training program's default]; "activation" is the key of the activation function; "also" is a list of {"if": argument -> values,
 "set": key -> value, or a mapping of keys}; "refused" is argument or fact -> [values that it must not have, why]; "required" is
 argument or fact -> values that it must have if it is recorded; "needed" is fact -> what it says, of facts without which no config
@@ -104,7 +104,7 @@ def refusals(family: Scheme, facts: Facts) -> list[str]:
 
 
 def mapped_arguments(family: Scheme) -> set[str]:
-    """The arguments of a run of which a family's configs say something, or which it refuses itself."""
+    """The arguments of a run that a family's configs say something about, or which it refuses itself."""
     data = family.config
     found = {*data.get("refused", ()), *data.get("required", ()), *family.recognised.get("when", ())}
     found |= {name for names, _ in data.get("args", {}).values() for name in names}
@@ -173,7 +173,7 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
 
     Raises:
         UnsupportedError: the run used something that the family does not have.
-        IncompleteError: parts are missing whose sizes are needed.
+        IncompleteError: parts are missing, and their sizes are needed.
         UsageError: a fact that is needed is not known.
     """
     data, arguments = family.config, facts.arguments

@@ -65,7 +65,7 @@ class Misfits(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What a loader would do with weights of which this is so, in one sentence; empty where all is well."""
+        """What a loader would do with such weights, in one sentence; empty where all is well."""
         found = [f"lacks {examples(sorted(self.missing))}"] if self.missing else []
         found += [f"does not read {examples(self.ignored)}"] if self.ignored else []
         found += [f"has other shapes for {examples(self.shapes)}"] if self.shapes else []
@@ -159,7 +159,7 @@ def _facts_of(family: Scheme) -> set[str]:
 def _list_expected(
     family: Scheme, facts: Facts, fits: Mapping[str, Fit | None], wanted: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """The tensors of a model, each as the spellings of its name of which the first is the hub's."""
+    """The tensors of a model, each as the spellings of its name, the hub's first."""
     there: dict[int, set[str]] = {}
     for fit in filter(None, fits.values()):
         for rule in fit.rules:
@@ -201,7 +201,7 @@ def _is_there(part: str, routed: bool) -> bool:
 def _find_shapes(
     parts: Catalog, origins: Mapping[str, str], wanted: Mapping[str, int]
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Tensors of which a part has other extents than the config says, or than it has in most blocks."""
+    """Tensors with a part that has other extents than the config says, or than it has in most blocks."""
     found: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, Counter[Shape]] = {}
     for name, entry in parts.tensors.items():

@@ -38,7 +38,7 @@ _KNOWN_SCALINGS = tuple(
 
 
 def is_known(metadata: Mapping[str, object]) -> bool:
-    """Whether a file's architecture is one whose tensors and config zckpt knows."""
+    """Whether a file's architecture is one with tensors and a config that zckpt knows."""
     return metadata.get("general.architecture") in _TYPES
 
 
@@ -187,7 +187,7 @@ def _scaling(config: Mapping[str, object], catalog: Catalog, read: _Metadata) ->
 
 
 def _llama3(config: Mapping[str, Any], factors: TensorEntry, path: str) -> dict[str, object]:
-    """The parameters whose factors are those in the file."""
+    """The parameters with the factors that are in the file."""
     found = ElementReader().read(elements(factors, 0, factors.numel))
     for known in _KNOWN_SCALINGS:
         own = llama3_factors({**known, "rope_theta": config["rope_theta"]}, config["head_dim"])

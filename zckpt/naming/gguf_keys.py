@@ -14,7 +14,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.naming.config_keys import ROTARY, Keys, check_keys, whole_config
 
 BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
-"""`model_type` -> blocks of the model of that family whose queries are scaled by another number than the size of a head."""
+"""`model_type` -> blocks of the model of that family with queries scaled by another number than the size of a head."""
 
 SUMS_OF_EXPERTS = {"qwen2_moe": False, "qwen3_moe": True}
 """Whether the weights of a token's experts are made to add up to one in llama.cpp."""
@@ -48,7 +48,7 @@ KEYS = {
 _NEAR_EACH = {"gemma2": 2, "gemma3_text": 6}
 """`model_type` -> every so many layers attention looks back to the beginning, in llama.cpp."""
 _UNBIASED = ("gemma2", "gemma3_text", "qwen3", "qwen3_moe")
-"""Types of models whose attention has no biases in llama.cpp."""
+"""Types of models with attention that has no biases in llama.cpp."""
 
 _ALWAYS = frozenset({"rope_theta", "rope_type", "type"})
 _TURNED: Mapping[str, frozenset[str]] = {
@@ -105,7 +105,7 @@ def _of_family(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
     kinds = config.get("layer_types")
     wanted = ["sliding_attention" if number % each else "full_attention" for number in range(1, blocks + 1)]
     if kinds is not None and kinds != wanted:
-        yield f"layer_types {kinds} (only full_attention in every layer whose number is a multiple of {each})"
+        yield f"layer_types {kinds} (only full_attention in every layer with a number that is a multiple of {each})"
     if kind == "gemma3_text" and (cap := config.get("attn_logit_softcapping")):
         yield f"attn_logit_softcapping {cap} (only null)"
     if not config.get("sliding_window"):

@@ -42,7 +42,7 @@ _MOST_BYTES = 1 << 28
 """Of a tokenizer's file; the largest that models have are a tenth of it."""
 _MOST_CARD_BYTES, _DEEPEST = 1 << 20, 100
 _MOST_WORDS = 1 << 22
-"""Of a model whose embedding is left out."""
+"""Of a model when its embedding is left out."""
 
 NO_VOCABULARY = "none"
 """As `--tokenizer`: the file gets no vocabulary, and its reader takes tokens by number."""

@@ -1,7 +1,9 @@
 """A model's tensors under GGUF's names, with the one that a GGUF file has beside them.
 
-For `jobs.to_gguf`. Names, pairs and norms are those of the scheme `gguf`. [Note: factors of frequencies] Models whose rotary
-embeddings are scaled as Llama 3.1's have a tensor `rope_freqs.weight`: by how much each frequency is divided. High frequencies
+For `jobs.to_gguf`. Names, pairs and norms are those of the scheme `gguf`. [Note: factors of frequencies] Models with
+rotary
+embeddings scaled as Llama 3.1's have a tensor `rope_freqs.weight`: by how much each frequency is divided. High
+frequencies
 stay, low ones are divided by the factor, those between by something between. Powers are taken in fp64 and rounded to fp32; all
 else is fp32.
 Source: llama.cpp, convert_hf_to_gguf.py `LlamaModel.generate_extra_tensors`, `Gemma3Model.modify_tensors` (of 2026).

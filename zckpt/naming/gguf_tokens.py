@@ -92,7 +92,7 @@ def tokens_of(directory: Path, *, alone: bool = True) -> Tokens:
 def _as_tokens(
     tokenizer: Any, numbers: Mapping[str, int], base: int, added: Mapping[int, Any], special: frozenset[str]
 ) -> Tokens:
-    """What transformers' or tokenizers' tokenizer holds; both have `encode` and `decode`, whose results differ in form."""
+    """What transformers' or tokenizers' tokenizer holds; both have `encode` and `decode`, with results that differ in form."""
 
     def encode(text: str, *, around: bool = True) -> list[int]:
         found = tokenizer.encode(text, add_special_tokens=around)

@@ -140,7 +140,7 @@ def _add_pieces(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, A
 
 
 def _add_fast_pieces(writer: gguf.GGUFWriter, directory: Path) -> bool:
-    """A sentencepiece vocabulary of which only the tokenizer.json is there; False if it is of another kind."""
+    """A sentencepiece vocabulary with only its tokenizer.json; False if it is of another kind."""
     import gguf
 
     said = json_in(directory / "tokenizer.json")

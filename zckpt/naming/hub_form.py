@@ -2,7 +2,8 @@
 
 For `transform`. Since version 5 transformers fuses some weights when it loads a model (such as all experts of a layer in one
 tensor) and takes them apart again in `save_pretrained`. A checkpoint of such a model holds the fused ones. Here transformers' own
-mapping is run backwards on tensors without memory. It returns views of these, whose offsets and strides are the fragments.
+mapping is run backwards on tensors without memory. It returns views of these; their offsets and strides are the
+fragments.
 Nothing is computed and nothing is copied.
 Source: transformers 5.23, core_model_loading.py `revert_weight_conversion`, conversion_mapping.py.
 """

@@ -1,4 +1,4 @@
-"""Names for the layers of a pipeline, whose files only have numbers.
+"""Names for the layers of a pipeline, where files only have numbers.
 
 For `--layer-names FILE`.
 

@@ -23,7 +23,8 @@ _LINEAR = frozenset(
     )
 )
 _OTHER_CLASSES = {"gpt2": "Conv1D", "falcon": "FalconLinear"}
-"""Families whose layers are no torch.nn.Linear (transformers 5.23), which the loaders of quantised models look for."""
+"""Families with layers that are no torch.nn.Linear (transformers 5.23), which the loaders of quantised models look
+for."""
 _JOINED = (
     ("attention.query", "attention.key", "attention.value"),
     ("attention.query_down", "attention.key_value_down"),
@@ -57,7 +58,7 @@ class LinearLayers:
 
 
 def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers | None:
-    """What the tensors of a model are; None for a family that zckpt does not know, or whose layers are of another class.
+    """What the tensors of a model are; None for a family that zckpt does not know, or with layers of another class.
 
     Args:
         names: of all tensors.

@@ -55,7 +55,7 @@ _SINKS: dict[str, object] = {
     "quick_geglu": True,
     "glu_linear_offset": 1.0,
 }
-"""Arguments of a model of gpt-oss, the only family whose attention has sinks."""
+"""Arguments of a model of gpt-oss, the only family with sinks in its attention."""
 
 _GEMMA = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 """Keys of Gemma's configs that Megatron Bridge's providers have under the same names."""
@@ -156,7 +156,7 @@ _BEYOND = {
 """Type of a model -> what it computes, and Megatron-LM's own GPT model does not."""
 
 _SIGMOID = ("deepseek_v3", "glm4_moe")
-"""Types of models whose routers choose by sigmoid without saying so in their config."""
+"""Types of models with routers that choose by sigmoid without saying so in their config."""
 _BEST_OF_GROUP = {"deepseek_v2": 1, "deepseek_v3": 2, "glm4_moe": 2}
 """Model type -> how many of the best experts of a group count when groups are chosen."""
 _PARTIAL = ("glm4", "glm4_moe", "gpt_neox", "phi3")
@@ -164,7 +164,7 @@ _PARTIAL = ("glm4", "glm4_moe", "gpt_neox", "phi3")
 _ALTERNATING = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}
 """Type of a model -> every so many layers attention looks back to the beginning, if its config says nothing."""
 _FROM_ONE = ("gemma2", "gemma3_text")
-"""Types of models whose norms' weights are counted from one."""
+"""Types of models with weights of norms that are counted from one."""
 
 
 def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object], multiple: int) -> dict[str, object]:
@@ -174,7 +174,7 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
         facts: of the model, with what its parts show.
         parts: of the model.
         config: transformers' config of it.
-        multiple: of which the padded vocabulary is one.
+        multiple: the padded vocabulary is a multiple of it.
 
     Raises:
         UnsupportedError: the config says something that changes what the model computes, and that no argument says.

@@ -1,4 +1,4 @@
-"""A model with its adapters merged: PEFT's `merge_and_unload`, as a catalog whose changed weights are computed.
+"""A model with its adapters merged: PEFT's `merge_and_unload`, as a catalog with changed weights that are computed.
 
 For `jobs.merged`. [Note: the shape of an update] in `merged_matrix` says what is computed. A weight that is tied to another
 one and gets an update of its own is tied no longer: in the unmerged model only one of the two has it.
@@ -37,7 +37,7 @@ class MergedModel:
         changed: names of those.
         untied: names that were tied, and are no longer.
         notes: sentences for the user.
-        copies: a tensor of an adapter that is not used, and the one of equal shape whose numbers it must have.
+        copies: a tensor of an adapter that is not used, and the one of equal shape that it must equal.
         kind: the class that an adapter was trained in, where its head is not the base's; empty for the base's own class.
         rows: of embeddings, where an adapter has another number of them than the base; None for the base's.
         dropped: tensors of the base that this class has no place for.

@@ -19,7 +19,7 @@ from zckpt.layouts.save.tied import HEADS, KEY, embedding_of, heads_of, is_tied
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 
 _TRANSPOSED_SINCE = {"gpt_oss": (5, 0), "aria": (5, 23), "aria_text": (5, 23), "openai_privacy_filter": (5, 23)}
-"""Models whose experts lie as (experts, in, out) and say so, and a version of transformers that has it so.
+"""Models with experts that lie as (experts, in, out) and say so, and a version of transformers that has it so.
 
 Source: transformers 5.0.0 and 5.23, `use_experts_implementation(is_transposed=True)`; 4.57 has no such mark.
 """
@@ -138,7 +138,9 @@ def _parameters(model: ModelTensors, adapter: AdapterWeights, module: str) -> li
 
 
 def _experts(model: ModelTensors, adapter: AdapterWeights, module: str, several: Sequence[Factors]) -> Iterator[Place]:
-    """The LoRAs of a module's parameters. Names do not say whose each is; shapes do, and the order in which PEFT nests them."""
+    """The LoRAs of a module's parameters. Names do not say which one each belongs to; shapes do, and the order in
+    which PEFT nests them.
+    """
     inner_first = sorted(several, key=lambda factors: -factors.module.count(".base_layer"))
     names = _parameters(model, adapter, module)
     found: list[tuple[bool, tuple[Place, ...]]] = []
@@ -320,7 +322,7 @@ _SAME_END = 4
 def other_shape(
     adapter: AdapterWeights, tensor: str, shape: tuple[int, ...], name: str, expected: tuple[int, ...]
 ) -> InconsistentError:
-    """The error for a tensor of an adapter whose shape does not fit the weight `name` of the base model."""
+    """The error for a tensor of an adapter with a shape that does not fit the weight `name` of the base model."""
     return InconsistentError(
         f"adapter {adapter.name!r} does not fit the base model", file=adapter.file,
         found=f"{tensor!r} for a weight of shape {list(shape)}", expected=f"shape {list(expected)} of {name!r}",

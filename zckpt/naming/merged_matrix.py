@@ -187,7 +187,7 @@ def _row_lengths(matrix: Floats, rows: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedRows:
-    """A matrix of which some rows are taken from others: tokens of an embedding that were trained alone; a recipe.
+    """A matrix with some rows taken from others: tokens of an embedding that were trained alone; a recipe.
 
     Attributes:
         base: the matrix.
@@ -257,7 +257,7 @@ class _Kept:
 
 
 class _Held:
-    """An array that is kept, and whose it is: an object's id is its own while it is here."""
+    """An array that is kept, and its owner: an object's id is its own while it is here."""
 
     __slots__ = ("array", "lock", "owners")
 

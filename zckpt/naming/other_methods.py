@@ -1,7 +1,8 @@
 """Recipes for weights into which LoHa, LoKr and IA3 are merged, as PEFT merges them.
 
 For `merge`. All is computed in fp32, in PEFT's order: a LoHa adds the product, element by element, of two low-rank products; a
-LoKr adds the Kronecker product of two matrices, each of which may be a low-rank product itself; an IA3 multiplies each column
+LoKr adds the Kronecker product of two matrices, and each may be a low-rank product itself; an IA3 multiplies each
+column
 (of a feed-forward layer) or row of a weight by a number, and the rows of its bias.
 Source: PEFT 0.21.2, tuners/loha/layer.py `HadaWeight`, tuners/lokr/layer.py `make_kron`, tuners/ia3/layer.py `merge`,
 tuners/lycoris_utils.py `merge`.

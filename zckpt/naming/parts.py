@@ -1,6 +1,7 @@
 """The parts that a model consists of, by names of zckpt's own: unfused, unstacked, one block and one expert each.
 
-For `schemes`, whose files say how a writer names, fuses, stacks and orders them. `{b}` is a block's number, `{e}` an expert's;
+For `schemes`: its files say how a writer names, fuses, stacks and orders them. `{b}` is a block's number, `{e}` an
+expert's;
 the name of each part but the bare ones ends in `.weight` or `.bias`. A matrix has one row for each output, as in torch. Rows of
 queries and keys with rotary positions lie in halves: in each head first the first elements of all pairs, then the second.
 """

@@ -118,7 +118,7 @@ def _is_number(value: object) -> bool:
 
 
 def rotary_arguments(rope: Mapping[str, Any], *, latent: bool) -> dict[str, object]:
-    """The arguments of a Megatron run with such rotary positions, of which `unsaid_rotary` says nothing."""
+    """The arguments of a Megatron run with such rotary positions, when `unsaid_rotary` says nothing of them."""
     kind, base = rope["rope_type"], rope["rope_theta"]
     found: dict[str, object] = {
         "rotary_base": int(base) if isinstance(base, float) and base.is_integer() else base,

@@ -161,7 +161,7 @@ def transpose(entry: TensorEntry) -> TensorEntry:
 
 
 def swap_head_halves(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
-    """A part whose heads' rows are neighbouring pairs, with them in two halves; or the other way.
+    """A part with rows of heads that are neighbouring pairs, with them in two halves; or the other way.
 
     Args:
         entry: rows of `heads` heads.

@@ -5,12 +5,12 @@ names become any other's, and no pair of writers is written down. Schemes are th
 
 [Note: how to write a scheme] A JSON object: "scheme" (the file's name without .json), "version" (1), "about", and "tensors", a
 list of rules. A rule has
-- "name": the tensor's name, or a list of spellings that are read, of which the first is written. `{b}` and `{e}` are the numbers
+- "name": the tensor's name, or a list of spellings that are read; the first is written. `{b}` and `{e}` are the numbers
   of a block and of an expert, `{kind}` is `weight` or `bias`, `*` is anything.
 - "parts": the names of the parts in it (`naming.parts` lists them), or null if it is left out; with "note", a sentence is said.
 - "rows": how several parts lie in the first dimension: "joined" (one after the other; it is so where nothing is said), "groups:N"
   (N groups of rows, with rows of each part in every group; N is a fact such as key_heads), "alternating" (a row of each in turn).
-- "transpose": true for a tensor whose last two dimensions are those of the parts, exchanged. All else is meant after that.
+- "transpose": true for a tensor with the last two dimensions of the parts, exchanged. All else is meant after that.
 - "pairs": "query" or "key", or "both" in a tensor with values too: a head's rows are rotary pairs side by side; the part has them
   as two halves.
 - "shape": facts that are the extents in which its elements lie, null for what is left, where the tensor's own shape is another.
@@ -19,16 +19,18 @@ list of rules. A rule has
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
 - "when": facts and the values (or lists of values) that they must have for the rule to count.
 - "beside": another tensor's name: the rule counts only where that tensor is there, with the same numbers.
-- "tied": true if the tensor is written, as another name of the embedding, for a model whose head is that too.
+- "tied": true if the tensor is written, as another name of the embedding, for a model with that as its head too.
 - "zeros": with parts null: the fact that is the length of a vector of zeros, which is written for every block with a router.
 - "plus": what is added to the parts' elements in the tensor, as fp32: 1 for norms that the parts have counted from one.
 - "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
-Of two rules whose names fit, the first whose facts fit is taken; a fact is looked up in the config and in the run's arguments
+Of two rules with names that fit, the first with facts that fit is taken; a fact is looked up in the config and in
+the run's arguments
 too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are there; a part is
 used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all tensors have
 them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`); "written"
-gives facts their values for writing; "together" lists parts of which a model has all or none; "own_job" is true for names that
+gives facts their values for writing; "together" lists parts that a model has all of or none of; "own_job" is true
+for names that
 only a command of its own writes, since files with them need more than tensors. "config" and "recognised" of
 transformers' families are explained in `families`.
 
@@ -65,7 +67,7 @@ class NamingRule:
 
     Attributes:
         number: its place in the scheme.
-        names: spellings of the tensor's name, of which the first is written; without `{kind}`.
+        names: spellings of the tensor's name; the first is written; without `{kind}`.
         parts: names of the parts; None if the tensor is left out.
         kind: what `{kind}` stands for in them; empty where it is not used.
         rows: "joined", "alternating" or the fact that is the number of groups.
@@ -138,7 +140,7 @@ class Scheme:
         prefixes: beginnings of names that may be taken off.
         has_local_names: whether names are read without what wraps them.
         written: fact -> its value, or the fact that it equals, when tensors are written.
-        together: parts of which a model has all or none, such as the biases that one setting switches on.
+        together: parts that a model has all of or none of, such as the biases that one setting switches on.
         has_own_job: whether only a command of its own writes these names.
         config: how transformers' config is made; empty for other writers.
         recognised: what says that a model is of this family.
@@ -178,7 +180,7 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Callable[[str], Fit | None
     """A function from a name to its `Fit`, which asks the rules once for all names that differ in numbers only.
 
     Args:
-        scheme: whose rules are asked.
+        scheme: its rules are asked.
         there: the names of all tensors.
     """
     templates = [
@@ -374,6 +376,6 @@ def _all_taken(fit: Callable[[str], Fit | None], names: Iterable[str]) -> set[in
 
 
 def _lacking(own: Scheme, used: set[int]) -> int:
-    """How many rules whose tensors every model of a scheme has, whatever its facts, took no tensor."""
+    """How many rules took no tensor though every model of a scheme has it, whatever its facts."""
     needed = {rule.number for rule in own.rules if rule.parts and not (rule.optional or rule.when or rule.beside)}
     return len(needed - used)

@@ -1,4 +1,4 @@
-"""How many words a model has whose embedding may end in rows of padding.
+"""How many words a model has when its embedding may end in rows of padding.
 
 For `decompose`. Megatron and GPT-NeoX pad the vocabulary to a multiple of `make_vocab_size_divisible_by` times the number of
 tensor-parallel ranks. How many of the rows are words is said by `--vocab-size`, by transformers' config, by the run's own
@@ -35,7 +35,7 @@ def with_vocabulary(facts: Facts, rows: int, *, padded: bool) -> tuple[Facts, tu
     Args:
         facts: those of `facts_of`; `homes` are the directories in which a tokenizer may be.
         rows: of the embedding.
-        padded: whether the program whose names the tensors have pads.
+        padded: whether the program that named the tensors pads.
 
     Raises:
         UsageError: more words are asked for than there are rows.
@@ -60,7 +60,7 @@ def with_vocabulary(facts: Facts, rows: int, *, padded: bool) -> tuple[Facts, tu
     up_to = f" up to a multiple of {multiple:,}" if multiple else ""
     rows_there = count(rows, "row")
     return facts, (
-        f"The vocabulary has {rows_there}, of which the last may be padding{up_to}: nothing says how many words there are, so "
+        f"The vocabulary has {rows_there}, and the last may be padding{up_to}: nothing says how many words there are, so "
         f"all rows are kept. Pass {OPTION} N to keep N.",
     )
 
@@ -80,7 +80,7 @@ def recorded_vocabulary(facts: Facts) -> dict[str, object]:
 
 
 def _multiple(arguments: Mapping[str, object]) -> int | None:
-    """Of which the padded vocabulary is one; None where the run does not say it."""
+    """The padded vocabulary is a multiple of this; None where the run does not say it."""
     each = arguments.get("make_vocab_size_divisible_by")
     ranks = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size"))
     if type(each) is not int or each < 1:

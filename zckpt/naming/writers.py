@@ -1,7 +1,8 @@
 """A model's tensors as a training program names, fuses and stacks them: from transformers' names, or another program's.
 
-For `to_mcore` and `to_dcp`, and for `transform`, so that `verify` expects the same. Whose names the tensors have is found by
-itself; they are taken apart by that scheme and put together by the one that is asked for.
+For `to_mcore` and `to_dcp`, and for `transform`, so that `verify` expects the same. The program that named the
+tensors is
+found by itself; they are taken apart by that scheme and put together by the one that is asked for.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STACKED, NUMBERED = "stacked", "numbered"
 
 @dataclass(frozen=True, slots=True)
 class SchemeNames:
-    """Options: whose names tensors get.
+    """Options: the names that tensors get.
 
     Attributes:
         writer: the scheme, one of `writers()`.
@@ -101,7 +102,7 @@ class RenamedModel:
 
 
 def writers() -> tuple[str, ...]:
-    """The schemes whose names can be written: those of training programs that have whole names."""
+    """The schemes with names that can be written: those of training programs that have whole names."""
     own = ((name, scheme(name)) for name in schemes() if not name.startswith("hf-"))
     return tuple(name for name, each in own if not each.has_local_names and not each.has_own_job)
 

@@ -234,7 +234,7 @@ class OutputAddress:
         return digest.hexdigest()
 
     def made_by(self, job: str) -> AddressRecord | None:
-        """The record of a finished run of this very job whose files are all as it left them."""
+        """The record of a finished run of this very job, with all files as it left them."""
         record = self.read_record()
         if record is None or record.state != "done" or record.job != job or not job:
             return None

@@ -28,7 +28,7 @@ def sync_all(paths: Iterable[str]) -> None:
 
 
 def tree(directory: str) -> list[str]:
-    """A directory and all below it, whose names are durable when each of them is."""
+    """A directory and all below it; their names are durable when each of them is."""
     return [root for root, _, _ in os.walk(directory, topdown=False)]
 
 

@@ -231,7 +231,7 @@ class PlanFiles:
 
 @dataclass(frozen=True, slots=True)
 class FileOrder:
-    """An output whose files a job makes one after the other, with sizes that are not known before.
+    """An output with files that a job makes one after the other, with sizes that are not known before.
 
     Attributes:
         out: its path or address.
@@ -272,7 +272,7 @@ class MadeFiles:
     Args:
         order: how they are made.
         team: the processes.
-        progress: called with the bytes of which all processes have told.
+        progress: called with the bytes that all processes have told of.
     """
 
     def __init__(self, order: FileOrder, team: Team, progress: Callable[[int], None] | None) -> None:
@@ -287,7 +287,7 @@ class MadeFiles:
         self.head = "" if order.helpers or len(order.large) != 1 else next(iter(order.large))
 
     def choose(self, directory: str, left: Mapping[str, Finished]) -> dict[str, Finished]:
-        """Returns those files of which all that belongs to them is there."""
+        """Returns those files that have all that belongs to them."""
         found: dict[str, Finished] = {}
         for name in self._order.names:
             if name in left:

@@ -3,9 +3,10 @@
 A journal is a text file of JSON lines: first the job, then each finished file as soon as it is durable, then the seal. A
 crash can only cut its last line short; `read` ignores that line. The job is a fingerprint of everything that the output's bytes
 depend on. A run uses the finished files only of its own job, but must finish a sealed commit of any job. Lines about files are
-not synced: if the machine crashes, files whose lines are lost are made again. A seal is synced before any name is changed. Its
+not synced: if the machine crashes, files with lost lines are made again. A seal is synced before any name is
+changed. Its
 end is synced before the work directory is used on, by this run or by the next; where the directory is removed next, a seal that
-has come back after a crash is of a commit whose steps are all done, and doing them again does no harm.
+has come back after a crash is of a commit with all steps done, and doing them again does no harm.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Finished:
         path: relative to the output.
         nbytes: its size.
         crc32: of the whole file.
-        overflows: tensor name -> (elements whose cast overflowed, the largest of them), of tensors in this file.
+        overflows: tensor name -> (elements with a cast that overflowed, the largest of them), of tensors in this file.
     """
 
     path: str

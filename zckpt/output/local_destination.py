@@ -103,7 +103,7 @@ class LocalDestination:
 
     @property
     def directory(self) -> str:
-        """Where files are to be written."""
+        """Where files are written."""
         return self._work.files
 
     def __enter__(self) -> Self:
@@ -209,7 +209,7 @@ class LocalDestination:
         return replacement(LocalPath(self.out), names, merge=self._merge)
 
     def _refuse_damaged(self, damaged: Collection[str]) -> None:
-        """Refuses to make an output again of which these files are damaged, if it must not be replaced."""
+        """Refuses to make an output again when these files of it are damaged, if it must not be replaced."""
         if not (self._overwrite or self._merge):
             found: dict[str, list[str]] = {"missing": [], "changed": []}
             for path in damaged:
@@ -278,7 +278,7 @@ class LocalDestination:
                 add_note(error, f"{files} kept in {self._work.path!r}. Run the same command again to resume.")
 
     def seal(self, facts: Manifest, source: FileSource | None = None) -> None:
-        """Writes the manifest, signs the output if it is to be signed, and writes the seal, durably.
+        """Writes the manifest, signs the output if the job asks for it, and writes the seal, durably.
 
         Raises:
             OutputError: the output must not be replaced, or cannot be written.

@@ -30,10 +30,10 @@ _OTHERS = {
 
 
 def check_name(out: Location) -> None:
-    """Refuses an output whose name asks for something that would not be written.
+    """Refuses an output with a name that asks for something that would not be written.
 
     Args:
-        out: an output that is to be a directory.
+        out: an output that becomes a directory.
 
     Raises:
         UsageError: the name is that of a file of another kind, a suffix spelled wrongly, or `-`.

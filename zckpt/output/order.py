@@ -39,7 +39,7 @@ Overflow = Literal["error", "inf", "clamp"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An output that is to be written.
+    """An output that a job writes.
 
     Attributes:
         plan: where every byte goes.
@@ -121,7 +121,7 @@ def as_finished(written: Written, names: Sequence[str]) -> Finished:
 
 
 def overflows_by_name(overflows: Mapping[int, Overflowed], names: Sequence[str]) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements whose cast overflowed, the largest of them); `names` as in `as_finished`."""
+    """Tensor name -> (elements with a cast that overflowed, the largest of them); `names` as in `as_finished`."""
     return {names[number]: (found.count, found.largest) for number, found in overflows.items()}
 
 
@@ -247,7 +247,7 @@ def facts_seen_by_all(store: Store) -> tuple[object, ...]:
 def overflows_of(
     made: Iterable[Mapping[str, tuple[int, float]]], plan: Plan, overflow: Overflow
 ) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements whose cast overflowed, the largest of them) over all files.
+    """Tensor name -> (elements with a cast that overflowed, the largest of them) over all files.
 
     Args:
         made: the same for each file.

@@ -29,7 +29,7 @@ STAGED = "files"
 
 
 def find_displaced(directory: str) -> dict[str, str]:
-    """Tag -> staged directory, of whole saves whose tag has no directory; see [Note: work on a save]."""
+    """Tag -> staged directory, of whole saves with a tag that has no directory; see [Note: work on a save]."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for path in _work_on_saves(directory):

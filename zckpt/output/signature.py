@@ -167,7 +167,7 @@ def sha256_of(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Signing:
-    """That an output is to be signed.
+    """That an output gets a signature.
 
     Attributes:
         signer: the key.

@@ -1,7 +1,8 @@
 """The work directory of an output: makes it, locks it, and finds those that dead runs left.
 
 Its name is `.OUT.zckpt`, so that the next run finds it. The process that holds the lock in it owns it. A lock ends with its
-process, so a directory whose lock is free was left by a dead run. On file systems without locks, each run has a directory of
+process, so a directory with a free lock was left by a dead run. On file systems without locks, each run has a
+directory of
 its own, with its process in the name.
 """
 

@@ -1,4 +1,4 @@
-"""A map of a checkpoint: which rank's file holds which part of which tensor, and what is missing.
+"""A map of a checkpoint: which rank's file holds which part of each tensor, and what is missing.
 
 For `zckpt map`. Reads indexes only, kilobytes per file, as `inspect` does; a checkpoint that is incomplete is drawn as far as its
 files say what they are.
@@ -47,8 +47,8 @@ class CheckpointMap:
         layers: what lies where in them; empty where the tensors cannot be known.
         after: the checkpoint as `reshard` would write it; None if that was not asked for.
         unread: why the optimizer's states are not drawn; empty if they are.
-        lacking: tensors of which weights lie in files that are gone.
-        unseen: names of tensors of which only a missing file says more -> that file.
+        lacking: tensors with weights in files that are gone.
+        unseen: names of tensors that only a missing file says more of -> that file.
     """
 
     inspection: Inspection

@@ -88,7 +88,7 @@ def summary(bars: list[Bar]) -> str:
 
 
 def small(axis: Axis, spread: Spread) -> str:
-    """A histogram in a row of a table: one shape, whose highest bar has the whole height."""
+    """A histogram in a row of a table: one shape; its highest bar has the whole height."""
     bars = axis.bars_of(spread)
     most = max(bar.pairs for bar in bars)
     width = _SMALL_WIDTH / axis.bars

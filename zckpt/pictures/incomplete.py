@@ -5,7 +5,8 @@ index of safetensors at least the names; of DTensors and ShardedTensors the othe
 ZeRO and its kin, files of one kind that ranks of the same model-parallel rank write are built alike; so there a file that is
 missing, empty, damaged or of another save is taken to be built as one of its fellows, the largest or else the smallest,
 if that gives a save without contradictions: all checks of the layout stay. Where a model-parallel rank has no such file left, the
-fellows are those of the other ones, but not in a pipeline, whose stages have other layers. Nothing but headers is read, and of a
+fellows are those of the other ones, but not in a pipeline, where stages have other layers. Nothing but headers is
+read, and of a
 file that is gone there is never more than a picture.
 """
 
@@ -37,7 +38,7 @@ class Incomplete:
         place: the save, with a file for each that is gone.
         raw: its catalog as it is saved.
         catalog: the same under the names of the model.
-        unseen: names of tensors of which only the missing file is known -> that file.
+        unseen: names of tensors that only the missing file has -> that file.
     """
 
     place: Place
@@ -47,7 +48,7 @@ class Incomplete:
 
 
 def incomplete(inspection: Inspection) -> Incomplete | None:
-    """The catalog of a save of which files are gone; None where the others do not say what these held.
+    """The catalog of a save that has lost files; None where the others do not say what these held.
 
     Args:
         inspection: of the save; without a catalog.
@@ -121,7 +122,7 @@ class Lack:
 
 
 def lacking(layers: Sequence[PieceLayer], grid: FileGrid) -> list[Lack]:
-    """The tensors of which weights lie in files that are gone."""
+    """The tensors with weights in files that are gone."""
     gone = {number for number, file in enumerate(grid.files) if file.gone}
     if not gone or not layers:
         return []

@@ -92,7 +92,7 @@ def map(  # noqa: A001 - the command's name
     stage: int | None = None,
     as_part: bool = False,
 ) -> Map:
-    """Draws a checkpoint: which rank's file holds which part of which tensor, and what is missing. Reads indexes only.
+    """Draws a checkpoint: which rank's file holds which part of each tensor, and what is missing. Reads indexes only.
 
     Args:
         path: anything zckpt reads; a checkpoint that is incomplete is drawn as far as its files say what they are.
@@ -414,7 +414,7 @@ def _share_row(name: str, share: Share) -> tuple[str, ...]:
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], colours: Mapping[str, int]) -> str:
-    """A table whose columns but the first are numbers; the first is a name, with its colour."""
+    """A table with numbers in all columns but the first; the first is a name, with its colour."""
     top = "".join(f'<th scope="col"{" class=number" if at else ""}>{text(head)}</th>' for at, head in enumerate(heads))
     lines = []
     for name, *numbers in rows:

@@ -19,7 +19,7 @@ from zckpt.jobs.inspection import Inspection
 from zckpt.jobs.rank_files import Cell, Grid, other_files, place_of
 
 GONE = ("missing", "empty", "unreadable", "other save")
-"""States of files of which no element counts."""
+"""States of files without an element that counts."""
 
 KINDS = {"model": "model", "optim": "optimizer", "": "weights"}
 """Kind of file, as families call it -> as it is shown, where these differ or it has no name."""
@@ -133,7 +133,7 @@ def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
 
     Args:
         inspection: of the save.
-        ranks_only: leave out files that are no rank's, each of which has to be asked for its size.
+        ranks_only: leave out files that are no rank's; each has to be asked for its size.
     """
     listing, catalog = inspection.place.listing, inspection.catalog
     topology = None if catalog is None else catalog.topology

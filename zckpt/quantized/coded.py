@@ -209,7 +209,7 @@ class Zeros:
         codes: one for each block.
         offset: what is added to each.
         is_signed: whether a code of 8 bits is a signed number.
-        refused: a code whose meaning is not agreed; -1 for none.
+        refused: a code without an agreed meaning; -1 for none.
         middle: what they are if all codes are this or all are 1 less, where nothing says which is stored; 0 where `offset` holds.
     """
 
@@ -223,7 +223,7 @@ class Zeros:
         """Those of rows of blocks.
 
         Raises:
-            CorruptError: one is a code whose meaning is not agreed.
+            CorruptError: one is a code without an agreed meaning.
             UnsupportedError: nothing says what they mean.
         """
         import numpy as np
@@ -244,7 +244,7 @@ class Zeros:
         if self.refused >= 0 and (codes == self.refused).any():
             raise CorruptError(
                 f"a zero point of tensor {of!r} has no agreed meaning", file=file_of(self.codes.entry),
-                found=f"{self.refused} in {self.codes.entry.name!r}, of which programs make {self.refused + 1} or 0",
+                found=f"{self.refused} in {self.codes.entry.name!r}, and programs make {self.refused + 1} or 0",
                 expected="smaller numbers", remedy="Dequantise the model with the program that wrote it, and convert that.",
             )  # fmt: skip
         return (codes.view(np.int8) if self.is_signed else codes).astype(np.float32) + np.float32(self.offset)

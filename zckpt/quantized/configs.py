@@ -163,7 +163,7 @@ def quantization_config(scheme: Scheme, kept: Sequence[str], group_size: int | N
 
     Args:
         scheme: of its scales.
-        kept: modules whose weights are matrices and not quantised.
+        kept: modules with weights that are matrices and not quantised.
         group_size: of the scheme, where it has another one than usual.
     """
     if scheme in TARGETS:

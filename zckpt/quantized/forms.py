@@ -164,4 +164,4 @@ FORMS: tuple[PackedForm, ...] = (
 )  # fmt: skip
 
 BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale", "input_scale_ub")
-"""What lies beside the weight of a module whose activations are quantised too; plain weights have no use for it."""
+"""What lies beside the weight of a module with activations that are quantised too; plain weights have no use for it."""

@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def unit(self) -> int:
-        """Elements of which multiples hold whole rows of blocks; a row where blocks are cut."""
+        """A number of elements; its multiples hold whole rows of blocks; a row where blocks are cut."""
         if self.is_cut:
             return max(1, self.columns)
         evenly = self.matrices == 1 or self.rows % self.block_rows == 0
@@ -98,7 +98,7 @@ def blocks_of(shape: tuple[int, ...], block: tuple[int, int]) -> Grid:
 def grid_of(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int], *, has_groups: bool = False
 ) -> Grid | None:
-    """The grid of a tensor whose scales have a shape; None if they cannot be its scales.
+    """The grid of a tensor with scales of this shape; None if they cannot be its scales.
 
     Args:
         shape: of the tensor.

@@ -173,7 +173,7 @@ def _is_column(shape: tuple[int, ...]) -> bool:
 
 
 def _find_integers(tensors: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, list[str]]:
-    """The integers that are called a weight, and whose module has scales -> these scales."""
+    """The integers that are called a weight, in a module that has scales -> these scales."""
     found = {
         name: name.rpartition(".")[0] for name in names
         if tensors[name].dtype.name in _WHOLE and len(tensors[name].shape) >= 2 and _WEIGHT.fullmatch(name)

@@ -234,7 +234,7 @@ def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[
 
 
 def _weight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
-    """Elements beside whose name there is one for scales: of a byte each, or two in a byte."""
+    """Elements with a name for scales beside their own: of a byte each, or two in a byte."""
     name = entry.name
     scales = next(
         (tensors[name + end] for end in ("_scale_inv", "_scale", "_weight_scale") if name + end in tensors), None

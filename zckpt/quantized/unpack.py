@@ -84,7 +84,7 @@ def unpack(
 
 
 def _telling(part: Part) -> Iterable[TensorEntry]:
-    """The tensors whose elements say how others are packed."""
+    """The tensors with elements that say how others are packed."""
     if part.form.read == "bnb4":
         yield part.codes
     yield from (part.others[end] for end in ("_shape", "weight_format") if end in part.others)
@@ -152,7 +152,7 @@ def _in_groups(
             part,
             "scales",
             scales,
-            f"{[*lead, -(-columns // group)]}: one for {group} elements, of which rows are multiples",
+            f"{[*lead, -(-columns // group)]}: one for {group} elements; a row is a multiple of them",
         )
     if second is not None and second.numel not in (1, math.prod(lead[:-1])):
         raise _misfit(part, "scales", second, "one, or one for each matrix")

@@ -114,7 +114,7 @@ def configure(
 
     Args:
         mpu_: the ranks of model parallelism, as an object with DeepSpeed's methods; None without any.
-        deepspeed_config: a config, whose section `activation_checkpointing` is read.
+        deepspeed_config: a config; its section `activation_checkpointing` is read.
         partition_activations: see `CheckpointingOptions`, for this and the following.
         contiguous_checkpointing: likewise.
         num_checkpoints: likewise.

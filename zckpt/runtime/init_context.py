@@ -143,7 +143,7 @@ class GatheredParameters:
     Args:
         params: parameters as the modules hold them, one or several; of a model before or after `initialize`. As DeepSpeed
             does, it passes over all other tensors: they are not in the list.
-        modifier_rank: the rank whose changes all ranks take over on leaving; None discards changes.
+        modifier_rank: the rank with the changes that all ranks take over on leaving; None discards changes.
         fwd_module: accepted for DeepSpeed's sake and not used.
         enabled: False does nothing, and returns an empty list.
     """

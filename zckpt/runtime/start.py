@@ -72,7 +72,7 @@ def initialize(
         engine, optimizer, loader, lr_scheduler = zckpt.runtime.initialize(model=model, config="ds_config.json")
 
     Args:
-        args: a namespace, whose attribute `deepspeed_config` may be the config.
+        args: a namespace; its attribute `deepspeed_config` may be the config.
         model: the model, whole on every rank or made under `zero.Init`. It is sharded in place; rank 0's weights are taken.
         optimizer: an optimizer made over the model's parameters, or a function that makes one from parameters or groups; by
             default the config's.
@@ -81,7 +81,7 @@ def initialize(
         training_data: a dataset to make a loader of.
         lr_scheduler: a schedule made over `optimizer`, or a class or function that makes one when it is called with the
             optimizer; by default the config's.
-        distributed_port: of rank 0, for processes whose launcher sets no MASTER_PORT.
+        distributed_port: of rank 0, for processes with a launcher that sets no MASTER_PORT.
         mpu: the script's parallelism, as an object with DeepSpeed's methods; only data parallelism is built.
         dist_init_required: False: there has to be a process group already.
         collate_fn: makes a batch of samples, for the loader; by default torch's own.
@@ -90,7 +90,8 @@ def initialize(
         config_params: an old name of `config`.
         auto: values for keys of the config that say "auto", nested as the config is or by dotted name
             (`{"optimizer.params.lr": 1e-4}`).
-        wrap: the modules whose parameters are gathered together: class names, classes, modules of the model, functions that
+        wrap: the modules with parameters that are gathered together: class names, classes, modules of the model,
+        functions that
             take a module and return whether it is one; one or several. By default the model's repeated blocks.
         allow_unknown: leave out unknown keys of the config and log them, instead of raising an error.
 

@@ -66,7 +66,7 @@ class TrainingRun(nn.Module):
         global_samples: samples of these steps.
         micro_steps: calls of `step`.
         pending_micro_steps: those since the last optimizer step.
-        skipped_steps: steps whose gradients overflowed.
+        skipped_steps: steps with gradients that overflowed.
         inside_no_sync_ctxt: this is inside `no_sync`.
         instead: DeepSpeed's attributes that are not here, and what to do instead.
     """

@@ -1,6 +1,7 @@
 """Opens files at addresses ahead: while one of a series is read, such as those of all ranks, the next ones are opened.
 
-For the listing of a save. To open a file there takes three requests, one after the other, whose answers come from far away:
+For the listing of a save. To open a file there takes three requests, one after the other, with answers that come
+from far away:
 one by one, the files of a thousand ranks would take minutes, and every process of several takes them.
 """
 
@@ -89,7 +90,7 @@ def _open_remote(address: str) -> RemoteFile:
 
 @dataclass(frozen=True, repr=False)
 class _Begun(Address):
-    """An address whose file is being opened."""
+    """An address with a file that is being opened."""
 
     begun: Future[RemoteFile]
 

@@ -180,7 +180,7 @@ def token_source() -> str:
 
 
 def token_owner() -> str:
-    """Whose token the hub's client has, as the hub says it, with where the client has it from."""
+    """The owner of the token that the hub's client has, as the hub says it, with where the client has it from."""
     from huggingface_hub import HfApi, get_token
 
     if not (token := get_token()):

@@ -32,7 +32,7 @@ class Process:
         return f"{self.boot}-{self.space}-{self.number}-{self.started}"
 
     def is_dead(self) -> bool:
-        """Whether it has ended; False also for processes of other machines and containers, of which this is not known."""
+        """Whether it has ended; False also for processes of other machines and containers, for which this is not known."""
         if (self.boot, self.space) != (_boot(), _space()) or "0" in (self.boot, self.space):
             return False
         return _start_time(self.number) not in (self.started, "0")

@@ -29,7 +29,7 @@ _POLL_S = 0.1
 
 
 def read_hostfile(path: str) -> Hosts:
-    """The machines of a hostfile, whose lines are `NAME slots=N`.
+    """The machines of a hostfile, with the lines `NAME slots=N`.
 
     Raises:
         NotACheckpointError: there is no such file.

@@ -1,4 +1,4 @@
-"""Where processes meet: each says a word and hears everybody's, or learns who is absent, or whose work has failed.
+"""Where processes meet: each says a word and hears everybody's, or learns who is absent or has failed.
 
 For processes that convert together (`together`), and for ranks that train, save and load (`live`, `runtime`). It goes through
 notes (`rendezvous`), not through a collective: a collective that some ranks never enter hangs until a watchdog ends the run,
@@ -151,7 +151,7 @@ class Meetings:
         return absent, [word for word, number in words for _ in range(number)]
 
     def part(self) -> None:
-        """After the last meeting of some work: rank 0, whose process may hold the store, leaves last."""
+        """After the last meeting of some work: rank 0 leaves last, since its process may hold the store."""
         if self._rendezvous is None:
             return
         keys = [f"{self.name}/{self._place}/left {rank}" for rank in range(1, self.size)]

@@ -73,7 +73,7 @@ def _fragments(plan: Plan) -> Iterator[tuple[int, Fragment]]:
 def _border(
     places: Sequence[_Place], work: Sequence[int], costs: Sequence[int], itemsizes: Sequence[int], before: int
 ) -> tuple[int, int]:
-    """The file and the byte in it that parts meet at when so much work is to be done before."""
+    """The file and the byte in it that parts meet at, after so much work."""
     for (file, byte_offset, number, fragment), nearby in zip(places, work, strict=True):
         if before < nearby:
             block = fragment.block()

@@ -15,7 +15,7 @@ from zckpt.base.words import join_words, ranks
 from zckpt.team.meeting import Meetings
 
 _MOST_KINDS = 4
-"""Kinds of ranks whose facts are compared."""
+"""Kinds of ranks with facts that are compared."""
 
 _SHOWN = 6
 """Facts that an error lists."""

@@ -184,7 +184,7 @@ class Team:
         return self
 
     def sweep(self, out: str) -> None:
-        """Removes what dead processes left beside an output, whose lock process 0 alone holds."""
+        """Removes what dead processes left beside an output; process 0 alone holds its lock."""
         mine, own = self._rendezvous, ""
         if mine is not None:
             from zckpt.team.rendezvous import DirectoryRendezvous
@@ -197,7 +197,8 @@ class Team:
     def _join(self, rendezvous: Rendezvous) -> str:
         """Finds the other processes; returns the name of this session.
 
-        A process that waits says a random word, and joins the session whose welcome repeats it: notes of an earlier run do not.
+        A process that waits says a random word, and joins the session with the welcome that repeats it: notes of an
+        earlier run do not.
         """
         word = os.urandom(8).hex()
         if self.rank == 0:

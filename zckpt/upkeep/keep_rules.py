@@ -20,7 +20,7 @@ class KeepRules:
 
     Attributes:
         last: so many of the newest; None for no such rule.
-        every: those whose step is a multiple of it; None for no such rule.
+        every: those with a step that is a multiple of it; None for no such rule.
         best: the best by each of these.
         incomplete: whether incomplete saves that are older than the newest complete one may go too.
     """

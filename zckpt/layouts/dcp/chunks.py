@@ -138,7 +138,7 @@ Finish = Callable[[Placeholder], object]
 
 
 def _index(made: Placeholder) -> object:
-    """`MetadataIndex`: (name, offsets), whose offsets are None for a pickled object."""
+    """`MetadataIndex`: (name, offsets); for a pickled object the offsets are None."""
     state = made.state
     if type(state) is dict and type(state.get("fqn")) is str:
         offsets = state.get("offset")
@@ -166,7 +166,7 @@ def _box(made: Placeholder) -> object:
 
 
 def _tensor(made: Placeholder) -> object:
-    """`TensorStorageMetadata`: the same object, whose chunks are `Boxes`, except of a tensor without dimensions."""
+    """`TensorStorageMetadata`: the same object, with chunks that are `Boxes`, except of a tensor without dimensions."""
     state = made.state
     chunks = state.get("chunks") if type(state) is dict else None
     if type(state) is dict and type(chunks) is list and chunks and all(type(chunk) is Box for chunk in chunks):

@@ -1,4 +1,4 @@
-"""Flat parameters of torch's first FSDP: the parameters of a unit, end to end, whose names and shapes the user says (`--shapes`).
+"""Flat parameters of torch's first FSDP: the parameters of a unit, end to end; the user says their names and shapes (`--shapes`).
 
 For `dcp.read`, and so for rank files too, which are read as such a save. LOCAL_STATE_DICT has a tensor `layers.0._flat_param`
 for each unit, cut over the ranks; `named_parameters()` has the same as plain vectors. In it are the parameters of the module
@@ -61,7 +61,7 @@ def units(model: DcpModel, listing: Listing, padded: AbstractSet[Path] = frozens
         return {}
     if not listing.options.shapes:
         raise UnsupportedError(
-            "holds flat parameters of FSDP, whose shapes only the model knows", file=listing.directory,
+            "holds flat parameters of FSDP, and only the model knows their shapes", file=listing.directory,
             found=examples(flats), expected="--shapes",
             remedy=f"Pass --shapes with a torch file of the model's weights, or with a JSON file of its names and shapes. {MAKE}",
         )  # fmt: skip

@@ -35,7 +35,7 @@ class FusedParameter:
         name: the optimizer's.
         parts: the model's names, in the order of their rows in a group.
         shapes: of the parts.
-        norm: what a norm of the heads would be called, whose length is that of a head.
+        norm: what a norm of the heads would be called; its length is that of a head.
     """
 
     name: str
@@ -77,7 +77,7 @@ def key_heads(parameter: FusedParameter, shapes: Mapping[str, Shape], listing: L
     """In how many groups its rows lie.
 
     Args:
-        parameter: whose rows.
+        parameter: the one with the rows.
         shapes: of the model's tensors, by name.
         listing: the save, beside which the model's config may be.
 

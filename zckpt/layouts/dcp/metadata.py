@@ -5,7 +5,7 @@ for one rank that saved without the others; and safetensors shards say in their 
 Pickles are read by the machine that runs nothing, and every number in them is checked here.
 
 [Note: the words of torch.distributed.checkpoint] A state dict of nested dicts is flattened: `{"model": {"a.weight": ..}}`
-has the item `model.a.weight`, whose path is ("model", "a.weight"). An item is a tensor or bytes (a pickled object). A
+has the item `model.a.weight`, with the path ("model", "a.weight"). An item is a tensor or bytes (a pickled object). A
 tensor is cut into chunks: boxes of `sizes` at `offsets`. Each chunk, and each object, is a whole torch file of its own,
 `length` bytes at `offset` of a `.distcp` file.
 Source: torch/distributed/checkpoint/{metadata,filesystem,hf_storage,_nested_dict}.py (2.1 - 2.13).

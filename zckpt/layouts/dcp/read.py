@@ -35,7 +35,7 @@ from zckpt.layouts.save.listing import Listing, list_files, natural
 from zckpt.layouts.save.whole import is_short, missing_elements
 
 DEEPSPEED = "0.19.8"
-"""The version of DeepSpeed that is recorded for a run from elsewhere: the one whose files zckpt writes."""
+"""The version of DeepSpeed that is recorded for a run from elsewhere: the one with the files that zckpt writes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What shards of torch's `HuggingFaceStorageWriter` prove of the ranks that wrote them, whose number they do not say.
+"""What shards of torch's `HuggingFaceStorageWriter` prove of the ranks that wrote them: they do not say how many there were.
 
 For `read`. A shard is `shard-RANK-model-FILE-of-FILES.safetensors`: what one rank has of the tensors of one file of the model.
 
@@ -6,7 +6,8 @@ For `read`. A shard is `shard-RANK-model-FILE-of-FILES.safetensors`: what one ra
 Then `n > (c - 1) * W`, and at least `ceil(((c - 1) * W + 1) / c)` ranks have rows. Two things follow. Where some tensors have
 chunks of `W` ranks, and all tensors of a file of the model have fewer than they must, a rank's shard of that file is lost: a
 shard that is here is whole, so a chunk can only be in a file that is not here. And where `n` is known (a last chunk that is
-shorter; a rank without rows, whose chunk begins at `n`; the vocabulary or the width in a config), `W <= (n - 1) // (c - 1)`: if
+shorter; a rank without rows, with a chunk that begins at `n`; the vocabulary or the width in a config), `W <= (n -
+1) // (c - 1)`: if
 that many chunks are here, they are all. Experts may be cut over other ranks than the rest, so nothing is concluded where there
 are any.
 Source: torch 2.13, distributed/tensor/_utils.py `compute_local_shape_and_global_offset`, distributed/checkpoint/hf_storage.py.

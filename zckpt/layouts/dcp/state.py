@@ -159,7 +159,7 @@ def _section(path: Path) -> str:
 
 
 def _alike(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> list[str]:
-    """The keys of several models of which none is called the model: of one name in different places, or of the same tensors."""
+    """The keys of several models, where none is called the model: of one name in different places, or of the same tensors."""
     named = _named_sections(paths)
     first = [key for key in named if _preference(key)[:2] == _preference(named[0])[:2]]
     if len(first) > 1:

@@ -26,7 +26,7 @@ _WIDTH = 16
 """Elements of each block that is compared when a save is opened."""
 
 _EMBEDDINGS = ("embed", "wte", "shared")
-"""In names of the tensors that are kept of a pair of which no optimizer says it."""
+"""Parts of names. Of two tied tensors with no optimizer that says which one is kept, the one with such a part is kept."""
 
 
 def tied_copies(

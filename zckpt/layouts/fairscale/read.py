@@ -3,7 +3,8 @@
 For `fairscale.states`. fairseq writes `checkpoint_last-shard0.pt` with the entries `model` and `fsdp_metadata`, metaseq the
 same with `shard_metadata`; a script of one's own may call the file `shard0.pt` and have the tensors on top. A wrapped module's
 parameters lie end to end in a vector `flat_param_0`, or each in a vector of its own; of either, a rank has one of equal parts,
-and what is behind the last element is padding, whose length the rank's own metadata say: 5 elements over 4 ranks are 2, 2, 1, 0.
+and what is behind the last element is padding; the rank's own metadata say its length: 5 elements over 4 ranks are
+2, 2, 1, 0.
 
 [Note: FairScale's experts] A module with `no_broadcast_optim_state` is each rank's own: all ranks have it whole, under the same
 names, with other numbers. FairScale's own consolidation takes rank 0's. Here `experts.I` of rank R becomes `experts.{R *
@@ -63,7 +64,7 @@ class Own(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A stored parameter: the model's parameters that lie in it, and the ranks whose parts, end to end, are it.
+    """A stored parameter: the model's parameters that lie in it, and the ranks with parts that are it, end to end.
 
     Attributes:
         key: in their state dicts.
@@ -172,7 +173,8 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
     """The stored parameters, in the order of the state dict; see [Note: FairScale's experts].
 
     Raises:
-        UnsupportedError: each rank has a module of its own, whose names do not say which it is; unless `allow_unknown` is set,
+        UnsupportedError: each rank has a module of its own, with names that do not say which it is; unless
+        `allow_unknown` is set,
         which
             takes rank 0's.
     """
@@ -260,7 +262,7 @@ def read_rank(listing: Listing, name: str, *others: str) -> Rank:
 
 
 def _with(experts: Mapping[str, object], shared: Mapping[str, object]) -> dict[str, object]:
-    """A rank's files as one, of which fairseq made two: state dicts, the model's and the optimizer's, are united."""
+    """A rank's files as one, where fairseq made two: state dicts, the model's and the optimizer's, are united."""
     found = dict(experts)
     for key, value in shared.items():
         own = experts.get(key)

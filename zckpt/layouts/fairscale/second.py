@@ -40,7 +40,7 @@ _EXPERT = re.compile(r"((?:.*\.)?experts\.)(\d+)(\..*)")
 
 
 class _File(NamedTuple):
-    """A file's content, whose part of the model it is, and whose of that part."""
+    """A file's content, the rank of its part of the model, and the rank within that part."""
 
     part: int
     rank: int

@@ -1,6 +1,7 @@
 """The catalog of a FairScale save, and its optimizer's states.
 
-For `layouts`. Each rank saves its own optimizer's state dict, whose numbers mean the stored parameters that are trained, in the
+For `layouts`. Each rank saves its own optimizer's state dict; its numbers mean the stored parameters that are
+trained, in the
 order of the model's `parameters()`: that of the state dict. A state lies as its parameter does, with the same padding.
 Source: fairscale 0.4.13, nn/data_parallel/fully_sharded_data_parallel.py (`_gather_optim_state`); metaseq 0.0.1,
 checkpoint_utils.py (`_merge_flat_fsdp_opt_state`).
@@ -28,7 +29,7 @@ from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.save.origins import other_kind
 
-_NUMBERED = "a 'state' and 'param_groups' whose parameters are those of the files, in their order"
+_NUMBERED = "a 'state' and 'param_groups' with the parameters of the files, in their order"
 
 
 def _evidence(ranks: list[Rank], experts: Sequence[str]) -> Evidence:

@@ -104,7 +104,7 @@ class LostFiles:
 
 
 class Gathered(Protocol):
-    """A tensor whose parts are collected: its size, and parts -> where each rank that has one keeps it."""
+    """A tensor with parts that are collected: its size, and parts -> where each rank that has one keeps it."""
 
     dtype: DType
     size: Shape

@@ -1,4 +1,4 @@
-"""Reads rank files: the files of all ranks become one save of torch.distributed.checkpoint, whose chunks are in torch files.
+"""Reads rank files: the files of all ranks become one save of torch.distributed.checkpoint, with chunks in torch files.
 
 For `layouts`. verl and its kin write `model_world_size_4_rank_0.pt`, with `optim_...` and `extra_state_...` beside it; other
 trainers write `rank0.pt` or `model_rank_0.pt`. Every rank's state dict has the same names. A tensor that was cut says which part
@@ -55,7 +55,7 @@ _DEEPEST = 8
 
 
 def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not. Opens one file whose name does not say it."""
+    """None when this layout reads the files; otherwise why not. Opens one file with a name that does not say it."""
     names = listing.matching(VERL)
     if any(name.startswith(_MODEL) for name in names):
         return None
@@ -416,9 +416,9 @@ def _files(listing: Listing) -> Iterator[RankFile]:
 
 
 def _join_runs(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> _Gathered:
-    """The elements of a flattened tensor, of which each of `ranks` ranks has the next ones; others have copies.
+    """The elements of a flattened tensor: each of `ranks` ranks has the next ones; others have copies.
 
-    `shape` is the tensor's own; None for a vector of which that is not known.
+    `shape` is the tensor's own; None for a vector when that is not known.
     """
     first = next(iter(runs.values()))
     whole = _Gathered(first.dtype, (), True, view=shape)

@@ -82,7 +82,7 @@ def look_at_ranks(listing: Listing, values: Iterable[tuple[int, Path, object]]) 
     for rank, path, value in values:
         if _FLAT.search(join_path(path)):
             raise UnsupportedError(
-                "holds flat parameters, whose names only the model knows", file=listing.directory, remedy=NO_PROOF
+                "holds flat parameters, and only the model knows their names", file=listing.directory, remedy=NO_PROOF
             )
         if isinstance(value, RankPart) or class_of(value) in ("DTensor", "ShardedTensor"):
             shape, own = value if isinstance(value, RankPart) else _part_of(value, rank)
@@ -131,7 +131,7 @@ def _name_numbered(
 
 
 def _end_to_end(name: str, state: str, ranks: Mapping[int, TensorRef], numel: int) -> Iterator[HeldRun]:
-    """A flattened tensor, of which each rank has the next elements; ranks of another replica have the same once more."""
+    """A flattened tensor: each rank has the next elements; ranks of another replica have the same once more."""
     at = 0
     for _, ref in sorted(ranks.items()):
         at = 0 if at == numel else at

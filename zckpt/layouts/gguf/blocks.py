@@ -26,7 +26,7 @@ class BlocksOfFloats:
     """A recipe (`core.recipes`): blocks of Q8_0 as bytes; see [Note: Q8_0].
 
     Attributes:
-        inputs: the tensor, whose rows are a multiple of 32.
+        inputs: the tensor, with rows that are a multiple of 32.
     """
 
     inputs: tuple[TensorEntry]

@@ -3,7 +3,8 @@
 For `parallel`. Rules are looked for in this order: what the user gave (`--tp-rules`), the affine map of newer
 DeepSpeed versions, then the regular expressions of universal-checkpoint information. Names are matched as `re.match` does.
 
-[Note: rule files] A JSON object {"rules": [..]}; the first rule whose "match" fits a name is taken. A rule has a "join":
+[Note: rule files] A JSON object {"rules": [..]}; the first rule with a "match" that fits a name is taken. A rule has
+a "join":
 a dimension (0, 1, ..) in which slices follow each other; "replicated"; "mean" or "sum"; and perhaps "parts": how many equal
 tensors are stacked in that dimension (3 for a fused QKV), or the list of their widths over all ranks; or "widths", which
 lists for each of them what every rank holds; "keep": rows of the first dimension that are real, where a vocabulary was padded.
@@ -353,7 +354,7 @@ def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
 
 
 def check_patterns(rules: CheckpointRules | None, names: Sequence[str]) -> CheckpointRules | None:
-    """The rules of a checkpoint, of which at least one has to fit a name if there are any: else names are not the run's.
+    """The rules of a checkpoint: at least one has to fit a name if there are any: else names are not the run's.
 
     Raises:
         InconsistentError: none fits.

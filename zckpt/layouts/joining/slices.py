@@ -1,11 +1,12 @@
 """How the slices of tensor-parallel ranks make up a whole parameter: the geometry.
 
-For `model_parallel`. A rule turns the shapes of the slices into a `Joint`: which rows of which slice go where in the whole
-(see `overlaps.place`), which ranks hold only copies, and whether the copies are to be averaged or added up. The rules come
+For `model_parallel`. A rule turns the shapes of the slices into a `Joint`: where the rows of each slice go in the whole
+(see `overlaps.place`), which ranks hold only copies, and whether the copies are averaged or added up. The rules come
 from the checkpoint itself (the universal-checkpoint information that Megatron-like trainers and AutoTP write), or from a
 file.
 
-[Note: joining] Example of `parts`: a fused QKV of 6 + 3 + 3 rows over two ranks, whose second rank holds 3 + 1 + 1 of them.
+[Note: joining] Example of `parts`: a fused QKV of 6 + 3 + 3 rows over two ranks, where the second rank holds 3 + 1 +
+1 of them.
 Each part is joined by itself, then the parts are stacked: rows 0-2 of slice 0, 0-2 of slice 1, 3-4 of slice 0, 3 of slice 1,
 5-6 of slice 0, 4 of slice 1.
 Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py `merge_tp_slices`, checkpoint/affine.py, checkpoint/constants.py.

@@ -92,7 +92,7 @@ def _is_of_optimizer(name: str, path: Path) -> bool:
 
 
 def _is_master(name: str, path: Path) -> bool:
-    """Whether an item holds fp32 weights: those of a parameter, or of a bucket, whose items end with the name of the state."""
+    """Whether an item holds fp32 weights: those of a parameter, or of a bucket; its items end with the name of the state."""
     found = _state(name, path)
     return (name.rpartition(".")[2] if found is None else found[1]) in MASTERS
 

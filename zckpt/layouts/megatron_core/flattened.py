@@ -1,8 +1,9 @@
-"""Tensors whose parts were flattened before they were saved (`fully_sharded_model_space`), put back into their shapes.
+"""Tensors with parts that were flattened before they were saved (`fully_sharded_model_space`), put back into their shapes.
 
 For `megatron_core`. A tensor-parallel rank's part of a tensor is a box; each data-parallel rank has some elements of the box,
 which is laid out flat. Such a tensor is saved in another shape: how many boxes there are along each axis, and the elements of a
-box. A (2, 48, 16) tensor whose rows are cut in four is (2, 4, 1, 192): box (1, 2, 0) has its rows 24 to 35 of the second layer.
+box. A (2, 48, 16) tensor with rows cut in four is (2, 4, 1, 192): box (1, 2, 0) has its rows 24 to 35 of the second
+layer.
 Source: megatron-core 0.12.3, dist_checkpointing/strategies/resharding.py.
 """
 
@@ -20,7 +21,7 @@ from zckpt.core.overlaps import embed, shift
 
 
 def unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """The tensor of this shape whose boxes an entry has, one after the other.
+    """The tensor of this shape with the boxes that an entry has, one after the other.
 
     Raises:
         CorruptError: the shapes do not fit each other.

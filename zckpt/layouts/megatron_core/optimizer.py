@@ -72,7 +72,7 @@ def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[P
         if len(taking := decoupled or taking) != 1:
             raise UnsupportedError(
                 f"does not say which parameter group {name!r} is in", file=file,
-                found=f"{count(len(groups), 'group')}, {len(taking)} of which may have it",
+                found=f"{count(len(groups), 'group')}, {len(taking)} of them may have it",
                 expected="the groups that Megatron-Core makes by itself", remedy="Convert the weights alone (to-fp32).",
             )  # fmt: skip
         members[taking[0]].append(name)

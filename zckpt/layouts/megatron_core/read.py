@@ -1,4 +1,4 @@
-"""Reads Megatron-Core's distributed checkpoints: a save of torch.distributed.checkpoint whose names say what its items are.
+"""Reads Megatron-Core's distributed checkpoints: a save of torch.distributed.checkpoint with names that say what its items are.
 
 For `layouts`. Shapes and places in the metadata are those of the whole model, whatever the tensor, pipeline and expert parallel
 sizes were. What an item is, `contents` says; what the run was, `run_state`. The fp32 weights that an optimizer has by name are

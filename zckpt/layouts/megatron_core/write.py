@@ -9,7 +9,7 @@ no error unless `--dist-ckpt-strictness` says so. So every module of any of them
 without fp8, and all are one place in a file. In the same way a norm that modules call by several names has all of them.
 
 [Note: the optimizer] Megatron-Core has one optimizer, with a group of what decays and one of what does not; where experts are
-spread over ranks, it has a second one for them, whose items have `chained_1.` before their names.
+spread over ranks, it has a second one for them, with items that have `chained_1.` before their names.
 Source: megatron-core 0.14 and 0.16.1, dist_checkpointing/{mapping,core}.py, optimizer/{__init__,optimizer,distrib_optimizer}.py,
 dist_checkpointing/strategies/{torch,common}.py, models/gpt/gpt_layer_specs.py; Megatron-LM, megatron/training/checkpointing.py.
 """

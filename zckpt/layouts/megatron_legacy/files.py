@@ -1,4 +1,4 @@
-"""Which files a legacy save of Megatron-LM has, and whose part each is.
+"""Which files a legacy save of Megatron-LM has, and which rank's part each is.
 
 [Note: directories of ranks] A rank writes `mp_rank_{tensor rank:02d}/model_optim_rng.pt`; if the run has several pipeline stages,
 `_{stage:03d}` follows the number, and if it has several expert ranks, `_{expert rank:03d}` follows. So the second of two numbers
@@ -50,7 +50,7 @@ class RunSplit:
     etp: int
 
     def rank_of(self, numbers: Sequence[int]) -> ModelRank | None:
-        """Whose directory has these numbers; None if no rank of this split has it."""
+        """The rank with the directory of these numbers; None if no rank of this split has it."""
         rest = list(numbers[1:])
         pp = rest.pop(0) if self.pp > 1 and rest else 0
         ep = rest.pop(0) if self.ep > 1 and rest else 0
@@ -84,7 +84,7 @@ def split_of(listing: Listing) -> RunSplit:
     """How the run was split, as its files say.
 
     Raises:
-        UnsupportedError: they do not say it, or it is a split whose directories do not hold all parts.
+        UnsupportedError: they do not say it, or it is a split with directories that do not hold all parts.
     """
     name = listing.matching(MODEL)[0]
     args, file = arguments(listing, name), listing.files[name].path
@@ -110,7 +110,7 @@ def split_of(listing: Listing) -> RunSplit:
         etp = tp
     if etp not in (1, tp) or args.get("moe_extended_tp"):
         raise UnsupportedError(
-            "has experts that are cut in a way whose parts its directories do not tell apart", file=file,
+            "has experts that are cut in a way that its directories do not tell apart", file=file,
             found=f"tensor parallelism {tp}, of experts {etp}"
             + (", moe_extended_tp" if args.get("moe_extended_tp") else ""),
             expected="experts that are whole, or cut like the rest of the model",

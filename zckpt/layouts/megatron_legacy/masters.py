@@ -2,9 +2,11 @@
 
 [Note: buckets] `distrib_optim.pt` holds vectors, one for each virtual stage and dtype of parameters (and others for the
 parameters of experts): the parameters in the reverse order of the model, each beginning at a multiple of 64 elements (before
-core 0.8: at any). They are divided into buckets, whose padding at the end is not saved. A bucket ends where it has reached a
+core 0.8: at any). They are divided into buckets; their padding at the end is not saved. A bucket ends where it has
+reached a
 size, which the run's arguments give, and before and behind an embedding that two stages share. Which of these ways a version
-has is not recorded, so each is tried; the first whose length is right and whose ends, rounded, are the weights is taken.
+has is not recorded, so each is tried; the first with the right length, and with ends that are the weights when
+rounded is taken.
 Source: Megatron-LM core_v0.7.0, core_v0.12.3, core_v0.16.1, megatron/core/distributed/param_and_grad_buffer.py,
 megatron/core/optimizer/distrib_optimizer.py `get_parameter_state_dp_zero`; megatron/training/training.py `get_model`.
 

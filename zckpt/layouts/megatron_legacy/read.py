@@ -265,7 +265,7 @@ class LegacySave:
         return (experts, rows // experts, columns) if held.name.endswith("2") else (experts, rows, columns // experts)
 
     def _unit(self, held: RankTensor, own: Sequence[_Part]) -> TensorEntry:
-        """A tensor of which each tensor rank has a slice, and perhaps several expert ranks the same."""
+        """A tensor: each tensor rank has a slice, and perhaps several expert ranks the same."""
         is_cut = not held.expert or self.split.etp > 1
         slices: dict[int, list[_Part]] = {}
         for part in own:

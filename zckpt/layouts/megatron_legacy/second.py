@@ -206,7 +206,7 @@ def _parts(name: str, local: str, ref: TensorRef, rank: _Rank, run: _Run) -> Ite
 def _cut_slices(
     name: str, ref: TensorRef, dim: int, rank: int, ranks: int, pieces: int, expert: tuple[int, int] = (0, 1)
 ) -> Iterator[HeldRun]:
-    """A rank's slice of a tensor of so many pieces, each of which is cut for itself; `expert`: of the first dimension."""
+    """A rank's slice of a tensor of so many pieces, each cut for itself; `expert`: of the first dimension."""
     own = ref.shape[dim] // pieces
     shape = [extent * (ranks if at == dim else 1) for at, extent in enumerate(ref.shape)]
     offsets = [0] * len(shape)

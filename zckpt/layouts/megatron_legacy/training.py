@@ -112,7 +112,7 @@ def _groups(save: LegacySave, trained: Mapping[str, TensorEntry]) -> list[Parame
         if len(taking) != 1:
             raise UnsupportedError(
                 f"does not say which parameter group {name!r} is in", file=save.listing.directory,
-                found=f"{count(len(facts), 'group')}, {len(taking)} of which may have it",
+                found=f"{count(len(facts), 'group')}, {len(taking)} of them may have it",
                 expected="the groups that Megatron-LM makes by itself", remedy="Convert the weights alone (to-fp32).",
             )  # fmt: skip
         members[taking[0]].append(name)

@@ -2,8 +2,8 @@
 
 For `moe`. Two kinds of layers are known. DeepSpeed's own `MoE` names each expert's parameters by the expert's number on its
 rank (`<layer>.deepspeed_moe.experts.deepspeed_experts.0.fc.weight`), in optimizer files; expert files and catalogs have its
-number among all. AutoEP keeps the experts of a layer in one tensor per weight (`<layer>.experts.w1`, experts first), of
-which a rank holds some, and records where.
+number among all. AutoEP keeps the experts of a layer in one tensor per weight (`<layer>.experts.w1`, experts first); a
+rank holds some, and records where.
 
 [Note: expert-parallel ranks] Of W data-parallel ranks, e share a layer's experts (expert-parallel ranks); the W / e ranks that
 hold the same experts are their expert data-parallel group, over which ZeRO cuts their masters. Rank D is expert-parallel rank
@@ -216,7 +216,7 @@ def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = N
     Args:
         listing: all files.
         model: any model file of these ranks.
-        mp_ranks: the model-parallel ranks whose files of experts are read; None for all.
+        mp_ranks: the model-parallel ranks with the files of experts that are read; None for all.
 
     Raises:
         IncompleteError: an expert's file is missing.

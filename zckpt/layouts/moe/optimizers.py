@@ -1,6 +1,7 @@
 """Experts without ZeRO: every expert-parallel rank has an optimizer state of its own, with all of its masters.
 
-For `mixture`. Masters have no names: `unsharded.assign` tells whose they are. Where experts are spread over tensor-parallel
+For `mixture`. Masters have no names: `unsharded.assign` tells which parameters they belong to. Where experts are
+spread over tensor-parallel
 ranks too, what a rank holds beside them is a slice: that of the model-parallel rank that its file names.
 Source: DeepSpeed 0.19.8, runtime/engine.py `_save_moe_checkpoint`, `_get_optimizer_ckpt_name`.
 """

@@ -1,6 +1,7 @@
 """Mixtures of experts: DeepSpeed's own layer without ZeRO and under ZeRO-1 and -2, AutoEP under ZeRO-3 too.
 
-For `layouts.FAMILIES`. How they are put together: `mixture`. Here are those whose model is split over tensor-parallel ranks too.
+For `layouts.FAMILIES`. How they are put together: `mixture`. Here are those with a model that is split over
+tensor-parallel ranks too.
 
 [Note: experts under tensor parallelism] Either each expert is split like the rest (`enable_expert_tensor_parallelism`): every
 tensor-parallel rank has files of all experts, which is a mixture of its own, of slices; or experts are whole, and spread over

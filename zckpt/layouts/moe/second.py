@@ -134,7 +134,7 @@ def _experts(listing: Listing, tp: int) -> dict[tuple[int, int, int], list[Mappi
 
 
 def _row(name: str, number: int, ref: TensorRef) -> Iterator[HeldRun]:
-    """An expert of a stack, whose number of experts does not matter for where this one is."""
+    """An expert of a stack; its number of experts does not matter for where this one is."""
     shape = (number + 1, *ref.shape)
     stack = TensorRef(ref.store, ref.byte_offset, ref.dtype, (1, *ref.shape), (ref.numel, *ref.stride), ref.storage_key,
                       ref.storage_offset, ref.storage_nbytes, ref.storage_byte_offset)  # fmt: skip

@@ -1,10 +1,11 @@
-"""Plain weights with their optimizer's states, whose numbers get the names of parameters where the shapes prove them.
+"""Plain weights with their optimizer's states: their numbers get the names of parameters where the shapes prove them.
 
 For `layouts`. One optimizer for all numbers its parameters group by group: see `run.numbering`.
 
 [Note: parts of ranks] Each rank numbers its own parameters, group by group. OSS gives parameters to ranks in the order of a
 group, each to the rank that has the fewest elements so far; ZeroRedundancyOptimizer sorts a group by size first, the largest in
-front. So which parameter is whose follows from the model's shapes, if it is known which parameters a group has: the only group
+front. So the place of each parameter follows from the model's shapes, if it is known which parameters a group has:
+the only group
 has all; of several, the shapes must tell. Every number of parameters of every rank, and the shape of every state, must then
 come out as the files have it, in one of both ways only.
 Source: fairscale 0.4.13, optim/oss.py (`partition_parameters`, `state_dict`); torch 2.13,
@@ -40,7 +41,7 @@ _WEIGHTS_ALONE = "Convert the weights alone (to-fp32)."
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer whose parameters have names.
+    """An optimizer with parameters that have names.
 
     Attributes:
         groups: for each group, its names and settings.

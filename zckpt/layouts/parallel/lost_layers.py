@@ -15,12 +15,12 @@ from zckpt.layouts.save.listing import Listing
 
 
 def check_numbered(listing: Listing, owned: Set[str], present: Set[int], tp_rank: int) -> None:
-    """Checks that the layers of which a stage lists tensors have files.
+    """Checks that the layers with tensors that a stage lists have files.
 
     Args:
         listing: the files.
         owned: what the global names of the stage's parameters and buffers begin with.
-        present: numbers of the layers whose files are there.
+        present: numbers of the layers with files.
         tp_rank: the tensor-parallel rank.
 
     Raises:
@@ -57,7 +57,7 @@ def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Collection[
 def _missing_error(listing: Listing, found: str, more: str = "") -> IncompleteError:
     return IncompleteError(
         "files of layers are missing", file=listing.directory, found=found,
-        expected="a file of every layer whose tensors a pipeline stage lists",
+        expected="a file of every layer with tensors that a pipeline stage lists",
         remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one). "
         f"{more}".rstrip(),
     )  # fmt: skip

@@ -5,8 +5,9 @@ there (`zero12`, `zero3`, `unsharded`); the slices of one pipeline stage are joi
 put one after another. A parameter that several stages hold is tied: its copies must agree, and one is kept.
 
 [Note: names in a pipeline] Layer files hold local names (`up.weight`). The model file of a stage lists its parameters under
-global ones: `<layer>.<local name>`, or `tied_modules.<key>.<local name>` for a layer whose weight is used twice; a layer
-file whose names are in no list under its own number is that of a tied module.
+global ones: `<layer>.<local name>`, or `tied_modules.<key>.<local name>` for a layer with a weight that is used
+twice; a
+layer file with names that are in no list under its own number is that of a tied module.
 Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_path`; runtime/engine.py `_get_ckpt_name`
 (model-parallel ranks count stages first, tensor ranks within a stage).
 """

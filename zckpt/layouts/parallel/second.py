@@ -187,7 +187,7 @@ def _stack_slices(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[i
 def _sub_params(
     pattern: str, own: Mapping[str, object], shapes: Sequence[Shape], rules: Mapping[str, object]
 ) -> list[Slice]:
-    """Sub-parameters of unlike width, each of which is cut for itself, in a view of the slices."""
+    """Sub-parameters of unlike width, each cut for itself, in a view of the slices."""
     dim, view = _number(own["partition_dim"]), _as_sequence(own["shape"])
     sizes = [_number(size) for size in _as_sequence(view[dim])]
     if not sizes:  # before version 0.4: how many equal ones there are

@@ -35,7 +35,7 @@ _NESTED = ("state_dict", "model_state_dict", "module", "model")
 
 
 _COMPOSER = "integrations"
-"""Beside Composer's `state.model`: libraries whose models it wraps, such as huggingface."""
+"""Beside Composer's `state.model`: libraries with models that it wraps, such as huggingface."""
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -95,7 +95,7 @@ def _evidence(listing: Listing, names: Sequence[str]) -> Evidence:
         if chosen := [str(fate.get("name")) for fate in facts.left_out if fate.get("kind") == "option"]:
             return Evidence("metadata", "zckpt.json, in which options left them out", lacks=(*chosen, *lacking))
         if said.get("level") == "unknown":
-            return Evidence("unknown", f"they were made from a save of which that is so: {by}", lacks=lacking)
+            return Evidence("unknown", f"they were made from such a save: {by}", lacks=lacking)
         if by != OWN_INDEX.by:
             return Evidence("metadata", BY_MANIFEST, doubt=doubt)
     if index := chosen_index(listing):
@@ -166,7 +166,7 @@ def _state_dict(container: Container, file: str, notes: list[str], wanted: str) 
 
 
 def left_out(listing: Listing) -> list[str]:
-    """Names of tensors of another model in a torch file whose model is under a usual key: an average, or a reference.
+    """Names of tensors of another model in a torch file with a model under a usual key: an average, or a reference.
 
     It has half of its names in common with the model that is read.
     """
@@ -186,7 +186,7 @@ def left_out(listing: Listing) -> list[str]:
 
 
 def _under(root: object, key: str, file: str) -> object:
-    """What is under a key, whose parts are joined by dots; a key may have dots itself."""
+    """What is under a key with parts that dots join; a key may have dots itself."""
     if not isinstance(root, Mapping):
         root = {}
     if key in root:
@@ -228,8 +228,8 @@ def _refuse_part(container: Container, file: str, *, named: bool) -> None:
             "holds one rank's part of a model",
             file=file,
             found=found,
-            remedy="Save the whole model on one rank (a full state dict), or all parts with torch.distributed.checkpoint, "
-            "whose directories zckpt reads."
+            remedy="Save the whole model on one rank (a full state dict), or all parts with torch.distributed.checkpoint: "
+            "zckpt reads its directories."
             if inside
             else "Give the directory of a checkpoint that zckpt reads. If this file holds the whole model, rename it. "
             "--as-part takes it as it is.",

@@ -33,7 +33,7 @@ BINDING = frozenset(("lr", "initial_lr", "betas", "momentum", "eps", "weight_dec
 _OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "base_optimizer_state_step")
 _OF_LAST_STEP = "overflow"
 _ENTRIES = ((SHARD_NAME, "optimizer_state_dict"), (EXPERT_OPTIMIZER_NAME, "optimizer"), (MODEL_NAME, "optimizer"))
-"""Which entry of which files is an optimizer's state."""
+"""Kind of file, and the key of the optimizer's state in it."""
 
 
 @dataclass(frozen=True, slots=True)

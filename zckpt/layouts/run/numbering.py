@@ -1,6 +1,7 @@
 """Which parameters the numbers of an optimizer's state dict mean.
 
-For families whose files hold such a state dict beside the model. An optimizer numbers its parameters group by group, in the
+For families with files that hold such a state dict beside the model. An optimizer numbers its parameters group by
+group, in the
 order in which it was given them, and a script gives it them in the model's order, perhaps sorted into groups. Shapes are the
 proof: the numbers have names where exactly one way to give the groups to the model's tensors, in order, has every shape right.
 Source: torch 2.13, optim/optimizer.py `state_dict`.

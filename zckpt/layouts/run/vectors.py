@@ -28,7 +28,7 @@ class VectorRun(NamedTuple):
 
 
 def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> Fragment:
-    """A piece of a parameter, whose first element is number `start`, as it is stored in a rank's vector.
+    """A piece of a parameter; its first element is number `start`, as it is stored in a rank's vector.
 
     Raises:
         InconsistentError: the vector is shorter than the piece needs.

@@ -22,7 +22,7 @@ _MOST_BYTES = 16 << 20
 """Of a config."""
 
 _KINDS = ("model_type", "_class_name")
-"""Keys of which a model's config has one: of transformers, of diffusers."""
+"""Keys; a model's config has one of them: of transformers, of diffusers."""
 
 _INNER = ("huggingface", ".hf_metadata", "policy/huggingface")
 _TOKENIZERS = ("tokenizer", "policy/tokenizer")

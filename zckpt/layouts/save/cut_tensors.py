@@ -1,13 +1,15 @@
 """Tensors that torch cut over ranks, as one rank's file holds them: DTensors and ShardedTensors.
 
-For `fsdp`, and for families whose files may hold such tensors whole. A pickle holds the rank's own elements and the facts from
+For `fsdp`, and for families with files that may hold such tensors whole. A pickle holds the rank's own elements and
+the facts from
 which torch knows their place: for a DTensor the mesh, the rank's coordinate in it and a placement for each dimension of the
 mesh; for a ShardedTensor the offsets themselves.
 
 [Note: strided shards] Placements apply from left to right: with `(Shard(0), Shard(0))` on a mesh of 2 x 2, the first dimension
 of the mesh halves the rows, and the second halves each half. FSDP over tensor parallelism is the other way round: the
 tensor-parallel dimension, which is the last of the mesh, cuts first. torch writes that as `_StridedShard(0, split_factor=2)` for
-the first one: it applies after the dimensions to its right whose sizes multiply to `split_factor`. Each rank's elements are a
+the first one: it applies after the dimensions to its right with sizes that multiply to `split_factor`. Each rank's
+elements are a
 box either way.
 Source: torch 2.13, distributed/tensor/placement_types.py, _dtensor_spec.py (`shard_order`), device_mesh.py, _tensor.py
 (`_rebuild_from_type_v2`); distributed/_shard/sharded_tensor/api.py (`__getstate__`). Until 2.7 a mesh had a tensor `mesh`.
@@ -106,7 +108,7 @@ def dense_in(value: object, dtype: DType, shape: Shape) -> object:
 
 
 _CASTING = ("torchao.float8.", "torchao.prototype.moe_training.")
-"""Modules of classes whose tensors are cast while they are used."""
+"""Modules of classes with tensors that are cast while they are used."""
 
 
 class KnownFacts:
@@ -161,7 +163,7 @@ class CutReader:
         self.known = known or KnownFacts()
 
     def corrupt(self, found: str) -> CorruptError:
-        """The error for a tensor whose facts do not fit each other."""
+        """The error for a tensor with facts that do not fit each other."""
         return CorruptError(
             f"tensor {self.name!r} contradicts itself", file=self.file, found=found[:200], remedy=COPY_AGAIN
         )
@@ -214,7 +216,7 @@ class CutReader:
     def cut(
         self, dtype: DType, size: Shape, parts: Sequence[tuple[CutPart, object]], axes: Mapping[str, int]
     ) -> CutTensor:
-        """The tensor whose parts these are; errors where a part's elements are not of its size and dtype."""
+        """The tensor that has these parts; errors where a part's elements are not of its size and dtype."""
         refs = [(part.offsets, self._elements(value, dtype, part.sizes)) for part, value in parts]
         return CutTensor(dtype, size, tuple(box for box in refs if box[1].numel or not math.prod(size)), axes)
 

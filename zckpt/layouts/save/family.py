@@ -1,7 +1,7 @@
 """What zckpt asks of a family of saves: one value for each, which the family's package exports as `FAMILY`.
 
 For `layouts`, which lists the families, and for everything that has to know one from another: `places` (is a directory a
-save, and of which family), `jobs.rank_files` (which file is whose part), `jobs.inspection`, `checks.soundness` and
+save, and which family's), `jobs.rank_files` (which rank's part a file is), `jobs.inspection`, `checks.soundness` and
 `checks.resumable`. A new family is a package with such a value, and a line in `layouts.FAMILIES`.
 
 There is no field for writing: each writer takes a target of its own kind, so the jobs call `lay_out` of the family they write.
@@ -147,8 +147,8 @@ class Family:
         read: the catalog of a save that `match` accepted.
         second: finds the same tensors again, for `verify`, without the modules of `read`; or why nothing does. It has no default.
         read_training: what a run needs beside the weights; None where zckpt reads weights only.
-        directory: a directory of a save whose files, at any depth, belong to it; empty for none.
-        directories: names of directories of a save, of which there may be several: what they hold belongs to it by the patterns
+        directory: a directory of a save; its files, at any depth, belong to the save; empty for none.
+        directories: names of directories of a save; there may be several: what they hold belongs to it by the patterns
             of `files`, which begin with the directory's name.
         mark: a file that every save of the family has, where its other names are too common to tell; what is in one of
             `directories` may then lie deeper. Empty for none.
@@ -159,9 +159,10 @@ class Family:
             tokenizer files are beside the tags. Otherwise they are in the save or beside it, and of saves that are numbered
             alike (`step-100`, `step-200`) the last is the newest.
         fallback: its files may be in a directory that holds other saves, which are then preferred.
-        common: files of a save whose names are so common that they do not tell that they belong to one; as `files` otherwise.
+        common: files of a save with names so common that they do not tell that they belong to one; as `files`
+        otherwise.
         further: names of files that the trainer may put among them: they are checked, but are no part of the model.
-        has_keys: a save may hold several state dicts, of which `--key` chooses one.
+        has_keys: a save may hold several state dicts; `--key` chooses one.
         resumes: how a run resumes from a save with optimizer states, after "resume yes:"; empty for DeepSpeed's own, where
             `inspect` derives it from the ranks.
         every_rank: a save has files of every rank, so that one without is not complete.
@@ -239,7 +240,7 @@ class Family:
         return self.directories.fullmatch(name) is not None
 
     def above_ranks(self, path: Location) -> Location | None:
-        """The save of which `path` is a directory that holds its files, or lies in one; see `directories` and `directory`."""
+        """The save that `path` belongs to, as a directory of its files or inside one; see `directories` and `directory`."""
         inner = path.absolute()
         below = [self.directory, self.raw_directory] if self.directory or self.raw_directory else []
         for within in (inner, inner.parent, inner.parent.parent) if below else ():

@@ -39,7 +39,8 @@ UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
 
 SWAPPED = "offloaded_tensors"
-"""Directory of a save with copies of the swap files of a run whose optimizer is on NVMe, in directories of the ranks."""
+"""Directory of a save with copies of the swap files of a run with its optimizer on NVMe, in directories of the
+ranks."""
 
 SWAP_NAME = compile_late(rf"{SWAPPED}/rank(?P<rank>\d+)/(?P<file>[^/]+\.tensor\.swp)")
 """A swap file; `rank` is the rank among all, in which tensor-parallel ranks come first."""
@@ -105,7 +106,8 @@ class Listing:
         tag: the tag; empty for files that have none.
         files: file name -> where it is, in natural order; those of a universal checkpoint's parameters below `zero/`.
         options: facts that the files do not record.
-        absent: files that are missing, or of no use, and whose tensors are listed all the same, as far as other files say where
+        absent: files that are missing, or of no use, with tensors that are listed all the same, as far as other
+        files say where
             they lie: for pictures. Name -> where it would be. A save that is converted has none.
         is_one_model: whether all files are weights of one model, of whichever names, and an index if there is one.
         part: what it is a part of, where one part is wanted knowingly: "one of 2 files"; empty for a whole save.
@@ -136,7 +138,7 @@ class Listing:
         return self.files.get(name) or self.absent.get(name) or self.directory / name
 
     def absent_tensor(self, name: str, byte_offset: int, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
-        """A dense tensor in a file that is missing, whose size is not known; all of one file have one store."""
+        """A dense tensor of unknown size in a file that is missing; all of one file have one store."""
         store = self.once(f"absent: {name}", lambda: FileStore(self.where(name).path, _UNKNOWN_SIZE))
         nbytes = math.prod(shape) * dtype.itemsize
         return TensorRef(store, byte_offset, dtype, shape, contiguous_stride(shape), "", 0, nbytes, byte_offset)
@@ -148,7 +150,7 @@ class Listing:
         return self._opened[name]
 
     def open_alike(self, names: Sequence[str]) -> None:
-        """Opens files whose pickles may be nearly the same, such as those of several ranks; errors as in `open`."""
+        """Opens files with pickles that may be nearly the same, such as those of several ranks; errors as in `open`."""
         rest = [name for name in names if name not in self._opened]
         if len(rest) > 1:
             alike = AlikePickles(
@@ -237,12 +239,12 @@ def list_files(
     """The save in `directory`, with the files of further directories laid over it.
 
     Args:
-        directory: whose files count first.
+        directory: its files count first.
         tag: of the save; empty where it has none.
         also: the further directories.
         belongs: whether a file of a name is part of a save, so that there cannot be two different ones. Of any other name,
             the first is taken.
-        below: directories in these whose files are listed too, as `below/...`.
+        below: directories in these with files that are listed too, as `below/...`.
 
     Raises:
         InconsistentError: the same file of the save is in two directories with different contents.

@@ -1,8 +1,9 @@
 """The names and shapes of a model's parameters, in the model's order, from a file that the user names (`--shapes FROM`).
 
-For families whose files do not say them. FROM is a torch file of the model's state dict, whose names stand in the model's
-order; or JSON, `{"embed.weight": [7, 5], ...}` in that order; or the config.json of a kind of model whose parameters are known
-by formula (`known_shapes`). A safetensors file is written with its tensors sorted by name, so
+For families with files that do not say them. FROM is a torch file of the model's state dict, with names in the model's
+order; or JSON, `{"embed.weight": [7, 5], ...}` in that order; or the config.json of a kind of model with parameters
+known by
+formula (`known_shapes`). A safetensors file is written with its tensors sorted by name, so
 it counts only where they are in another order.
 Source: safetensors 0.6, src/tensor.rs `prepare`; torch 2.13, nn/modules/module.py `state_dict`.
 """
@@ -109,7 +110,7 @@ def _of_json(path: str) -> ModelShapes:
         known = known_shapes(root)
         if known is None or not known.in_order:
             raise UnsupportedError(
-                "is the config of a model whose parameters are not known in their order", file=path,
+                "is the config of a model that zckpt does not know the order of parameters of", file=path,
                 found=f"model_type {brief(root.get('model_type'))}, architectures {brief(root.get('architectures'))}",
                 expected="a llama, mistral, qwen2, qwen3, gpt2 or bert; the model's weights in a torch file; or a "
                 "JSON file of names and shapes",

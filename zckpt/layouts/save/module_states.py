@@ -335,7 +335,7 @@ def _has_experts(root: Mapping[str, object]) -> bool:
 
 
 def _is_elsewhere(name: str, root: Mapping[str, object]) -> bool:
-    """Whether a parameter of a model with experts is one of theirs, whose weights are in files of their own.
+    """Whether a parameter of a model with experts is one of theirs; their weights are in files of their own.
 
     Such a name is missing from every state dict; a layer beside them must not be taken for it.
     """
@@ -343,7 +343,7 @@ def _is_elsewhere(name: str, root: Mapping[str, object]) -> bool:
 
 
 def renamed_experts(file: str, found: str, expected: str) -> InconsistentError:
-    """The error for a save of a model with experts whose state dict has other names than the lists of parameters."""
+    """The error for a save of a model with experts and a state dict that has other names than the lists of parameters."""
     return InconsistentError(
         "the state dict of a model with experts has other names than its parameters", file=file,
         found=f"{found} in the state dict", expected=f"{expected}, as in the list of parameters",

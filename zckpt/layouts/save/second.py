@@ -65,7 +65,7 @@ class HeldRun(NamedTuple):
 
 
 class BesideMaster(NamedTuple):
-    """A vector of fp32 weights whose files name no parameter, and a vector of states that lies beside it, cut alike."""
+    """A vector of fp32 weights in files that name no parameter, and a vector of states that lies beside it, cut alike."""
 
     master: TensorRef
     state: str

@@ -20,7 +20,7 @@ _HALVES = {"encoder", "decoder"}
 
 
 def models_among(states: Mapping[str, Mapping[str, Shape]]) -> list[str]:
-    """The keys of state dicts of which two have most of their tensors in common; none where all are parts of one model.
+    """The keys of state dicts, where two have most of their tensors in common; none where all are parts of one model.
 
     Args:
         states: key -> name -> shape.

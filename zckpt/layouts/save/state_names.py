@@ -84,14 +84,14 @@ def _pairs(
 
 
 def _is_empty(ref: TensorRef) -> bool:
-    """Whether this may be the placeholder of a parameter whose elements are elsewhere (ZeRO-3)."""
+    """Whether this may be the placeholder of a parameter with elements elsewhere (ZeRO-3)."""
     return ref.shape == (0,)
 
 
 def _has_no_shape(
     names: Mapping[tuple[object, ...], Sequence[str]], missing: Mapping[str, Shape | None], key: tuple[object, ...]
 ) -> bool:
-    """Whether the one name with these last parts is of a tensor whose shape is not recorded, such as a buffer's."""
+    """Whether the one name with these last parts is of a tensor without a recorded shape, such as a buffer's."""
     found = names.get((*key[:-1], None), ())
     return len(found) == 1 and missing[found[0]] is None
 

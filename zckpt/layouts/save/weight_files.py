@@ -53,7 +53,7 @@ class WeightFiles(NamedTuple):
 
 
 def files_counted_with(name: str, names: Iterable[str]) -> WeightFiles | None:
-    """The files of which a name says that it is one, by its number and theirs; None where it says nothing, or is "1 of 1"."""
+    """The files that a name belongs to, by its number and theirs; None where it says nothing, or is "1 of 1"."""
     match = re.fullmatch(_COUNTED, name)
     if match is None or re.search(_MOMENT, match["head"]):
         return None
@@ -96,7 +96,7 @@ def _named_in(index: Location) -> list[str]:
 
 
 def models_in(folder: Folder) -> list[WeightFiles]:
-    """The models whose weights lie in a directory under any names."""
+    """The models with weights in a directory under any names."""
     files = [name for name in folder.names if is_weights(name) and folder.has_file(name)]
     models = list(_by_index(folder))
     files = [name for name in files if not any(name in model.files for model in models)]

@@ -9,7 +9,7 @@ and how it was joined (`cat_dim`, ..). From stage 3 it is a bare vector: its sha
 `step.pt`, of stages 1 and 2, is a bare number.
 
 [Note: universal experts] DeepSpeed has a form for AutoEP's stacks, without tensor parallelism: whole, `is_expert_param` in the
-file, of which the engine takes a rank's rows. Its own experts are files of their own under the number that an expert has *on
+file; the engine takes a rank's rows. Its own experts are files of their own under the number that an expert has *on
 its rank*: so there is one only where every rank has all experts. Over several ranks its converter fails or mixes experts, and
 its engine would give all ranks the same ones.
 Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, checkpoint/universal_checkpoint.py, checkpoint/autoep_universal.py,

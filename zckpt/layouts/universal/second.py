@@ -1,7 +1,7 @@
 """Finds each parameter of a universal checkpoint a second time: it is in files of its own, in a directory of its name.
 
 `zero/<parameter>/fp32.pt` and a file for each state hold it whole: as `param` in a mapping, or from stage 3 as a bare vector,
-whose shape is in the model files. Buffers and frozen parameters are in these.
+with its shape in the model files. Buffers and frozen parameters are in these.
 Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, checkpoint/universal_checkpoint.py.
 """
 

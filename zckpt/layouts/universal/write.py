@@ -52,7 +52,7 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
     Args:
         catalog: the weights, under the names they have in training.
         training: all else.
-        listing: the source's files, of which the model files are copied.
+        listing: the source's files; the model files among them are copied.
         target: where it goes.
 
     Raises:

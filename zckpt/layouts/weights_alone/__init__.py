@@ -1,4 +1,4 @@
-"""Saves of which zckpt reads the weights, and no optimizer states: the families, each with a module of its own."""
+"""Saves that zckpt reads the weights of, and no optimizer states: the families, each with a module of its own."""
 
 import re
 

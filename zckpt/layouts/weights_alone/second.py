@@ -1,4 +1,5 @@
-"""Finds a second time what is in saves of which zckpt reads the weights alone, as each format's own code joins its files.
+"""Finds a second time what is in saves that zckpt reads for the weights alone, as each format's own code joins its
+files.
 
 Source: pytorch/xla, torch_xla/distributed/fsdp/state_dict_utils.py `consolidate_sharded_state_dicts`; nanotron 2411b02,
 serialize/utils.py `merge_and_shard_tp_tensors`, serialize/weights.py

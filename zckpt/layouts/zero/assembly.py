@@ -151,7 +151,7 @@ def _whole_frozen(model: ModelStates) -> dict[str, TensorEntry]:
 def _resolve(
     aliases: Mapping[str, str], module: Mapping[str, TensorRef], tensors: Mapping[str, TensorEntry]
 ) -> dict[str, str]:
-    """The aliases whose kept name exists; chains of aliases are followed to their end."""
+    """The aliases with a kept name that exists; chains of aliases are followed to their end."""
     resolved: dict[str, str] = {}
     for dropped in aliases:
         kept, seen = dropped, {dropped}
@@ -164,7 +164,7 @@ def _resolve(
 
 
 def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> None:
-    """Checks that parameters whose recorded shape is not empty have elements."""
+    """Checks that parameters with a recorded shape that is not empty have elements."""
     recorded = {name: shape for group in (*model.param_shapes, model.frozen_shapes) for name, shape in group.items()}
     empty = [
         n for n, s in recorded.items() if n in tensors and tensors[n].shape != s and not tensors[n].numel and 0 not in s

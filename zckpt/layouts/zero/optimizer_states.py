@@ -167,7 +167,7 @@ def _paddings(value: object, file: str) -> tuple[tuple[int, ...], ...] | None:
 def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], ...], tuple[Mapping[str, object], ...]]:
     """States per flat group and parameter groups of the wrapped torch optimizer.
 
-    The rigid form is a torch state dict, whose states are numbered as the parameter groups list them; the elastic one is
+    The rigid form is a torch state dict, with states numbered as the parameter groups list them; the elastic one is
     a list of states per group.
     """
     settings: tuple[Mapping[str, object], ...] = ()

@@ -1,8 +1,9 @@
 """Finds the elements of each tensor in DeepSpeed's own files a second time, by the method of its `zero_to_fp32.py`.
 
 In stages 1 and 2, the vectors of all ranks end to end are the group, in which parameters follow each other. In stage 3, each
-rank's vectors end to end hold its piece of every parameter; frozen parameters are in pieces of their own. A vector whose
-sub-group was on NVMe is in the swap file that its attribute `ds_id` names. Runs without ZeRO name no masters: `verify` compares
+rank's vectors end to end hold its piece of every parameter; frozen parameters are in pieces of their own. A vector with
+a sub-group that was on NVMe is in the swap file that its attribute `ds_id` names. Runs without ZeRO name no masters:
+`verify` compares
 these with the weights, and states lie beside them. Names are those of DeepSpeed's lists; a class may give its state dict others.
 Source: DeepSpeed 0.19.8, utils/zero_to_fp32.py, runtime/swap_tensor/optimizer_utils.py, runtime/{bf16,fp16}_optimizer.py.
 """
@@ -375,7 +376,7 @@ def _label(value: object) -> str:
 
 
 def _is_large(vector: object, root: Mapping[str, object]) -> bool:
-    """Whether a run whose optimizer is on NVMe, by the config in its file, swapped a vector even if the file has elements."""
+    """Whether a run with its optimizer on NVMe, by the config in its file, swapped a vector even if the file has elements."""
     config = mapping(root.get("ds_config"))
     offload = mapping(mapping(config.get("zero_optimization")).get("offload_optimizer"))
     block = mapping(config.get("aio")).get("block_size")

@@ -26,7 +26,7 @@ Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """A small tensor whose bytes are known, such as a step counter."""
+    """A small tensor with known bytes, such as a step counter."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -161,7 +161,7 @@ class TorchFile:
 
 
 def plan_copy(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-    """A file that is to be what another one is."""
+    """A file that becomes what another one is."""
     made = FileStore(path, store.size)
     if not store.size:
         return (OutputFile(path, 0), made), []

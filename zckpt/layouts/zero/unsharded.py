@@ -57,12 +57,12 @@ def own_weights(model: ModelStates) -> dict[str, TensorEntry] | None:
 
 
 def stage_of(model: ModelStates) -> int:
-    """The stage of a run whose optimizer files are all missing, from its config; it cannot be 3."""
+    """The stage of a run without any optimizer file, from its config; it cannot be 3."""
     return 2 if model.zero_config.get("stage") == 2 else 1
 
 
 def lost_masters(weights: Mapping[str, TensorEntry], world_size: int) -> str:
-    """The note on a save of ZeRO whose optimizer files are all missing."""
+    """The note on a save of ZeRO without any optimizer file."""
     dtypes = sorted({entry.dtype.name for entry in weights.values()})
     return (
         f"There is no optimizer file of the run's {count(world_size, 'rank')}: its fp32 master weights and the optimizer's "

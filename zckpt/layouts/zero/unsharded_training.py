@@ -141,7 +141,7 @@ def _cut_states(
     model: ModelStates, names: Sequence[str], shapes: Sequence[tuple[int, ...]], state: Mapping[str, object],
     per_element: Sequence[str],
 ) -> Iterator[tuple[str, dict[str, TensorEntry]]]:  # fmt: skip
-    """The states of a group whose parameters are end to end in one vector."""
+    """The states of a group with parameters end to end in one vector."""
     refs = {key: as_tensor(state[key], key, model.file) for key in per_element}
     held = {key: unflatten(dict(zip(names, shapes, strict=True)), [(ref, ref.numel)]) for key, ref in refs.items()}
     for name in names:

@@ -59,7 +59,7 @@ class ZeroTarget:
         align: pad between parameters as `parameter_alignment` does; stages 1 and 2.
         sub_group_size: elements of a rank from which on a sub-group is full; stage 3.
         plain: leave out what only DeepSpeed's converters need, for the sake of files without foreign classes.
-        copies: groups of ranks that hold the same, of which one writes (MiCS).
+        copies: groups of ranks that hold the same, where one writes (MiCS).
         no_frozen: frozen parameters are left out; DeepSpeed's loader must then not find an empty collection of them.
     """
 

@@ -93,7 +93,7 @@ def load(
 
 
 def _configured_stage(model: ModelStates) -> int:
-    """The stage of the bf16 optimizer, whose files do not name it: from the config, which can only say 1."""
+    """The stage of the bf16 optimizer, with files that do not name it: from the config, which can only say 1."""
     stage = model.zero_config.get("stage")
     return stage if isinstance(stage, int) and stage in (1, 2) else 1
 

@@ -284,7 +284,7 @@ def _on_nvme(name: str, model: ModelStates) -> IncompleteError:
 
 
 def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
-    """Frozen parameters by name: each rank's model file holds a piece, of which the last may be padded or short.
+    """Frozen parameters by name: each rank's model file holds a piece, and the last may be padded or short.
 
     Raises:
         IncompleteError: a rank does not hold its piece.

@@ -45,7 +45,7 @@ def refused_key(default: Any, why: str, **constraints: Any) -> Any:
 
 
 def foreign(why: str, keys: str, kind: str = "unused") -> Any:
-    """A section of DeepSpeed's whose keys are known by name only; below them nothing is looked at."""
+    """A section of DeepSpeed's with keys known by name only; below them nothing is looked at."""
     return Field(None, description=why, json_schema_extra={"kind": kind, "keys": list(keys.split())})
 
 

@@ -1,6 +1,7 @@
 """Walks over a config by the names of its keys: which are unknown, unused, missed or refused.
 
-For `read` and `checks`. Sections that a model describes are walked into; in those whose keys are known by name only, the names
+For `read` and `checks`. Sections that a model describes are walked into; in those with keys known by name only, the
+names
 are looked at.
 """
 

@@ -125,7 +125,7 @@ def _unused_at(zero: Zero) -> Iterator[tuple[str, str]]:
 
 
 def read_activations(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationSection:
-    """The section `activation_checkpointing` of a config, of which no other key is looked at.
+    """The section `activation_checkpointing` of a config; no other key is looked at.
 
     Raises:
         UsageError: not a config, or the section has unknown keys or wrong values.

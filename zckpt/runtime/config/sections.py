@@ -58,7 +58,7 @@ class BF16(Section):
     """bf16 compute with fp32 master weights."""
 
     enabled: bool = used_key(False, "compute and reduce in bf16")
-    check_grad_overflow: bool = used_key(True, "skip a step whose gradients are not finite")
+    check_grad_overflow: bool = used_key(True, "skip a step with gradients that are not finite")
     immediate_grad_update: bool = unused_key(False, "gradients are added to fp32 shards as soon as they are reduced")
     bf16_master_weights_and_grads: bool = refused_key(False, _MASTERS)
     bf16_optimizer_states: bool = refused_key(False, _MASTERS)

@@ -90,7 +90,7 @@ class Zero(Section):
     reduce_scatter: bool = unused_key(True, "gradients are always reduce-scattered from stage 1 on")
     reduce_bucket_size: int = used_key(
         int(5e8),
-        "stage 2 on CPUs: parameters per collective, whose gradients are whole until then; on GPUs a unit's",
+        "stage 2 on CPUs: parameters per collective; their gradients are whole until then; on GPUs a unit's",
     )
     use_multi_rank_bucket_allreduce: bool = unused_key(True, _BUCKETS)
     allgather_partitions: bool = unused_key(True, _BUCKETS)
@@ -150,7 +150,7 @@ class Zero(Section):
 
     @property
     def nvme(self) -> dict[str, OffloadParam | OffloadOptimizer]:
-        """The sections whose device is nvme, by their keys."""
+        """The sections with the device nvme, by their keys."""
         param = self.offload_param if self.stage == 3 else None
         both = {"offload_param": param, "offload_optimizer": self.offload_optimizer}
         return {name: one for name, one in both.items() if one is not None and one.device == "nvme"}

@@ -91,7 +91,7 @@ class FusedAdam(torch.optim.AdamW):
         return loss
 
     def _without_correction(self, group: dict[str, Any]) -> None:
-        """A step whose averages are taken as they are."""
+        """A step with averages taken as they are."""
         params, grads, first, second = with_states(self, group, ("exp_avg", "exp_avg_sq"))
         if not params:
             return

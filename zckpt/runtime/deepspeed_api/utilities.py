@@ -104,7 +104,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tenso
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
-    """The norm of tensors whose norms these are."""
+    """The norm of tensors with these norms."""
     return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
 
 
@@ -134,7 +134,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """The bounds of parts of which the heaviest is as light as can be.
+    """The bounds of parts, with the heaviest as light as can be.
 
     Args:
         weights: of the items, in their order.
@@ -249,7 +249,7 @@ class _OfDtype(TorchDispatchMode):
 
 
 def instrument_w_nvtx(func: Function) -> Function:
-    """A function whose calls torch.profiler shows by its name."""
+    """A function with calls that torch.profiler shows by its name."""
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

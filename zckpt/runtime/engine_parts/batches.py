@@ -1,7 +1,7 @@
 """What an engine does with whole batches: `train_batch`, `eval_batch`, loaders, batch sizes and learning rates.
 
 For `engine`. Source: DeepSpeed 0.19.8, runtime/engine.py, and runtime/pipe/engine.py for `train_batch` and `eval_batch`, which
-here take any model whose forward returns the loss.
+here take any model with a forward that returns the loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run whose states rest in host memory for a while: `offload_states` and `reload_states`.
+"""A run with states that rest in host memory for a while: `offload_states` and `reload_states`.
 
 For `engine`, and for scripts that need the device's memory between two phases of training.
 Source: DeepSpeed 0.19.8, runtime/engine.py and runtime/zero/offload_config.py.
@@ -44,7 +44,7 @@ class Offload:
     """Moves a run's states from the device and back.
 
     Args:
-        run: whose states.
+        run: the one with the states.
     """
 
     def __init__(self, run: TrainingRun) -> None:

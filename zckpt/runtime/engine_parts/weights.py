@@ -23,7 +23,7 @@ class Weights:
     """Gives a run's weights away, and takes new ones.
 
     Args:
-        run: whose weights.
+        run: the one with the weights.
     """
 
     def __init__(self, run: TrainingRun) -> None:

@@ -242,7 +242,7 @@ class SecondFinder(MetaPathFinder):
 
 
 class _Metadata(Distribution):
-    """What `importlib.metadata` says of `deepspeed`; the version has a local label, which says whose it is."""
+    """What `importlib.metadata` says of `deepspeed`; the version has a local label, which says who made it."""
 
     def read_text(self, filename: str) -> str | None:
         """A file of the distribution; None for those that it does not have."""

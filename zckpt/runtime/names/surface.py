@@ -23,7 +23,7 @@ class ModuleNames:
     Attributes:
         own: those that it defines -> "" for a class, "()" for a function, otherwise "=" and the literal, or "=?".
         taken: those that it has from another module of DeepSpeed -> that one's path, and the name there; "" is the module itself.
-        stars: paths of modules all of whose names it has.
+        stars: paths of modules that it has all names of.
     """
 
     own: Mapping[str, str]

@@ -19,7 +19,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.runtime.names.unbuilt import ADAM, DENSE, ENCODER, GENERATE, ONE_SEQUENCE, PLAIN, Unbuilt
 
 VERSION = "0.19.8"
-"""The version of DeepSpeed whose names these are; scripts compare it."""
+"""The version of DeepSpeed that these names are from; scripts compare it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What DeepSpeed has and this trainer has not: each name is there, and says so when it is called or constructed.
 
-For `table`, whose rows say what to do instead, and for code that refuses a use of such a thing. A script that imports such a
+For `table`: its rows say what to do instead, and for code that refuses a use of such a thing. A script that imports
+such a
 name, or asks `isinstance(model, PipelineModule)`, runs on.
 """
 
@@ -76,7 +77,7 @@ def make_unbuilt(name: str, instead: str = "", *, is_function: bool | None = Non
     Args:
         name: DeepSpeed's.
         instead: what to do instead, if `INSTEAD` does not say it.
-        is_function: by default names in lower case are functions. A class whose name says so is an exception.
+        is_function: by default names in lower case are functions. A class with a name that says so is an exception.
     """
     told = f"Not built. {INSTEAD.get(name, instead)}"
     if name[0].islower() if is_function is None else is_function:

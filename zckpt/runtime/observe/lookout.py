@@ -2,7 +2,8 @@
 
 For `observer` and `train`. Ranks compute together, so one that does not come makes all wait, until a collective's timeout ends
 the run without a name. [Note: the lookout] Every rank notes what it does (`at`). A thread of each puts this note and a count
-that always grows into the store of the process group, every few seconds. A rank whose note has not changed for a while reads
+that always grows into the store of the process group, every few seconds. A rank with a note that has not changed for
+a while reads
 the notes of all: a count that no longer grows is a process that is stopped or gone; a rank that has noted less than others is
 the one they wait for. The lowest rank that still runs says so. A process that the launcher started also writes its note into a
 file, from which the launcher reads where a rank was when it died.
@@ -121,7 +122,7 @@ class Lookout(threading.Thread):
             self._write()
 
     def enter(self, phase: int, micro_steps: int, step: int) -> None:
-        """Notes which of `PHASES` begins, of which micro batch; 16 other notes have room between two."""
+        """Notes which of `PHASES` begins, and in which micro batch; 16 other notes have room between two."""
         self.at(step, PHASES[phase], (micro_steps * len(PHASES) + phase) * 16)
 
     def failed(self, why: str) -> None:
@@ -140,7 +141,9 @@ class Lookout(threading.Thread):
                 pass
 
     def missing(self) -> dict[int, Doing]:
-        """The ranks whose processes no longer run, with their last notes; takes some seconds. Empty if the store is gone too."""
+        """The ranks with processes that no longer run, with their last notes; takes some seconds. Empty if the store
+        is gone too.
+        """
         try:
             store = own_connection(default_store())
             first = _read_notes(store, self._size)

@@ -115,7 +115,7 @@ class CometMonitor:
         self._last: dict[str, int] = {}
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Logs those events whose name has not been logged for the interval."""
+        """Logs those events with a name that has not been logged for the interval."""
         for name, value, samples in event_list:
             if samples - self._last.get(name, samples - self.samples_log_interval) >= self.samples_log_interval:
                 self._last[name] = samples
@@ -132,7 +132,7 @@ _KINDS: dict[str, tuple[str, Any, str | None, str]] = {
 
 
 def check_libraries(config: Sections, file: str) -> None:
-    """Raises if a monitor is switched on whose library is not installed. No library is imported.
+    """Raises if a monitor is switched on without its library installed. No library is imported.
 
     Args:
         config: the sections.

@@ -109,7 +109,7 @@ class Observer:
         self._start(INNER)
 
     def begin_reductions(self) -> None:
-        """Watches what the engine reduces itself, after autograd, whose reductions overlap with it."""
+        """Watches what the engine reduces itself, after autograd, with reductions that overlap with it."""
         self._stop(INNER)
         self._start(REDUCE)
 

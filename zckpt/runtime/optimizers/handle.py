@@ -67,12 +67,12 @@ class EngineOptimizer(Optimizer):
         optimizer.register_step_pre_hook(self._refuse_alone)
 
     def belong_to(self, engine: Updates) -> None:
-        """Names the engine whose weights it updates."""
+        """Names the engine with the weights that it updates."""
         self._engine = engine
 
     @property
     def engine(self) -> Updates:
-        """The engine whose weights it updates."""
+        """The engine with the weights that it updates."""
         if self._engine is None:
             raise UsageError(
                 "the optimizer has no engine yet", remedy="Use the optimizer after initialize has returned."

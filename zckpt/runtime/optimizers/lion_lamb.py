@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 class Lion(Optimizer):
     """The sign of an average of gradients: one state, `exp_avg`.
 
-    An element whose gradient and average are both zero stays where it is, as in the paper (arXiv 2302.06675).
+    An element with a gradient and an average of zero stays where it is, as in the paper (arXiv 2302.06675).
 
     Args:
         params: parameters or groups.
@@ -55,7 +55,7 @@ class Lion(Optimizer):
 
 
 class Lamb(Optimizer):
-    """Adam whose step for each tensor is as long as the tensor, within limits: states `exp_avg`, `exp_avg_sq`.
+    """Adam with a step for each tensor as long as the tensor, within limits: states `exp_avg`, `exp_avg_sq`.
 
     Args:
         params: parameters or groups.

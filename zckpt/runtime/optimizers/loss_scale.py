@@ -1,6 +1,7 @@
 """The loss scale of fp16: fixed, or as large as the gradients allow.
 
-For `training_run`. A step whose gradients overflow is skipped on every rank; each overflow uses up one of `hysteresis` chances,
+For `training_run`. A step with gradients that overflow is skipped on every rank; each overflow uses up one of
+`hysteresis` chances,
 and the last one halves the scale. `loss_scale_window` steps without overflow double it and give the chances back.
 Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py. tests/runtime/test_precision.py runs both side by side.
 """

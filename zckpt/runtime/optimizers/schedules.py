@@ -75,7 +75,7 @@ class LRRangeTest(Schedule):
     """The rate grows from `lr_range_test_min_lr`, to find the largest that still trains.
 
     Args:
-        optimizer: whose groups are set.
+        optimizer: its groups are set.
         lr_range_test_min_lr: the first rate, one or one per group.
         lr_range_test_step_size: steps in which it grows by `lr_range_test_step_rate` times the first.
         lr_range_test_step_rate: see there.
@@ -111,7 +111,7 @@ class WarmupLR(Schedule):
     """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, then constant.
 
     Args:
-        optimizer: whose groups are set.
+        optimizer: its groups are set.
         warmup_min_lr: one or one per group.
         warmup_max_lr: one or one per group; the groups' own rates if not given.
         warmup_num_steps: at least 2 are taken.
@@ -212,7 +212,7 @@ class OneCycle(Schedule):
     """Up to `cycle_max_lr` and back to `cycle_min_lr` once, then a decay; momentum runs the other way.
 
     Args:
-        optimizer: whose groups are set: `lr`, and `betas` where it has them.
+        optimizer: its groups are set: `lr`, and `betas` where it has them.
         cycle_min_lr: one or one per group.
         cycle_max_lr: one or one per group.
         decay_lr_rate: after the cycle the rate is divided by 1 + this x intervals of `decay_step_size`.

@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class Attempt:
-    """A `with` block whose error is kept instead of raised; `Meetings.agree` raises it, on every rank.
+    """A `with` block with an error that is kept instead of raised; `Meetings.agree` raises it, on every rank.
 
     Attributes:
         error: that the block ended with; None if it succeeded.

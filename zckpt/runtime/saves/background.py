@@ -83,7 +83,7 @@ def _wait() -> None:
 
 
 class _Unflushed:
-    """Standard output whose last flush fails; see [Note: the end of a process]."""
+    """Standard output with a last flush that fails; see [Note: the end of a process]."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

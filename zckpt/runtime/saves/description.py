@@ -33,7 +33,7 @@ from zckpt.runtime.training_run import TrainingRun
 from zckpt.runtime.world import elements_of
 
 DEEPSPEED = "0.19.8"
-"""The version of DeepSpeed whose files these are."""
+"""The version of DeepSpeed that these files are from."""
 
 OWN = "zckpt"
 """The key of what DeepSpeed's files have no place for."""

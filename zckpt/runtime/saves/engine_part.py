@@ -115,7 +115,8 @@ class Saves:
             load_lr_scheduler_states: load the schedule.
             load_module_only: load nothing but weights and buffers.
             custom_load_fn: puts the weights into the module, whatever their names. Every rank calls it with `src`, a mapping
-                whose tensors are read when they are asked for, fp32 and whole, and `dst`, the module with whole parameters.
+                with tensors that are read when they are asked for, fp32 and whole, and `dst`, the module with whole
+                parameters.
                 With `load_module_only` nothing else is read; otherwise all of the checkpoint is loaded before.
 
         Returns:

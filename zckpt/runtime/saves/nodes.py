@@ -1,4 +1,4 @@
-"""A checkpoint on several nodes' disks, each of which has the files of its own ranks: read as if all were on one.
+"""A checkpoint on several nodes' disks, where each has the files of its own ranks: read as if all were on one.
 
 For `loading`, under `use_node_local_storage`. Every rank gets the indexes of the files that it cannot see, and puts them into
 sparse files of the same names and sizes in a directory of its own: all that reads a checkpoint reads these. Elements are not
@@ -44,12 +44,12 @@ _SMALL_BYTES = 1 << 16
 Value = TypeVar("Value")
 
 Want = tuple[TensorEntry, ShardedParameter | None, torch.Tensor]
-"""An entry, the parameter whose part of it is wanted (None: all of it), and where that goes: a dense vector."""
+"""An entry, the parameter with the part of it that is wanted (None: all of it), and where that goes: a dense vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFiles:
-    """A save whose files are on several nodes; `close` it.
+    """A save with files on several nodes; `close` it.
 
     Attributes:
         run: that loads it.

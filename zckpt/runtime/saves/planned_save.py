@@ -163,7 +163,7 @@ def _plan_files(several: Sequence[Laid], exchange: Exchange) -> PlannedSave:
 
 
 def _alone() -> Exchange:
-    """An exchange of which this rank is the only one, and holds nothing that is not in its pairs."""
+    """An exchange that has this rank alone, and holds nothing that is not in its pairs."""
     nothing: dict[Hashable, torch.Tensor] = {}
     return Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
 

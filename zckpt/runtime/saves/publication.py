@@ -1,4 +1,4 @@
-"""How a save gets its name, and `latest` names it: in steps after each of which the process may be killed.
+"""How a save gets its name, and `latest` names it: in steps, and after each the process may be killed.
 
 For `saving`. See its [Note: the order of a save].
 """

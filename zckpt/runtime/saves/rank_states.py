@@ -1,10 +1,11 @@
 """What only one rank has, in a file of its own: gradients of the micro batches since the last step, and its buffers.
 
 For saving and loading. DeepSpeed's files have no place for either, and its loader does not look at this one. A rank writes it
-only if it has something: a save after a step, of a model whose buffers are equal on all ranks, has no such file.
+only if it has something: a save after a step, of a model with buffers that are equal on all ranks, has no such file.
 [Note: buffers of ranks] A buffer that the forward changes (BatchNorm's) differs from rank to rank. Files of stage 3 hold every
-rank's; of the other stages, and of groups of ranks that write nothing (MiCS), they hold rank 0's. A rank whose buffers differ
-from rank 0's, by a digest, then writes them here.
+rank's; of the other stages, and of groups of ranks that write nothing (MiCS), they hold rank 0's. A rank with
+buffers that
+differ from rank 0's, by a digest, then writes them here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RankStates:
 
 
 def digest_of(buffers: Mapping[str, torch.Tensor]) -> str:
-    """Equal on two ranks whose buffers are equal bit by bit."""
+    """Equal on two ranks with buffers that are equal bit by bit."""
     digest = hashlib.blake2b(digest_size=16)
     for name, buffer in buffers.items():
         data = buffer.detach().cpu().contiguous()

@@ -247,7 +247,7 @@ class _Coming:
 
 @dataclass(frozen=True, slots=True)
 class Streamed(Plan):
-    """A plan whose sources fill up while it is carried out.
+    """A plan with sources that fill up while it is carried out.
 
     Attributes:
         source: of its moves; it can be read once.

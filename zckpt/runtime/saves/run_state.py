@@ -76,7 +76,7 @@ class RunState:
         data: position of the loader; None without one.
         rng: states of the random generators of this rank: `python`, `torch`, `cuda` or another kind of accelerator, `numpy`.
         gradients: of the micro batches since the last step; see `gradients.take_gradients`.
-        differing: the ranks whose buffers differ from rank 0's; empty until the ranks have compared them.
+        differing: the ranks with buffers that differ from rank 0's; empty until the ranks have compared them.
     """
 
     run: TrainingRun

@@ -8,7 +8,8 @@ beside the tags, and finishes what killed runs have left. Everything that can be
 Saves in the background copy what the rank holds between 1 and 2 (`snapshot`), and do the rest beside the training.
 3. When all have, leaders seal the save and give it the tag's name, by `zckpt.output`'s protocol.
 4. When all have, `latest` is replaced, by a rename; then older tags are pruned.
-Killed before 3, a save has left nothing but a directory whose name begins with a dot; before 4, `latest` names the save before,
+Killed before 3, a save has left nothing but a directory with a name that begins with a dot; before 4, `latest` names
+the save before,
 or, if that is the one that is replaced, either of the two.
 """
 
@@ -165,7 +166,7 @@ def _copy_state(state: RunState, outlined: Outlined, means: _Means) -> Copied:
 
 
 def _finish_copied(meetings: Meetings, publication: Publication, copied: Copied, root: str, store: object) -> None:
-    """Plans a save whose elements are copied, and finishes it."""
+    """Plans a save with elements that are copied, and finishes it."""
     outlined, snapshot, means = copied.outlined, copied.snapshot, copied.means
     group, means.group = means.group, None
     try:

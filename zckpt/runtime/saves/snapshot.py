@@ -69,7 +69,7 @@ class Snapshot:
     """Copies of tensors; see [Note: what is copied when].
 
     Args:
-        tensors: dense vectors, by keys whose first part is a name.
+        tensors: dense vectors, by keys with a name as their first part.
         at_once: whether the tensor of a key may be changed as soon as this returns.
         pool: gives the memory; one snapshot at a time.
 

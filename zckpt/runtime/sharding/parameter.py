@@ -2,7 +2,8 @@
 
 For `shard`, which makes them, and all that need weights, masters or gradients.
 [Note: sharded parameters]
-*weight* is the parameter as it is registered in the module between steps: a DTensor whose local part is this rank's rows of
+*weight* is the parameter as it is registered in the module between steps: a DTensor with a local part that is this
+rank's rows of
 dim 0, or, where `fully_shard` cannot cut (scalars, parameters without elements), the whole tensor on every rank: *replicated*.
 *master* is what the optimizer updates: this rank's part as a plain fp32 tensor. For a sharded weight it is the same memory;
 a replicated weight in half precision has a master of its own. Frozen parameters have none.

@@ -223,7 +223,7 @@ def _bucket(model: nn.Module, zero: Zero) -> int:
 
 
 def _one_dtype_each(units: list[nn.Module], originals: Mapping[int, _Original]) -> list[nn.Module]:
-    """Units whose trained parameters have one dtype, as `fully_shard` needs; inner ones first.
+    """Units with trained parameters of one dtype, as `fully_shard` needs; inner ones first.
 
     Modules of another dtype than most of their unit become units of their own. Where a single module mixes dtypes, the
     parameters of the rarer one become replicated.

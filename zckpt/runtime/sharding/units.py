@@ -103,7 +103,7 @@ def _by_names(names: set[str]) -> Callable[[nn.Module], bool]:
 
 
 def _repeated_children(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Children of lists and sequences whose class occurs there more than once."""
+    """Children of lists and sequences with a class that occurs there more than once."""
     repeated: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):

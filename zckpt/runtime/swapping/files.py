@@ -2,9 +2,11 @@
 
 For everything in `swapping`, and for saves, which read from it. [Note: two ways to the same bytes] A step and a gather read and
 write the file directly, past the page cache, through buffers (`transfers`). Everything else sees ordinary tensors: the file's
-memory map, whose pages the system fetches and drops as it needs them. Both see the same bytes: Linux writes changed pages of a
+memory map; the system fetches and drops its pages as it needs them. Both see the same bytes: Linux writes changed
+pages of a
 range before it is read directly, and drops them when it is written directly.
-[Note: whose file it is] The file is locked as long as the process lives. Files in the directory without a lock are left over from
+[Note: the owner of a file] The file is locked as long as the process lives. Files in the directory without a lock
+are left over from
 processes that were killed, and are removed by whoever comes next.
 """
 

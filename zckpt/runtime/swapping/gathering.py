@@ -1,7 +1,9 @@
 """SwappedRows of parameters on their way to a gather, from the swap file or from a copy in the dtype of the computation.
 
-For `install`. `fully_shard` asks each of its parameters for the rows to gather; `SwappedParameter` is such a parameter whose rows
-are not in memory. [Note: reading ahead] The rows of a unit are read together. While a unit computes, those of the unit that
+For `install`. `fully_shard` asks each of its parameters for the rows to gather; `SwappedParameter` is such a
+parameter with rows
+that are not in memory. [Note: reading ahead] The rows of a unit are read together. While a unit computes, those of
+the unit that
 followed it last time are read, as far as there is room. What was read ahead is read again if anything may have changed it.
 """
 
@@ -20,7 +22,7 @@ from zckpt.runtime.swapping.transfers import Buffer, Stretch, Transfer, Transfer
 
 
 class SwappedParameter(FSDPParam):
-    """A parameter of `fully_shard` whose rows come from `rows_to_gather`; an existing one gets this class."""
+    """A parameter of `fully_shard` with rows that come from `rows_to_gather`; an existing one gets this class."""
 
     rows_to_gather: Callable[[], torch.Tensor]
 

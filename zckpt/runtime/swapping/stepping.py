@@ -1,4 +1,4 @@
-"""An optimizer's step whose weights and states are in files: sub-group after sub-group through a few buffers.
+"""An optimizer's step with weights and states in files: sub-group after sub-group through a few buffers.
 
 For `install`. [Note: a step] While a sub-group is updated, the next ones are read and those before are written, in as many
 buffers as `buffer_count` says. All arithmetic is of single elements, so a vector may be cut anywhere. Where the C++ engine knows
@@ -179,7 +179,7 @@ class SwappedStep:
         return loss
 
     def _is_swapped(self, master: torch.Tensor) -> bool:
-        """Whether the step goes through files; a parameter of which this rank has no row gets its empty states in memory."""
+        """Whether the step goes through files; a parameter that this rank has no row of gets its empty states in memory."""
         if not master.numel():
             return False
         return id(master) in self._rows or (self._file is not None and master.numel() > 1 and master.dtype == _F32)

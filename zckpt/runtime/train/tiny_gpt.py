@@ -45,7 +45,7 @@ class TinyConfig:
 
 
 class Projection(nn.Module):
-    """A linear layer whose weight has shape (inputs, outputs)."""
+    """A linear layer with a weight of shape (inputs, outputs)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
