@@ -61,7 +61,7 @@ class Fetched:
         return (block, begins[at]) if at >= 0 and wanted.stop <= begins[at] + len(block) else None
 
     def fetch(self, ranges: Sequence[fsspec_io.Range]) -> list[tuple[Any, int]]:
-        """As `fsspec_io.fetch`, of which only what is not here is asked for."""
+        """As `fsspec_io.fetch`; only what is not here is asked for."""
         found = [self.find(wanted) for wanted in ranges]
         missing = [wanted for wanted, block in zip(ranges, found, strict=True) if block is None]
         others = iter(fsspec_io.fetch(missing) if missing else ())

@@ -1,7 +1,7 @@
 """Quantising: the scale of each block of a matrix, and its elements divided by it and rounded to the numbers of a grid.
 
 For `jobs.quantize`. The source is read once where the elements are computed before the scales, which are kept meanwhile (a few
-bytes for thousands of elements); a part whose scales are asked for alone is read again. Where one scale is for a whole large
+bytes for thousands of elements); a part is read again where its scales are asked for alone. Where one scale is for a whole large
 matrix, the matrix is read twice.
 
 [Note: numbers] Of fp8 in blocks, rows and tensors: scale = max(largest magnitude, 1e-12) / 448 in fp32; element = E4M3(x / scale)

@@ -107,7 +107,7 @@ class ObjectStore:
 
 
 def find_store(address: str) -> tuple[ObjectStore, str] | None:
-    """The bucket of an address, and the path that `ObjectStore` takes; None where fsspec is to be asked."""
+    """The bucket of an address, and the path that `ObjectStore` takes; None where fsspec is asked."""
     kind, _, path = address.partition("://")
     bucket = path.partition("/")[0]
     if kind.lower() not in ("s3", "s3a") or not bucket or "?" in path or not _is_installed():
