@@ -365,6 +365,10 @@ def fixture_saves() -> list[Path]:
     return sorted(path for pattern in patterns for path in (REPO / "fixtures").glob(pattern))
 
 
+WITHOUT_FIXTURE = {"Llama", "NeMo 1", "NxD"}
+"""Families with saves that their tests write (tests/layouts/test_sliced.py)."""
+
+
 def test_the_list_of_formats_is_what_readers_and_fixtures_say(tmp_path: Path) -> None:
     found = check("formats", CliRunner().invoke(app, ["formats", "--json"]).stdout)
     listed = {one["name"]: one["optimizer_states"] for one in found["reads"]["layouts"]}
@@ -374,7 +378,8 @@ def test_the_list_of_formats_is_what_readers_and_fixtures_say(tmp_path: Path) ->
         family = layouts.family_of(find(locate(path)).listing)
         assert listed[family.name] == (family.read_training is not None), path
         seen.add(family.name)
-    assert seen == listed.keys() and all(one["about"] for one in found["reads"]["layouts"])
+    assert listed.keys() - seen == WITHOUT_FIXTURE and seen <= listed.keys()
+    assert all(one["about"] for one in found["reads"]["layouts"])
     types = {one for model in found["models"] for one in model["model_types"]}
     configs = [json.loads(path.read_text()) for path in (REPO / "fixtures").glob("*/*/*/config.json")]
     assert {config.get("model_type") for config in configs} - types <= {None, "bert", "t5"}
