@@ -11,7 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from zckpt.base.dataclass import dataclass
 
@@ -161,14 +161,13 @@ def _open(bucket: str, process: int, told: tuple[tuple[str, str], ...]) -> Objec
             client["root_certificate"] = file.read()
     _owner = process
     tries = environment.get("AWS_MAX_ATTEMPTS", "")
+    options: dict[str, Any] = {"region": region, "endpoint": endpoint, "credential_provider": keys}
     store = S3Store(
-        bucket, **({"region": region} if region else {}), **({"endpoint": endpoint} if endpoint else {}),
-        client_options=client,
+        bucket, **{name: value for name, value in options.items() if value}, client_options=cast("Any", client),
         retry_config={
             "max_retries": max(0, int(tries) - 1) if tries.isdigit() else 3, "retry_timeout": timedelta(seconds=100),
             "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 3},
         },
-        **({"credential_provider": keys} if keys else {}),
     )  # fmt: skip
     return ObjectStore(bucket, store)
 
@@ -187,7 +186,7 @@ def _keys_of_botocore() -> tuple[Callable[[], Any], str | None] | None:
         from botocore.session import Session
     except ImportError:
         return None
-    from datetime import UTC, datetime, timedelta
+    from datetime import datetime, timedelta, timezone
 
     session = Session()
     found = None if _FILES & session.get_scoped_config().keys() else session.get_credentials()
@@ -196,7 +195,7 @@ def _keys_of_botocore() -> tuple[Callable[[], Any], str | None] | None:
 
     def keys() -> dict[str, Any]:
         now = found.get_frozen_credentials()
-        until = datetime.now(UTC) + timedelta(minutes=10)
+        until = datetime.now(timezone.utc) + timedelta(minutes=10)
         return {
             "access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": until,
         }  # fmt: skip
