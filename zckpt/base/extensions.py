@@ -88,11 +88,11 @@ def extensions(group: str) -> tuple[Extension, ...]:
         >>> extensions("zckpt.nothing_has_this_name")
         ()
     """
-    return tuple(sorted(one for one in _installed() if one.group == group))
+    return tuple(sorted(one for one in _list_installed() if one.group == group))
 
 
 @functools.cache
-def _installed() -> tuple[Extension, ...]:
+def _list_installed() -> tuple[Extension, ...]:
     """All entry points in groups of zckpt's; of a package that is installed twice, those of the first on the path."""
     found: dict[str, tuple[Extension, ...]] = {}
     here = os.path.realpath(os.curdir)

@@ -218,11 +218,6 @@ class ReferenceKernels:
             numbers.reshape(count, 32)[...] = held[:, 2:].view(np.int8).astype(np.float32) * scale
 
 
-if not hasattr(_core, "to_codes"):  # built from older sources, in a checkout that was not built again since
-    for _name in ("to_codes", "split_codes", "split_down", "join_codes", "of_codes", "of_ggml"):
-        setattr(NativeKernels, _name, getattr(ReferenceKernels, _name))
-
-
 def _multiply_add(a: Any, b: Any, c: Any) -> Any:
     """`a * b + c` in fp32, rounded once.
 

@@ -202,7 +202,7 @@ class _Again:
             return np.array([blocks.second(tools)], np.float32)
         if self.is_scales:
             second = blocks.second(tools) if blocks.scheme == "nvfp4" else None
-            bits: Array = _stored(blocks.scales_in(first, last, second, tools).reshape(-1), self.dtype)
+            bits: Array = _as_stored(blocks.scales_in(first, last, second, tools).reshape(-1), self.dtype)
             return bits
         codes = np.concatenate(
             [blocks.codes(row, min(row + 64, last), tools) for row in range(first, last, 64)]
@@ -243,7 +243,7 @@ def _digits(numbers: Any, dtype: DType) -> Any:
     return np.rint(numbers.astype(np.float64) / step) * step
 
 
-def _stored(scales: Any, dtype: DType) -> Any:
+def _as_stored(scales: Any, dtype: DType) -> Any:
     """Scales as bits of a dtype that has them."""
     import numpy as np
 

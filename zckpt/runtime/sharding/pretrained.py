@@ -54,7 +54,7 @@ def take_over() -> None:
 
         @functools.wraps(original)
         def load_older(cls: Any, model: Any, *rest: Any, **more: Any) -> Any:
-            with _followed(model):
+            with _initialise_as_read(model):
                 return original(cls, model, *rest, **more)
 
         base._load_pretrained_model = classmethod(load_older)  # type: ignore[union-attr]
@@ -79,7 +79,7 @@ def take_over() -> None:
 
 
 @contextlib.contextmanager
-def _followed(model: nn.Module) -> Iterator[None]:
+def _initialise_as_read(model: nn.Module) -> Iterator[None]:
     """Inside, deferred parameters are initialised as whole ones are; afterwards all ranks have rank 0's buffers."""
     recorder = _recorder_of(model)
     if recorder is None:
