@@ -26,9 +26,9 @@ transformers = pytest.importorskip("transformers")
 # PEFT and transformers warn of each other's coming changes.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:Unexpected keyword arguments:UserWarning"
-    ),  # the fixtures' PEFT may be the newer one
+    # the fixtures' PEFT may be the newer one
+    pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),  # 0.18
 ]
 
 HOMES = sorted(path.parent for path in (Path(__file__).parents[2] / "fixtures" / "peft").glob("*/how_peft.json"))
