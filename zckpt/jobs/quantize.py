@@ -196,7 +196,8 @@ def quantize(
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.quantize("out/checkpoint-500", "nvfp4/", to="nvfp4")
+        >>> zckpt.quantize("model", "nvfp4/", to="nvfp4", progress=False).tensors
+        57
     """
     began = time.perf_counter()
     options = options or Options()

@@ -141,10 +141,11 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
     except ZckptError:
         raise
     except Exception as error:  # backends have exceptions of their own
-        if (refusal := _hub_refusal(error, address)) is not None:
+        is_missing = isinstance(error, FileNotFoundError)  # for the hub, also what it does not show
+        if not is_missing and (refusal := _hub_refusal(error, address)) is not None:
             raise refusal from error
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if isinstance(error, FileNotFoundError) or ("GenericError" in kinds and "NoSuchBucket" in str(error)):
+        if is_missing or ("GenericError" in kinds and "NoSuchBucket" in str(error)):
             raise NotACheckpointError(
                 "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",
                 remedy="Check the address.",

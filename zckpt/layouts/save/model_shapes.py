@@ -110,7 +110,7 @@ def _of_json(path: str) -> ModelShapes:
         known = known_shapes(root)
         if known is None or not known.in_order:
             raise UnsupportedError(
-                "is the config of a model that zckpt does not know the order of parameters of", file=path,
+                "is the config of a model with parameters not known in their order", file=path,
                 found=f"model_type {brief(root.get('model_type'))}, architectures {brief(root.get('architectures'))}",
                 expected="a llama, mistral, qwen2, qwen3, gpt2 or bert; the model's weights in a torch file; or a "
                 "JSON file of names and shapes",
