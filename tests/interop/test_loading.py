@@ -19,9 +19,18 @@ from zckpt.cli.loading import auto_class, loader_of, wrong_prefix
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
+
+def gemma() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(vocab_size=40, num_key_value_heads=1, head_dim=8, pad_token_id=0, **sizes)
+    )
+
+
 MODELS = {
     "a language model": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
+    "tied by its class": gemma,
     "a picture reader": llava,
     "a translator": t5,
     "a listener": whisper,
@@ -57,7 +66,7 @@ def test_the_printed_line_loads_the_model(kind: str, tmp_path: Path) -> None:
     assert check_line(say("to-bf16", tmp_path / "in", f"{tmp_path}/out/"), model.state_dict()) == type(model).__name__
 
 
-@pytest.mark.parametrize("kind", ["a language model", "tied", "a picture reader"])
+@pytest.mark.parametrize("kind", ["a language model", "tied", "tied by its class", "a picture reader"])
 def test_a_config_that_names_no_class(kind: str, tmp_path: Path) -> None:
     """As a model's own config is written by hand: the tensors show what the model is for."""
     torch.manual_seed(3)
@@ -65,6 +74,8 @@ def test_a_config_that_names_no_class(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "in")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     del config["architectures"]
+    if kind == "tied by its class":
+        config.pop("tie_word_embeddings", None)
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     assert check_line(say("to-bf16", tmp_path / "in", tmp_path / "out"), model.state_dict()) == type(model).__name__
 

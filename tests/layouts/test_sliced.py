@@ -235,6 +235,15 @@ def test_archives_without_gates_and_their_files(tmp_path: Path) -> None:
         zckpt.open_checkpoint(tmp_path / "files")
 
 
+def test_ranks_of_nemo_without_settings_are_not_joined_by_guess(tmp_path: Path) -> None:
+    """Whether rows of gate and up lie in turn follows from the activation alone."""
+    write_nemo(tmp_path / "files", 2, 1, form="files")
+    (tmp_path / "files" / "model_config.yaml").write_text("")
+    with pytest.raises(UnsupportedError, match="joined"):
+        zckpt.convert(tmp_path / "files", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_names_and_sizes_of_members_in_other_forms_of_tar(tmp_path: Path) -> None:
     """GNU's long names, and pax headers with sizes as Python writes them beyond 8 GiB."""
     state = write_nemo(tmp_path / "in.nemo", 1, 1)

@@ -73,24 +73,28 @@ def loading_line(out: str, names: Iterable[str]) -> str:
     fits = scheme(f"hf-{family}").fits(few) if family else {}
     if family and 2 * sum(fits.get(name) is not None for name in few) < len(few):
         return f"transformers after you write it again with --to hf: it has no names such as {examples(few)}"
-    return loader_of(config, place, _auto_by_names(config, names, is_known=bool(family)))
+    auto = "" if config.get("architectures") else _auto_by_names(config, names, is_known=bool(family))
+    return loader_of(config, place, auto)
 
 
 def _auto_by_names(config: Mapping[str, object], names: Iterable[str], *, is_known: bool) -> str:
-    """The Auto class of a model that writes text, with a config that names no class; empty where names and config do
-    not tell.
+    """The Auto class of a model that writes text and has a config without a class; empty where nothing tells.
 
     Args:
         config: the model's.
         names: of its tensors.
         is_known: whether it is a language model of a family that zckpt knows, with that family's names.
     """
-    ends = {name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2] for name in names}
-    if ends & {"score", "classifier", "summary", "v_head", "qa_outputs"}:
+    from zckpt.layouts.save.tied import is_tied
+    from zckpt.naming.merged_config import is_other_head
+
+    names = list(names)
+    if any(map(is_other_head, names)):
         return ""
+    has_head = any(name.rpartition("lm_head.")[1] for name in names)
     if is_known:
-        return "AutoModelForCausalLM" if "lm_head" in ends or config.get("tie_word_embeddings") is True else ""
-    if "lm_head" in ends and all(isinstance(config.get(key), Mapping) for key in ("text_config", "vision_config")):
+        return "AutoModelForCausalLM" if has_head or is_tied(config) else ""
+    if has_head and all(isinstance(config.get(key), Mapping) for key in ("text_config", "vision_config")):
         return "AutoModelForImageTextToText"
     return ""
 

@@ -73,13 +73,11 @@ def change_config(
     found = dict(config)
     text = config.get("text_config")
     inner = dict(text) if isinstance(text, Mapping) else None
-    for place in (found, inner):
-        if place is not None and untied:
+    for place in (found,) if inner is None else (found, inner):
+        if untied:
             place["tie_word_embeddings"] = False
-    if rows is not None:
-        for place in (found, inner):
-            if place is not None and ("vocab_size" in place or (place is found and inner is None)):
-                place["vocab_size"] = rows
+        if rows is not None and ("vocab_size" in place or inner is None):
+            place["vocab_size"] = rows
     if inner is not None:
         found["text_config"] = inner
     if kind:

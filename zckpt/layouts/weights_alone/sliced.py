@@ -227,21 +227,29 @@ def read_nemo(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         by_rank[(int(match["pp"] or 0), int(match["tp"] or 0)) if match else (0, 0)] = name
     tp, pp = (_size(settings, f"{kind}_model_parallel_size", file) for kind in ("tensor", "pipeline"))
     tp, pp = tp or 1 + max(rank for _, rank in by_rank), pp or 1 + max(stage for stage, _ in by_rank)
-    if (_size(settings, "virtual_pipeline_model_parallel_size", file) or 1) > 1 or tp * pp > limits.RANKS:
+    if (_size(settings, "virtual_pipeline_model_parallel_size", file) or 1) > 1:
         raise UnsupportedError(
             "is of a run with virtual pipeline stages", file=file, found="virtual_pipeline_model_parallel_size",
             expected="stages that are one part of the model", remedy="Save it with NeMo for one pipeline stage.",
         )  # fmt: skip
-    if lacking := [(stage, rank) for stage in range(pp) for rank in range(tp) if (stage, rank) not in by_rank]:
+    if lacking := next(
+        ((stage, rank) for stage in range(pp) for rank in range(tp) if (stage, rank) not in by_rank), None
+    ):
         raise IncompleteError(
             "ranks are missing", file=file, found=examples(by_rank.values()),
-            expected=f"files of {tp} x {pp} ranks, such as tensor rank {lacking[0][1]} of stage {lacking[0][0]}",
+            expected=f"files of {tp} x {pp} ranks, such as tensor rank {lacking[1]} of stage {lacking[0]}",
             remedy="Copy the directories of all ranks here, or use another archive.",
         )  # fmt: skip
     ranks = {
         key: RankState(name, flatten(as_mapping(roots[name], repr(name), file), notes)) for key, name in by_rank.items()
     }
-    gated = settings.get("activation", "").removeprefix("fast-") in ("swiglu", "geglu", "reglu")
+    if tp > 1 and not settings and not listing.options.tp_rules:
+        raise UnsupportedError(
+            "does not say how its ranks' slices are joined", file=file, found=f"no settings in {_CONFIG!r}",
+            expected="the settings of the run, among them its activation", remedy="Pass rules with --tp-rules.",
+        )  # fmt: skip
+    # a run without the key has the activation gelu: NeMo 1, megatron_gpt_model.py `cfg.get('activation', 'gelu')`
+    gated = settings.get("activation", "gelu").removeprefix("fast-") in ("swiglu", "geglu", "reglu")
     rules = rules_of_file(listing.options.tp_rules or ("megatron-swiglu" if gated else "megatron"))
     layers = _size(settings, "num_layers", file)
     tensors: dict[str, TensorEntry] = {}
