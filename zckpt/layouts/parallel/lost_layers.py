@@ -7,10 +7,13 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`; runtime/engi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Set
 
 from zckpt.base.errors import IncompleteError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
+from zckpt.containers import TensorRef
+from zckpt.core.evidence import NO_LIST_OF_FROZEN, Evidence
 from zckpt.layouts.save.listing import Listing
 
 
@@ -61,3 +64,35 @@ def _missing_error(listing: Listing, found: str, more: str = "") -> IncompleteEr
         remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one). "
         f"{more}".rstrip(),
     )  # fmt: skip
+
+
+def evidence_without_lists(optimizers: Iterable[object], layers: Iterable[tuple[int, ...]]) -> Evidence:
+    """What proves that all layer files of a run without ZeRO are there: its stages list no parameters, but train them.
+
+    A tied module's parameters have states on each of its stages, and are in one layer file: there nothing can be proved.
+
+    Args:
+        optimizers: of each pipeline stage.
+        layers: shapes of the tensors in the layer files that are no buffers.
+    """
+    trained: Counter[tuple[int, ...]] = Counter()
+    for optimizer in optimizers:
+        inside = optimizer if isinstance(optimizer, Mapping) else {}
+        groups, states = inside.get("param_groups"), inside.get("state")
+        listed = [number for group in groups for number in group.get("params", ())] if isinstance(groups, list) else []
+        held = states if isinstance(states, Mapping) else {}
+        shapes = [_shape_in(held.get(number)) for number in listed]
+        if not shapes or None in shapes:
+            return Evidence("unknown", "nothing in the save lists the parameters of its layers")
+        trained.update(shape for shape in shapes if shape is not None)
+    if lost := trained - Counter(layers):
+        many = count(lost.total(), "parameter")
+        where = "of tied modules, or of layers without a file here"
+        return Evidence("unknown", f"the optimizers have states of {many} that no layer file has: {where}")
+    return Evidence("shapes", "the parameters that the stages' optimizers have states of", doubt=NO_LIST_OF_FROZEN)
+
+
+def _shape_in(states: object) -> tuple[int, ...] | None:
+    """The shape of a parameter by its states; None where they do not tell."""
+    held = states.values() if isinstance(states, Mapping) else ()
+    return max((value.shape for value in held if isinstance(value, TensorRef)), key=len, default=None)

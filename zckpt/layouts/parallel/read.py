@@ -25,7 +25,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
-from zckpt.core.evidence import Evidence, weakest
+from zckpt.core.evidence import NO_LIST_OF_FROZEN, Evidence, weakest
 from zckpt.layouts.joining.rules import (
     Rules,
     check_loads,
@@ -35,7 +35,7 @@ from zckpt.layouts.joining.rules import (
     unknown_rule,
 )
 from zckpt.layouts.joining.slices import Joint, cut_off, join, join_replicas
-from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied
+from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied, evidence_without_lists
 from zckpt.layouts.run.agreement import merge_groups
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
@@ -270,7 +270,10 @@ class ParallelSave:
         source = source_of(self.listing, model, zero_stage, tuple(self._state_names()), notes)
         kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
         views = tuple(view for stage in self.stages for held in stage for view in held.catalog.views)
-        evidence = weakest([*(held.catalog.evidence for stage in self.stages for held in stage), self._evidence(model)])
+        proofs = [held.catalog.evidence for stage in self.stages for held in stage]
+        if self.layers and not any(held.model.is_zero() for stage in self.stages for held in stage):
+            proofs = [self._evidence_of_layers([stage[0].model for stage in self.stages])]
+        evidence = weakest([*proofs, self._evidence(model)])
         return Catalog(
             tensors, source, evidence, kept, replace(self.topology, dp=dp), model.extras, tuple(padding), views
         )
@@ -284,6 +287,16 @@ class ParallelSave:
         return Evidence(
             "unknown", "the files do not say how many model-parallel ranks there were", "--tp and --pp of the run"
         )
+
+    def _evidence_of_layers(self, models: Sequence[ModelStates]) -> Evidence:
+        """What says that no layer file is missing, where the stages do not list their parameters."""
+        if all(unsharded.master_groups(model.root.get("optimizer"), model.file) for model in models):
+            return Evidence("shapes", "the fp32 masters of its stages", doubt=NO_LIST_OF_FROZEN)
+        buffers = {name for model in models for name in model.buffer_names}
+        held = {f"{layer}.{name}": ref.shape for (layer, owner), file in self.layers.items() if owner == 0
+                for name, ref in self._layer_tensors(file).items()}  # fmt: skip
+        shapes = (shape for name, shape in held.items() if name not in buffers)
+        return evidence_without_lists((model.root.get("optimizer") for model in models), shapes)
 
     def _data_parallel(self) -> int:
         return len(self.listing.shards("optim", 0)) or self.topology.dp

@@ -8,13 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from zckpt.base.errors import (
     IncompleteError,
     InconsistentError,
-    NotACheckpointError,
-    UsageError,
     ZckptError,
 )
 from zckpt.base.words import examples
@@ -24,18 +21,13 @@ from zckpt.core.claims import ByteSpan
 from zckpt.core.evidence import BY_MANIFEST, LEFT_OUT, OWN_INDEX, Evidence
 from zckpt.layouts.plain import rank_parts
 from zckpt.layouts.plain.files import chosen_index, match, weight_files
+from zckpt.layouts.plain.state_dict import composers_prefix, composers_state, left_out_of, model_in
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import flatten, views_of, whole
+from zckpt.layouts.save.module_states import views_of, whole
 from zckpt.layouts.save.weight_files import files_counted_with
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
 from zckpt.storage.location import Location
-
-_NESTED = ("state_dict", "model_state_dict", "module", "model")
-
-
-_COMPOSER = "integrations"
-"""Beside Composer's `state.model`: libraries with models that it wraps, such as huggingface."""
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -58,10 +50,10 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         by_place: dict[object, str] = {}
         if not allow_unknown and not listing.part:
             _refuse_part(container, listing.files[shard].path, named=listing.directory == listing.files[shard])
-        state = _state_dict(container, listing.files[shard].path, notes, listing.options.key)
+        state = model_in(container, listing.files[shard].path, notes, listing.options.key)
         if not chosen_index(listing) and (again := [tensor for tensor in state if tensor in tensors]):
             raise _same_names(listing, names[: names.index(shard) + 1], again)
-        prefix = prefix or _prefix(container.root)
+        prefix = prefix or composers_prefix(container.root)
         views += views_of(state.values())
         for tensor, ref in state.items():
             kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
@@ -128,92 +120,12 @@ def _role(ref: TensorRef) -> Role:
     return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
 
 
-def _state_dict(container: Container, file: str, notes: list[str], wanted: str) -> dict[str, TensorRef]:
-    """The tensors of a file's state dict, or of that under the key `wanted`.
-
-    Raises:
-        NotACheckpointError: there is none. UsageError: there are several models and no key, or nothing under the key.
-    """
-    root = container.root
-    if wanted:
-        root = _under(root, wanted, file)
-    elif inner := composers_state(root):
-        root = inner["model"]
-    for key in _NESTED if not wanted else ():
-        if isinstance(root, Mapping) and isinstance(root.get(key), Mapping) and not _has_tensors(root):
-            root = root[key]
-    if isinstance(root, Mapping) and not _has_tensors(root):
-        inside = {key: flatten(value, []) for key, value in root.items() if isinstance(value, Mapping)}
-        shapes = {key: {name: ref.shape for name, ref in state.items()} for key, state in inside.items() if state}
-        from zckpt.layouts.save.several_models import models_among, several_models
-
-        if models := models_among(shapes):
-            raise several_models(file, models)
-    if not isinstance(root, Mapping):
-        raise NotACheckpointError(
-            "holds no state dict", file=file, found=type(root).__name__,
-            remedy="Save the model's state_dict() with torch.save, and give that file.",
-            expected="a dict of names and tensors",
-        )  # fmt: skip
-    state = flatten(root, notes)
-    if not state:
-        raise NotACheckpointError(
-            "holds no tensors", file=file, found=f"{len(root):,} other entries",
-            remedy="Save the model's state_dict() with torch.save, and give that file.",
-            expected="a dict of names and tensors",
-        )  # fmt: skip
-    return state
-
-
 def left_out(listing: Listing) -> list[str]:
-    """Names of tensors of another model in a torch file with a model under a usual key: an average, or a reference.
-
-    It has half of its names in common with the model that is read.
-    """
-    found: list[str] = []
-    is_plain = match(listing) is None and not listing.options.key
-    for file in weight_files(listing) if is_plain else ():
-        root = listing.open(file).root
-        chosen = next((key for key in _NESTED if isinstance(root, Mapping) and isinstance(root.get(key), Mapping)), "")
-        if not chosen or not isinstance(root, Mapping) or _has_tensors(root):
-            continue
-        names = flatten(root[chosen], []).keys()
-        for key, value in root.items():
-            other = flatten(value, []) if key != chosen and isinstance(value, Mapping) else {}
-            if other and 2 * len(other.keys() & names) >= len(other):
-                found += [f"{key}.{name}" for name in other]
-    return found
-
-
-def _under(root: object, key: str, file: str) -> object:
-    """What is under a key with parts that dots join; a key may have dots itself."""
-    if not isinstance(root, Mapping):
-        root = {}
-    if key in root:
-        return root[key]
-    for head in root:
-        if isinstance(head, str) and key.startswith(f"{head}."):
-            return _under(root[head], key[len(head) + 1 :], file)
-    known = [key for key, value in root.items() if isinstance(value, Mapping)]
-    raise UsageError(
-        "the checkpoint does not have this key", file=file, found=f"--key {key}",
-        expected=f"one of {examples(known, 6)}" if known else "a file with several state dicts",
-        remedy="Pass one of these with --key." if known else "Leave --key out.",
-    )  # fmt: skip
-
-
-def composers_state(root: object) -> Mapping[str, Any]:
-    """What Composer keeps under `state` in a file of a whole model, which its rank 0 writes; empty if the file is not one."""
-    state = root.get("state") if isinstance(root, Mapping) else None
-    if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping) and _COMPOSER in state:
-        return state
-    return {}
-
-
-def _prefix(root: object) -> str:
-    """What Composer's wrapper of a transformers model puts before all names."""
-    known = composers_state(root).get(_COMPOSER)
-    return "model." if isinstance(known, Mapping) and "huggingface" in known else ""
+    """Names of tensors of torch files that lie under other keys than the model that is read."""
+    if match(listing) is not None or listing.options.key:
+        return []
+    beside = (left_out_of(listing.open(file).root) for file in weight_files(listing))
+    return [name for found in beside for names in found.values() for name in names]
 
 
 def _refuse_part(container: Container, file: str, *, named: bool) -> None:
@@ -252,10 +164,6 @@ def unread_states(listing: Listing) -> str:
     except (ZckptError, OSError):  # a directory that may not be listed
         pass
     return f"{', '.join(found[:3])}{f' and {len(found) - 3:,} more' if len(found) > 3 else ''}"
-
-
-def _has_tensors(root: Mapping[str, object]) -> bool:
-    return any(isinstance(value, TensorRef) for value in root.values())
 
 
 def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -> None:

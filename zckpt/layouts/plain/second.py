@@ -57,7 +57,41 @@ def _tensors(root: object) -> Iterator[tuple[str, TensorRef]]:
         inner = fields_of(root).get(key)
         if isinstance(inner, Mapping) and not any(isinstance(value, TensorRef) for value in fields_of(root).values()):
             root = inner
+    while (below := _only_child(root)) is not None:
+        root = below
     for path, value in leaves_of(root):
+        if any(_has_groups(root, path[:depth]) for depth in range(len(path))) or _RANDOM_STATE.fullmatch(
+            join_path(path)
+        ):
+            continue  # a step of the optimizer, or a generator
         local = value if isinstance(value, TensorRef) else fields_of(value).get("_local_tensor")
         if isinstance(local, TensorRef):
             yield join_path(path), local
+
+
+_RANDOM_STATE = re.compile(r"(?:\w*_)?(?:rng|random|generator|cpu|cuda|torch)(?:_\w*)?", re.I)
+
+
+def _has_groups(root: object, path: tuple[object, ...]) -> bool:
+    """Whether the mapping at this path is an optimizer's state dict."""
+    for key in path:
+        root = next((below for name, below in fields_of(root).items() if str(name) == str(key)), None)
+    return {"state", "param_groups"} <= fields_of(root).keys()
+
+
+def _only_child(root: object) -> Mapping[str, object] | None:
+    """The one state dict with names with dots in a mapping with nothing else but optimizers; None where it is not so."""
+    found = []
+    for key, value in fields_of(root).items():
+        paths = [path for path, leaf in leaves_of(value) if isinstance(leaf, TensorRef)]
+        if paths and not all(any(_has_groups(value, path[:depth]) for depth in range(len(path))) for path in paths):
+            found += [] if isinstance(value, TensorRef) and _RANDOM_STATE.fullmatch(str(key)) else [(value, paths)]
+    if len(found) != 1 or not isinstance(found[0][0], Mapping):
+        return None
+    value, paths = found[0]
+    has_dots = any("." in str(path[0]) for path in paths)
+    return (
+        fields_of(value)
+        if has_dots and not any(isinstance(one, Mapping) for one in fields_of(value).values())
+        else None
+    )
