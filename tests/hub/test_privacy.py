@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hangs import HANG_S
 from hub_server import SHARD_BYTES, HubServer
+from safetensors.torch import load as safetensors_load
+from safetensors.torch import save_file
 
 from zckpt.base.errors import UnsafeError
 from zckpt.hub import PushReport
@@ -282,3 +286,24 @@ def test_large_small_files(checkpoint: Path, server: HubServer, push: Pusher, sh
     assert b"tokenizer.json filter=lfs" in server.files("alice/m")[".gitattributes"]
     assert shell("push", checkpoint, "alice/again", "--max-shard-size", SHARD_BYTES).wait(HANG_S) == 0
     assert server.files("alice/again")["tokenizer.json"] == server.files("alice/m")["tokenizer.json"]
+
+
+@pytest.mark.parametrize("code", ["\x1b[31m", "\n---\n# x", "\u202e", "](http://x.example)", "<img src=x>"])
+def test_names_that_a_page_or_a_terminal_would_obey(
+    code: str, server: HubServer, push: Pusher, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Names of the directory, of tensors and in configs stand in the weights as they are, and nowhere else unescaped."""
+    home = tmp_path / f"run{code.replace('/', '')}"
+    home.mkdir()
+    save_file({f"w{code}.weight": torch.ones(3)}, home / "model.safetensors")
+    config = {"model_type": f"llama{code}", "architectures": [f"Llama{code}"], "_name_or_path": f"base{code}"}
+    (home / "config.json").write_text(json.dumps(config))
+    (home / f"tokenizer{code.replace('/', '')}.json").write_text("{}")
+    push(home)
+    page = server.files("alice/m")
+    shown = "".join(capfd.readouterr())
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
+    card = page["README.md"].decode()
+    assert code not in card.replace("\\", "") or code.strip() == "", card
+    assert all(re.fullmatch(r"[\w.-]+", name) for name in page), list(page)
+    assert list(safetensors_load(page["model.safetensors"])) == [f"w{code}.weight"]

@@ -258,3 +258,16 @@ def test_below_stage_2_a_verdict_says_what_the_save_cannot_show(tmp_path: Path) 
         said = (" ".join(found.not_proved), found.deletable[1], str(found))
         assert [("without its frozen parameters" in one) for one in said] == [not is_shown] * 3
         assert found.complete is (True if is_shown else None) is zckpt.inspect_checkpoint(out).complete
+
+
+def test_an_index_that_says_more_bytes_than_its_files_have(tmp_path: Path) -> None:
+    """Its map was cut with the files, and the size stands: what is gone, nobody knows."""
+    names = [f"layers.{n}.weight" for n in range(4)]
+    save_file({name: torch.ones(8, 8) for name in names[:3]}, tmp_path / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(names[:3], "model-00001-of-00001.safetensors")
+    for size, complete in ((3 * 256, True), (2 * 256, True), (4 * 256, None)):
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        found = zckpt.inspect_checkpoint(tmp_path)
+        assert found.complete is complete, size
+        assert (complete is True) != ("1,024 bytes" in " ".join(found.notes))

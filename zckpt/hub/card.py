@@ -5,10 +5,15 @@ For `transfer`. Made with huggingface_hub's own classes, from facts of the check
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from zckpt.base.patterns import compile_late
 from zckpt.base.version import __version__
+from zckpt.base.words import count
 from zckpt.hub.cargo import Cargo
+
+_WORD = compile_late(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 
 
 def card(cargo: Cargo, repo_id: str, license_id: str | None, base_model: str | None) -> bytes:
@@ -31,10 +36,9 @@ def card(cargo: Cargo, repo_id: str, license_id: str | None, base_model: str | N
 
 
 def _tags(cargo: Cargo) -> Iterator[str]:
-    if isinstance(cargo.config.get("model_type"), str):
-        yield str(cargo.config["model_type"])
-    framework = cargo.catalog.source.framework[0]
-    if framework:
+    if kind := _word(cargo.config.get("model_type")):
+        yield kind
+    if framework := _word(cargo.catalog.source.framework[0]):
         yield framework.lower()
     yield "zckpt"
 
@@ -45,8 +49,8 @@ def _lines(cargo: Cargo, repo_id: str, base_model: str | None) -> Iterator[str]:
     yield f"# {repo_id.rpartition('/')[2]}"
     yield ""
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
-    known = kind if kind not in ("", "AutoModel") else str(cargo.config.get("model_type") or "Weights")
-    yield f"{known} of {catalog.numel:,} parameters{f' in {cargo.dtype}' if cargo.dtype else ''}{origin}."
+    known = kind if kind not in ("", "AutoModel") else (_word(cargo.config.get("model_type")) or "Weights")
+    yield f"{known} of {count(catalog.numel, 'parameter')}{f' in {cargo.dtype}' if cargo.dtype else ''}{origin}."
     yield ""
     yield "## Load it"
     yield ""
@@ -59,10 +63,10 @@ def _lines(cargo: Cargo, repo_id: str, base_model: str | None) -> Iterator[str]:
     for shard in cargo.shards:
         yield f"| `{shard.name}` | {shard.nbytes:,} |"
     total = sum(shard.nbytes for shard in cargo.shards)
-    yield f"| {len(catalog):,} tensors, {catalog.numel:,} elements | {total:,} |"
+    yield f"| {count(len(catalog), 'tensor')}, {count(catalog.numel, 'element')} | {total:,} |"
     if catalog.aliases:
         yield ""
-        yield f"Tied weights are stored once, under the name they are tied to ({len(catalog.aliases):,} names)."
+        yield f"Tied weights are stored once, under the name they are tied to ({count(len(catalog.aliases), 'name')})."
     yield ""
     yield "## Where it comes from"
     yield ""
@@ -79,12 +83,17 @@ def _checkpoint(cargo: Cargo) -> Iterator[str]:
     if source.layout == "plain":
         yield "plain weights"
         return
-    yield " ".join(source.framework).strip() or "sharded"
+    yield " ".join(map(_word, source.framework)).strip() or "sharded"
     if source.zero_stage is not None:
         yield f"ZeRO stage {source.zero_stage},"
     yield f"{world} data-parallel rank{'s' * (world != 1)}"
-    if source.tag:
+    if _word(source.tag):
         yield f"(`{source.tag}`)"
+
+
+def _word(found: object) -> str:
+    """What a save says of itself, if it is no more than a word: a page shows what Markdown and HTML in it ask for."""
+    return str(found) if isinstance(found, str) and _WORD.fullmatch(found) else ""
 
 
 def _architecture(cargo: Cargo) -> str:

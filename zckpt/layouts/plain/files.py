@@ -17,11 +17,13 @@ from zckpt.base.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
 from zckpt.layouts.plain import OPTIMIZER, PATTERNS
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.weight_files import INDEX, files_counted_with, is_weights
 
+_TOTAL = compile_late(r'"total_size"\s*:\s*(\d{1,20})\b')
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -77,6 +79,12 @@ def chosen_index(listing: Listing) -> str:
     """The index that names the weights of a save that `match` accepted; empty where none does."""
     name = next(_candidates(listing))
     return name if name.endswith(".index.json") else ""
+
+
+def size_in_index(listing: Listing, index_name: str) -> int:
+    """The bytes of weights that an index says its shards have; 0 where it does not say. The map may be long: it is not parsed."""
+    said = _TOTAL.search(listing.files[index_name].read().decode(errors="replace"))
+    return int(said[1]) if said else 0
 
 
 def _shards(listing: Listing, shards: list[str], expected: str) -> list[str]:

@@ -20,7 +20,7 @@ from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.core.claims import ByteSpan
 from zckpt.core.evidence import BY_MANIFEST, LEFT_OUT, OWN_INDEX, Evidence
 from zckpt.layouts.plain import rank_parts
-from zckpt.layouts.plain.files import chosen_index, match, weight_files
+from zckpt.layouts.plain.files import chosen_index, match, size_in_index, weight_files
 from zckpt.layouts.plain.state_dict import composers_prefix, composers_state, left_out_of, model_in
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import views_of, whole
@@ -66,13 +66,19 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     if not allow_unknown:
         _refuse_placeholders(tensors, listing)
     source = Source(layout="plain", path=listing.directory.path, tag=listing.tag, notes=tuple(notes), prefix=prefix)
-    return Catalog(tensors, source, _evidence(listing, names), aliases, views=tuple(views))
+    held = sum(tensors[aliases.get(name, name)].nbytes for name in (*tensors, *aliases))
+    return Catalog(tensors, source, _evidence(listing, names, held), aliases, views=tuple(views))
 
 
-def _evidence(listing: Listing, names: Sequence[str]) -> Evidence:
+def _evidence(listing: Listing, names: Sequence[str], held: int) -> Evidence:
     """What proves weights whole: their index; but where they were made by zckpt, what proved their source.
 
     A file alone proves nothing: it lists the tensors that it has, and a model may have more. See `save.whole`.
+
+    Args:
+        listing: the files of the save.
+        names: those with weights.
+        held: bytes of all tensors in them.
     """
     place = manifests.find(listing.directory)
     facts: Manifest | None = None
@@ -91,6 +97,10 @@ def _evidence(listing: Listing, names: Sequence[str]) -> Evidence:
         if by != OWN_INDEX.by:
             return Evidence("metadata", BY_MANIFEST, doubt=doubt)
     if index := chosen_index(listing):
+        if (size := size_in_index(listing, index)) > held:
+            return Evidence(
+                "unknown", f"the index {index!r} says {size:,} bytes of weights, and its files have {held:,}"
+            )
         return Evidence("metadata", f"the index {index!r}")
     if len(names) < 2:
         return Evidence(
