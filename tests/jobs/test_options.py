@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,19 @@ def test_what_a_public_function_says_itself_counts_more_than_options() -> None:
     assert (asked.casting.dtype, asked.own.under, asked.reading.tag) == (None, "", "b")
     with pytest.raises(TypeError, match="to_dcp takes no lora"):
         TO_DCP.ask(lora=None)
+
+
+def test_the_usual_options_are_keywords_with_plain_defaults(tmp_path: Path) -> None:
+    """What is given beside `options` counts more, and what is not given does not."""
+    said = {name: one.default for name, one in inspect.signature(zckpt.convert).parameters.items()}
+    usual = {
+        name: value for name, value in said.items() if hasattr(Options, name) and name not in ("dtype", "tag", "also")
+    }
+    assert len(usual) == 8 and all(value == getattr(Options(), name) for name, value in usual.items())
+    given = Options(overwrite=True, include=["*.weight"], threads=3).with_others(Options(threads=2), {"best": True})
+    assert (given.overwrite, given.include, given.threads, given.best) == (True, ["*.weight"], 2, True)
+    with pytest.raises(TypeError, match="wrong"):
+        zckpt.convert(MODEL, tmp_path / "o", wrong=1)
 
 
 def test_groups_are_imported_without_layouts_and_names() -> None:

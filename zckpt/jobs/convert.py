@@ -78,6 +78,14 @@ def convert(
     dtype: str | DType = "fp32",
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    exclude_frozen: bool = False,
+    strip_prefix: str = "",
+    base: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
     options: Options | None = None,
     progress: Progress = None,
     **more: Any,
@@ -94,10 +102,18 @@ def convert(
         dtype: "fp32", "fp16" or "bf16", for trained and frozen parameters; buffers and integers keep theirs.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
-        options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
+        overwrite: replace an existing output.
+        max_shard_size: of a directory's shards: bytes, or a text such as "2GB".
+        include: globs; only tensors with a name that matches one are written.
+        exclude: globs; tensors with a name that matches one are left out.
+        exclude_frozen: leave out parameters that were not trained.
+        strip_prefix: taken off every name that has it; "auto" for what wraps all names.
+        base: the model that an adapter was trained on, or that a save without frozen parameters began with.
+        threads: that move data; None for the default.
+        options: these and all others together; its dtype is overridden by `dtype`, and its others by what is given beside it.
         progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
             shows a bar in a terminal or notebook, False shows none.
-        more: fields of `Options`, for those who make no `Options` of them: `overwrite=True`, `max_shard_size="2GB"`.
+        more: further fields of `Options`, for those who make no `Options` of them: `keep_dtype=["*.router.*"]`, `best=True`.
 
     Raises:
         TypeError: `Options` has no field of such a name.
@@ -115,7 +131,11 @@ def convert(
     from zckpt.jobs.options import Options
 
     began = time.perf_counter()
-    options = replace(options or Options(), **more)
+    given = Options(
+        overwrite=overwrite, max_shard_size=max_shard_size, include=include, exclude=exclude,
+        exclude_frozen=exclude_frozen, strip_prefix=strip_prefix, base=base, threads=threads,
+    )  # fmt: skip
+    options = (options or Options()).with_others(given, more)
     asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
     return carried_out(prepare(checkpoint, out, asked), progress, "convert", began)
 

@@ -5,7 +5,8 @@ For users of `zckpt.Options`. `split` makes of it what a job takes: none of the 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from zckpt.base.dataclass import dataclass, public
@@ -68,6 +69,16 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
     def __post_init__(self) -> None:
         for kind in SHARED:
             getattr(kind, "__post_init__", lambda _: None)(self)
+
+    def with_others(self, given: Options, more: Mapping[str, Any]) -> Options:
+        """These options, but for the fields of `given` that are not as usual, and for `more`.
+
+        Raises:
+            TypeError: `more` names no field.
+        """
+        usual = type(self)()
+        chosen = {one.name: getattr(given, one.name) for one in fields(given)}
+        return replace(self, **{name: value for name, value in chosen.items() if value != getattr(usual, name)}, **more)
 
     def split(self, job: Job[T], **given: Any) -> Asked[T]:
         """What a job is asked.
