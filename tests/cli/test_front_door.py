@@ -198,6 +198,16 @@ def test_a_neighbour_needs_the_same_numbers() -> None:
     assert tag_meant("global-step500", ["global_step500", "global_step15"]) == "Did you mean --tag global_step500?"
 
 
+def test_an_error_names_a_file_as_it_was_typed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zckpt.convert("ck", "one.safetensors", progress=False)
+    for place, shown in (
+        ("one.safetensors", "one.safetensors: "),
+        (f"{run}/one.safetensors", f"{run}/one.safetensors: "),
+    ):
+        monkeypatch.setattr("sys.argv", ["zckpt", "to-universal", place, "x"])
+        assert typed(f"to-universal {place} x").startswith(f"error: {shown}")
+
+
 def test_pipes_are_told_from_missing_files(run: Path) -> None:
     os.mkfifo("pipe")
     with pytest.raises(NotACheckpointError, match="a pipe"):

@@ -52,6 +52,7 @@ def report(error: BaseException) -> int:
     notes = list(getattr(error, "__notes__", ()))
     facts = {**known.as_json(), "error": code, **({"notes": notes} if notes else {})}
     width = stderr_width()
+    known.file = _as_typed(known.file)
     lines = [*known.lines(width), *(line for note in notes for line in wrap_text(f"note: {note}", width, " " * 6))]
     if not (isinstance(error, UnprintedError) and error.is_pipe and not error.done):  # `| head` has what it wanted
         sys.stderr.writelines(_paint(escape_controls(mask_secrets(line))) + "\n" for line in lines)
@@ -60,6 +61,15 @@ def report(error: BaseException) -> int:
             sys.stdout.write(mask_secrets(json.dumps(facts) + "\n"))
             sys.stdout.flush()
     return 130 if _is_of_ctrl_c(error) else 2
+
+
+def _as_typed(file: str | None) -> str | None:
+    """A path below the current directory without it, unless the command line has it."""
+    with contextlib.suppress(OSError):  # the current directory is gone
+        here = os.path.join(os.getcwd(), "")
+        if file and file.startswith(here) and not any(here in word for word in sys.argv[1:]):
+            return file[len(here) :]
+    return file
 
 
 def _is_of_ctrl_c(error: BaseException) -> bool:
