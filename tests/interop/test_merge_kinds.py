@@ -46,6 +46,11 @@ def qwen2_vl() -> Any:
     )
 
 
+def gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config)
+
+
 def bert(kind: str = "MaskedLM", **more: Any) -> Any:
     return getattr(transformers, f"BertFor{kind}")(transformers.BertConfig(vocab_size=40, **SIZES, **more))
 
@@ -177,12 +182,17 @@ METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         bert,
         {"target_modules": ["query", "intermediate.dense"], "feedforward_modules": ["intermediate.dense"]},
     ),
-    "IA3 of a Conv1D": (
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)
-        ),
-        {"target_modules": ["c_attn", "c_proj"], "feedforward_modules": ["c_proj"]},
+    "IA3 of a Conv1D": (gpt2, {"target_modules": ["c_attn", "c_proj"], "feedforward_modules": ["c_proj"]}),
+    "Vera": (llama, {"target_modules": QD, "r": 5}),
+    "Vera of a Conv1D": (gpt2, {"target_modules": ["c_attn", "attn.c_proj"], "r": 5}),
+    "OFT": (llama, {"target_modules": [*QD, "embed_tokens"], "oft_block_size": 8}),
+    "OFT of one block, by its series": (
+        llama,
+        {"target_modules": QD, "r": 2, "oft_block_size": 0, "block_share": True, "num_cayley_neumann_terms": 7},
     ),
+    "OFT by its formula": (llama, {"target_modules": QD, "oft_block_size": 4, "use_cayley_neumann": False}),
+    "OFT of a bounded length": (llama, {"target_modules": QD, "oft_block_size": 4, "coft": True, "eps": 0.3}),
+    "BOFT": (llama, {"target_modules": QD, "boft_block_size": 4}),
 }
 
 

@@ -454,7 +454,7 @@ def test_adapters_of_other_methods(tmp_path: Path) -> None:
     """Named by themselves, and as the adapter of a base."""
     base = llama()
     base.save_pretrained(tmp_path / "base")
-    for kind, own in (("OFT", {"oft_block_size": 4}), ("Vera", {"r": 2}), ("OSF", {})):
+    for kind, own in (("HRA", {"r": 4}), ("C3A", {"block_size": 8}), ("OSF", {})):
         config = getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **own)
         peft.get_peft_model(llama(), config).save_pretrained(tmp_path / kind)
         for source, lora in (

@@ -50,8 +50,16 @@ _METHODS = {
     "layer_replication": "layer replication",
 }
 """Keys of a config that mean another method, which has no merged weights or others than these."""
+_OTHER_SERIES = (0, 18)
+"""The version of PEFT since which OFT's series ends as it does. Source: PEFT 0.21.2, tuners/oft/config.py `check_kwargs`."""
 _CHANGING = re.compile(r"pissa.*|corda|olora|loftq|lora_ga|mica")
 """`init_lora_weights` that take what the adapter begins with out of the base weights."""
+
+
+def version_of(said: object) -> tuple[int, ...] | None:
+    """The numbers of a version: (4, 57, 6) of "4.57.6"; None for anything else."""
+    match = re.match(r"\d+(?:\.\d+)+", said) if isinstance(said, str) else None
+    return tuple(map(int, match[0].split("."))) if match else None
 
 
 def bare(name: str) -> str:
@@ -103,7 +111,7 @@ class AdapterWeights:
         tokens: rows of tokens that were trained alone, by their module's name in the base model.
         whole: tensors that were trained whole, by their names in the base model.
         twice: further copies of some of these, which PEFT saves with all embeddings.
-        products: the matrices of a LoHa, LoKr or IA3, by their module's name in the adapter's file.
+        products: the matrices of another method than LoRA, by their module's name in the adapter's file.
     """
 
     name: str
@@ -172,6 +180,8 @@ class AdapterWeights:
             raise self._refused(f"peft_type {kind}", first)
         if named := [method for key, method in _METHODS.items() if config.get(key)]:
             raise self._refused(named[0], first)
+        if config.get("use_cayley_neumann") and (version_of(config.get("peft_version")) or ()) < _OTHER_SERIES:
+            raise self._refused("use_cayley_neumann of PEFT before 0.18, which had another series", first)
         start = str(config.get("init_lora_weights"))
         if _CHANGING.fullmatch(start.lower()) and not self.with_base:
             raise UnsupportedError(
@@ -184,7 +194,7 @@ class AdapterWeights:
     def _refused(self, found: str, tensor: str) -> UnsupportedError:
         return UnsupportedError(
             f"adapter {self.name!r} is of a method that is not merged", file=self.file, found=f"{found}, for tensor {tensor!r}",
-            expected="LoRA, rsLoRA, DoRA, LoHa, LoKr, IA3, trained tokens and modules that are trained whole",
+            expected="LoRA, rsLoRA, DoRA, LoHa, LoKr, VeRA, OFT, BOFT, IA3, trained tokens and modules that are trained whole",
             remedy="Merge it with PEFT, if that can; to-peft takes an adapter out of a checkpoint.",
         )  # fmt: skip
 

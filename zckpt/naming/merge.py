@@ -11,19 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import examples, join_words
 from zckpt.core import views
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
-from zckpt.core.recipes import WeightedSum, derive_entry
+from zckpt.core.recipes import Recipe, WeightedSum, derive_entry
 from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
 from zckpt.naming.adapter_names import found_in
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
 from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, without_language_head
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
-from zckpt.naming.other_methods import CONV1D, MergedProduct, ScaledLines
+from zckpt.naming.other_methods import CONV1D, SHARED, SUMS, MergedProduct, MergedVera, ScaledLines
+from zckpt.naming.rotations import rotated
 
 _ENDS = (*HEADS, *EMBEDDINGS)
 
@@ -147,34 +148,80 @@ def merge_adapters(
 
 
 def _merge_products(model: ModelTensors, adapters: Sequence[AdapterWeights], updates: Mapping[str, object]) -> None:
-    """Merges what LoHas, LoKrs and IA3s change.
+    """Merges what other methods than LoRA change.
 
     Raises:
-        InconsistentError: shapes do not fit. UsageError: several adapters change a weight, or an IA3 has a weight.
+        InconsistentError: shapes do not fit. UnsupportedError: PEFT merges no such weight.
+        UsageError: several adapters change a weight, or one has a weight for which PEFT has no place.
     """
     owner: dict[str, str] = {}
     for adapter in adapters:
+        shared = adapter.products.get(SHARED, {})
         for module, parts in adapter.products.items():
+            if parts is shared:
+                continue
             name = f"{bare(module)}.weight"
             first = next(iter(parts.values()))
             base = replace(base_tensor(model, adapter, name, first.name), replicas=())
-            is_scaling = "ia3_l" in parts
-            if name in updates or name in owner or (is_scaling and adapter.weight != 1):
+            has_weight = adapter.config.get("peft_type") in SUMS
+            if name in updates or name in owner or (not has_weight and adapter.weight != 1):
                 raise UsageError(
                     f"what several adapters make of {name!r} is no sum", file=adapter.file,
                     found=join_words([repr(owner.get(name, "a LoRA")), f"{adapter.name!r} with weight {adapter.weight:g}"])
                     if name in updates or name in owner
                     else f"{adapter.name!r} with weight {adapter.weight:g}",
-                    expected="one adapter for each weight, of an IA3 with weight 1", remedy="Merge them one after the other.",
+                    expected="one adapter for each weight, and weight 1 unless it is a LoRA, a LoHa or a LoKr",
+                    remedy="Merge them one after the other.",
                 )  # fmt: skip
             owner[name] = adapter.name
-            if is_scaling:
+            if "ia3_l" in parts:
                 _scale(model, adapter, name, base, first)
                 continue
-            recipe = MergedProduct(base, tuple(sorted(parts.items())), adapter.scaling_of_product(bare(module)))
-            if (odd := recipe.misfit()) is not None:
-                raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
+            recipe = _recipe(model, adapter, name, base, {**shared, **parts})
             model.put(name, derive_entry(name, base.shape, F32, recipe, base.role))
+
+
+def _recipe(
+    model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, parts: Mapping[str, TensorEntry]
+) -> Recipe:
+    """How a weight with a LoHa, LoKr, VeRA, OFT or BOFT is computed."""
+    kind = adapter.config.get("peft_type")
+    odd = next(iter(parts.values()))
+    if kind in SUMS:
+        product = MergedProduct(base, tuple(sorted(parts.items())), adapter.scaling_of_product(name[: -len(".weight")]))
+        if (misfit := product.misfit()) is not None:
+            raise other_shape(adapter, misfit.name, misfit.shape, name, base.shape)
+        return product
+    if len(base.shape) != 2:
+        raise UnsupportedError(
+            f"{kind} of the convolution {name!r} is not merged", file=adapter.file, found=f"shape {list(base.shape)}",
+            remedy="Merge this adapter with PEFT.",
+        )  # fmt: skip
+    if kind == "VERA":
+        return _recipe_of_vera(model, adapter, name, base, parts)
+    turned = rotated(adapter.config, base, parts)
+    if not turned.fits(is_shared=bool(adapter.config.get("block_share"))):
+        raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
+    return turned
+
+
+def _recipe_of_vera(
+    model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, parts: Mapping[str, TensorEntry]
+) -> MergedVera:
+    needs = ("vera_A", "vera_B", "vera_lambda_d", "vera_lambda_b")
+    if lacks := [part for part in needs if part not in parts]:
+        raise IncompleteError(
+            f"the VeRA of {name!r} has no {join_words(lacks)}", file=adapter.file, found=examples(parts),
+            expected="the matrices that all modules share too, which PEFT saves with save_projection",
+            remedy="Load the adapter with PEFT, set save_projection to True in its config, and save it again.",
+        )  # fmt: skip
+    a, b, of_ranks, of_outputs = (parts[part] for part in needs)
+    is_square = base.shape[0] == base.shape[1]
+    turned = model.config.get("model_type") in CONV1D if is_square else of_outputs.numel != base.shape[0]
+    recipe = MergedVera(base, a, b, of_ranks, of_outputs, turned)
+    if not recipe.fits():
+        raise other_shape(adapter, of_outputs.name, of_outputs.shape, name, base.shape)
+    return recipe
 
 
 def _scale(model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, factors: TensorEntry) -> None:

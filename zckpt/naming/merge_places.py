@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
@@ -16,7 +15,7 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import BF16, F16, F32, F64
 from zckpt.layouts.save.tied import HEADS, KEY, embedding_of, heads_of, is_tied
-from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
+from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare, version_of
 
 _TRANSPOSED_SINCE = {"gpt_oss": (5, 0), "aria": (5, 23), "aria_text": (5, 23), "openai_privacy_filter": (5, 23)}
 """Models with experts that lie as (experts, in, out) and say so, and a version of transformers that has it so.
@@ -184,7 +183,7 @@ def _is_for_first(config: Mapping[str, object], adapter: AdapterWeights) -> bool
     PEFT writes its version since 0.18. A model's config has the version of transformers that saved it: the run's in a
     checkpoint of the run, and in another base perhaps an older one.
     """
-    peft = _version(adapter.config.get("peft_version"))
+    peft = version_of(adapter.config.get("peft_version"))
     if peft is None:
         return True if "auto_mapping" in adapter.config and "peft_version" not in adapter.config else None
     if peft < _SWAPS:
@@ -194,16 +193,10 @@ def _is_for_first(config: Mapping[str, object], adapter: AdapterWeights) -> bool
     since = [_TRANSPOSED_SINCE[kind] for kind in kinds if isinstance(kind, str) and kind in _TRANSPOSED_SINCE]
     if not since:
         return False if any(kinds) else None
-    transformers = _version(config.get("transformers_version"))
+    transformers = version_of(config.get("transformers_version"))
     if transformers is not None and transformers >= min(since):
         return True
     return False if transformers is not None and transformers < (5,) and adapter.with_base else None
-
-
-def _version(said: object) -> tuple[int, ...] | None:
-    """The numbers of a version: (4, 57, 6) of "4.57.6"; None for anything else."""
-    match = re.match(r"\d+(?:\.\d+)+", said) if isinstance(said, str) else None
-    return tuple(map(int, match[0].split("."))) if match else None
 
 
 def _fits(entry: TensorEntry, factors: Factors) -> tuple[int, tuple[bool, ...]]:

@@ -121,7 +121,7 @@ class MergedMatrix:
         import numpy as np
 
         if update.transposed:
-            lengths = _KEPT.get((self, update), lambda: self._column_lengths(update, tools))
+            lengths = KEPT.get((self, update), lambda: self._column_lengths(update, tools))
             self._add(matrix, update, 0, first, rows, tools)
         elif before is None:
             self._add(matrix, update, 0, first, rows, tools)
@@ -160,9 +160,9 @@ class MergedMatrix:
         rank, experts = update.rank, self.experts
         if experts == 1 and not update.transposed:
             left = tools.read_floats(update.b, first * rank, (first + rows) * rank)
-            return left, _KEPT.get((update.a,), lambda: tools.read_floats(update.a, 0, update.a.numel))
+            return left, KEPT.get((update.a,), lambda: tools.read_floats(update.a, 0, update.a.numel))
         inputs, outputs = update.a.numel // (rank * experts), update.b.numel // (rank * experts)
-        b = _KEPT.get(
+        b = KEPT.get(
             (update.b,),
             lambda: np.ascontiguousarray(  # expert x rank x out
                 tools.read_floats(update.b, 0, update.b.numel).reshape(outputs, rank, experts).transpose(2, 1, 0)
@@ -267,4 +267,5 @@ class _Held:
         self.array: Any = None
 
 
-_KEPT = _Kept(_KEPT_BYTES)
+KEPT = _Kept(_KEPT_BYTES)
+"""Factors that rows of one matrix share."""

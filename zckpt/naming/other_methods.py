@@ -1,11 +1,11 @@
-"""Recipes for weights into which LoHa, LoKr and IA3 are merged, as PEFT merges them.
+"""Recipes for weights into which LoHa, LoKr, VeRA and IA3 are merged, as PEFT merges them; `rotations` has those of OFT and BOFT.
 
 For `merge`. All is computed in fp32, in PEFT's order: a LoHa adds the product, element by element, of two low-rank products; a
-LoKr adds the Kronecker product of two matrices, and each may be a low-rank product itself; an IA3 multiplies each
-column
-(of a feed-forward layer) or row of a weight by a number, and the rows of its bias.
+LoKr adds the Kronecker product of two matrices, and each may be a low-rank product itself; a VeRA adds a product of two matrices that
+all modules share, with the rows of each multiplied by numbers; an IA3 multiplies each column (of a feed-forward layer) or row of a
+weight by a number, and the rows of its bias.
 Source: PEFT 0.21.2, tuners/loha/layer.py `HadaWeight`, tuners/lokr/layer.py `make_kron`, tuners/ia3/layer.py `merge`,
-tuners/lycoris_utils.py `merge`.
+tuners/lycoris_utils.py `merge`, tuners/vera/layer.py `get_delta_weight`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.folds import Tools
+from zckpt.naming.merged_matrix import KEPT
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
@@ -28,8 +29,17 @@ _PARTS = {
     "LOHA": r"hada_w[12]_[ab]",
     "LOKR": r"lokr_w[12](?:_[ab])?",
     "IA3": r"ia3_l",
+    "VERA": r"vera_(?:lambda_[bd]|[AB])",
+    "OFT": r"oft_(?:embedding_)?R\.weight",
+    "BOFT": r"boft_[Rs]",
 }
 """PEFT's `peft_type` -> what its tensors of one module are called; convolutions that are cut further have others."""
+
+SHARED = "base_model"
+"""The module of the matrices that all modules of a VeRA share."""
+
+SUMS = ("LOHA", "LOKR")
+"""Those that PEFT multiplies by a weight."""
 
 CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Model types that have layers with a row of weights for each input. Source: transformers 5.23, pytorch_utils.py `Conv1D`."""
@@ -144,6 +154,75 @@ class MergedProduct:
         left = tools.read_floats(a, first * rank, last * rank)
         tools.kernels.add_low_rank(product, left, tools.read_floats(b, 0, b.numel), rank, 1.0)
         return product.reshape(last - first, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedVera:
+    """A weight to which a VeRA is added: a recipe.
+
+    Attributes:
+        base: the weight.
+        a: the shared matrix with a row for each rank, of more columns perhaps than the weight has inputs.
+        b: the shared matrix with a row for each output, and perhaps more.
+        of_ranks: a number for each rank.
+        of_outputs: a number for each output.
+        turned: whether the weight has a row for each input.
+    """
+
+    base: TensorEntry
+    a: TensorEntry
+    b: TensorEntry
+    of_ranks: TensorEntry
+    of_outputs: TensorEntry
+    turned: bool
+
+    @property
+    def inputs(self) -> tuple[TensorEntry, ...]:
+        """The weight and all that the method adds."""
+        return self.base, self.a, self.b, self.of_ranks, self.of_outputs
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What else the result depends on."""
+        return ("vera", self.turned)
+
+    @property
+    def unit(self) -> int:
+        """A row."""
+        return self.base.shape[1]
+
+    def fits(self) -> bool:
+        """Whether the shapes fit each other."""
+        outputs, inputs = self.base.shape[::-1] if self.turned else self.base.shape
+        ranks, there = self.of_ranks.numel, len(self.a.shape) == len(self.b.shape) == 2
+        fits = self.of_outputs.numel == outputs and there and self.b.shape[1] == self.a.shape[0] == ranks
+        return fits and self.b.shape[0] >= outputs and self.a.shape[1] >= inputs
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32."""
+        import numpy as np
+
+        rank, width = self.a.shape
+        first, last = start // self.unit, stop // self.unit
+        matrix: Floats = tools.read_floats(self.base, start, stop)
+        ranks = tools.read_floats(self.of_ranks, 0, rank)[:, None]
+
+        def down(low: int, high: int) -> Floats:
+            rows = [tools.read_floats(self.a, at + low, at + high) for at in range(0, rank * width, width)]
+            return np.stack(rows) * ranks
+
+        def up(low: int, high: int) -> Floats:
+            factors = tools.read_floats(self.of_outputs, low, high)[:, None]
+            return tools.read_floats(self.b, low * rank, high * rank).reshape(-1, rank) * factors
+
+        if self.turned:
+            left = np.ascontiguousarray(down(first, last).T)
+            right = KEPT.get((self,), lambda: np.ascontiguousarray(up(0, self.unit).T))
+        else:
+            left = up(first, last)
+            right = KEPT.get((self,), lambda: down(0, self.unit))
+        tools.kernels.add_low_rank(matrix, left.reshape(-1), right.reshape(-1), rank, 1.0)
+        return matrix
 
 
 @dataclass(frozen=True, slots=True)
