@@ -5,7 +5,8 @@ output, and
 the output's bytes depend on no number of threads. All checkpoints are read in one pass (`slerp` reads them twice),
 in constant memory.
 
-Sources: torch.optim.swa_utils (averages and EMA), Ilharco et al. 2023 (task vectors), Shoemake 1985 and mergekit (slerp).
+Sources: torch.optim.swa_utils (averages and EMA), Ilharco et al. 2023 (task vectors), Shoemake 1985 and mergekit (slerp),
+mergekit (TIES and DARE; `mergekit` reads its YAML).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UsageError
@@ -24,6 +26,7 @@ from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType
 from zckpt.core.evidence import weakest
 from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derive_entry
+from zckpt.core.task_vectors import SparseSum, Sparsity
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.jobs.casting import to_dtype
@@ -32,12 +35,15 @@ from zckpt.jobs.convert import prepare as prepare_conversion
 from zckpt.jobs.declarations import AVERAGE, Asked
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
-from zckpt.jobs.own_groups import Average
+from zckpt.jobs.own_groups import Average, SparseMethod
 from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted
 from zckpt.layouts.run_saves import saves_of
 from zckpt.output.checks import keep_apart
 from zckpt.storage.location import locate
+
+if TYPE_CHECKING:
+    from zckpt.jobs.mergekit import Mergekit
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,9 @@ def average(
     last: int | None = None,
     task_vector: str | os.PathLike[str] | None = None,
     slerp: float | None = None,
+    method: SparseMethod | None = None,
+    density: Sequence[float] | None = None,
+    seed: int = 0,
     dtype: str | DType | None = None,
     options: Options | None = None,
     progress: Progress = None,
@@ -82,13 +91,16 @@ def average(
     computes (get_swa_avg_fn, get_ema_avg_fn) on fp32 numbers in the order given.
 
     Args:
-        checkpoints: each as for `zckpt.convert`; `PATH:TAG` names one save of several.
+        checkpoints: each as for `zckpt.convert`; `PATH:TAG` names one save of several. Or a YAML of mergekit alone.
         out: a file or a directory, as for `zckpt.convert`. Config and tokenizer come from the last checkpoint.
         weights: what each checkpoint counts: the sum of weight times checkpoint is written as it is.
         ema: the checkpoints, oldest first, as an exponential moving average: each time `ema` of the average so far stays.
         last: take the last so many tags of a single checkpoint directory.
         task_vector: a base model: base + sum of weight * (checkpoint - base) is written; weights are 1 unless given.
         slerp: of two checkpoints, the point at this fraction of the way along the arc between each two tensors.
+        method: with `task_vector`: "ties", "dare_ties" or "dare_linear", which thin out the differences, as mergekit has them.
+        density: the part of each difference that stays; one number for all, or one for each checkpoint.
+        seed: of DARE's random choice.
         dtype: "fp32", "fp16" or "bf16"; None for the one that most of the last checkpoint's elements have.
         options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
         progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
@@ -111,6 +123,7 @@ def average(
     asked = options.split(
         AVERAGE, dtype=None if dtype is None else to_dtype(dtype), ema=ema, last=last, slerp=slerp,
         weights=None if weights is None else tuple(weights), task_vector=task_vector,
+        method=method, density=None if density is None else tuple(density), seed=seed,
     )  # fmt: skip
     return carried_out(prepare(checkpoints, out, asked), progress, "average", began)
 
@@ -119,11 +132,15 @@ def prepare(
     checkpoints: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], asked: Asked[Average]
 ) -> PlannedAverage:
     """Everything but the work; arguments as for `average`. Writes nothing."""
-    named = [_split_tag(os.fspath(path)) for path in checkpoints]
+    said = _yaml_of(checkpoints, asked.own)
+    named = (
+        [_split_tag(os.fspath(path)) for path in checkpoints] if said is None else [(path, None) for path in said.paths]
+    )
     if asked.own.last is not None:
         named = _last_of(named, asked.own.last)
     base = [] if asked.own.task_vector is None else [_split_tag(os.fspath(asked.own.task_vector))]
-    weights = _weights(len(named), asked.own, os.fspath(out))
+    weights = None if said else _weights(len(named), asked.own, os.fspath(out))
+    sparsity = _sparsity(len(named), asked.own, weights)
     opened = [open_asked(path, asked.having(tag=tag)) for path, tag in (*base, *named)]
     for (path, _), one in zip((*base, *named), opened, strict=True):
         keep_apart(locate(out), protected_places(one, locate(path), beside=asked.publishing.beside))
@@ -134,18 +151,22 @@ def prepare(
     aliases = {name: kept for name, kept in last.aliases.items() if all(_is_tied(name, kept, one) for one in bare)}
     names = [name for name in (*last.tensors, *last.aliases) if name not in aliases]
     _check_same(bare, names)
+    layers = said.check_layers(names) if said else 0
     tensors: dict[str, TensorEntry] = {}
     copied: list[tuple[TensorEntry, ...]] = []
     for name in names:
         inputs = tuple(one[name] for one in bare)
         if inputs[-1].dtype.kind == "float":
-            recipe = _recipe(inputs, asked.own, weights)
+            recipe = (
+                said.recipe(inputs, layers, asked.own.seed) if said else _recipe(inputs, asked.own, weights, sparsity)
+            )
             tensors[name] = derive_entry(name, inputs[-1].shape, F32, recipe, inputs[-1].role)
         else:
             tensors[name] = replace_name(inputs[-1], name)
             copied.append(inputs)
     usual = usual_dtype(last.tensors.values())
-    how = asked.having(dtype=asked.casting.dtype or (usual if usual in CAST_TARGETS else F32))
+    wanted = asked.casting.dtype or (to_dtype(said.dtype) if said and said.dtype else None)
+    how = asked.having(dtype=wanted or (usual if usual in CAST_TARGETS else F32))
     computed = replace(
         opened[-1], catalog=Catalog(tensors, last.source, weakest(one.evidence for one in bare), aliases)
     )
@@ -153,9 +174,16 @@ def prepare(
     facts = {
         "of": [one.catalog.source_facts() for one in opened],
         "task_vector": bool(base), "weights": weights, "ema": asked.own.ema, "slerp": asked.own.slerp,
+        **({} if sparsity is None else {"method": asked.own.method, "density": sparsity.densities, "seed": sparsity.seed}),
+        **({} if said is None else {"mergekit": said.facts, "seed": asked.own.seed}),
     }  # fmt: skip
     order = replace(planned.order, options={**planned.order.options, "average": facts})
-    notes = (*(note for one in opened[:-1] for note in one.catalog.source.notes), *planned.notes, *_differing(copied))
+    notes = (
+        *(said.notes if said else ()),
+        *(note for one in opened[:-1] for note in one.catalog.source.notes),
+        *planned.notes,
+        *_differing(copied),
+    )
     sources = tuple(one.catalog for one in opened)
     return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, tuple(opened), weights, sources=sources)
 
@@ -207,6 +235,12 @@ def _weights(number: int, how: Average, out: str) -> tuple[float, ...] | None:
         "--weights": how.weights is not None, "--ema": how.ema is not None,
         "--slerp": how.slerp is not None, "--task-vector": how.task_vector is not None,
     }  # fmt: skip
+    if how.method is not None and how.task_vector is None:
+        raise UsageError(
+            f"--method {how.method} moves a base",
+            found="no --task-vector",
+            remedy="Name the base with --task-vector BASE.",
+        )
     wanted = [name for name, is_given in given.items() if is_given]
     if len(wanted) > 1 and wanted != ["--weights", "--task-vector"]:
         raise UsageError(
@@ -238,7 +272,55 @@ def _weights(number: int, how: Average, out: str) -> tuple[float, ...] | None:
     return tuple(weights)
 
 
-def _recipe(inputs: tuple[TensorEntry, ...], how: Average, weights: tuple[float, ...] | None) -> Recipe:
+def _yaml_of(checkpoints: Sequence[str | os.PathLike[str]], how: Average) -> Mergekit | None:
+    """What a YAML of mergekit says, where it stands in the place of checkpoints.
+
+    Raises:
+        UsageError: it does not stand there alone, or options say how too.
+    """
+    paths = [os.fspath(path) for path in checkpoints]
+    found = [path for path in paths if path.endswith((".yaml", ".yml")) and locate(path).is_file()]
+    if not found:
+        return None
+    from zckpt.jobs.mergekit import read_mergekit
+
+    if len(checkpoints) > 1 or replace(how, seed=0) != type(how)():
+        raise UsageError(
+            "checkpoints or options stand beside a YAML of mergekit", file=found[0], found="checkpoints or options beside it", expected="the YAML and OUT",
+            remedy="Leave out the others, or write them into the YAML; --seed, --dtype and options of the output may stay.",
+        )  # fmt: skip
+    return read_mergekit(found[0])
+
+
+def _sparsity(number: int, how: Average, weights: tuple[float, ...] | None) -> Sparsity | None:
+    """How differences from the base are thinned out; None for not at all.
+
+    Raises:
+        UsageError: the densities do not fit.
+    """
+    if how.method is None:
+        if how.density is not None:
+            raise UsageError("--density is of use only with --method", found="no --method", remedy="Add --method ties.")
+        return None
+    densities = how.density or (1.0,)
+    densities = densities * number if len(densities) == 1 else densities
+    if len(densities) != number or not all(0 <= density <= 1 for density in densities):
+        raise UsageError(
+            "--density does not fit the checkpoints", found=f"{', '.join(map(str, densities))} for {count(number, 'checkpoint')}",
+            expected="numbers from 0 to 1: one, or one for each checkpoint", remedy="Change --density, such as --density 0.5.",
+        )  # fmt: skip
+    is_random = how.method != "ties"
+    return Sparsity(
+        weights or (1.0,) * number, densities, is_random=is_random, elects=how.method != "dare_linear",
+        normalises=not is_random, rescales=is_random, seed=how.seed,
+    )  # fmt: skip
+
+
+def _recipe(
+    inputs: tuple[TensorEntry, ...], how: Average, weights: tuple[float, ...] | None, sparsity: Sparsity | None
+) -> Recipe:
+    if sparsity is not None:
+        return SparseSum(inputs, sparsity)
     if how.slerp is not None:
         return Interpolated((inputs[0], inputs[1]), how.slerp)
     if how.ema is not None:

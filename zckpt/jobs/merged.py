@@ -271,9 +271,7 @@ def open_base(base: str | os.PathLike[str]) -> Opened:
     Raises:
         UsageError: it is neither, or it has adapters itself.
     """
-    place = locate(base)
-    if not place.is_dir() and not place.is_file():
-        place = locate(_in_cache(os.fspath(base)))
+    place = locate(find_model(os.fspath(base)))
     opened = open_catalog(place)
     opened.check_read(opened.catalog.tensors.values())
     if found := next((name for name in opened.catalog if found_in(name) or ".lora_A." in name), None):
@@ -284,12 +282,19 @@ def open_base(base: str | os.PathLike[str]) -> Opened:
     return opened
 
 
-def _in_cache(name: str) -> str:
-    """The directory of a model in the hub's cache on this machine; nothing is fetched.
+def find_model(name: str, what: str = "the base model", said: str = "--base") -> str:
+    """The path of a model: `name` itself, or its directory in the hub's cache on this machine; nothing is fetched.
+
+    Args:
+        name: a path, or a name on the hub.
+        what: the model, for errors.
+        said: where it is named, for errors.
 
     Raises:
         UsageError: it is not there.
     """
+    if locate(name).is_dir() or locate(name).is_file():
+        return name
     found = _HUB_NAME.fullmatch(name)
     reason = "no such file or directory"
     if found:
@@ -302,9 +307,9 @@ def _in_cache(name: str) -> str:
         except Exception as error:  # whatever the hub's client raises
             reason = f"{reason}, and no such model in the local cache ({type(error).__name__})"
     raise UsageError(
-        "the base model is not here", file=name, found=reason,
+        f"{what} is not here", file=name, found=reason,
         expected="a directory of weights, or the name of a model in the hub's cache on this machine",
-        remedy="Correct --base, or fetch the model first with `hf download`.",
+        remedy=f"Correct {said}, or fetch the model first with `hf download`.",
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
@@ -31,6 +31,8 @@ from zckpt.jobs.groups import (
     vocabulary_option,
 )
 
+SparseMethod = Literal["ties", "dare_ties", "dare_linear"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
@@ -42,6 +44,9 @@ class Average:
         last: so many of the newest saves of one directory.
         task_vector: a base model; differences from it are added to it.
         slerp: fraction of the way between two checkpoints.
+        method: how differences from `task_vector` are thinned out and added; None for all of them, added.
+        density: the part of each difference that stays, for `method`; one number for all, or one for each checkpoint.
+        seed: of the random choice of DARE.
     """
 
     weights: tuple[float, ...] | None = field(
@@ -74,6 +79,19 @@ class Average:
             "--slerp", "real", "Of two: the point at T (0 to 1) of the way along the arc between them.", metavar="T"
         ),
     )
+    method: SparseMethod | None = field(
+        default=None,
+        metadata=option(
+            "--method",
+            get_args(SparseMethod),
+            "With --task-vector: thin out the differences, and add them, as mergekit does.",
+        ),
+    )
+    density: tuple[float, ...] | None = field(
+        default=None,
+        metadata=option("--density", "reals", "For --method: the part of each difference that stays.", metavar="LIST"),
+    )
+    seed: int = field(default=0, metadata=option("--seed", "number", "Of DARE's random choice.", metavar="N"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, ot
 from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, without_language_head
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
 from zckpt.naming.other_methods import CONV1D, SHARED, SUMS, MergedProduct, MergedVera, ScaledLines
-from zckpt.naming.rotations import rotated
+from zckpt.naming.rotations import rotate_rows
 
 _ENDS = (*HEADS, *EMBEDDINGS)
 
@@ -199,7 +199,7 @@ def _recipe(
         )  # fmt: skip
     if kind == "VERA":
         return _recipe_of_vera(model, adapter, name, base, parts)
-    turned = rotated(adapter.config, base, parts)
+    turned = rotate_rows(adapter.config, base, parts)
     if not turned.fits(is_shared=bool(adapter.config.get("block_share"))):
         raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
     return turned

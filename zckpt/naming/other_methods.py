@@ -1,9 +1,9 @@
 """Recipes for weights into which LoHa, LoKr, VeRA and IA3 are merged, as PEFT merges them; `rotations` has those of OFT and BOFT.
 
 For `merge`. All is computed in fp32, in PEFT's order: a LoHa adds the product, element by element, of two low-rank products; a
-LoKr adds the Kronecker product of two matrices, and each may be a low-rank product itself; a VeRA adds a product of two matrices that
-all modules share, with the rows of each multiplied by numbers; an IA3 multiplies each column (of a feed-forward layer) or row of a
-weight by a number, and the rows of its bias.
+LoKr adds the Kronecker product of two matrices, and each may be a low-rank product itself; a VeRA adds a product of two matrices
+that all modules share, with the rows of each multiplied by numbers; an IA3 multiplies each column (of a feed-forward layer) or
+row of a weight by a number, and the rows of its bias.
 Source: PEFT 0.21.2, tuners/loha/layer.py `HadaWeight`, tuners/lokr/layer.py `make_kron`, tuners/ia3/layer.py `merge`,
 tuners/lycoris_utils.py `merge`, tuners/vera/layer.py `get_delta_weight`.
 """

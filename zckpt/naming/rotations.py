@@ -1,9 +1,9 @@
 """Recipes for weights that an OFT or a BOFT turns, as PEFT merges them: blocks of a row's elements, each times a rotation.
 
-For `merge`. A rotation comes of a skew-symmetric matrix by Cayley's formula, or by the first terms of its series. Products are the
-kernels', in fp32; equations are solved in fp64, element by element, so that all machines find the same bits.
-Source: PEFT 0.21.2, tuners/oft/layer.py `OFTRotationModule`, `Linear.merge`, `Embedding.merge`; tuners/boft/layer.py `cayley_batch`,
-`Linear.merge`.
+For `merge`. A rotation comes of a skew-symmetric matrix by Cayley's formula, or by the first terms of its series. Products are
+the kernels', in fp32; equations are solved in fp64, element by element, so that all machines find the same bits.
+Source: PEFT 0.21.2, tuners/oft/layer.py `OFTRotationModule`, `Linear.merge`, `Embedding.merge`; tuners/boft/layer.py
+`cayley_batch`, `Linear.merge`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RotatedRows:
 
     Attributes:
         base: the matrix.
-        skew: what the rotations are made of: upper triangles of an OFT (blocks x numbers), or matrices of a BOFT
+        skew: what the rotations are made from: upper triangles of an OFT (blocks x numbers), or matrices of a BOFT
             (1 x blocks x size x size).
         factors: a number for each row, of a BOFT.
         terms: of the series; 0 for Cayley's formula.
@@ -115,7 +115,7 @@ class RotatedRows:
 
 
 def _add_terms(skew: Floats, terms: int, tools: Tools) -> Floats:
-    """Unit matrix + 2 S + 2 S^2 + ... + S^n: the series to its nth term, of which the last counts once."""
+    """Unit matrix + 2 S + 2 S^2 + ... + S^n: the series to its nth term, where the last counts once."""
     import numpy as np
 
     size = skew.shape[1]
@@ -141,7 +141,7 @@ def _add_terms(skew: Floats, terms: int, tools: Tools) -> Floats:
 
 
 def _solve(skew: Floats) -> Floats:
-    """(unit matrix - S) times the inverse of (unit matrix + S), which has no zero pivots, by elimination without a search for them."""
+    """(unit matrix - S) times the inverse of (unit matrix + S), by elimination: no pivot of that can be zero."""
     import numpy as np
 
     whole = skew.astype(np.float64)
@@ -157,7 +157,7 @@ def _solve(skew: Floats) -> Floats:
     return left.astype(np.float32)
 
 
-def rotated(config: Mapping[str, object], base: TensorEntry, parts: Mapping[str, TensorEntry]) -> RotatedRows:
+def rotate_rows(config: Mapping[str, object], base: TensorEntry, parts: Mapping[str, TensorEntry]) -> RotatedRows:
     """The recipe of a weight with an OFT or a BOFT; `parts` by what they are called: `oft_R.weight`, `boft_s`."""
     if "boft_R" in parts:
         return RotatedRows(base, parts["boft_R"], parts.get("boft_s"))
