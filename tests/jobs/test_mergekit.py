@@ -235,7 +235,7 @@ def test_parameters_that_are_missing_or_wrong(homes: list[str], tmp_path: Path) 
         with pytest.raises(CorruptError, match=word):
             zckpt.average([recipe("ties", homes, tmp_path / "m.yaml", models=models)], tmp_path / "out", progress=False)
     for more, word in (
-        ({"weights": [1.0]}, "beside it"),
+        ({"weights": [1.0]}, "beside a YAML"),
         ({"method": "ties", "density": [1.5], "task_vector": homes[0]}, "--density"),
     ):
         with pytest.raises(UsageError, match=word):

@@ -286,7 +286,8 @@ def _yaml_of(checkpoints: Sequence[str | os.PathLike[str]], how: Average) -> Mer
 
     if len(checkpoints) > 1 or replace(how, seed=0) != type(how)():
         raise UsageError(
-            "checkpoints or options stand beside a YAML of mergekit", file=found[0], found="checkpoints or options beside it", expected="the YAML and OUT",
+            "checkpoints or options stand beside a YAML of mergekit", file=found[0],
+            found=count(len(checkpoints), "path") + " before OUT", expected="the YAML and OUT",
             remedy="Leave out the others, or write them into the YAML; --seed, --dtype and options of the output may stay.",
         )  # fmt: skip
     return read_mergekit(found[0])
