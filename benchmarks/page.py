@@ -141,7 +141,8 @@ Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and loads]
 for a trillion parameters: [Very large models, planned](../benchmarks/results_giants.md); saves of thousands of ranks:
 [A save on many ranks, planned](../benchmarks/results_exchange.md); several machines behind slow links:
 [Several machines at one conversion](../benchmarks/results_machines.md); what ranks say to agree:
-[What ranks say to agree](../benchmarks/results_words.md).
+[What ranks say to agree](../benchmarks/results_words.md); every loop over elements alone:
+[Loops over elements](../benchmarks/results_kernels.md).
 """
 
 
