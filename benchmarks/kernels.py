@@ -25,7 +25,7 @@ from zckpt.engine.kernels import kernels_of
 HEAD = """# Loops over elements
 
 Written by `python benchmarks/kernels.py`: one thread, {mib} MiB of fp32 numbers in memory, the median of {rounds} rounds. The
-rate is of the fp32 side; "copy" is what a copy of it moves in the same rounds. A LoRA merge of rank r takes 2 r operations for each
+rate is of the fp32 side; "copy" is what a copy of it moves in the same rounds. A LoRA merge of rank r takes 2 r operations a
 number, so that at rank 64 it is arithmetic that limits it, and not memory. {machine}.
 
 | loop | GB/s | copy, GB/s | part |
