@@ -24,6 +24,7 @@
 #include "scan.h"
 #include "simd.h"
 #include "swapping.h"
+#include "to_ggml.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -300,6 +301,13 @@ void of_ggml(int kind, uintptr_t blocks, size_t count, uintptr_t x) {
   zckpt::of_ggml(static_cast<zckpt::GgmlBlocks>(kind), bytes_at(blocks), count, reinterpret_cast<float*>(x));  // NOLINT
 }
 
+size_t to_ggml(int kind, uintptr_t x, size_t rows, size_t columns, uintptr_t weights, uintptr_t blocks) {
+  if (kind < 0 || kind >= static_cast<int>(zckpt::GgmlBlocks::kTypes)) throw std::invalid_argument("a type of ggml");
+  const auto at = [](uintptr_t address) { return reinterpret_cast<const float*>(address); };  // NOLINT
+  nb::gil_scoped_release release;
+  return zckpt::to_ggml(static_cast<zckpt::GgmlBlocks>(kind), at(x), rows, columns, at(weights), reinterpret_cast<uint8_t*>(blocks));  // NOLINT
+}
+
 void to_q8_0(uintptr_t numbers, uintptr_t blocks, size_t count) {
   nb::gil_scoped_release release;
   zckpt::to_q8_0(reinterpret_cast<const float*>(numbers), reinterpret_cast<uint8_t*>(blocks), count);  // NOLINT
@@ -396,6 +404,7 @@ NB_MODULE(_core, m) {
   m.def("of_codes", &of_codes, "codes"_a, "table"_a, "blocks"_a, "zeros"_a, "factors"_a, "numbers"_a);
   m.def("to_codes", &to_codes, "grid"_a, "x"_a, "blocks"_a, "factors"_a, "out"_a);
   m.def("of_ggml", &of_ggml, "kind"_a, "blocks"_a, "count"_a, "numbers"_a);
+  m.def("to_ggml", &to_ggml, "kind"_a, "numbers"_a, "rows"_a, "columns"_a, "weights"_a, "blocks"_a);
   m.def("to_q8_0", &to_q8_0, "numbers"_a, "blocks"_a, "count"_a);
   m.def("copy_aside", &copy_aside, "to"_a, "source"_a, "nbytes"_a);
   m.def("is_beyond_doubt", &is_beyond_doubt, "source"_a, "target"_a, "a"_a, "b"_a, "count"_a);

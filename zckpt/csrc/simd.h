@@ -26,7 +26,8 @@
 
 namespace zckpt {
 
-enum class Unit { kHalves, kFolding, kWideFolding, kMultiplyAdd };  // AVX2 with F16C; carry-less multiplication, also in AVX2; AVX2 with FMA
+// AVX2 with F16C; carry-less multiplication, also in AVX2; AVX2 with FMA; AVX-512
+enum class Unit { kHalves, kFolding, kWideFolding, kMultiplyAdd, kWideLanes };
 
 #ifdef ZCKPT_TESTING
 inline std::atomic<bool> vector_paths{true};  // tests switch them off
@@ -48,11 +49,14 @@ inline bool has(Unit unit) {
   static const bool folding = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
   static const bool wide_folding = folding && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx2");
   static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  static const bool wide_lanes = multiply_add && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
   if (!vector_paths) return false;
   switch (unit) {
     case Unit::kHalves: return halves;
     case Unit::kFolding: return folding;
     case Unit::kWideFolding: return wide_folding;
+    case Unit::kWideLanes: return wide_lanes;
     default: return multiply_add;
   }
 #else
