@@ -52,6 +52,7 @@ from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.independent import derived_again  # noqa: E402
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels  # noqa: E402
 from zckpt.engine.kernels_ggml import TYPES  # noqa: E402
+from zckpt.engine.kernels_to_ggml import KINDS  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
 from zckpt.engine.rounding import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
@@ -367,6 +368,14 @@ def kernels() -> None:
         NativeKernels().of_ggml(kind, blocks, own)
         ReferenceKernels().of_ggml(kind, blocks, its)
         assert np.array_equal(own, its, equal_nan=True), kind
+    for kind in KINDS:
+        nbytes, numbers, _ = TYPES[kind]
+        for columns, weights in ((numbers * 5, None), (numbers * 3, RNG.random(numbers * 3, np.float32))):
+            x = (RNG.standard_normal((4, columns)) * 0.1).astype(np.float32)
+            blocks, others = np.empty((2, 4 * columns // numbers * nbytes), np.uint8)
+            NativeKernels().to_ggml(kind, x.reshape(-1), columns, weights, blocks)
+            ReferenceKernels().to_ggml(kind, x.reshape(-1), columns, weights, others)
+            assert np.array_equal(blocks, others), f"to {kind}"
     for count in (0, 1, 300):
         x = RNG.integers(0, 2**32, count * 32, np.uint32).view(np.float32)
         blocks, others = np.zeros(count * 34, np.uint8), np.zeros(count * 34, np.uint8)

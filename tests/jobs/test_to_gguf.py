@@ -115,7 +115,7 @@ def test_what_is_asked_wrongly(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words):
             prepare(LLAMA, out if "://" in out else tmp_path / out, options(**more))
     with pytest.raises(UsageError, match="not a type"):
-        options(type="q4_0")
+        options(type="q2_k")
     with pytest.raises(UnsupportedError, match="pre-tokenizer is not known"):
         prepare(LLAMA, tmp_path / "x.gguf", options(pre_tokenizer=None))
     with pytest.raises(UsageError, match="more tokens than the model"):

@@ -92,7 +92,7 @@ PACKED = tuple(
         ("MXFP4", 39, 32, 17),
     )
 )  # fmt: skip
-"""Types that are read, and not written."""
+"""Other types of blocks."""
 BY_NUMBER = {kind.number: kind for kind in (*BY_DTYPE.values(), Q8_0, *PACKED)}
 BY_NAME = {kind.name: kind for kind in BY_NUMBER.values()}
 _OTHERS = {

@@ -161,6 +161,20 @@ class Kernels(Protocol):
         holds NaN or infinity has no meaning, and is the same from both engines.
         """
 
+    def to_ggml(self, kind: str, numbers: Floats, columns: int, weights: Floats | None, blocks: Bytes) -> int:
+        """Writes rows of numbers as blocks of another of ggml's types, by its name.
+
+        Args:
+            kind: the type.
+            numbers: of rows, which are whole blocks.
+            columns: in each row.
+            weights: how much each column matters; None where all do the same.
+            blocks: the result.
+
+        Returns:
+            How many blocks hold NaN or infinity, or a scale that fp16 does not hold; they have no meaning.
+        """
+
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         """The other way: each block's whole numbers times its scale."""
 

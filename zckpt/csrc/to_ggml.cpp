@@ -16,6 +16,7 @@ namespace {
 
 constexpr float kRounder = 12582912;  // 1.5 * 2^23: what is added to it loses its fraction
 constexpr float kNothing = 1e-15F;
+constexpr uint32_t kInfinity = 0x7F800000, kHuge = 0x5D800000;  // 2^60: far more than any block with halves holds, and sums of squares end
 
 float of_bits(uint32_t bits) {
   float x;
@@ -448,7 +449,7 @@ size_t to_ggml(GgmlBlocks kind, const float* x, size_t rows, size_t columns, con
       uint8_t* to = blocks + b * nbytes;
       const uint32_t size = search.largest_bits(own, numbers);
       if (kind == GgmlBlocks::kQ6K) put_q6_k(search, own, weights ? weights + b * numbers : nullptr, to);
-      if (size < 0x7F800000 && !weighted) switch (kind) {
+      if (size < kInfinity && !weighted) switch (kind) {
           case GgmlBlocks::kQ4_0: put_symmetric(search, size, own, 8, to); break;
           case GgmlBlocks::kQ5_0: put_symmetric(search, size, own, 16, to); break;
           case GgmlBlocks::kQ4_1: put_ranged(search, own, 15, to); break;
@@ -456,7 +457,7 @@ size_t to_ggml(GgmlBlocks kind, const float* x, size_t rows, size_t columns, con
           case GgmlBlocks::kMxfp4: put_mxfp4(search, size, own, to); break;
           default: break;
         }
-      unsound += size >= 0x7F800000 || !is_sound(kind, to);
+      unsound += size >= (kind == GgmlBlocks::kMxfp4 ? kInfinity : kHuge) || !is_sound(kind, to);
     }
   }
   return unsound;

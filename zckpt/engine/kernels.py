@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zckpt.core.folds import Kernels, MatrixBlocks, NumberGrid, Rounded
-from zckpt.engine import kernels_blocks, kernels_codes, kernels_ggml
+from zckpt.engine import kernels_blocks, kernels_codes, kernels_ggml, kernels_to_ggml
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Bytes, Floats, Matrix
@@ -96,6 +96,12 @@ class NativeKernels:
         """As `Kernels.of_ggml`."""
         number, count = kernels_ggml.check(kind, blocks, numbers)
         _core.of_ggml(number, _address(blocks), count, _address(numbers))
+
+    def to_ggml(self, kind: str, numbers: Floats, columns: int, weights: Floats | None, blocks: Bytes) -> int:
+        """As `Kernels.to_ggml`."""
+        number, rows = kernels_to_ggml.check(kind, numbers, columns, weights, blocks)
+        at = 0 if weights is None else _address(weights)
+        return _core.to_ggml(number, _address(numbers), rows, columns, at, _address(blocks))
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         """As `Kernels.of_q8_0`."""
@@ -206,6 +212,10 @@ class ReferenceKernels:
     def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
         """As `Kernels.of_ggml`."""
         kernels_ggml.of_ggml(kind, blocks, numbers)
+
+    def to_ggml(self, kind: str, numbers: Floats, columns: int, weights: Floats | None, blocks: Bytes) -> int:
+        """As `Kernels.to_ggml`."""
+        return kernels_to_ggml.to_ggml(kind, numbers, columns, weights, blocks)
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         """As `Kernels.of_q8_0`."""

@@ -1,4 +1,4 @@
-"""Numbers as blocks of ggml's types, in numpy: the reference that `csrc/to_ggml.cpp` must equal, and what `verify` derives blocks with.
+"""Numbers as blocks of ggml's types, in numpy: the reference that `csrc/to_ggml.cpp` must equal; `verify` uses it.
 
 For `kernels`, and for `layouts.gguf.blocks`. [Note: search] A step and a least number are searched for groups of numbers: each
 trial rounds the numbers, and takes those that have the smallest weighted error for these codes; the best trial is kept, and the
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _AT_ONCE = 1 << 16
 _ROUNDER = 12582912.0
 _NOTHING = 1e-15
+_HUGE = 2.0**60
+"""Far more than any block with halves holds, and sums of squares end there."""
 _OF_32 = {"Q4_0": (8, False), "Q5_0": (16, True), "Q4_1": (15, False), "Q5_1": (31, True)}
 """Half of the codes, or the largest one; and whether there are fifth bits."""
 _OF_256 = {"Q4_K": (15, -1.0, 20), "Q5_K": (31, -0.5, 15)}
@@ -41,7 +43,8 @@ def to_ggml(kind: str, numbers: Floats, columns: int, weights: Floats | None, bl
             groups = part.reshape(-1, width)
             found = _encode(kind, groups, part, weights)
             out[first : first + step] = found.reshape(len(part), -1, nbytes)
-            unsound += int((~np.isfinite(groups).all(axis=1) | _is_unsound(kind, found)).sum())
+            most = np.float32(np.inf if kind == "MXFP4" else _HUGE)
+            unsound += int((~(abs(groups) < most).all(axis=1) | _is_unsound(kind, found)).sum())
     return unsound
 
 
@@ -85,19 +88,19 @@ def _encode(kind: str, groups: Any, rows: Any, weights: Any) -> Any:
         matter = columns.T * np.sqrt(each + groups.T * groups.T)
         if is_ranged:
             step, least, codes = _search_range(groups.T, matter, size, -0.9, 0.05, 36)
-            halves = (step, -least)
+            halves = [step, -least]
         else:
             step, codes = _search_scale(groups.T, matter, size)
-            halves = (step,)
+            halves = [step]
     elif is_ranged:
         least, most = _ends(groups.T)
         step = (most - least) / np.float32(size)
         codes = _cut((groups.T - least) * _reciprocal(step) + np.float32(0.5), size)
-        halves = (step, least)
+        halves = [step, least]
     else:
         step = _first_largest(groups.T)[0] / np.float32(-size)
         codes = _cut(groups.T * _reciprocal(step) + np.float32(size + 0.5), 2 * size - 1)
-        halves = (step,)
+        halves = [step]
     return np.concatenate([*(_half(each) for each in halves), _pack_32(codes.T, has_fifth)], axis=1)
 
 
@@ -201,7 +204,9 @@ def _search_scale(x: Any, w: Any, top: int) -> tuple[Any, Any]:
     nothing = size < np.float32(_NOTHING)
     largest = np.where(nothing, np.float32(1), largest)
     wx = w * x
-    scale = best = codes = None
+    scale: Any = None
+    best: Any = None
+    codes: Any = None
     for step in (0, *range(-9, 0), *range(1, 10)):
         factor = -(np.float32(top) + np.float32(0.1) * np.float32(step)) / largest
         held = np.clip(_nearest(factor * x), -top, top - 1).astype(np.float32)
@@ -213,7 +218,7 @@ def _search_scale(x: Any, w: Any, top: int) -> tuple[Any, Any]:
             better = (sum_ll > 0) & (sum_xl * sum_xl > best * sum_ll)
             scale, best = np.where(better, own, scale), np.where(better, own * sum_xl, best)
             codes = np.where(better, held, codes)
-    codes = np.where(nothing, 0, codes + np.float32(top)).astype(np.uint8)  # type: ignore[operator]
+    codes = np.where(nothing, 0, codes + np.float32(top)).astype(np.uint8)
     return np.where(nothing, np.float32(0), scale), codes
 
 

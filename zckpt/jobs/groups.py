@@ -31,7 +31,7 @@ Precision = Literal["keep", "fp32", "fp16", "bf16"]
 SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")
 QUANTISED = ("fp8", "nvfp4", "mxfp4", "mxfp8", "int4", "int8")
 """Forms of quantised weights that are written."""
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
 DROPPED = ("optimizer", "module-weights", "frozen")
 """What `slim` may leave out."""
 

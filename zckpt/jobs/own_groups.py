@@ -304,7 +304,8 @@ class Gguf:
     """What a GGUF file holds.
 
     Attributes:
-        type: of the matrices: f32, f16, bf16 or q8_0.
+        type: of the matrices: f32, f16, bf16, q8_0, or one that llama.cpp's quantiser makes, such as q4_k_m.
+        imatrix: the file of an importance matrix; None for none.
         split_max_size: the most bytes of tensors in one of several files; None for one file.
         tokenizer: the directory with the tokenizer, or "none"; None for the checkpoint's own.
         pre_tokenizer: llama.cpp's name of it; None to find it.
@@ -315,6 +316,12 @@ class Gguf:
     type: str = field(
         default="f16",
         metadata=option("--type", GGUF_TYPES, "Of the matrices; norms, biases and routers are always f32."),
+    )
+    imatrix: str | None = field(
+        default=None,
+        metadata=option(
+            "--imatrix", "text", "An importance matrix, as llama.cpp's llama-imatrix writes it.", metavar="FILE"
+        ),
     )
     split_max_size: int | str | None = field(
         default=None,
@@ -348,6 +355,11 @@ class Gguf:
             raise UsageError(
                 f"{self.type!r} is not a type that zckpt writes", expected=f"one of {', '.join(GGUF_TYPES)}",
                 remedy="Use one of these; llama.cpp's llama-quantize makes others of a file in f16.",
+            )  # fmt: skip
+        if self.imatrix is not None and self.type in ("f32", "f16", "bf16", "q8_0", "mxfp4"):
+            raise UsageError(
+                "an importance matrix changes nothing in such a file", found=f"--type {self.type}",
+                expected="a type of 4 to 6 bits, such as q4_k_m", remedy="Leave --imatrix out, or use another --type.",
             )  # fmt: skip
 
 

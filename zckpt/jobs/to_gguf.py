@@ -27,11 +27,12 @@ from zckpt.jobs.own_groups import Gguf
 from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.gguf import METADATA
-from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
+from zckpt.layouts.gguf.importance import read_importance
+from zckpt.layouts.gguf.write import FILE_TYPES, as_written, lay_out, types_of
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
-from zckpt.naming.gguf_tensors import add_frequency_factors, vocabulary_rows
+from zckpt.naming.gguf_tensors import add_frequency_factors, digest_of, mixed_of, vocabulary_rows
 from zckpt.naming.writers import GGUF, SchemeNames, name_for_writer
 from zckpt.output.publish import check_output
 from zckpt.storage.location import Location, locate
@@ -44,6 +45,7 @@ def to_gguf(
     out: str | os.PathLike[str],
     *,
     type: str = "f16",  # noqa: A002 - as the option is called
+    imatrix: str | os.PathLike[str] | None = None,
     split_max_size: int | str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     pre_tokenizer: str | None = None,
@@ -60,7 +62,9 @@ def to_gguf(
         checkpoint: as for `zckpt.convert`: a Hugging Face model, or a checkpoint with names in which a scheme of
         zckpt finds one.
         out: a name ending in .gguf for one file; anything else is a directory for files named by llama.cpp's conventions.
-        type: "f32", "f16", "bf16" or "q8_0" of the matrices; norms, biases and routers are fp32.
+        type: "f32", "f16", "bf16" or "q8_0" of the matrices; or "q4_0", "q4_1", "q5_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k" or
+            "mxfp4", as llama.cpp's quantiser writes them, some matrices in other types. Norms, biases and routers are fp32.
+        imatrix: the file of an importance matrix, as llama.cpp's llama-imatrix writes it; None for none.
         split_max_size: for a directory, the most bytes of tensors in one file, such as "40GB"; None for one file.
         tokenizer: the directory with the model's tokenizer, if it is not beside the checkpoint; "none" leaves it out.
         pre_tokenizer: llama.cpp's name for how the tokenizer splits text, such as "llama-bpe", if zckpt does not know it.
@@ -89,7 +93,8 @@ def to_gguf(
     began = time.perf_counter()
     options = options or Options()
     asked = options.split(
-        TO_GGUF, type=type, split_max_size=split_max_size, tag=tag or options.tag,
+        TO_GGUF, type=type, imatrix=None if imatrix is None else os.fspath(imatrix),
+        split_max_size=split_max_size, tag=tag or options.tag,
         tokenizer=None if tokenizer is None else os.fspath(tokenizer), pre_tokenizer=pre_tokenizer, model_name=model_name,
         config=config if config is None or isinstance(config, Mapping) else os.fspath(config), also=also or options.also,
     )  # fmt: skip
@@ -111,7 +116,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     home = _tokenizer_of(opened, asked.own.tokenizer)
     tokenizer, left_out = ([], ()) if home is None else companions(home, opened.place.named)
     files = [file for file, _ in tokenizer]
-    inputs = protected_places(opened, source, beside=asked.publishing.beside, named=(asked.own.config, *files))
+    inputs = protected_places(
+        opened, source, beside=asked.publishing.beside, named=(asked.own.config, asked.own.imatrix, *files)
+    )
     check_output(place, single=single, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     check_wanted(opened, stripped, asked.selecting)
@@ -124,8 +131,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     filled_in(model.config, opened.catalog.source.path)  # which says what is no usable config
     rows = vocabulary_rows(model.config, home)
     tensors = add_frequency_factors(model.catalog.tensors, model.config, rows)
-    ggml = TYPES[asked.own.type]
-    described = [(entry.name, entry.shape, type_of(entry, ggml).name) for entry in tensors]
+    matrix = None if asked.own.imatrix is None else read_importance(asked.own.imatrix)
+    types = types_of(tensors, asked.own.type, mixed_of(model.config, matrix))
+    described = [(entry.name, entry.shape, types[entry.name].name) for entry in tensors]
     beside = GgufModel(
         model.config,
         home,
@@ -135,9 +143,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
         FILE_TYPES[asked.own.type],
         opened.place.named,
     )
-    metadata, more, stem = metadata_of(beside)
+    found, more, stem = metadata_of(beside)
+    metadata = as_written(found, asked.own.type, matrix)
     most = None if asked.own.split_max_size is None else to_bytes(asked.own.split_max_size)
-    layout = lay_out(tensors, ggml, metadata, os.path.splitext(place.resolved().name)[0] if single else stem, most)
+    name = os.path.splitext(place.resolved().name)[0] if single else stem
+    layout = lay_out(tensors, types, metadata, name, most, matrix)
     if single and len(layout.files) > 1:
         raise UsageError(
             "the model does not fit into one file of that size", file=place, found=f"{len(layout.files):,} files",
@@ -145,6 +155,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
         )  # fmt: skip
     catalog = replace(model.catalog, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
     form = {**model.recorded["form"], "type": asked.own.type, **({} if rows is None else {"rows": rows})}
+    if matrix is not None:
+        form["imatrix"] = {"file": matrix.path, "digest": digest_of(locate(matrix.path))}
     plan = Plan(layout.files, layout.pairs)
     fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=model.dropped)
     order = replace(order_for(asked, plan, place, catalog, (), {"form": form}, single=single), left_out=fates)

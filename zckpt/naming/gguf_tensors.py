@@ -11,22 +11,25 @@ Source: llama.cpp, convert_hf_to_gguf.py `LlamaModel.generate_extra_tensors`, `G
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from zckpt.base.errors import UsageError
-from zckpt.containers.gguf_file import Q8_0
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import ComputedStore, Fragment
 from zckpt.layouts.gguf.blocks import as_floats, in_blocks
-from zckpt.layouts.gguf.write import TYPES, type_of
+from zckpt.layouts.gguf.importance import REMEDY, ImportanceMatrix, read_importance
+from zckpt.layouts.gguf.mixture import Mixed
+from zckpt.layouts.gguf.write import types_of
+from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import ARCHITECTURES, rotary_of
 from zckpt.naming.rows import with_rows
 from zckpt.storage.json_files import read_json
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, locate
 
 FACTORS = "rope_freqs.weight"
 _EMBEDDING = "token_embd.weight"
@@ -81,10 +84,52 @@ def as_read(catalog: Catalog, config: Mapping[str, Any], recorded: Mapping[str, 
         config: of it.
         recorded: the type, and the rows of the embedding.
     """
-    asked = TYPES[str(recorded["type"])]
+    said = recorded.get("imatrix")
+    matrix = None if said is None else _matrix_again(str(said["file"]), str(said["digest"]))
     tensors = add_frequency_factors(catalog.tensors, config, recorded.get("rows"))
-    read = {e.name: as_floats(in_blocks(e)) if type_of(e, asked) is Q8_0 else e for e in tensors}
+    types = types_of(tensors, str(recorded["type"]), mixed_of(config, matrix))
+    read: dict[str, TensorEntry] = {}
+    for entry in tensors:
+        kind = types[entry.name]
+        weighting = None if matrix is None or kind.block == 1 else matrix.of(entry.name, entry.shape)
+        blocks = in_blocks(entry, kind, weighting, again=True) if kind.block > 1 else entry
+        read[entry.name] = as_floats(blocks, kind) if kind.block > 1 else blocks
     return replace(catalog, tensors=read, aliases={}, padding=())
+
+
+def mixed_of(config: Mapping[str, Any], matrix: ImportanceMatrix | None) -> Mixed:
+    """What a mixture of types depends on, by a model's config."""
+    full = filled_in(config, "")
+    layers, heads = full["num_hidden_layers"], full["num_attention_heads"]
+    experts = full.get("num_local_experts", full.get("num_experts")) or 0
+    shares = {"llama": full.get("num_key_value_heads", heads) != heads and experts != 8, "qwen2": True}
+    is_70b = layers == 80 and shares.get(ARCHITECTURES.get(str(config.get("model_type")), ""), False)
+    return Mixed(layers, experts, is_70b, matrix is not None)
+
+
+def _matrix_again(path: str, digest: str) -> ImportanceMatrix:
+    """The importance matrix with which an output was made.
+
+    Raises:
+        UsageError: it is not there any more, or is another one.
+    """
+    there = locate(path)
+    found = digest_of(there) if there.is_file() else "no such file"
+    if found != digest:
+        raise UsageError(
+            "the importance matrix of this output is needed to verify it", file=path, found=found[:16], expected=digest[:16],
+            remedy=f"Put the file with which it was made back there. {REMEDY}",
+        )  # fmt: skip
+    return read_importance(path)
+
+
+def digest_of(file: Location) -> str:
+    """Of a file's bytes: its SHA-256."""
+    found = hashlib.sha256()
+    with file.open() as opened:
+        for start in range(0, opened.size, 1 << 20):
+            found.update(opened.read(start, min(1 << 20, opened.size - start)))
+    return found.hexdigest()
 
 
 def _factors(config: Mapping[str, Any], rotary: Mapping[str, Any]) -> TensorEntry:

@@ -1,54 +1,120 @@
-"""Elements in blocks of ggml's types: floats made from them, and blocks of Q8_0 made from floats, while they are moved.
+"""Elements in blocks of ggml's types: floats made from them, and blocks made from floats, while they are moved.
 
 For `read` and `write`. [Note: Q8_0] 32 elements of a row share a scale: the largest absolute value divided by 127, stored as
 fp16. The elements are multiplied by the reciprocal of the scale before its rounding to fp16, and rounded to whole numbers, halves
 away from zero. An element is that number times the stored scale, in fp32.
-Source: gguf-py 0.19.0, quants.py `Q8_0` (the same bits as ggml, src/ggml-quants.c `quantize_row_q8_0_ref`).
+Source: gguf-py 0.19.0, quants.py `Q8_0` (the same bits as ggml, src/ggml-quants.c `quantize_row_q8_0_ref`). Of the other types:
+`engine.kernels_to_ggml`, which `verify` computes them with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
-from zckpt.containers.gguf_file import Q8_0, GgmlType
+from zckpt.base.errors import CastError
+from zckpt.containers.gguf_file import BY_NAME, Q8_0, GgmlType
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8
 from zckpt.core.recipes import derive_entry
+from zckpt.engine import kernels_to_ggml
+from zckpt.layouts.gguf.importance import Weighting
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Tools
 
+_AT_ONCE = 1 << 18
+"""Numbers that become blocks at once."""
+_UNWEIGHTED = (Q8_0, BY_NAME["MXFP4"])
+"""Types of which an importance matrix changes nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksOfFloats:
-    """A recipe (`core.recipes`): blocks of Q8_0 as bytes; see [Note: Q8_0].
+    """A recipe (`core.recipes`): blocks as bytes; of Q8_0, see [Note: Q8_0].
 
     Attributes:
-        inputs: the tensor, with rows that are a multiple of 32.
+        source: the tensor, with rows that are whole blocks.
+        type: of the blocks.
+        weighting: how much its columns matter; None where all do the same.
+        again: whether they are computed as `verify` does it, by other code.
     """
 
-    inputs: tuple[TensorEntry]
-    unit: int = Q8_0.nbytes
+    source: TensorEntry
+    type: GgmlType = Q8_0
+    weighting: Weighting | None = None
+    again: bool = False
+
+    @property
+    def inputs(self) -> tuple[TensorEntry, ...]:
+        """The tensor, and what says how much its columns matter."""
+        return (self.source, *(() if self.weighting is None else self.weighting.entries))
+
+    @property
+    def unit(self) -> int:
+        """A block, or a row where columns differ."""
+        return self.type.nbytes if self.weighting is None else self._row
+
+    @property
+    def _row(self) -> int:
+        return self.source.shape[-1] // self.type.block * self.type.nbytes
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The type."""
-        return ("to Q8_0",)
+        """The type, and what sums are divided by."""
+        more = () if self.weighting is None else ("weighted", self.weighting.calls)
+        return (f"to {self.type.name}", *more)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
         """What `compute` reads: `core.recipes.Recipe`."""
-        return [(self.inputs[0], start // Q8_0.nbytes * Q8_0.block, stop // Q8_0.nbytes * Q8_0.block)]
+        block, nbytes = self.type.block, self.type.nbytes
+        beside = [(entry, 0, entry.numel) for entry in self.inputs[1:]]
+        return [(self.source, start // nbytes * block, stop // nbytes * block), *beside]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
+        """As `Recipe.compute`.
+
+        Raises:
+            CastError: a block holds what the type cannot.
+        """
         import numpy as np
 
-        ((_, first, last),) = self.reads(start, stop)
         blocks = np.empty(stop - start, np.uint8)
-        tools.kernels.to_q8_0(tools.read_floats(self.inputs[0], first, last), blocks)
+        for first, last, columns, expert in self._parts(start, stop):
+            block, nbytes = self.type.block, self.type.nbytes
+            numbers = tools.read_floats(self.source, first // nbytes * block, last // nbytes * block)
+            out = blocks[first - start : last - start]
+            if self.type is Q8_0:
+                tools.kernels.to_q8_0(numbers, out)
+                continue
+            weights = None if self.weighting is None else self.weighting.of_expert(expert, columns, tools)
+            encode = kernels_to_ggml.to_ggml if self.again else tools.kernels.to_ggml
+            self._check(encode(self.type.name, numbers, columns, weights, out))
         return blocks
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Bytes [first, last) of a part that is computed at once, the columns of its rows, and the expert that it is of."""
+        block, nbytes = self.type.block, self.type.nbytes
+        if self.weighting is None:
+            step = _AT_ONCE // block * nbytes
+            yield from ((first, min(first + step, stop), block, 0) for first in range(start, stop, step))
+            return
+        *_, rows, columns = self.source.shape
+        step = max(1, _AT_ONCE // columns)
+        row, last = start // self._row, stop // self._row
+        while row < last:
+            end = min(row + step, last, (row // rows + 1) * rows)
+            yield row * self._row, end * self._row, columns, row // rows
+            row = end
+
+    def _check(self, unsound: int) -> None:
+        if unsound:
+            raise CastError(
+                f"tensor {self.source.name!r} holds numbers that have no place in {self.type.name}",
+                found=f"{unsound:,} of the blocks that were looked at hold NaN, infinity, or too large a number",
+                expected="finite numbers, with scales that fp16 holds", remedy="Look at it with `zckpt verify CKPT --deep`.",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +158,19 @@ class FloatsOfBlocks:
         return numbers
 
 
-def in_blocks(entry: TensorEntry) -> TensorEntry:
-    """A tensor as bytes of Q8_0; its rows must be multiples of 32."""
-    return derive_entry(entry.name, Q8_0.stored(entry.shape), U8, BlocksOfFloats((entry,)), entry.role)
+def in_blocks(
+    entry: TensorEntry, kind: GgmlType = Q8_0, weighting: Weighting | None = None, *, again: bool = False
+) -> TensorEntry:
+    """A tensor as bytes of a type's blocks; its rows must be whole blocks.
+
+    Args:
+        entry: the tensor.
+        kind: the type.
+        weighting: how much its columns matter.
+        again: whether it is for `verify`.
+    """
+    recipe = BlocksOfFloats(entry, kind, None if kind in _UNWEIGHTED else weighting, again)
+    return derive_entry(entry.name, kind.stored(entry.shape), U8, recipe, entry.role)
 
 
 def as_floats(blocks: TensorEntry, kind: GgmlType = Q8_0) -> TensorEntry:

@@ -1,7 +1,8 @@
 """Lays a model out in GGUF files.
 
 For `jobs.to_gguf`. Which type a tensor gets is as llama.cpp's converter has it: what has one dimension, norms, biases and the
-weights of routers stay fp32, and rows that are no multiple of a block's elements become F16.
+weights of routers stay fp32, and rows that are no multiple of a block's elements become F16. What its quantiser makes of such a
+file has a mixture of types: `mixture`.
 Source: llama.cpp, convert_hf_to_gguf.py `prepare_tensors`; gguf-py 0.19.0, gguf_writer.py (splits).
 """
 
@@ -12,18 +13,29 @@ from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
-from zckpt.containers.gguf_file import BY_DTYPE, Q8_0, GgmlType, GgufSpec, GgufValue, skeleton
+from zckpt.containers.gguf_file import BY_DTYPE, BY_NAME, Q8_0, GgmlType, GgufSpec, GgufValue, skeleton
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Pair
 from zckpt.core.stores import FileStore
 from zckpt.layouts.gguf.blocks import in_blocks
+from zckpt.layouts.gguf.importance import ImportanceMatrix
+from zckpt.layouts.gguf.mixture import BASES, Mixed, in_order, mixed_types
 
-TYPES = {"f32": BY_DTYPE[F32], "f16": BY_DTYPE[F16], "bf16": BY_DTYPE[BF16], "q8_0": Q8_0}
+TYPES: dict[str, GgmlType] = {
+    "f32": BY_DTYPE[F32],
+    "f16": BY_DTYPE[F16],
+    "bf16": BY_DTYPE[BF16],
+    "q8_0": Q8_0,
+    **{asked: BY_NAME[name] for asked, name in BASES.items()},
+}
 """Types that can be asked for."""
 
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32,
+    "mxfp4": 38,
+}  # fmt: skip
 """The numbers of `general.file_type`."""
 
 _KEPT = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
@@ -31,11 +43,36 @@ _MOST_PARTS = 65535
 """The number of parts is stored in 16 bits."""
 
 
-def type_of(entry: TensorEntry, asked: GgmlType) -> GgmlType:
-    """The type that a tensor gets."""
-    if len(entry.shape) < 2 or entry.name.endswith(_KEPT) or not entry.name.endswith(".weight"):
-        return TYPES["f32"]
-    return TYPES["f16"] if entry.shape[-1] % asked.block else asked
+def types_of(tensors: Sequence[TensorEntry], asked: str, model: Mixed) -> dict[str, GgmlType]:
+    """The type that each tensor gets, in the order in which they are written.
+
+    Args:
+        tensors: under GGUF's names, in the converter's order.
+        asked: one of `TYPES`.
+        model: what a mixture of types depends on.
+    """
+    matrices = {entry.name: entry.shape for entry in tensors if not _is_kept(entry)}
+    if asked not in BASES:
+        kind = TYPES[asked]
+        fits = {name: TYPES["f16"] if shape[-1] % kind.block else kind for name, shape in matrices.items()}
+        return {entry.name: fits.get(entry.name, TYPES["f32"]) for entry in tensors}
+    names = in_order([entry.name for entry in tensors])
+    mixed = mixed_types([(name, matrices[name]) for name in names if name in matrices], asked, model)
+    return {name: mixed.get(name, TYPES["f32"]) for name in names}
+
+
+def _is_kept(entry: TensorEntry) -> bool:
+    """Whether a tensor is fp32 whatever is asked for."""
+    return len(entry.shape) < 2 or entry.name.endswith(_KEPT) or not entry.name.endswith(".weight")
+
+
+def as_written(metadata: Mapping[str, GgufValue], asked: str, matrix: ImportanceMatrix | None) -> dict[str, GgufValue]:
+    """The metadata as the program has it that writes such a type: llama.cpp's quantiser has the type last."""
+    if asked not in BASES:
+        return dict(metadata)
+    last = {key: metadata[key] for key in ("general.quantization_version", "general.file_type")}
+    first = {key: value for key, value in metadata.items() if key not in last}
+    return {**first, **last, **({} if matrix is None else matrix.facts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +85,27 @@ class GgufLayout:
 
 def lay_out(
     tensors: Sequence[TensorEntry],
-    asked: GgmlType,
+    types: Mapping[str, GgmlType],
     metadata: Mapping[str, GgufValue],
     stem: str,
     most_bytes: int | None = None,
+    matrix: ImportanceMatrix | None = None,
 ) -> GgufLayout:
     """Lays out the files.
 
     Args:
-        tensors: under GGUF's names, in order; shapes as in torch.
-        asked: the type of what is not kept in fp32.
+        tensors: under GGUF's names; shapes as in torch.
+        types: of each, in the order in which they are written.
         metadata: of the model.
         stem: the files' name without suffix and number.
         most_bytes: of tensors in one part; None for a single file.
+        matrix: an importance matrix; None for none.
 
     Raises:
         UnsupportedError: GGUF cannot hold a tensor, or so many parts.
     """
-    specs = [GgufSpec(entry.name, type_of(entry, asked), entry.shape) for entry in tensors]
+    shapes = {entry.name: entry.shape for entry in tensors}
+    specs = [GgufSpec(name, kind, shapes[name]) for name, kind in types.items()]
     parts = _split_parts(specs, most_bytes)
     if len(parts) > _MOST_PARTS:
         raise UnsupportedError(
@@ -88,8 +128,9 @@ def lay_out(
         files.append((OutputFile(name, frame.size, frame.literals), store))
         for spec in part:
             source = entries[spec.name]
-            if spec.type is Q8_0:
-                source = in_blocks(source)
+            if spec.type.block > 1:
+                weighting = None if matrix is None else matrix.of(spec.name, spec.shape)
+                source = in_blocks(source, spec.type, weighting)
             numel = 1
             for extent in spec.stored:
                 numel *= extent
