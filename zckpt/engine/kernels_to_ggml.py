@@ -95,11 +95,11 @@ def _encode(kind: str, groups: Any, rows: Any, weights: Any) -> Any:
     elif is_ranged:
         least, most = _ends(groups.T)
         step = (most - least) / np.float32(size)
-        codes = _cut((groups.T - least) * _reciprocal(step) + np.float32(0.5), size)
+        codes = _truncate((groups.T - least) * _reciprocal(step) + np.float32(0.5), size)
         halves = [step, least]
     else:
         step = _first_largest(groups.T)[0] / np.float32(-size)
-        codes = _cut(groups.T * _reciprocal(step) + np.float32(size + 0.5), 2 * size - 1)
+        codes = _truncate(groups.T * _reciprocal(step) + np.float32(size + 0.5), 2 * size - 1)
         halves = [step]
     return np.concatenate([*(_half(each) for each in halves), _pack_32(codes.T, has_fifth)], axis=1)
 
@@ -125,7 +125,7 @@ def _reciprocal(step: Any) -> Any:
     return np.where(step != 0, np.float32(1) / step, np.float32(0))
 
 
-def _cut(numbers: Any, most: int) -> Any:
+def _truncate(numbers: Any, most: int) -> Any:
     """The whole part, in one byte; of what is too large for an integer, 0."""
     import numpy as np
 

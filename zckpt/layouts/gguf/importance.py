@@ -114,9 +114,9 @@ def read_importance(path: str) -> ImportanceMatrix:
     with open_input(path) as file:
         own = file.path
         entries, datasets, chunks = _of_gguf(file) if file.peek(0, 4) == MAGIC else _of_older(file)
-    facts = {"file": GgufValue("string", _cut(own))}
+    facts = {"file": GgufValue("string", _shorten(own))}
     if datasets:
-        facts["dataset"] = GgufValue("string", _cut(datasets))
+        facts["dataset"] = GgufValue("string", _shorten(datasets))
     facts["entries_count"] = GgufValue("u32", len(entries))
     if chunks > 0:
         facts["chunks_count"] = GgufValue("u32", chunks)
@@ -180,7 +180,7 @@ def _of_older(file: Input) -> tuple[dict[str, Weighting], str, int]:
     return entries, dataset, chunks
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text.encode()[:_MOST_TEXT].decode(errors="ignore")
 
 
