@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 1 << 18
 """Numbers that become blocks at once."""
 _UNWEIGHTED = (Q8_0, BY_NAME["MXFP4"])
-"""Types of which an importance matrix changes nothing."""
+"""Types in which an importance matrix changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
