@@ -264,5 +264,5 @@ def test_a_matrix_that_is_none_or_of_another_model_is_named(model: Path, tmp_pat
         else:
             with pytest.raises(error, match=words):
                 written(model, tmp_path / "x.gguf", "q4_0", imatrix=path)
-    with pytest.raises(UsageError, match="changes nothing"):
+    with pytest.raises(UsageError, match="importance matrix changes"):
         written(model, tmp_path / "x.gguf", "q8_0", imatrix=path)

@@ -358,7 +358,7 @@ class Gguf:
             )  # fmt: skip
         if self.imatrix is not None and self.type in ("f32", "f16", "bf16", "q8_0", "mxfp4"):
             raise UsageError(
-                "an importance matrix changes nothing in such a file", found=f"--type {self.type}",
+                "such a file holds nothing that an importance matrix changes", found=f"--type {self.type}",
                 expected="a type of 4 to 6 bits, such as q4_k_m", remedy="Leave --imatrix out, or use another --type.",
             )  # fmt: skip
 
