@@ -21,6 +21,7 @@ from zckpt.jobs.declarations import (
     CONVERT,
     DELTA,
     PUSH,
+    QUANTIZE,
     TO_DCP,
     TO_FP8,
     TO_GGUF,
@@ -38,9 +39,9 @@ MODEL = FIXTURES / "transformers" / "llama_zero2" / "checkpoint"
 
 JOBS: dict[str, Job[Any]] = {
     "convert": CONVERT, "to_dcp": TO_DCP, "to_mcore": TO_MCORE, "to_fp8": TO_FP8, "to_gguf": TO_GGUF, "to_states": TO_STATES,
-    "average": AVERAGE, "push_to_hub": PUSH, "delta": DELTA, "apply_delta": APPLY,
+    "quantize": QUANTIZE, "average": AVERAGE, "push_to_hub": PUSH, "delta": DELTA, "apply_delta": APPLY,
 }  # fmt: skip
-PLANNED = ("convert", "to_dcp", "to_mcore", "to_fp8", "to_gguf", "to_states", "average")
+PLANNED = ("convert", "to_dcp", "to_mcore", "to_fp8", "quantize", "to_gguf", "to_states", "average")
 VALUES: dict[str, object] = {
     "dtype": BF16, "format": "bin", "max_shard_size": "1KB", "include": ["*0*"], "exclude": ["*0*"],
     "exclude_frozen": True, "keep_dtype": ["*norm*"],

@@ -210,6 +210,25 @@ def test_files_are_those_of_llama_cpp(model: Path, kind: str, tmp_path: Path) ->
         zckpt.verify(model, out)
 
 
+def test_numbers_of_blocks_are_derived_a_second_time(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What wrong loops made of a file with blocks is found by `verify`, which has others."""
+    source, right, wrong = (tmp_path / name for name in ("x.gguf", "right", "wrong"))
+    written(model, source, "q4_k_m")
+    zckpt.convert(source, right, dtype="fp32", progress=False)
+    assert zckpt.verify(source, right).ok
+
+    def off(kind: str, blocks: Any, numbers: Any) -> None:
+        ReferenceKernels().of_ggml(kind, blocks, numbers)
+        numbers[7] += np.float32(2**-10)
+
+    monkeypatch.setattr(NativeKernels, "of_ggml", lambda self, kind, blocks, numbers: off(kind, blocks, numbers))
+    zckpt.convert(source, wrong, dtype="fp32", progress=False)
+    found = zckpt.verify(source, wrong)
+    assert not found.ok and "differ" in "".join(found.lines())
+
+
 def test_what_no_type_holds_is_named(tmp_path: Path) -> None:
     model = tiny(tmp_path / "wild")
     from safetensors.numpy import load_file

@@ -17,6 +17,7 @@ from zckpt.core.recipes import DerivedStore
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.opened import dequantise, opened_as_stored
+from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import read_config
 from zckpt.output.manifest import Manifest
@@ -51,6 +52,10 @@ def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest 
         output: the output, as stored.
         facts: the output's manifest.
     """
+    if METADATA in catalog.extras:
+        from zckpt.layouts.gguf.blocks import read_again
+
+        return read_again(catalog)
     was_made = facts is not None and RECORDED in facts.options
     if not was_made and any(is_fp8(entry.dtype) for entry in output.tensors.values()):
         return catalog

@@ -10,6 +10,7 @@ Source: gguf-py 0.19.0, quants.py `Q8_0` (the same bits as ggml, src/ggml-quants
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
@@ -17,11 +18,13 @@ from zckpt.base.errors import CastError
 from zckpt.containers.gguf_file import BY_NAME, Q8_0, GgmlType
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8
-from zckpt.core.recipes import derive_entry
+from zckpt.core.recipes import DerivedStore, derive_entry
 from zckpt.engine import kernels_to_ggml
+from zckpt.engine.kernels import ReferenceKernels
 from zckpt.layouts.gguf.importance import Weighting
 
 if TYPE_CHECKING:
+    from zckpt.core.catalog import Catalog
     from zckpt.core.folds import Array, Tools
 
 _AT_ONCE = 1 << 18
@@ -124,10 +127,12 @@ class FloatsOfBlocks:
     Attributes:
         inputs: the blocks, as bytes.
         type: of the blocks.
+        again: whether they are computed as `verify` does it, by other code.
     """
 
     inputs: tuple[TensorEntry]
     type: GgmlType = Q8_0
+    again: bool = False
 
     @property
     def unit(self) -> int:
@@ -151,10 +156,11 @@ class FloatsOfBlocks:
         ((_, first, last),) = self.reads(start, stop)
         numbers = np.empty(stop - start, np.float32)
         blocks: Any = tools.read(self.inputs[0], first, last)
+        kernels = ReferenceKernels() if self.again else tools.kernels
         if self.type is Q8_0:
-            tools.kernels.of_q8_0(blocks, numbers)
+            kernels.of_q8_0(blocks, numbers)
         else:
-            tools.kernels.of_ggml(self.type.name, blocks, numbers)
+            kernels.of_ggml(self.type.name, blocks, numbers)
         return numbers
 
 
@@ -173,7 +179,18 @@ def in_blocks(
     return derive_entry(entry.name, kind.stored(entry.shape), U8, recipe, entry.role)
 
 
-def as_floats(blocks: TensorEntry, kind: GgmlType = Q8_0) -> TensorEntry:
+def as_floats(blocks: TensorEntry, kind: GgmlType = Q8_0, *, again: bool = False) -> TensorEntry:
     """The tensor that blocks of a type stand for, as fp32."""
     shape = (*blocks.shape[:-1], blocks.shape[-1] // kind.nbytes * kind.block)
-    return derive_entry(blocks.name, shape, F32, FloatsOfBlocks((blocks,), kind), blocks.role)
+    return derive_entry(blocks.name, shape, F32, FloatsOfBlocks((blocks,), kind, again), blocks.role)
+
+
+def read_again(catalog: Catalog) -> Catalog:
+    """The same, with blocks that become numbers as `verify` computes them: by numpy, and not by the loops of the C++."""
+    return replace(catalog, tensors={name: _again(entry) for name, entry in catalog.tensors.items()})
+
+
+def _again(entry: TensorEntry) -> TensorEntry:
+    recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
+    found = recipes[0] if len(entry.fragments) == 1 and recipes else None
+    return as_floats(found.inputs[0], found.type, again=True) if isinstance(found, FloatsOfBlocks) else entry
