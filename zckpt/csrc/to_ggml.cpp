@@ -439,6 +439,7 @@ size_t to_ggml(GgmlBlocks kind, const float* x, size_t rows, size_t columns, con
     default: nbytes = 210;
   }
   const bool weighted = weights && kind != GgmlBlocks::kMxfp4;
+  const uint32_t limit = kind == GgmlBlocks::kMxfp4 ? kInfinity : kHuge;
   for (size_t row = 0; row < rows; ++row, x += columns, blocks += across * nbytes) {
     if (kind == GgmlBlocks::kQ4K || kind == GgmlBlocks::kQ5K)
       put_q45_k(search, kind == GgmlBlocks::kQ5K, x, across, weights, blocks);
@@ -449,7 +450,7 @@ size_t to_ggml(GgmlBlocks kind, const float* x, size_t rows, size_t columns, con
       uint8_t* to = blocks + b * nbytes;
       const uint32_t size = search.largest_bits(own, numbers);
       if (kind == GgmlBlocks::kQ6K) put_q6_k(search, own, weights ? weights + b * numbers : nullptr, to);
-      if (size < kInfinity && !weighted) switch (kind) {
+      if (size < limit && !weighted) switch (kind) {
           case GgmlBlocks::kQ4_0: put_symmetric(search, size, own, 8, to); break;
           case GgmlBlocks::kQ5_0: put_symmetric(search, size, own, 16, to); break;
           case GgmlBlocks::kQ4_1: put_ranged(search, own, 15, to); break;
@@ -457,7 +458,7 @@ size_t to_ggml(GgmlBlocks kind, const float* x, size_t rows, size_t columns, con
           case GgmlBlocks::kMxfp4: put_mxfp4(search, size, own, to); break;
           default: break;
         }
-      unsound += size >= (kind == GgmlBlocks::kMxfp4 ? kInfinity : kHuge) || !is_sound(kind, to);
+      unsound += size >= limit || !is_sound(kind, to);
     }
   }
   return unsound;
