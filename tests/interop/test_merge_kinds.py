@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,53 @@ def qwen2_vl() -> Any:
     return transformers.Qwen2VLForConditionalGeneration(
         transformers.Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
     )
+
+
+def qwen2_5_vl() -> Any:
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "out_hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 24,
+        "patch_size": 4,
+    }
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, tie_word_embeddings=False
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def gemma3() -> Any:
+    config = transformers.Gemma3Config(
+        text_config={**TEXT, "tie_word_embeddings": True},
+        vision_config={**SIZES, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=39,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def idefics3() -> Any:
+    config = transformers.Idefics3Config(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**SIZES, "image_size": 16, "patch_size": 8},
+        image_token_id=39,
+        scale_factor=1,
+        tie_word_embeddings=False,
+    )
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
+def internvl() -> Any:
+    config = transformers.InternVLConfig(
+        text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={**SIZES, "image_size": [16, 16], "patch_size": [8, 8]},
+        image_token_id=39,
+        tie_word_embeddings=False,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
 
 
 def gpt2() -> Any:
@@ -91,6 +139,8 @@ def check(kind: str, home: Path, want: dict[str, torch.Tensor]) -> dict[str, Any
 @pytest.mark.parametrize(("make", "targets"), [
     (llava, r".*language_model.*(q_proj|v_proj)"), (llava, r".*(vision|language).*(q_proj|v_proj)"),
     (qwen2_vl, r".*language_model.*(q_proj|v_proj)"), (qwen2_vl, r".*visual.*qkv"),
+    (qwen2_5_vl, r".*(visual.*qkv|language_model.*v_proj)"), (gemma3, r".*(vision_tower|language_model).*(q_proj|v_proj)"),
+    (idefics3, r".*(vision_model|text_model).*(q_proj|v_proj)"), (internvl, r".*(vision_tower|language_model).*(q_proj|v_proj)"),
 ])  # fmt: skip
 def test_names_in_memory_are_found_under_the_hub_s(make: Callable[[], Any], targets: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -164,6 +214,67 @@ def test_the_tokenizer_of_the_adapter_wins(tmp_path: Path) -> None:
         assert (tmp_path / out / "tokenizer_config.json").read_text() == '{"added": 1}'
 
 
+def test_an_adapter_beside_a_model_and_a_value_head(tmp_path: Path) -> None:
+    """torchtune's epochs hold the merged model and the adapter; TRL puts a PEFT model's value head into pytorch_model.bin."""
+    torch.manual_seed(8)
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    train(model, tmp_path, ["q_proj"])
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    epoch = shutil.copytree(tmp_path / "adapter", tmp_path / "epoch_0")
+    shutil.copy(tmp_path / "base" / "config.json", epoch)
+    shutil.copy(tmp_path / "base" / "model.safetensors", epoch / "model-00001-of-00001.safetensors")
+    files = dict.fromkeys(load_file(tmp_path / "base" / "model.safetensors"), "model-00001-of-00001.safetensors")
+    (epoch / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    zckpt.to_peft(epoch, tmp_path / "alone", progress=False)
+    alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    assert alone.keys() == saved.keys() and all(torch.equal(alone[name], value) for name, value in saved.items())
+    assert zckpt.verify(epoch, tmp_path / "alone", progress=False).ok
+    head = {"v_head.summary.weight": torch.randn(1, 16), "v_head.summary.bias": torch.randn(1)}
+    torch.save(head, tmp_path / "adapter" / "pytorch_model.bin")
+    outs = []
+    for source, lora in (
+        (tmp_path / "base", LoraMerge(adapters=[epoch])),
+        (epoch, LoraMerge(base=tmp_path / "base")),
+        (tmp_path / "adapter", LoraMerge(base=tmp_path / "base")),
+    ):
+        out = tmp_path / f"out{len(outs)}"
+        zckpt.convert(source, out, dtype="fp32", options=Options(lora=lora), progress=False)
+        assert zckpt.verify(source, out, lora=lora, progress=False).ok
+        outs.append(load_file(out / "model.safetensors"))
+    assert (
+        all(torch.equal(outs[0][name], value) for name, value in outs[1].items()) and outs[0].keys() == outs[1].keys()
+    )
+    assert all(torch.equal(outs[2][name], value) for name, value in {**outs[0], **head}.items())
+
+
+def test_a_model_with_a_value_head_gets_the_names_that_trl_loads(tmp_path: Path) -> None:
+    model = llama()
+    wanted = {**model.state_dict(), "v_head.summary.weight": torch.randn(1, 16), "v_head.summary.bias": torch.randn(1)}
+    run = tmp_path / "run"
+    run.mkdir()
+    named = {name if "v_head" in name else f"pretrained_model.{name}": value for name, value in wanted.items()}
+    torch.save(named, run / "pytorch_model.bin")
+    model.config.save_pretrained(run)
+    zckpt.convert(run, tmp_path / "out", dtype="fp32", progress=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert {*info["unexpected_keys"]} == {"v_head.summary.weight", "v_head.summary.bias"} and not info["missing_keys"]
+
+
+def test_a_head_of_an_unknown_class_asks_for_the_class(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    train(llama("SequenceClassification", num_labels=2), tmp_path, ["q_proj"], task_type="SEQ_CLS")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(
+        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "architectures"})
+    )
+    lora = LoraMerge(base=tmp_path / "base")
+    with pytest.raises(zckpt.IncompleteError, match=r"which class.*architectures"):
+        zckpt.convert(tmp_path / "adapter", tmp_path / "out", options=Options(lora=lora), progress=False)
+
+
 QD = ["q_proj", "down_proj"]
 METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "LoHa": (llama, {"target_modules": QD, "r": 3, "alpha": 5}),
@@ -204,6 +315,53 @@ def test_other_methods_than_lora(method: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     want = train_as(model, tmp_path, getattr(peft, f"{method.partition(' ')[0]}Config")(**more))
     check(type(make()).__name__, tmp_path, want)
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("linear", (3, 3)), ("cat", (3, 2)), ("ties", (3, 3)), ("magnitude_prune", (3, 3))]
+)
+def test_several_combined_as_by_add_weighted_adapter(how: Any, ranks: tuple[int, int], tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    config = {"lora_alpha": 4, "init_lora_weights": False}
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=ranks[0], target_modules=["q_proj", "embed_tokens"], **config), "one"
+    )
+    model.add_adapter(
+        "two", peft.LoraConfig(r=ranks[1], target_modules=["q_proj", "down_proj", "embed_tokens"], **config)
+    )
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    density = 0.6 if how in ("ties", "magnitude_prune") else None
+    model.add_weighted_adapter(["one", "two"], [0.5, -1.5], "sum", how, density=density)
+    want = model.merge_and_unload(adapter_names=["sum"]).state_dict()
+    adapters = [f"{tmp_path / 'one'}:0.5", f"{tmp_path / 'two'}:-1.5"]
+    lora = LoraMerge(adapters=adapters, combine=how, density=density)
+    zckpt.convert(tmp_path / "base", tmp_path / "out", dtype="fp32", options=Options(lora=lora), progress=False)
+    for name, found in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.allclose(found, want[name], rtol=3e-7, atol=3e-8), name
+    again = LoraMerge(adapters=adapters)  # how they were combined, the output says itself
+    assert zckpt.verify(tmp_path / "base", tmp_path / "out", lora=again, progress=False).ok
+
+
+def test_what_cannot_be_combined(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    for name, more in (
+        ("lora", {"r": 2}),
+        ("more", {"r": 4}),
+        ("dora", {"r": 2, "use_dora": True}),
+        ("rslora", {"r": 2, "use_rslora": True}),
+    ):
+        config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, **more)
+        peft.get_peft_model(llama(), config).save_pretrained(tmp_path / name)
+    for other, how, density, kind, word in (
+        ("more", "linear", None, InconsistentError, "ranks"), ("dora", "cat", None, zckpt.UnsupportedError, "DoRA"),
+        ("rslora", "cat", None, zckpt.UnsupportedError, "rsLoRA"), ("lora", "ties", None, zckpt.UsageError, "needs a density"),
+        ("lora", "cat", 0.5, zckpt.UsageError, "no density"), ("lora", None, 0.5, zckpt.UsageError, "--combine"),
+    ):  # fmt: skip
+        lora = LoraMerge(adapters=[tmp_path / "lora", tmp_path / other], combine=how, density=density)
+        with pytest.raises(kind, match=word):
+            zckpt.convert(tmp_path / "base", tmp_path / "out", options=Options(lora=lora), progress=False)
 
 
 def test_what_several_of_them_make_of_a_weight_is_no_sum(tmp_path: Path) -> None:

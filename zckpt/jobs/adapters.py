@@ -14,9 +14,9 @@ from zckpt.base.errors import CorruptError, UsageError
 from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.engine.elements import ElementReader, elements
-from zckpt.jobs.open import Opened
+from zckpt.jobs.open import Opened, open_catalog
 from zckpt.naming.adapter_config import META, config_of_meta
-from zckpt.naming.adapter_names import Found
+from zckpt.naming.adapter_names import Found, found_in, is_adapter_file
 from zckpt.naming.adapter_weights import AdapterWeights
 from zckpt.storage.json_files import read_json
 
@@ -51,6 +51,16 @@ def choose_adapter(adapter: str | None, names: Sequence[str], catalog: Catalog) 
             remedy="Pass one of these with --adapter.",
         )
     return adapter or names[0]
+
+
+def find_adapter(opened: Opened) -> Opened:
+    """The adapter in a directory that holds a model too, as torchtune's epochs do: of `adapter_model.*` alone; else the same."""
+    names = {name for name in opened.catalog if found_in(name)}
+    directory = opened.place.listing.directory
+    if names or is_adapter_file(opened.catalog) or not (directory / CONFIG).is_file():
+        return opened
+    files = (directory / name for name in (WEIGHTS, "adapter_model.bin"))
+    return next((open_catalog(file) for file in files if file.is_file()), opened)
 
 
 def config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:

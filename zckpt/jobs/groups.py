@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
@@ -25,6 +25,7 @@ Overflow = Literal["error", "inf", "clamp"]
 Format = Literal["safetensors", "bin"]
 Scheme = Literal["block128", "channel", "tensor", "nvfp4", "mxfp4", "mxfp8", "int4", "int8"]
 Encoding = Literal["xor", "overwrite"]
+Combination = Literal["linear", "cat", "ties", "magnitude_prune"]
 Checksum = Literal["xxh3-128", "blake3", "adler32"]
 Precision = Literal["keep", "fp32", "fp16", "bf16"]
 
@@ -322,11 +323,15 @@ class LoraMerge:
         adapters: names of adapters in the checkpoint, or directories of PEFT; with a weight as `"style:0.5"` or `("style", 0.5)`.
             Empty for the checkpoint's only one.
         allow_untrained: merge an adapter with matrices that are all zeros, too.
+        combine: make one adapter of several first, as PEFT's `add_weighted_adapter` does; None to merge one after the other.
+        density: the part of each matrix that stays, for "ties" and "magnitude_prune".
     """
 
     base: AnyPath | None = None
     adapters: Sequence[AnyPath | tuple[AnyPath, float]] = ()
     allow_untrained: bool = False
+    combine: Combination | None = None
+    density: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +350,21 @@ class MergeAsked:
         default=False,
         metadata=option("--allow-untrained", "flag", "Merge an adapter with matrices that are all zeros, too.", LORA),
     )
+    combine: Combination | None = field(
+        default=None,
+        metadata=option(
+            "--combine",
+            get_args(Combination),
+            "Make one adapter of several first, as PEFT's add_weighted_adapter does.",
+            LORA,
+        ),
+    )
+    density: float | None = field(
+        default=None,
+        metadata=option(
+            "--density", "real", "For ties, magnitude_prune: the part of a matrix that stays.", LORA, metavar="D"
+        ),
+    )
 
     def as_fields(self) -> dict[str, Any]:
         """The fields of `Merging` that it says.
@@ -353,9 +373,15 @@ class MergeAsked:
             UsageError: adapters are named, and not to be merged.
         """
         if self.merge_lora:
-            lora = LoraMerge(base=self.base, adapters=tuple(self.adapter), allow_untrained=self.allow_untrained)
+            lora = LoraMerge(
+                base=self.base, adapters=tuple(self.adapter), allow_untrained=self.allow_untrained,
+                combine=self.combine, density=self.density,
+            )  # fmt: skip
             return {"lora": lora}
-        given = {"--adapter": self.adapter, "--allow-untrained": self.allow_untrained}
+        given = {
+            "--adapter": self.adapter, "--allow-untrained": self.allow_untrained, "--combine": self.combine,
+            "--density": self.density is not None,
+        }  # fmt: skip
         if others := [name for name, value in given.items() if value]:
             raise UsageError(
                 f"{others[0]} is of use only with --merge-lora", found=f"{others[0]} without --merge-lora",

@@ -9,16 +9,25 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.ledger import TrainedTensor
-from zckpt.jobs.adapters import CONFIG, choose_adapter, config_path, looked_at, made_config, read_adapter_config
-from zckpt.jobs.groups import LoraMerge
+from zckpt.jobs.adapters import (
+    CONFIG,
+    choose_adapter,
+    config_path,
+    find_adapter,
+    looked_at,
+    made_config,
+    read_adapter_config,
+)
+from zckpt.jobs.groups import Combination, LoraMerge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.trained import check_copies, trained_in, trained_with, without_copies
 from zckpt.layouts.places import Place
@@ -77,10 +86,13 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         ZckptError: another kind says what does not fit.
     """
     base = None if lora.base is None else open_base(lora.base)
+    beside: Iterable[str] = ()
     if base is None:
         opened.check_read(catalog.tensors.values())
     else:
         catalog = opened.without_packed(catalog)
+        if not lora.adapters and (file := find_adapter(opened)) is not opened:
+            beside, opened, catalog = catalog, file, strip_wrappers(file.catalog)[0]
     adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
     own = replace(catalog, tensors={}, aliases={}) if is_adapter_file(catalog) else base_of(catalog)
     weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
@@ -93,8 +105,8 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     with_files: list[AdapterWeights] = []  # and without copies of the base's tensors
     for adapter in adapters:
         other = next((one for one in others if one.place.listing.directory.path == adapter.file), None)
-        beside, sentences = ({}, []) if other is None else trained_with(adapter, other, weights)
-        with_files.append(replace(without_copies(adapter, weights, config), beside=beside))
+        there, sentences = ({}, []) if other is None else trained_with(adapter, other, weights)
+        with_files.append(replace(without_copies(adapter, weights, config), beside=there))
         notes += sentences
     replaced = {name for adapter in with_files for name in (*adapter.whole, *adapter.beside)}
     beneath = {} if is_adapter_file(catalog) else {name: bare(name) for name in catalog.tensors if not found_in(name)}
@@ -102,9 +114,11 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         name: "base" for name, its in beneath.items() if base is not None and its in weights and its not in trained
     }
     given_up |= {name: "whole" for name, its in beneath.items() if its in replaced}
+    given_up |= {name: "base" for name in beside if name in weights} | {n: "whole" for n in beside if n in replaced}
     if base is None:
         _check_base(weights, adapters, opened)
-    model = merge_adapters(weights, with_files, config, trained, opened.place.listing.directory.path)
+    combined = _combined(with_files, lora)
+    model = merge_adapters(weights, combined, config, trained, opened.place.listing.directory.path)
     check_copies(model.copies, adapters)
     unused = {id(copy.fragments): "copy" for copy, _ in model.copies}
     for adapter, kept in zip(adapters, with_files, strict=True):
@@ -149,6 +163,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     facts: dict[str, object] = {
         "adapters": recorded,
         "base": None if base is None else base.catalog.source_facts(),
+        **({} if lora.combine is None else {"combine": lora.combine, "density": lora.density}),
     }
     places = {
         one.place.home: one.place.named for one in (*([base] if base else []), opened, *others[: len(others) == 1])
@@ -183,6 +198,23 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     )
 
 
+def _combined(adapters: list[AdapterWeights], lora: LoraMerge) -> list[AdapterWeights]:
+    """The adapters, or one for all of them.
+
+    Raises:
+        ZckptError: they cannot be combined so.
+    """
+    if lora.combine is None:
+        if lora.density is not None:
+            raise UsageError(
+                "--density is of use only with --combine", found="no --combine", remedy="Add --combine ties."
+            )
+        return adapters
+    from zckpt.naming.combined import combine
+
+    return [combine(adapters, lora.combine, lora.density)]
+
+
 def _list_trained(
     adapters: Sequence[AdapterWeights],
     with_files: Sequence[AdapterWeights],
@@ -214,6 +246,7 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
     Raises:
         UsageError: it is not said where they are.
     """
+    is_alone = is_adapter_file(find_adapter(opened).catalog)
     recorded = facts.get("adapters")
     adapters = [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
     weights = [weight if isinstance(weight := one.get("weight"), float) else 1.0 for one in adapters]
@@ -222,7 +255,7 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
     given = lora or LoraMerge()
     needs = [name for name, lacks in (
         ("--base", facts.get("base") is not None and given.base is None),
-        ("--adapter", len(inside) < len(adapters) and not given.adapters and not is_adapter_file(opened.catalog)),
+        ("--adapter", len(inside) < len(adapters) and not given.adapters and not is_alone),
     ) if lacks]  # fmt: skip
     if needs:
         raise UsageError(
@@ -230,9 +263,11 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
             found=f"no {join_words(needs)}", expected="the same base and adapters as when it was made",
             remedy=f"Pass {join_words(needs)} as to the command that made it.",
         )  # fmt: skip
-    if not given.adapters and not is_adapter_file(opened.catalog):
+    if not given.adapters and not is_alone:
         given = replace(given, adapters=tuple(inside))
-    return replace(given, allow_untrained=True)
+    density = facts.get("density")
+    how = next((one for one in get_args(Combination) if one == facts.get("combine")), None)
+    return replace(given, allow_untrained=True, combine=how, density=density if isinstance(density, float) else None)
 
 
 def _facts(adapter: AdapterWeights, digest: str) -> dict[str, object]:
@@ -372,7 +407,7 @@ def _opened_adapter(path: str, names: Sequence[str]) -> Opened:
             expected="a directory with adapter_model.safetensors, or the name of an adapter of the checkpoint",
             remedy="Correct --adapter.",
         )  # fmt: skip
-    return open_catalog(place)
+    return find_adapter(open_catalog(place))
 
 
 def _of_checkpoint(

@@ -109,7 +109,17 @@ def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
         if prefix and names and all(name.startswith(prefix) for name in names):
             catalog = catalog.rename(lambda name, prefix=prefix: name.removeprefix(prefix))  # type: ignore[misc]
             notes.append(f"The leading {prefix!r} was stripped from the names.")
+    names = [*catalog, *catalog.aliases]
+    if names and all(name.startswith(_VALUE_HEAD) for name in names) and len({name[:7] for name in names}) == 2:
+        catalog = catalog.rename(lambda name: name.removeprefix(_VALUE_HEAD[0]))
+        notes.append(
+            f"The leading {_VALUE_HEAD[0]!r} was stripped from the names: TRL saves a model and its v_head so."
+        )
     return catalog, tuple(notes)
+
+
+_VALUE_HEAD = ("pretrained_model.", "v_head.")
+"""How names of TRL's model with a value head begin. Source: TRL 0.29, experimental/ppo/modeling_value_head.py `state_dict`."""
 
 
 def states_of(opened: Opened, *, allow_unknown: bool = False) -> NamedStates:

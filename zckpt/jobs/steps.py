@@ -140,10 +140,14 @@ class TakeAdapter:
     bias: str
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
+        from zckpt.jobs.adapters import find_adapter
         from zckpt.naming.adapter_names import only_adapter
 
-        own, others = only_adapter(model.catalog, self.adapter, self.bias)
-        return replace(model, catalog=own, left_out=(*model.left_out, *others))
+        file = find_adapter(model.opened)
+        catalog = model.catalog if file is model.opened else file.catalog
+        own, others = only_adapter(catalog, self.adapter, self.bias)
+        beside = () if file is model.opened else model.catalog.tensors
+        return replace(model, catalog=own, left_out=(*model.left_out, *others, *beside))
 
 
 @dataclass(frozen=True, slots=True)

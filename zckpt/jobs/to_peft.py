@@ -21,7 +21,15 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.jobs.adapters import CONFIG, WEIGHTS, choose_adapter, config_path, made_config, read_adapter_config
+from zckpt.jobs.adapters import (
+    CONFIG,
+    WEIGHTS,
+    choose_adapter,
+    config_path,
+    find_adapter,
+    made_config,
+    read_adapter_config,
+)
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_PEFT, Asked
@@ -116,7 +124,8 @@ def to_peft(
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Adapter]) -> PlannedAdapter:
     """Everything but the work. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
-    opened = open_asked(source, asked)
+    whole = open_asked(source, asked)
+    opened = find_adapter(whole)
     shielded = protected_places(opened, source, beside=asked.publishing.beside)
     check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
@@ -151,9 +160,12 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
         {"form": {"adapter": adapter, "bias": bias}},
     )
     rules = dict.fromkeys(others, "not adapter")
-    order = replace(
-        order, left_out=find_left_out(catalog, selected, asked.selecting, selectable=own.tensors, rules=rules)
-    )
+    fates = find_left_out(catalog, selected, asked.selecting, selectable=own.tensors, rules=rules)
+    if opened is not whole:
+        beside = strip_wrappers(whole.catalog)[0]
+        rules = dict.fromkeys(beside.tensors, "not adapter")
+        fates = (*fates, *find_left_out(beside, selected, asked.selecting, selectable=own.tensors, rules=rules))
+    order = replace(order, left_out=fates)
     return PlannedAdapter(opened, order, tuple(notes), asked, adapter)
 
 

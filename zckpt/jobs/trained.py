@@ -29,6 +29,8 @@ from zckpt.storage.location import Location
 _TRAINED = re.compile(
     r"non_lora_trainables\.bin|non_lora_state_dict\.bin|vit\.safetensors|value_head\.(?:safetensors|bin)|mm_projector\.bin"
 )
+_OF_TRL = "pytorch_model.bin"
+"""Where TRL puts the value head beside the adapter of a PEFT model. Source: TRL 0.29, experimental/ppo/modeling_value_head.py."""
 _WEIGHTS = re.compile(r"[\w.-]+\.(?:safetensors|bin|pt|pth|ckpt|pkl|npz|npy|msgpack|h5|gguf)")
 _OTHER = re.compile(
     r"(?:adapter_model|optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict|tokenizer)[\w.-]*"
@@ -104,10 +106,13 @@ def _trained_files(home: Location, adapter: Mapping[str, TensorEntry]) -> tuple[
     for name in sorted(home.file_names()):
         if not _WEIGHTS.fullmatch(name) or _OTHER.fullmatch(name):
             continue
-        if not _TRAINED.fullmatch(name):
+        if not _TRAINED.fullmatch(name) and name != _OF_TRL:
             others.append(name)
             continue
         catalog = strip_wrappers(open_catalog(home / name).catalog)[0]
+        if name == _OF_TRL and not all(own.startswith("v_head.") for own in catalog):
+            others.append(name)
+            continue
         saved = {own: it.saved if (it := found_in(own)) else own for own in catalog if ".lora_" in own or found_in(own)}
         if more := [own for own, its in saved.items() if its not in adapter]:
             raise UnsupportedError(

@@ -6,7 +6,6 @@ Source: transformers 4.57.6, `_checkpoint_conversion_mapping` in models/*/modeli
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -15,25 +14,16 @@ from zckpt.core.catalog import Catalog, replace_name
 
 _Rules = tuple[tuple[str, str], ...]
 
-_FROM_HUB: tuple[_Rules, ...] = (
+_TOWERS = ("vision_tower", "vision_model", "multi_modal_projector", "mlp1", "image_newline", "vision_embed_tokens")
+_KINS: tuple[_Rules, ...] = (
     (
-        (r"^language_model\.lm_head\.", "lm_head."),
-        (r"^language_model\.model\.", "model.language_model."),
-        (r"^(vision_tower|vision_model|multi_modal_projector|mlp1|image_newline|vision_embed_tokens)(?=\.|$)", r"model.\1"),
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.model.", "model.language_model."),
+        *((tower, f"model.{tower}") for tower in _TOWERS),
     ),
-    ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model.")),
+    (("visual.", "model.visual."), ("model.", "model.language_model.")),
 )  # fmt: skip
-"""Names on the hub -> names in memory: of LLaVA and its kin, of Qwen2-VL and its kin."""
-
-_TO_HUB: tuple[_Rules, ...] = (
-    (
-        (r"^lm_head\.", "language_model.lm_head."),
-        (r"^model\.language_model\.", "language_model.model."),
-        (r"^model\.(vision_tower|vision_model|multi_modal_projector|mlp1|image_newline|vision_embed_tokens)(?=\.|$)", r"\1"),
-    ),
-    ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
-)  # fmt: skip
-"""The way back, for adapters of older versions on a base that a newer one saved under the names in memory."""
+"""How names begin on the hub, and in memory: of LLaVA and its kin, of Qwen2-VL and its kin."""
 
 _LAYER = compile_late(r"\.\d+\.")
 
@@ -51,7 +41,7 @@ def find_names(base: Iterable[str], wanted: Iterable[str]) -> Mapping[str, str]:
     there, sought = list(base), {name for name in wanted if _LAYER.search(name)}
     if not sought or sought & set(there):
         return {}
-    for rules in (*_FROM_HUB, *_TO_HUB):
+    for rules in (*_KINS, *(tuple((own, other) for other, own in kin) for kin in _KINS)):
         names = {name: _rename(name, rules) for name in there}
         if len({*names.values()}) == len(names) and sought <= {*names.values()}:
             return names
@@ -59,10 +49,12 @@ def find_names(base: Iterable[str], wanted: Iterable[str]) -> Mapping[str, str]:
 
 
 def _rename(name: str, rules: _Rules) -> str:
-    for pattern, other in rules:
-        renamed, count = re.subn(pattern, other, name)
-        if count:
-            return renamed
+    """The name with another beginning, which ends with a part of the name; that which has such a beginning already keeps it."""
+    if rules[-1][0] == "model." and name.startswith(tuple(new for _, new in rules)):
+        return name
+    for old, new in rules:
+        if name.startswith(old) and (old.endswith(".") or name[len(old) :][:1] in (".", "")):
+            return new + name[len(old) :]
     return name
 
 

@@ -276,8 +276,10 @@ def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights], ties
             before = model.find(name)
             is_beside = adapter.beside.get(name) is entry
             if before is None and not is_beside:
-                if not is_other_head(name) or (not kind and "v_head." not in name):
+                if not is_other_head(name):
                     raise not_in_base(model, adapter, name, entry.name)
+                if not kind and "v_head." not in name:
+                    raise _no_class(adapter, entry)
                 model.has_other_head = True
             if before is not None and before.shape != entry.shape:
                 if not is_of_tokens(name) or before.shape[1:] != entry.shape[1:]:
@@ -294,6 +296,16 @@ def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights], ties
                 _put_trained(model, name, entry, adapter.file)
             elif ties.get(name, name) == name:
                 model.put(name, entry, tied=name in ties)
+
+
+def _no_class(adapter: AdapterWeights, entry: TensorEntry) -> IncompleteError:
+    task = adapter.config.get("task_type")
+    return IncompleteError(
+        f"it is not said which class adapter {adapter.name!r} was trained in", file=adapter.config_file,
+        found=f"{entry.name!r}, which the base lacks, task_type {task!r}, and no class in the base's config.json",
+        expected="task_type (SEQ_CLS, TOKEN_CLS or QUESTION_ANS) in adapter_config.json, and architectures in the base's config",
+        remedy="Write these two keys, as the run had them.",
+    )  # fmt: skip
 
 
 def _rows_of_tokens(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> int | None:
