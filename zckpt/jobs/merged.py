@@ -117,7 +117,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     given_up |= {name: "base" for name in beside if name in weights} | {n: "whole" for n in beside if n in replaced}
     if base is None:
         _check_base(weights, adapters, opened)
-    combined = _combined(with_files, lora)
+    combined = _combine(with_files, lora)
     model = merge_adapters(weights, combined, config, trained, opened.place.listing.directory.path)
     check_copies(model.copies, adapters)
     unused = {id(copy.fragments): "copy" for copy, _ in model.copies}
@@ -198,7 +198,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     )
 
 
-def _combined(adapters: list[AdapterWeights], lora: LoraMerge) -> list[AdapterWeights]:
+def _combine(adapters: list[AdapterWeights], lora: LoraMerge) -> list[AdapterWeights]:
     """The adapters, or one for all of them.
 
     Raises:

@@ -156,7 +156,7 @@ def combine(adapters: Sequence[AdapterWeights], how: Combination, density: float
     tensors: dict[str, TensorEntry] = {}
     for module in dict.fromkeys(module for adapter in adapters for module in adapter.factors):
         own = [(adapter, adapter.factors[module]) for adapter in adapters if module in adapter.factors]
-        a, b = _combined(module, own, how, density or 0.0, total)
+        a, b = _combine_module(module, own, how, density or 0.0, total)
         tensors |= {a.name: a, b.name: b}
     config = {"peft_type": "LORA", "r": total, "lora_alpha": total}
     first = adapters[0]
@@ -183,7 +183,7 @@ def _rank(adapter: AdapterWeights) -> int:
     return max((factors.rank for factors in adapter.factors.values()), default=0)
 
 
-def _combined(
+def _combine_module(
     module: str, own: Sequence[tuple[AdapterWeights, Factors]], how: Combination, density: float, total: int
 ) -> tuple[TensorEntry, TensorEntry]:
     """A and B of a module that some adapters have."""
