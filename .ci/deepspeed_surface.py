@@ -26,6 +26,7 @@ from typing import Any
 NAME = "deepspeed"
 OUTPUT = Path(__file__).parents[1] / "zckpt" / "runtime" / "names" / "surface_0_19_8.txt"
 ENGINE = ("runtime.engine", "DeepSpeedEngine")
+BUILDERS = "ops.op_builder"
 _WRITTEN = "git_version_info_installed"
 """A module that an installation writes: what it has found on its machine."""
 
@@ -55,6 +56,7 @@ def read_surface(root: Path) -> str:
             (root.joinpath(*parts[:n]) / "__init__.py").exists() for n in range(len(parts))
         ):
             modules[".".join(parts)] = Module(".".join(parts), is_package, ast.parse(path.read_text(encoding="utf-8")))
+    take_builders(modules)
     lines = []
     for path, module in sorted(modules.items()):
         words = []
@@ -68,6 +70,16 @@ def read_surface(root: Path) -> str:
     return "\n".join((*lines, engine_line(modules[ENGINE[0]].tree))) + "\n"
 
 
+def take_builders(modules: dict[str, Module]) -> None:
+    """Gives `ops.op_builder` what it sets by a loop: each class of its modules that builds something."""
+    package = modules[BUILDERS]
+    for path, module in sorted(modules.items(), key=lambda item: (item[1].is_package, item[0])):
+        if path.rpartition(".")[0] == BUILDERS and not path.endswith((".all_ops", ".builder")):
+            for name in sorted({*module.own, *module.taken}):
+                if name.endswith("Builder") and name not in ("OpBuilder", "CUDAOpBuilder"):
+                    package.taken.setdefault(name, (path, name))
+
+
 class Module:
     """One module of DeepSpeed.
 
@@ -78,7 +90,7 @@ class Module:
     """
 
     def __init__(self, path: str, is_package: bool, tree: ast.Module) -> None:
-        self.path, self.tree = path, tree
+        self.path, self.is_package, self.tree = path, is_package, tree
         self.own: dict[str, str] = {}
         self.taken: dict[str, Home] = {}
         self.stars: list[str] = []

@@ -87,12 +87,18 @@ def find_name(path: str, name: str) -> Any:
         module = importlib.import_module(f"{ROOT}.{where}".rstrip("."))
         return getattr(module, other) if other else module
     for star in names.stars:
-        if name in surface.all_names_of(star):
+        if _shows(star, name):
             return getattr(importlib.import_module(f"{ROOT}.{star}"), name)
     below = f"{path}.{name}".lstrip(".")
     if home_of(below) is not None:
         return importlib.import_module(f"{ROOT}.{below}")
     raise AttributeError(f"module {f'{ROOT}.{path}'.rstrip('.')!r} has no attribute {name!r}")
+
+
+def _shows(path: str, name: str) -> bool:
+    """Whether a star would take a name of a module: modules below a package too."""
+    own = name in surface.all_names_of(path) or home_of(f"{path}.{name}") is not None
+    return own or any(_shows(star, name) for star in surface.names_of(path).stars)
 
 
 def instead_of(path: str) -> str:
