@@ -62,9 +62,22 @@ def test_what_is_no_optimizer_or_schedule(arguments: dict[str, Any], what: str) 
     assert what in caught.value.what and caught.value.found and caught.value.remedy
 
 
-def test_a_model_without_anything_to_train() -> None:
-    with pytest.raises(UsageError, match="no parameter to train"):
-        runtime.initialize(model=nn.Linear(2, 1).requires_grad_(False), config=CONFIG)
+def test_a_model_without_anything_to_train(caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer of the config is left aside, with a word; one that is passed, and stage 2 (as for DeepSpeed), are errors."""
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    wanted = frozen(torch.ones(1, 2))
+    sharded = {**CONFIG, "zero_optimization": {"stage": 2}}
+    for config, arguments in ((CONFIG, {"optimizer": lambda groups: torch.optim.SGD(groups)}), (sharded, {})):
+        with pytest.raises(UsageError, match="no parameter to train") as caught:
+            runtime.initialize(model=nn.Linear(2, 1).requires_grad_(False), config=config, **arguments)
+        assert "Set requires_grad of some parameters" in caught.value.remedy
+    engine, optimizer, _, schedule = runtime.initialize(
+        model=frozen, config={**CONFIG, "scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 3}}
+    )
+    assert torch.equal(engine(torch.ones(1, 2)), wanted) and optimizer is schedule is None
+    assert any(one.startswith("No parameter requires gradients, so the optimizer of") for one in caplog.messages)
+    with pytest.raises(UsageError, match="optimizer"):
+        engine.step()
 
 
 def test_a_model_has_one_engine() -> None:

@@ -114,7 +114,9 @@ def initialize(
         )  # fmt: skip
     refuse_parallel(mpu, mesh_param)
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
-    _check(settings, optimizer, lr_scheduler)
+    may_train = any(p.requires_grad for p in model.parameters())
+    trains = optimizer is not None or (settings.config.optimizer.type is not None and may_train)
+    _check(settings, optimizer, lr_scheduler, trains=trains)
     check_libraries(settings.config, settings.file)
     configure_once(settings.config.activation_checkpointing)
     if settings.config.disable_python_gc:
@@ -122,7 +124,6 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = join_world()
     batch = batch_of(settings, world.size)
-    trains = optimizer is not None or settings.config.optimizer.type is not None
     if world.size > 1:
         meetings = Meetings(f"initialize {next(_numbers)}", world.rank, world.size)
         check_same(meetings, "initialize", _facts(settings, model, optimizer), within_s=LOAD_S)
@@ -179,18 +180,19 @@ def _hidden_size(model: nn.Module) -> int | None:
     return None
 
 
-def _check(settings: Settings, optimizer: object, lr_scheduler: object) -> None:
+def _check(settings: Settings, optimizer: object, lr_scheduler: object, *, trains: bool) -> None:
     """Checks config and arguments against each other.
 
     Raises:
         UsageError: they contradict each other, or an argument is of no use.
     """
-    config, stage = settings.config, settings.zero.stage
-    trains = optimizer is not None or config.optimizer.type is not None
+    stage, has_own = settings.zero.stage, settings.config.optimizer.type is not None
     if not trains and stage in (1, 2):
         raise UsageError(
-            f"ZeRO stage {stage} shards an optimizer's states, and there is no optimizer", file=settings.file,
-            remedy="Pass an optimizer to initialize, or add a section 'optimizer' to the config. For inference choose stage 3 "
+            f"ZeRO stage {stage} shards an optimizer's states, and there is no {'parameter to train' if has_own else 'optimizer'}",
+            file=settings.file,
+            remedy=has_own * "Set requires_grad of some parameters. For inference choose stage 3 (sharded) or 0 (whole)."
+            or "Pass an optimizer to initialize, or add a section 'optimizer' to the config. For inference choose stage 3 "
             "(sharded) or 0 (whole).",
         )  # fmt: skip
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
@@ -252,6 +254,8 @@ def _log_chosen(
     ):
         if given is not None and own is not None:
             _log.warning("initialize was given its own %s, so that of the config (%s) is left aside.", name, own)
+    if not trains and config.optimizer.type:
+        _log.warning("No parameter requires gradients, so the optimizer of the config is left aside: nothing is trained.")
     if not trains and (lr_scheduler is not None or config.scheduler.type):
         _log.info("There is no optimizer, so the schedule is left aside.")
     logging.getLogger("zckpt.runtime.config").info(
