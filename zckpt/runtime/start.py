@@ -255,7 +255,9 @@ def _log_chosen(
         if given is not None and own is not None:
             _log.warning("initialize was given its own %s, so that of the config (%s) is left aside.", name, own)
     if not trains and config.optimizer.type:
-        _log.warning("No parameter requires gradients, so the optimizer of the config is left aside: nothing is trained.")
+        _log.warning(
+            "No parameter requires gradients, so the optimizer of the config is left aside: nothing is trained."
+        )
     if not trains and (lr_scheduler is not None or config.scheduler.type):
         _log.info("There is no optimizer, so the schedule is left aside.")
     logging.getLogger("zckpt.runtime.config").info(
