@@ -108,7 +108,7 @@ class Trials:
         save(self.engine, self.run, "next", NEXT)
         look(self.engine, self.run, NEXT)
         names = sorted(path.name for path in self.run.iterdir())
-        assert names == ["again", "latest", "next", "zero_to_fp32.py"], names
+        assert names == ["README.txt", "again", "latest", "next", "zero_to_fp32.py"], names
         assert (self.run / "again" / "notes.md").read_text() == "mine"
         os._exit(10 + step)
 

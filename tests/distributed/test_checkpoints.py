@@ -83,12 +83,12 @@ def test_tags(outcome: Outcome) -> None:
         assert "no checkpoint on rank 1" in given.pop("blind")
         assert given == {
             "nothing": [None, None], "latest": "one", "one": True, "two": True, "one anew": True, "long": True,
-            "names": ["latest", "logs", "long", "one", "two", "zero_to_fp32.py"], "only logs": [None, None],
+            "names": ["README.txt", "latest", "logs", "long", "one", "two", "zero_to_fp32.py"], "only logs": [None, None],
         }  # fmt: skip
     for rank, given in enumerate(outcome("saves.py", 2, "tags_that_differ")):
         assert "'of 0' on rank 0 and 'of 1' on rank 1" in given["FAIL"]
         assert "'of 1' on rank 1. Rank 0's is used" in given["WARN"][0][0] and len(given["WARN"][0]) == 1, rank
-        assert given["WARN"][1] == given["IGNORE"][1] == ["latest", "of 0", "zero_to_fp32.py"]
+        assert given["WARN"][1] == given["IGNORE"][1] == ["README.txt", "latest", "of 0", "zero_to_fp32.py"]
         assert given["IGNORE"][0] == []
 
 
@@ -128,7 +128,7 @@ def test_saves_in_the_background(outcome: Outcome) -> None:
         assert given["copied"] is given["went on"] is True and given["latest"] == "global_step4"
         assert "cannot be written here" in given["blocked"] and ("rank 0:" in given["blocked"]) == (rank == 1)
         assert "a disk that broke" in given["bad"] and ("rank 1:" in given["bad"]) == (rank == 0)
-        assert given["names"] == ["global_step2", "global_step4", "good", "latest", "zero_to_fp32.py"]
+        assert given["names"] == ["README.txt", "global_step2", "global_step4", "good", "latest", "zero_to_fp32.py"]
         for stage in (1, 3):
             found = given[f"meanwhile {stage}"]
             assert found["written"] is found["stepped"] is True
@@ -143,7 +143,7 @@ def test_saves_in_the_background(outcome: Outcome) -> None:
 def test_ranks_that_do_not_come_are_named(outcome: Outcome) -> None:
     for rank, given in enumerate(outcome("saves.py", 2, "some_ranks_only")):
         assert f"rank {1 - rank} did not come" in given["told"] and given["within"] < 60
-        assert given["names"] == ["global_step3", "latest", "zero_to_fp32.py"]
+        assert given["names"] == ["README.txt", "global_step3", "latest", "zero_to_fp32.py"]
 
 
 @pytest.mark.xdist_group("saves")
@@ -161,7 +161,7 @@ def test_a_rank_that_fails_alone_is_named_soon(outcome: Outcome) -> None:
         for kind in ("foreground", "background"):
             told, seconds = given[kind]
             assert "can't allocate memory" in told and ("rank 1:" in told) == (rank == 0) and seconds < 300
-            assert given[f"{kind} left"] == ["first", "latest", "third", "zero_to_fp32.py"]
+            assert given[f"{kind} left"] == ["README.txt", "first", "latest", "third", "zero_to_fp32.py"]
 
 
 @pytest.mark.xdist_group("saves")
@@ -176,7 +176,7 @@ def test_nodes_without_a_shared_disk(outcome: Outcome) -> None:
     home = home_of(outcome, 2)
     for rank, given in enumerate(ranks):
         optim = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        assert given["names"] == ["latest", "stage0", "stage2", "stage3", "zero_to_fp32.py"]
+        assert given["names"] == ["README.txt", "latest", "stage0", "stage2", "stage3", "zero_to_fp32.py"]
         names = ["mp_rank_00_model_states.pt", optim] if rank == 0 else [optim, "zckpt_rank_1_states.pt"]
         assert sorted(given["2"]) == sorted(f"stage2/{name}" for name in names)
         assert all(given[name] is True for name in ("2 into 2", "2 into 1", "3 into 3", "3 into 1", "a new node"))
@@ -284,7 +284,12 @@ def test_a_process_ends_when_its_save_is_done(tmp_path: Path) -> None:
     assert all(code for how in ("failed", "failed and exception") for code in statuses[how])
     for how in ("well", "exception", "destroyed"):
         assert verify(tmp_path / how, deep=True).ok
-        assert sorted(path.name for path in (tmp_path / how).iterdir()) == ["global_step0", "latest", "zero_to_fp32.py"]
+        assert sorted(path.name for path in (tmp_path / how).iterdir()) == [
+            "README.txt",
+            "global_step0",
+            "latest",
+            "zero_to_fp32.py",
+        ]
     for how in ("failed", "failed and exception"):
         assert all("a disk that broke" in said[f"{how}.{rank}"] for rank in (0, 1)) and not list(
             (tmp_path / how).iterdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,12 @@ def test_a_model_without_anything_to_train(caplog: pytest.LogCaptureFixture) -> 
     for config, arguments in ((CONFIG, {"optimizer": lambda groups: torch.optim.SGD(groups)}), (sharded, {})):
         with pytest.raises(UsageError, match="no parameter to train") as caught:
             runtime.initialize(model=nn.Linear(2, 1).requires_grad_(False), config=config, **arguments)
-        assert "Set requires_grad of some parameters" in caught.value.remedy
+        assert "et requires_grad of some parameters" in caught.value.remedy
     engine, optimizer, _, schedule = runtime.initialize(
         model=frozen, config={**CONFIG, "scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 3}}
     )
     assert torch.equal(engine(torch.ones(1, 2)), wanted) and optimizer is schedule is None
-    assert any(one.startswith("No parameter requires gradients, so the optimizer of") for one in caplog.messages)
+    assert any(one.startswith("No parameter requires gradients: the optimizer of") for one in caplog.messages)
     with pytest.raises(UsageError, match="optimizer"):
         engine.step()
 
@@ -102,6 +103,17 @@ def test_inference_with_the_config_of_a_training(caplog: pytest.LogCaptureFixtur
     with torch.no_grad():
         assert torch.equal(engine(rows), wanted) and optimizer is schedule is None
     assert "There is no optimizer, so the schedule is left aside." in caplog.messages
+
+
+def test_without_the_engine_in_cpp_a_run_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "zckpt's C++ engine was not built, so saves are slower: install zckpt with a C++ compiler."
+    runtime.initialize(model=nn.Linear(2, 1), config=CONFIG)
+    assert said not in caplog.messages
+    monkeypatch.setitem(sys.modules, "zckpt._core", None)
+    runtime.initialize(model=nn.Linear(2, 1), config=CONFIG)
+    assert caplog.messages.count(said) == 1
 
 
 def test_what_is_logged_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,3 +170,23 @@ def test_a_command_has_values_for_auto_and_a_batch_size(tmp_path: Path) -> None:
     assert list(found.scheduler.params.values()) == [0.0, 0.01, 1, 7] and found.precision == "fp32"
     path.write_text(json.dumps(CONFIG))
     assert _config_of(job) == str(path)
+
+
+def test_a_forward_at_stage_3_finds_deepspeeds_attributes_on_whole_parameters() -> None:
+    """TRL asks `ds_status` of the head inside the model's forward, and gathers what is not there."""
+    said = []
+
+    class Asking(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            said.append((self.weight.ds_status, self.weight.ds_id, self.weight.ds_shape, self.weight.ds_numel))
+            with runtime.zero.GatheredParameters([self.weight]):
+                return super().forward(rows)
+
+    config = {**CONFIG, "zero_optimization": {"stage": 3}}
+    engine = runtime.initialize(model=Asking(2, 1), config=config)[0]
+    outside, status = engine.module.weight, runtime.runtime.zero.partition_parameters.ZeroParamStatus
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    assert said == [(status.AVAILABLE, outside.ds_id, torch.Size([1, 2]), 2)] * 2
+    assert outside.ds_status is status.NOT_AVAILABLE

@@ -6,6 +6,7 @@ For scripts, as `zckpt.runtime.initialize`. The config is checked before the mod
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 import itertools
 import json
@@ -90,9 +91,8 @@ def initialize(
         config_params: an old name of `config`.
         auto: values for keys of the config that say "auto", nested as the config is or by dotted name
             (`{"optimizer.params.lr": 1e-4}`).
-        wrap: the modules with parameters that are gathered together: class names, classes, modules of the model,
-        functions that
-            take a module and return whether it is one; one or several. By default the model's repeated blocks.
+        wrap: the modules with parameters that are gathered together: class names, classes, modules of the model, functions
+            that take a module and return whether it is one; one or several. By default the model's repeated blocks.
         allow_unknown: leave out unknown keys of the config and log them, instead of raising an error.
 
     Returns:
@@ -186,14 +186,13 @@ def _check(settings: Settings, optimizer: object, lr_scheduler: object, *, train
     Raises:
         UsageError: they contradict each other, or an argument is of no use.
     """
-    stage, has_own = settings.zero.stage, settings.config.optimizer.type is not None
+    stage = settings.zero.stage
     if not trains and stage in (1, 2):
+        what = "parameter to train" if settings.config.optimizer.type else "optimizer"
         raise UsageError(
-            f"ZeRO stage {stage} shards an optimizer's states, and there is no {'parameter to train' if has_own else 'optimizer'}",
-            file=settings.file,
-            remedy=has_own * "Set requires_grad of some parameters. For inference choose stage 3 (sharded) or 0 (whole)."
-            or "Pass an optimizer to initialize, or add a section 'optimizer' to the config. For inference choose stage 3 "
-            "(sharded) or 0 (whole).",
+            f"ZeRO stage {stage} shards an optimizer's states, and there is no {what}", file=settings.file,
+            remedy="Pass an optimizer to initialize, or add a section 'optimizer' to the config, and set requires_grad of some "
+            "parameters. For inference choose stage 3 (sharded) or 0 (whole).",
         )  # fmt: skip
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise UsageError(
@@ -235,6 +234,8 @@ def _log_unused(settings: Settings) -> None:
         logger.setLevel(logging.INFO)
     if settings.config.log_level is not None:
         _log.setLevel(settings.config.log_level.upper())
+    if importlib.util.find_spec("zckpt._core") is None:
+        _log.warning("zckpt's C++ engine was not built, so saves are slower: install zckpt with a C++ compiler.")
     if settings.missed:
         lines = "\n".join(f"  {key}: {why}" for key, why in settings.missed)
         _log.warning("Keys of %s that ask for what is not shown here:\n%s", settings.file, lines)
@@ -255,9 +256,7 @@ def _log_chosen(
         if given is not None and own is not None:
             _log.warning("initialize was given its own %s, so that of the config (%s) is left aside.", name, own)
     if not trains and config.optimizer.type:
-        _log.warning(
-            "No parameter requires gradients, so the optimizer of the config is left aside: nothing is trained."
-        )
+        _log.warning("No parameter requires gradients: the optimizer of the config is left aside, nothing is trained.")
     if not trains and (lr_scheduler is not None or config.scheduler.type):
         _log.info("There is no optimizer, so the schedule is left aside.")
     logging.getLogger("zckpt.runtime.config").info(
@@ -270,15 +269,11 @@ def _log_differences(settings: Settings) -> None:
     precision = settings.config.precision
     if settings.zero.stage or precision == "fp32":
         return
-    scale = (
-        ", and divides gradients by a loss scale that it has not multiplied the loss by, so SGD hardly trains"
-        if precision == "fp16"
-        else ""
-    )
+    scale = ", and divides gradients by a loss scale that it has not multiplied the loss by, so SGD hardly trains"
     _log.warning(
         "At stage 0 in %s losses differ from DeepSpeed's: with AdamW by 3 %% in the first steps. DeepSpeed 0.19.8 begins there "
         "with a step on gradients that are zero%s. See 'Where DeepSpeed trains otherwise' in docs/training.md.",
-        precision, scale,
+        precision, scale * (precision == "fp16"),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, NoReturn
 
-from zckpt.base.errors import UnsupportedError
+from zckpt.runtime.names.unbuilt import OWN_FILES, refuse
 
 COMPATIBLE_OPS = {
     **dict.fromkeys(("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"), True),
@@ -43,8 +43,4 @@ class AsyncIOBuilder:
             UnsupportedError: always.
         """
         del verbose
-        raise UnsupportedError(
-            "'AsyncIOBuilder.load' of DeepSpeed is not built here",
-            remedy="Set device nvme in zero_optimization.offload_optimizer or offload_param of the config: the trainer reads and "
-            "writes its files by itself.",
-        )
+        refuse("AsyncIOBuilder.load", OWN_FILES)

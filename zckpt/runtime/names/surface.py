@@ -71,9 +71,3 @@ def all_names_of(path: str) -> frozenset[str]:
     for star in names.stars:
         found |= all_names_of(star)
     return frozenset(found)
-
-
-def read_engine_names() -> tuple[str, ...]:
-    """The public methods of DeepSpeed's engine, each with "()" behind it, and the other attributes that it has."""
-    lines = _FILE.read_text(encoding="utf-8").splitlines()
-    return tuple(next(line for line in lines if line.startswith(_ENGINE)).split()[1:])

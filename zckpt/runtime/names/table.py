@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from zckpt.base.dataclass import dataclass
-from zckpt.runtime.names.unbuilt import ADAM, DENSE, ENCODER, GENERATE, ONE_SEQUENCE, PLAIN, Unbuilt
+from zckpt.runtime.names.unbuilt import ADAM, DENSE, ENCODER, GENERATE, ONE_SEQUENCE, OWN_FILES, PLAIN, Unbuilt
 
 VERSION = "0.19.8"
 """The version of DeepSpeed that these names are from; scripts compare it."""
@@ -35,10 +35,6 @@ class Constant:
 
 Names = dict[str, "str | Constant | Unbuilt"]
 
-_OWN_FILES = (
-    "Set device nvme in zero_optimization.offload_optimizer or offload_param of the config: the trainer reads and writes its "
-    "files by itself."
-)
 _FORMULA = "zckpt.estimation.deepspeed_formula"
 _COLLECTIVES = ".deepspeed_api.collectives"
 _GROUPS = ".deepspeed_api.groups"
@@ -186,12 +182,12 @@ UNBUILT = {
     "module_inject.**": Unbuilt(PLAIN),
     "moe.**": Unbuilt(DENSE),
     "monitor.**": Unbuilt("Use the sections tensorboard, wandb, csv_monitor and comet of the config."),
-    "nvme.**": Unbuilt(_OWN_FILES),
+    "nvme.**": Unbuilt(OWN_FILES),
     "ops.**": Unbuilt(
         "Use what torch has for it. optimizer.type may be Adam, AdamW, Lamb, Lion, Adagrad or one of torch.optim."
     ),
-    "ops.aio.**": Unbuilt(_OWN_FILES),
-    "ops.gds.**": Unbuilt(_OWN_FILES),
+    "ops.aio.**": Unbuilt(OWN_FILES),
+    "ops.gds.**": Unbuilt(OWN_FILES),
     "ops.op_builder.**": Unbuilt("Remove that call: the trainer needs nothing that is built at run time."),
     "ops.transformer.**": Unbuilt(ENCODER),
     "pipe.**": Unbuilt(PLAIN),
@@ -204,7 +200,7 @@ UNBUILT = {
     "runtime.data_pipeline.**": Unbuilt("Order the data in your own sampler, and pass the loader to the loop."),
     "runtime.pipe.**": Unbuilt(PLAIN),
     "runtime.sequence_parallel.**": Unbuilt(ONE_SEQUENCE),
-    "runtime.swap_tensor.**": Unbuilt(_OWN_FILES),
+    "runtime.swap_tensor.**": Unbuilt(OWN_FILES),
     "runtime.tensor_parallel.**": Unbuilt(PLAIN),
     "runtime.zero.**": Unbuilt(
         "Use zero.Init, and the engine that initialize returns with zero_optimization.stage in the config."

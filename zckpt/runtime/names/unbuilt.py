@@ -1,8 +1,7 @@
 """What DeepSpeed has and this trainer has not: each name is there, and says so when it is called or constructed.
 
 For `table`: its rows say what to do instead, and for code that refuses a use of such a thing. A script that imports
-such a
-name, or asks `isinstance(model, PipelineModule)`, runs on.
+such a name, or asks `isinstance(model, PipelineModule)`, runs on.
 """
 
 from __future__ import annotations
@@ -17,6 +16,10 @@ ADAM = "Use optimizer.type AdamW or Lamb."
 GENERATE = "Use engine.module.generate, or convert a checkpoint with zckpt to-bf16 and serve that."
 DENSE = "Use a dense layer, or the mixture of experts that the model itself brings: it is sharded like any module."
 ENCODER = "Use torch.nn.TransformerEncoderLayer."
+OWN_FILES = (
+    "Set device nvme in zero_optimization.offload_optimizer or offload_param of the config: the trainer reads and writes its "
+    "files by itself."
+)
 ONE_SEQUENCE = "Train with sequence_parallel_size 1."
 
 INSTEAD = {

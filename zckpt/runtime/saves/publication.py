@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from zckpt.base.errors import OutputError, ZckptError
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, is_trainers_file, list_files, natural
@@ -20,23 +21,9 @@ from zckpt.team.meeting import Meetings
 
 _log = logging.getLogger("zckpt.runtime")
 
-_STUB = """#!/usr/bin/env python
-\"\"\"Whole fp32 weights out of this checkpoint, with the arguments of DeepSpeed's script of this name.
-
-    python zero_to_fp32.py . pytorch_model.bin
-    python zero_to_fp32.py . output_dir/ --safe_serialization
-\"\"\"
-
-import sys
-
-try:
-    from zckpt.drop_in import main
-except ImportError as error:
-    sys.exit(f"{error}: pip install 'zckpt[torch]' where this runs.")
-
-if __name__ == "__main__":
-    sys.exit(main())
-"""
+README = "README.txt"
+_TEXTS = {SCRIPT: ("script.txt", 0o755), README: ("readme.txt", 0o644)}
+"""What is left beside the saves, for whoever is handed only the folder -> its text here, and its permissions."""
 
 
 class Publication:
@@ -127,7 +114,9 @@ class Publication:
         staging.commit()
 
     def _name_it(self, staging: SaveStaging) -> None:
-        staging.replace_file(SCRIPT, _STUB.encode(), 0o755)
+        for name, (text, mode) in _TEXTS.items():
+            if name == SCRIPT or not os.path.lexists(os.path.join(self.directory, name)):  # one's own README stays
+                staging.replace_file(name, Path(__file__).with_name(text).read_bytes(), mode)
         if self._latest:
             staging.replace_file(LATEST, self.tag.encode())
         if self._keep_last is not None:

@@ -10,7 +10,8 @@ smaller group; MiCS shards over one. Offloading keeps the parts in host memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from zckpt.base.errors import UsageError
 from zckpt.runtime.config.zero import Zero
 from zckpt.runtime.sharding.collectives import use_on_gloo
 from zckpt.runtime.sharding.deferred import Rows, rows_held_by
+from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.labels import label
 from zckpt.runtime.sharding.offload import home_of, offload_policy
 from zckpt.runtime.sharding.older_torch import allow_frozen_dtypes, reduce_unused, shard_unit
@@ -156,11 +158,26 @@ def shard(
         for found in parameters:
             if not found.replicated:
                 label(found.weight, found.shape, found.local(), dtype=found.dtype)
+        _label_gathered(model, parameters)
     if world.device.type == "cpu":
         use_on_gloo(model, mesh.get_group("shard"))
     allow_frozen_dtypes(model)  # type: ignore[arg-type]
     reduce_unused(model, zero.ignore_unused_parameters)  # type: ignore[arg-type]
     return Sharded(parameters, aliases, mesh)
+
+
+def _label_gathered(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
+    """Lets scripts find DeepSpeed's attributes in a forward too: on the whole parameter, when it is first gathered."""
+    names, by_name = names_of_places(parameters), {one.name: one for one in parameters}
+
+    def init(one: Any, sharded: ShardedParameter, init_whole: Callable[[], None]) -> None:
+        init_whole()
+        if not hasattr(one._unsharded_param, "ds_id"):
+            one._unsharded_param.ds_id = sharded.weight.ds_id  # type: ignore[attr-defined]
+            label(one._unsharded_param, sharded.shape, sharded.local(), whole=True)
+
+    for one in (one for unit in units_of(model) for one in unit.fsdp_params):
+        one.init_unsharded_param = partial(init, one, by_name[names[place_of(one)]], one.init_unsharded_param)
 
 
 def _originals(model: nn.Module, precision: Precision) -> tuple[dict[int, _Original], dict[str, str]]:

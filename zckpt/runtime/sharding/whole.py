@@ -29,15 +29,17 @@ from zckpt.live.slices import COPIES, copies_of
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.parameter import ShardedParameter
 
-_apply = FSDPModule._apply
+
+def _converting(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def convert(module: Any, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        copies = copies_of(module)
+        return apply(module, change, recurse) if copies is None else copies.convert(module, change, recurse)
+
+    return convert
 
 
-def _convert(module: Any, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    copies = copies_of(module)
-    return _apply(module, change, recurse) if copies is None else copies.convert(module, change, recurse)
-
-
-FSDPModule._apply = _convert  # type: ignore[method-assign,assignment]
+for _kind in (nn.Module, FSDPModule):  # a module in a unit is none itself
+    _kind._apply = _converting(_kind._apply)  # type: ignore[method-assign]
 
 
 class Copies:
@@ -54,9 +56,11 @@ class Copies:
         for one in parameters:
             one.end_copies = self.give_back
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                vars(module)[COPIES] = self
+            vars(module)[COPIES] = self
         model.register_forward_pre_hook(lambda model, _: self._before_forward(model), prepend=True)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of a module, and one in a file, is plain
 
     def convert(
         self, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
