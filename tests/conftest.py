@@ -13,6 +13,8 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start thousands of programs: what they import is compiled once
+sys.dont_write_bytecode = False
 
 from costs import Costs  # noqa: E402
 from shares import share  # noqa: E402

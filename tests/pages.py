@@ -13,7 +13,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,30 +20,15 @@ from typing import Any
 
 import typer
 from hangs import HANG_S
+from standby import programs
 
 from zckpt.cli import app
 
 ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!-- (not run|file|given): ([^\n]*) -->\n\Z")
 _LAUNCHERS = ("torchrun", "srun", "env")
-
-_DRIVER = """
-import json, sys, traceback
-answers, sys.stdout = sys.stdout, sys.stderr
-space = {"__name__": "__main__"}
-for line in sys.stdin:
-    code, name = json.loads(line)
-    try:
-        exec(compile(code, name, "exec"), space)
-        answer = ""
-    except BaseException:
-        answer = traceback.format_exc()
-    print(json.dumps(answer), file=answers, flush=True)
-"""
-"""Runs snippets one after another in the same namespace, as a reader would who types them."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +148,15 @@ class Reader:
 
     def _execute(self, code: str, name: str) -> None:
         if self._python is None:
+            command = [f"{programs()}/python", str(ROOT / "tests" / "snippets.py")]
             self._python = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", _DRIVER], cwd=self._directory, env=self._environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+                command,
+                cwd=self._directory,
+                env=self._environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         assert self._python.stdin is not None and self._python.stdout is not None
         self._python.stdin.write(json.dumps([code, name]) + "\n")
         self._python.stdin.flush()

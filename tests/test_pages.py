@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +15,15 @@ import fsspec
 import pytest
 import synth
 from hub_server import HubServer
-from pages import BIN, ROOT, Reader, blocks_of, check_options, indented_code
+from pages import ROOT, Reader, blocks_of, check_options, indented_code
 from s3_server import KEYS, S3Server
+from standby import programs
 
 import zckpt
 from zckpt.base.version import DOCUMENTATION, REPOSITORY
 
 FIXTURES = ROOT / "fixtures"
+BIN = Path(sys.executable).parent
 PAGES = [
     "README.md",
     "RELEASE.md",
@@ -223,8 +226,9 @@ class World:
             for name, value in os.environ.items()
             if not name.startswith(("HF_", "HUGGING", "AWS_", "ZCKPT_"))
         }
+        path = os.pathsep.join((programs(), str(BIN), mine.get("PATH", "")))
         found = {
-            **mine, "PATH": f"{BIN}{os.pathsep}{mine.get('PATH', '')}", "HOME": str(self._home / "home"), "NO_COLOR": "1",
+            **mine, "PATH": path, "HOME": str(self._home / "home"), "NO_COLOR": "1",
             "COLUMNS": "80", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(self._home / "hf"),
             "PYTHONWARNINGS": "ignore",
         }  # fmt: skip

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from bits import same_bits
 from hangs import HANG_S
 from hub_server import TOKEN, HubServer
 from safetensors.torch import load_file
+from standby import programs
 
 from zckpt.checks.verify import verify
 from zckpt.containers import Placeholder, TensorRef, open_container
@@ -40,8 +40,9 @@ def home_of(outcome: Outcome, world: int) -> Path:
     return Path(outcome("saves.py", world, "for_others")[0][0]).parent
 
 
+@proofs.MORE
 @pytest.mark.xdist_group("saves")
-def test_ten_steps_a_save_and_ten_more_are_twenty(outcome: Outcome) -> None:
+def test_steps_before_and_after_a_save_are_those_of_one_run(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "resume"):
         assert len(given) == 24 and not all_of(given)
 
@@ -238,7 +239,7 @@ def test_deepspeeds_script_converts_to_the_same_bytes(outcome: Outcome, tmp_path
 @pytest.mark.xdist_group("saves")
 def test_the_script_in_the_checkpoint(outcome: Outcome, tmp_path: Path) -> None:
     home = home_of(outcome, 2) / "2 bf16"
-    script = [sys.executable, "zero_to_fp32.py", "."]
+    script = [f"{programs()}/python", "zero_to_fp32.py", "."]
     wanted = get_fp32_state_dict_from_zero_checkpoint(home)
     for arguments in ([str(tmp_path / "pytorch_model.bin")], [f"{tmp_path}/dir/", "--safe_serialization"]):
         subprocess.run([*script, *arguments], cwd=home, check=True, capture_output=True)
@@ -254,7 +255,13 @@ def test_the_script_in_the_checkpoint(outcome: Outcome, tmp_path: Path) -> None:
 def test_a_killed_save_leaves_a_checkpoint(tmp_path: Path) -> None:
     """Many times SIGKILL at random moments of saving, in the foreground and in the background."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "kills.py"), str(tmp_path), str(times := 50 if proofs.IS_WHOLE else 12), "1"]
+    command = [
+        f"{programs()}/python",
+        str(HERE / "kills.py"),
+        str(tmp_path),
+        str(times := 50 if proofs.IS_WHOLE else 12),
+        "1",
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout)["killed"] == times
@@ -264,7 +271,7 @@ def test_a_killed_save_leaves_a_checkpoint(tmp_path: Path) -> None:
 def test_a_save_may_end_at_every_call(tmp_path: Path) -> None:
     """Killed, or because the call fails; with directories that change places in one step, and without; one rank and two."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "save_kill_points.py"), str(tmp_path)]
+    command = [f"{programs()}/python", str(HERE / "save_kill_points.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)
@@ -275,7 +282,7 @@ def test_a_save_may_end_at_every_call(tmp_path: Path) -> None:
 def test_a_process_ends_when_its_save_is_done(tmp_path: Path) -> None:
     """By its last line, by an exception, without its process group; and a save that fails is told."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "ends.py"), str(tmp_path)]
+    command = [f"{programs()}/python", str(HERE / "ends.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     said = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
@@ -303,6 +310,7 @@ GOING_ON = [
 ]  # fmt: skip
 
 
+@proofs.MORE
 @pytest.mark.xdist_group("deepspeed goes on")
 @pytest.mark.parametrize("variant", GOING_ON)
 def test_deepspeed_goes_on(outcome: Outcome, variant: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hangs import HANG_S
+from standby import programs
 
 from zckpt.runtime.sharding import watch
 
@@ -228,7 +228,7 @@ def test_losses_are_deepspeeds(outcome: Outcome, stage: int, kind: str) -> None:
 def test_a_unit_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
     """In seconds here, since the watch is impatient; slow ranks are not taken for lost ones."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(Path(__file__).parent / "skips.py"), str(tmp_path)]
+    command = [f"{programs()}/python", str(Path(__file__).parent / "skips.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=HANG_S)
     said, _ = json.loads(done.stdout)
     assert "In forward 3, after 'blocks.1': rank 0 calls 'blocks.2'; rank 1 calls 'blocks.3'" in said

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hangs import HANG_S
 from ranks import OURS, run_ranks
+from standby import programs
 
 from zckpt.base.errors import OutputError
 from zckpt.checks.verify import verify
@@ -181,7 +182,7 @@ def test_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(
 def test_a_run_goes_on_after_its_ranks_were_killed(tmp_path: Path) -> None:
     """In the update of a step and in a save; `swap_kills` compares losses, verifies the checkpoint and looks for swap files."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "swap_kills.py"), str(tmp_path)]
+    command = [f"{programs()}/python", str(HERE / "swap_kills.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)

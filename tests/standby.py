@@ -1,0 +1,192 @@
+"""`zckpt`, `python` and `torchrun` that need not import: forked from processes that have imported zckpt, or torch too.
+
+    python standby.py SOCKET MODULE..
+
+What is put into PATH are small programs: each asks the process for a fork of it, with its own words, environment, directory and
+open files, sends on what signals it gets, and ends as the fork ends. What a fork starts by `sys.executable` is forked, too. That
+zckpt starts well by itself is for tests/test_public.py and tests/cli.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import functools
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_LIGHT = ("zckpt.cli", "zckpt.jobs.convert", "zckpt.jobs.inspection", "zckpt.checks.verify", "zckpt.output.manifest")
+"""What any command imports; nothing that reads the environment when it is imported."""
+_HEAVY = (
+    *_LIGHT, "safetensors.torch", "torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.tensor",
+    "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "zckpt.live", "zckpt.runtime",
+)  # fmt: skip
+_TRAINS = ("train", "run", "demo")
+"""Commands that import torch."""
+_CLIENT = """#!{python} -IS
+import array, json, os, signal, socket, sys
+words = sys.argv[1:]
+program = {program!r}
+if program == "python" and words[:2] == ["-u", "-m"]:
+    del words[0]
+if program == "python" and words[:2] == ["-m", "zckpt"]:
+    program, words = "zckpt", words[2:]
+if program == "python" and not (words and words[0].endswith(".py")):
+    os.execv({python!r}, [{python!r}, *words])
+is_light = program == "zckpt" and (not words or words[0] not in {trains!r})
+server = socket.socket(socket.AF_UNIX)
+server.connect({light!r} if is_light else {heavy!r})
+asked = json.dumps([program, words, dict(os.environ), os.getcwd()]).encode()
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: server.send(bytes([number])))
+files = array.array("i", [0, 1, 2]).tobytes()
+server.sendmsg([len(asked).to_bytes(4, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+server.sendall(asked)
+answer = server.recv(4)
+code = int.from_bytes(answer, "little", signed=True) if answer else 70
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+class Asked(NamedTuple):
+    """What a client wants to become."""
+
+    program: str
+    words: list[str]
+    environment: dict[str, str]
+    directory: str
+    files: list[int]
+
+
+@functools.cache
+def programs() -> str:
+    """A directory with the programs, for the front of PATH; their processes start when the first of them is used."""
+    if not hasattr(os, "pidfd_open"):  # only Linux has it
+        return str(Path(sys.executable).parent)
+    place = Path(tempfile.mkdtemp(prefix="zckpt-standby-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    sockets = {kind: str(place / f"{kind}.socket") for kind in ("light", "heavy")}
+    for kind, modules in (("light", _LIGHT), ("heavy", _HEAVY)):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(sockets[kind])
+        listener.listen(64)
+        command = [sys.executable, __file__, str(listener.fileno()), str(place / "python"), *modules]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "ZCKPT_"))}
+        server = subprocess.Popen(
+            command, env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE, pass_fds=[listener.fileno()],
+        )  # fmt: skip
+        listener.close()
+        atexit.register(end, server)
+    for program in ("zckpt", "python", "torchrun"):
+        text = _CLIENT.format(python=sys.executable, program=program, trains=_TRAINS, **sockets)
+        (place / program).write_text(text)
+        (place / program).chmod(0o755)
+    return str(place)
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    server.kill()
+    server.wait()
+
+
+def serve(listener: socket.socket) -> Asked | None:
+    """Forks for each client until stdin is closed. In a fork, returns what it is asked to become."""
+    ready = selectors.DefaultSelector()
+    ready.register(listener, selectors.EVENT_READ)
+    ready.register(sys.stdin, selectors.EVENT_READ)
+    clients: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        for key, _ in ready.select():
+            if key.fileobj is sys.stdin:
+                return None
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                asked = read(client)
+                child = os.fork()
+                if not child:
+                    return asked
+                for number in asked.files:
+                    os.close(number)
+                watched = os.pidfd_open(child)
+                clients[watched] = child, client
+                ready.register(watched, selectors.EVENT_READ)
+                ready.register(client, selectors.EVENT_READ, child)
+            elif key.fd in clients:
+                child, client = clients.pop(key.fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                ready.unregister(key.fd)
+                os.close(key.fd)
+                with contextlib.suppress(KeyError):  # of a client that was killed
+                    ready.unregister(client)
+                with contextlib.suppress(BrokenPipeError):
+                    client.sendall(code.to_bytes(4, "little", signed=True))
+                client.close()
+            elif key.fd in ready.get_map():
+                numbers = key.fileobj.recv(64)  # type: ignore[union-attr]
+                if not numbers:
+                    ready.unregister(key.fileobj)
+                for number in numbers or [signal.SIGKILL]:
+                    os.kill(key.data, number)
+
+
+def read(client: socket.socket) -> Asked:
+    """Receives what a client asks, and its three files."""
+    size, sent, *_ = client.recvmsg(4, socket.CMSG_SPACE(12))
+    files = array.array("i")
+    for _, _, data in sent:
+        files.frombytes(data)
+    text = b""
+    while len(text) < int.from_bytes(size, "little"):
+        text += client.recv(1 << 20)
+    return Asked(*json.loads(text), list(files))
+
+
+def become(asked: Asked, executable: str) -> None:
+    """Is from now on the program that a client asked for."""
+    for number, file in enumerate(asked.files):
+        os.dup2(file, number)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream.isatty() or stream is sys.stderr)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(asked.environment)
+    os.chdir(asked.directory)
+    sys.executable = executable
+    sys.argv[:] = [asked.program, *asked.words]
+    if asked.program == "python":
+        del sys.argv[0]
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        sys.path[0] = ""
+        of: dict[str, Any] = {"zckpt": "zckpt.__main__", "torchrun": "torch.distributed.run"}
+        importlib.import_module(of[asked.program]).main()
+
+
+def main() -> None:
+    number, executable, *modules = sys.argv[1:]
+    for module in modules:
+        importlib.import_module(module)
+    asked = serve(socket.socket(fileno=int(number)))
+    if asked is not None:
+        become(asked, executable)
+
+
+if __name__ == "__main__":
+    main()
