@@ -19,6 +19,7 @@ import proofs
 import pytest
 from hangs import HANG_S
 from schemas import check
+from standby import programs
 
 from zckpt.runtime.train.launch import first_host
 
@@ -38,8 +39,10 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(*words: object, launcher: tuple[str, ...] = ()) -> list[str]:
-    return [sys.executable, *launcher, "-m", "zckpt", "train", "config.json", "--data", "text.txt", *map(str, words)]
+def command(*words: object, program: tuple[str, ...] = ()) -> list[str]:
+    """The command line, by default of a process that need not import torch again."""
+    program = program or (f"{programs()}/python",)
+    return [*program, "-m", "zckpt", "train", "config.json", "--data", "text.txt", *map(str, words)]
 
 
 def begin(home: Path, words: list[str], **environment: str) -> subprocess.Popen[str]:
@@ -108,7 +111,8 @@ def rank_of(launcher: int, rank: int) -> int:
 
 
 def test_a_rank_that_hangs_or_dies_is_named(home: Path) -> None:
-    process = begin(home, command("--out", "run", "--steps", 100_000, "--nproc", 2, "--log-every", 1_000_000))
+    words = ("--out", "run", "--steps", 100_000, "--nproc", 2, "--log-every", 1_000_000)
+    process = begin(home, command(*words, program=(sys.executable,)))
     wait_for(home, 2, process)
     stopped, killed = rank_of(process.pid, 1), rank_of(process.pid, 0)
     os.kill(stopped, signal.SIGSTOP)
@@ -162,9 +166,9 @@ def free_port() -> int:
 
 
 def test_two_agents_of_torchrun(home: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d")
+    launcher = (f"{programs()}/torchrun", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d")
     launcher += (f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=run")
-    agents = [begin(home, command("--out", "run", "--steps", 2, launcher=launcher)) for _ in range(2)]
+    agents = [begin(home, command("--out", "run", "--steps", 2, program=launcher)) for _ in range(2)]
     told = [end(agent) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], told
     assert sorted(out.count("steps 1-2") for out, _ in told) == [0, 1]
