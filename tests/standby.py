@@ -57,7 +57,8 @@ server.sendall(asked)
 answer = server.recv(4)
 code = int.from_bytes(answer, "little", signed=True) if answer else 70
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """

@@ -12,13 +12,13 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from hangs import HANG_S
+from standby import programs
 from typer.testing import CliRunner
 
 from zckpt.base.errors import ZckptError
@@ -75,7 +75,7 @@ def start(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         environment.pop(name, None)
     return subprocess.run(
-        [sys.executable, "-m", "zckpt", "run", *words], cwd=home, env=environment, text=True, capture_output=True,
+        [f"{programs()}/python", "-m", "zckpt", "run", *words], cwd=home, env=environment, text=True, capture_output=True,
         timeout=HANG_S, check=False,
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_the_commands_that_are_started_are_shown_if_asked(home: Path) -> None:
     """With --log_level info, as `deepspeed` shows them, and with no other level; --standalone changes nothing here."""
     for level, count in ((("--log_level", "info"), 1), (("-q",), 0)):
         done = subprocess.run(
-            [sys.executable, "-m", "zckpt", "run", "--standalone", *level, "--nproc", "1", "script.py", "x", "5"],
+            [f"{programs()}/python", "-m", "zckpt", "run", "--standalone", *level, "--nproc", "1", "script.py", "x", "5"],
             cwd=home / "scripts", check=False, env={k: v for k, v in os.environ.items() if k != "RANK"}, capture_output=True,
             text=True, timeout=HANG_S,
         )  # fmt: skip
@@ -181,8 +181,9 @@ def test_the_commands_that_are_started_are_shown_if_asked(home: Path) -> None:
 
 def test_under_deepspeeds_own_launcher(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`deepspeed --module zckpt run script.py` puts its option before the command; it belongs to the script."""
+    command = [f"{programs()}/python", "-m", "zckpt", "--local_rank=3", "run", "script.py", "x", "5"]
     done = subprocess.run(
-        [sys.executable, "-m", "zckpt", "--local_rank=3", "run", "script.py", "x", "5"], cwd=home / "scripts", check=False,
+        command, cwd=home / "scripts", check=False,
         env={**os.environ, "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 5, done.stderr
