@@ -86,7 +86,7 @@ class ZckptError(Exception):
         return lines
 
     def as_json(self) -> dict[str, object]:
-        """The fields, for `--json`."""
+        """Returns the error's fields, for `--json`."""
         return {
             "error": self.code,
             "what": self.what,
@@ -132,7 +132,7 @@ class CorruptError(ZckptError):
         self.byte_offset = byte_offset
 
     def as_json(self) -> dict[str, object]:
-        """The fields, for `--json`."""
+        """Returns the error's fields, for `--json`."""
         return {**super().as_json(), "byte_offset": self.byte_offset}
 
 

@@ -239,7 +239,7 @@ def _named_class(config: Mapping[str, Any] | None) -> str:
 
 
 def _as_checks(loaded: Loaded, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> list[Check]:
-    """The answers as checks."""
+    """Makes checks of the answers."""
     hint = other_class(config, tensors)
     missing = sorted(loaded.missing)
     there = Check("missing", f"every tensor of {loaded.by} is there")

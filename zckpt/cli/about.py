@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "numpy", "safetensors", "huggingface_hub", "fsspec", "type
 
 
 def lines(verbose: bool) -> list[str]:
-    """The lines to print."""
+    """Makes the lines to print."""
     if not verbose:
         return [f"zckpt {__version__}"]
     table = {

@@ -136,7 +136,7 @@ class _Reader:
         self._start = 0
 
     def take(self, nbytes: int, what: str) -> bytes:
-        """The next bytes."""
+        """Takes the next bytes."""
         if self.at + nbytes > limits.HEADER_BYTES:
             if self.at + nbytes > self.file.size:
                 raise self.file.cut_short(what, self.at + nbytes)
@@ -172,7 +172,7 @@ class _Reader:
         return value
 
     def text(self, what: str) -> str:
-        """The next string."""
+        """Takes the next string."""
         nbytes = self.number("Q", what)
         self.charge(_LETTER_COST * min(nbytes, self.file.size))
         data = self.take(nbytes, what)

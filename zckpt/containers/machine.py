@@ -82,7 +82,7 @@ class Machine:
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes."""
+        """Takes the next bytes of the pickle."""
         start = self.position
         self.position = end = start + nbytes
         if end > self.end:

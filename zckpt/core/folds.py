@@ -201,7 +201,7 @@ class Tools(Protocol):
         """
 
     def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
-        """The same as fp32."""
+        """Reads elements and makes them fp32."""
 
 
 def fold_elements(
@@ -245,7 +245,7 @@ class Fold:
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """One for each input."""
+        """Steps of the fold, one for each input."""
         raise NotImplementedError
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:

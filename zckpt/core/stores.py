@@ -16,7 +16,7 @@ class Store(Protocol):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
 
     @property
     def byteorder(self) -> Literal["little", "big"]:

@@ -250,7 +250,7 @@ def foresee(batch: Batch) -> list[fsspec_io.Range]:
 
 
 def ranges_of_spans(spans: Iterable[Span]) -> list[fsspec_io.Range]:
-    """The same of spans."""
+    """Collects the ranges of files that spans need, or that what is computed for them reads."""
     found: list[fsspec_io.Range] = []
     for span in spans:
         if isinstance(span.store, FileStore):

@@ -132,7 +132,7 @@ class _Part(NamedTuple):
     output: Sequence[Fragment]
 
     def keys(self) -> set[object]:
-        """Of the stores."""
+        """Keys of the stores."""
         fragments = [*self.source, *self.output, *(f for replica in self.copies for f in replica.fragments)]
         return {_key(f.store) for f in fragments}
 

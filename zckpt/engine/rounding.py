@@ -21,7 +21,7 @@ Bits = TypeVar("Bits")
 
 
 def ones(count: int) -> int:
-    """So many lowest bits."""
+    """Makes a number of which so many lowest bits are 1."""
     return (1 << count) - 1
 
 

@@ -78,7 +78,7 @@ class RunShape:
 
     @property
     def ranks(self) -> int:
-        """All processes."""
+        """Number of all processes."""
         return self.gpus * self.nodes
 
 
@@ -155,7 +155,7 @@ class Estimate(Printed):
         return not self.choices or any(one.fits is not False for one in self.choices)
 
     def as_json(self) -> dict[str, object]:
-        """Exact numbers, in bytes."""
+        """Returns exact numbers, in bytes."""
         best = {precision: self.best(precision) for precision in dict.fromkeys(one.precision for one in self.choices)}
         gives = self.memory is not None or self.host_memory is not None
         return {

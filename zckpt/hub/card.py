@@ -17,7 +17,7 @@ _WORD = compile_late(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 
 
 def card(cargo: Cargo, repo_id: str, license_id: str | None, base_model: str | None) -> bytes:
-    """README.md of a page.
+    """Writes the text of a page's README.md.
 
     Args:
         cargo: what is sent.

@@ -105,7 +105,7 @@ class Cargo:
 
     @property
     def files(self) -> list[Shard | SmallFile]:
-        """All files."""
+        """All files that go to the page."""
         return [*self.shards, *self.small]
 
     @property

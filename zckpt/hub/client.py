@@ -244,7 +244,7 @@ class Hub:
         parent: str,
         made_already: Callable[[], Committed | None],
     ) -> Committed:
-        """One commit of everything.
+        """Makes one commit of everything.
 
         Args:
             target: where to.

@@ -149,7 +149,7 @@ def _scratch_room(cargo: Cargo, target: PageTarget) -> int:
 
 
 def _place(hub: Hub, target: PageTarget) -> tuple[object, ...]:
-    """What identifies a page."""
+    """Returns what identifies a page."""
     return (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
 
 

@@ -127,7 +127,7 @@ class PlannedApply:
 
     @property
     def nbytes(self) -> int:
-        """Of the output."""
+        """Bytes of the output."""
         return self.plan.bytes_written
 
     @property
@@ -138,12 +138,12 @@ class PlannedApply:
 
     @property
     def bytes_read(self) -> int:
-        """Of the old version and of the deltas."""
+        """Bytes read of the old version and of the deltas."""
         return self.plan.bytes_read + sum(where.nbytes for one in self.deltas for where in one.changed.values())
 
     @property
     def version(self) -> int:
-        """Of the new weights."""
+        """Number of the version that the new weights are."""
         return self.deltas[-1].form.version
 
 

@@ -66,7 +66,7 @@ class DeltaReport:
 
     @property
     def nbytes(self) -> int:
-        """Of the delta."""
+        """Bytes of the delta."""
         return sum(nbytes for _, nbytes in self.files)
 
     @property
@@ -156,17 +156,17 @@ class PlannedDelta:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the weights of one version."""
         return sum(pair.nbytes for group in self.groups for pair in group)
 
     @property
     def bytes_read(self) -> int:
-        """Of both versions, as they are stored."""
+        """Bytes of both versions, as they are stored."""
         return sum(pair.old.nbytes + pair.new.nbytes for pair in self.pairs)
 
     @property
     def pairs(self) -> list[TensorPair]:
-        """All tensors."""
+        """All tensors, each in both versions."""
         return [pair for group in self.groups for pair in group]
 
 

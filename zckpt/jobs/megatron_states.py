@@ -35,7 +35,7 @@ def megatron_states(
     experts_apart: bool,
     allow_unknown: bool = False,
 ) -> tuple[MegatronOptimizer, tuple[str, ...]]:
-    """The states, and notes.
+    """Names the optimizer's states as Megatron-Core does; returns notes for a person beside them.
 
     Args:
         place: the checkpoint.

@@ -47,7 +47,7 @@ class CheckpointTarget(Protocol):
 
     @property
     def precision(self) -> DType:
-        """The module's own weights."""
+        """Names the dtype of the module's own weights."""
 
     def as_json(self) -> dict[str, object]:
         """What a manifest says of it."""

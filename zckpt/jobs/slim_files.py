@@ -61,7 +61,7 @@ class Cut:
 
 
 def place_of(ref: TensorRef) -> BytePlace:
-    """Where its elements are."""
+    """Returns where a tensor's elements lie in its file."""
     return ref.store.path, ref.byte_offset, ref.byte_stop
 
 

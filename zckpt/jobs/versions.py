@@ -57,7 +57,7 @@ class TensorPair:
 
     @property
     def nbytes(self) -> int:
-        """Of one version."""
+        """Bytes of one version."""
         return self.old.numel * self.dtype.itemsize
 
 

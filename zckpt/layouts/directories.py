@@ -64,7 +64,7 @@ class Look(NamedTuple):
 
     @property
     def path(self) -> Location:
-        """Of the directory."""
+        """Path of the directory."""
         return self.folder.path
 
     @property

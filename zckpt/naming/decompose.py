@@ -51,13 +51,8 @@ class Decomposed:
         return {name: "form" if note else "buffer" for name, note in self.dropped.items()}
 
 
-def decompose(catalog: Catalog, scheme: Scheme, facts: Facts) -> Catalog:
-    """The parts of the model with tensors that a writer named by its scheme; errors as in `decompose_with_origins`."""
-    return decompose_with_origins(catalog, scheme, facts).parts
-
-
 def decompose_with_origins(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
-    """The same, with where the parts come from and what was left out.
+    """Takes the tensors of a writer's scheme apart into the parts of the model; says where each comes from and what was left out.
 
     Raises:
         UnsupportedError: no rule takes some tensors.

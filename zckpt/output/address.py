@@ -166,7 +166,7 @@ class OutputAddress:
             return False
 
     def read(self, name: str) -> bytes:
-        """A small file's bytes."""
+        """Reads a small file."""
         return self.at(name).read()
 
     def put(self, name: str, data: bytes) -> None:

@@ -51,7 +51,7 @@ class Signer:
     key: Any = field(repr=False)
 
     def bundle(self, name: str, digests: Mapping[str, str], provenance: Mapping[str, object]) -> bytes:
-        """The signature's file.
+        """Path of the signature's file.
 
         Args:
             name: of the output's directory.
@@ -194,7 +194,7 @@ class Signing:
         return self.bundle(name, digests, manifest, single=single)
 
     def bundle(self, name: str, digests: Mapping[str, str], manifest: str, *, single: bool = False) -> bytes:
-        """The signature's file.
+        """Path of the signature's file.
 
         Args:
             name: of the output.

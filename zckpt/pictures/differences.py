@@ -22,7 +22,7 @@ _AT_ONCE = 100
 
 
 def differences_page(found: Diff, a: str, b: str, *, tolerance: str = "") -> str:
-    """The page.
+    """Makes the HTML that shows where two sets of weights differ.
 
     Args:
         found: a comparison with `spreads`.

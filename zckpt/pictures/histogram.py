@@ -37,7 +37,7 @@ class Bar:
 
     @property
     def words(self) -> str:
-        """Between which distances."""
+        """Says between which distances the bar counts."""
         return f"{distance(self.low)} to {distance(self.high)}"
 
 

@@ -117,7 +117,7 @@ def map(  # noqa: A001 - the command's name
 
 
 def map_page(found: CheckpointMap) -> str:
-    """The whole page."""
+    """Makes the HTML of a checkpoint's map."""
     title = f"{' '.join(dict.fromkeys((model_name(found), _name(found))))} - zckpt map"
     return page(
         title, "\n".join(_body(found)), data_of(found), styles=["map.css"], scripts=["map_logic.js", "map_view.js"]

@@ -70,7 +70,7 @@ def _digest(content: str) -> str:
 
 
 def page(title: str, body: str, data: object, *, styles: Sequence[str] = (), scripts: Sequence[str] = ()) -> str:
-    """The page.
+    """Makes the page's HTML.
 
     Args:
         title: as text.

@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Of all its tensors."""
+        """Names of all tensors of the weight."""
         return {self.codes.name, *(entry.name for entry in (*self.beside, *self.others.values()))}
 
 

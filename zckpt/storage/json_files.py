@@ -16,7 +16,7 @@ from zckpt.storage.location import locate
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int, what: str) -> Any:
-    """A JSON file's contents.
+    """Reads a JSON file.
 
     Args:
         path: of the file.

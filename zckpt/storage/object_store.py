@@ -100,7 +100,7 @@ class ObjectStore:
         return obstore.open_writer(self.store, self._key(path), buffer_size=part_bytes, max_concurrency=parts)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Nothing is kept."""
+        """Does nothing: no listing is kept."""
 
     def _key(self, path: str) -> str:
         return path.strip("/").removeprefix(self.bucket).lstrip("/")

@@ -43,7 +43,7 @@ NAME = compile_late(r"([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
 
 
 def this_process() -> Process:
-    """The process that calls."""
+    """Identifies the process that calls."""
     return Process(_boot(), _space(), os.getpid(), _start_time(os.getpid()) or "0")
 
 

@@ -246,7 +246,7 @@ class DirectoryRendezvous:
         return os.path.join(self.path, key.replace("/", "."))
 
     def _is_ours(self) -> bool:
-        """Whether the directory exists.
+        """Says whether the directory exists.
 
         Raises:
             OutputError: it is no directory, or another user's.

@@ -95,7 +95,7 @@ class RunUsage(Printed):
 
     @property
     def nbytes(self) -> int:
-        """Of all saves."""
+        """Bytes of all saves."""
         return sum(save.nbytes for save in self.saves)
 
     def as_json(self) -> dict[str, object]:

@@ -68,7 +68,7 @@ class Boxes:
         return map(self.at, range(len(self)))
 
     def at(self, number: int) -> Box:
-        """One box."""
+        """Returns the box with this number."""
         dims, first = self._dims, 2 * self._dims * number
         numbers = tuple(self._numbers[first : first + 2 * dims])
         return Box(numbers[:dims], numbers[dims:])

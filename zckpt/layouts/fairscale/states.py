@@ -86,7 +86,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _laid_out(one: Held, refs: Mapping[int, TensorRef], file: str) -> dict[str, TensorEntry]:
-    """A stored parameter's parameters.
+    """Finds the parameters that lie in a stored one.
 
     Raises:
         InconsistentError: the ranks' parts do not have as many elements, or have several dtypes.

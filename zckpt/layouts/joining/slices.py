@@ -115,7 +115,7 @@ def join_along(shapes: Sequence[Shape], dim: int) -> Joint:
 
 
 def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
-    """The whole tensor.
+    """Joins slices to the whole tensor.
 
     Raises:
         InconsistentError: the slices do not fit the rule.

@@ -125,7 +125,7 @@ def _is_unclear(listing: Listing, name: str, numbers: int) -> bool:
 
 
 def ranks_of(listing: Listing, split: RunSplit) -> dict[ModelRank, str]:
-    """Rank -> its directory.
+    """Finds the directory of each rank.
 
     Raises:
         InconsistentError: a directory is of another split. IncompleteError: a rank's is missing.

@@ -92,7 +92,7 @@ class ReadOptions:
     shapes: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """Those that were given."""
+        """Returns the options that were given, by name."""
         said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp, "key": self.key or None}
         return {name: value for name, value in said.items() if value is not None}
 

@@ -49,7 +49,7 @@ class Zero12Save:
 
     @property
     def stage(self) -> int:
-        """1 or 2."""
+        """Stage of ZeRO, 1 or 2."""
         return self.shards[0].stage or _configured_stage(self.model)
 
     @property
