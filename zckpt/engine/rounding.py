@@ -21,7 +21,7 @@ Bits = TypeVar("Bits")
 
 
 def ones(count: int) -> int:
-    """Makes a number of which so many lowest bits are 1."""
+    """Makes a number whose lowest bits are 1, so many of them."""
     return (1 << count) - 1
 
 
