@@ -21,7 +21,7 @@ Bits = TypeVar("Bits")
 
 
 def ones(count: int) -> int:
-    """Makes a number whose lowest bits are 1, so many of them."""
+    """Makes a number with ones in so many lowest bits."""
     return (1 << count) - 1
 
 
