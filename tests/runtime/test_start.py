@@ -190,3 +190,10 @@ def test_a_forward_at_stage_3_finds_deepspeeds_attributes_on_whole_parameters() 
         engine.step()
     assert said == [(status.AVAILABLE, outside.ds_id, torch.Size([1, 2]), 2)] * 2
     assert outside.ds_status is status.NOT_AVAILABLE
+
+
+def test_keys_with_dots_that_trl_adds_are_passed_over() -> None:
+    names = ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+    config = {**CONFIG, **{f"zero_optimization.{name}": 10.0 for name in names}}
+    assert runtime.initialize(model=nn.Linear(2, 1), config=config)[0].zero_reduce_bucket_size() == 500_000_000
+    assert len(config) == len(CONFIG) + 3

@@ -92,6 +92,8 @@ def read_config(
         UnsupportedError: it switches on a feature that is not built.
     """
     raw, file = _load(config)
+    for path in _keys_of_width(1):  # TRL puts them at the top, with dots, where DeepSpeed does not see them
+        raw.pop(path, None)
     unknown = list(unknown_keys(raw))
     if unknown and not allow_unknown:
         raise _unknown(unknown, file)
