@@ -51,7 +51,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 580,
-    "lines": 102_500,
+    "lines": 102_784,
     "lines of the trainer": 17_619,
     "classes": 790,
     "functions named by one participle": 0,

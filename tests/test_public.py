@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import zckpt
 from zckpt import drop_in
 from zckpt.cli import app
+from zckpt.naming import schemes
 
 ROOT = Path(__file__).parent.parent
 ZERO3 = ROOT / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
@@ -62,11 +63,22 @@ def saved_model(where: Path) -> tuple[torch.nn.Module, OnlyPathLike]:
     return model, OnlyPathLike(where)
 
 
+def add_family(where: Path) -> None:
+    """A family that is like Llama, which is gone afterwards."""
+    fixed = {"model_type": "public", "architectures": ["PublicForCausalLM"]}
+    file = where / "family.json"
+    file.write_text(json.dumps({"family": "public", "about": "a test's", "like": "llama", "config": {"fixed": fixed}}))
+    zckpt.add_family(OnlyPathLike(file))
+    schemes._added.clear()
+    schemes._by_type.cache_clear()
+
+
 def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path) -> dict[str, Callable[[], object]]:
     """Every public function that takes a path, called with one."""
     more = OnlyPathLike(where)
     converted, files = OnlyPathLike(where / "converted"), OnlyPathLike(where / "files")
     fs = {
+        "add_family": lambda: add_family(where),
         "average": lambda: zckpt.average([given, given], out),
         "convert": lambda: zckpt.convert(given, out, also=[more]),
         "delta": lambda: zckpt.delta(given, given, out),

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.to_states import to_states
     from zckpt.jobs.to_universal import to_universal
     from zckpt.layouts.save.listing import ReadOptions
+    from zckpt.naming.schemes import add_family
     from zckpt.pictures.map_page import Map, map  # noqa: A004 - the command's name
     from zckpt.upkeep.usage import RunUsage, du
 
@@ -93,6 +94,7 @@ __all__ = [
     "Verification",
     "ZckptError",
     "__version__",
+    "add_family",
     "apply_delta",
     "average",
     "convert",
@@ -139,6 +141,7 @@ _HOMES = {
     "Report": "jobs.planned",
     "RunUsage": "upkeep.usage",
     "Verification": "checks.verdict",
+    "add_family": "naming.schemes",
     "apply_delta": "jobs.apply_delta",
     "average": "jobs.average",
     "convert": "jobs.convert",

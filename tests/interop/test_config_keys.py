@@ -1,7 +1,7 @@
 """Each key of a model's config that changes what it computes: to-mcore writes it as an argument, or refuses it by name.
 
 Models of random numbers, one key of whose config is another one, go to Megatron-Core's form and come back without their
-config.json. `zckpt/naming/class_defaults.json` is what the installed transformers says.
+config.json. "defaults" and "names" of each family's file are what the installed transformers says.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ import torch
 import zckpt
 from zckpt.base.errors import UnsupportedError, ZckptError
 from zckpt.naming import config_keys
-from zckpt.naming.families import OFF, OFF_WITH_EXPERTS, mapped_arguments, model_types
-from zckpt.naming.megatron_arguments import KEYS, _unsaid_routing
+from zckpt.naming.families import OFF, OFF_WITH_EXPERTS, mapped_arguments
+from zckpt.naming.megatron_arguments import _unsaid_routing, known_keys
 from zckpt.naming.rotary import rotary_of
 from zckpt.naming.schemes import families, scheme
 
@@ -31,6 +30,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
+KEYS = known_keys()
 DENSE = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
@@ -225,26 +225,21 @@ def test_groups_of_experts_are_written_where_megatron_core_routes_alike(chosen: 
         logits, _, theirs = router(hidden)
     _, found = utils.group_limited_topk(logits.softmax(-1), chosen, 500, 32, groups, some)
     is_alike = torch.equal(found.sort(-1).values, theirs.sort(-1).values)
-    assert is_alike == (not _unsaid_routing("deepseek_v2", own))
+    assert is_alike == (not _unsaid_routing(scheme("hf-deepseek-v2").megatron or {}, own))
 
 
-@functools.cache
-def installed() -> dict[str, dict[str, Any]]:
-    """What `class_defaults.json` has to say, of the installed transformers."""
+@pytest.mark.parametrize("family", families())
+def test_the_defaults_are_those_of_the_installed_class(family: str) -> None:
+    """What is to stand in the family's file is in the message."""
+    own = scheme(f"hf-{family}")
+    if own.megatron is None or "cannot" in own.megatron:
+        assert not own.defaults  # nothing reads them
+        return
     base = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
-    found = {}
-    for family in families():
-        for kind in model_types(scheme(f"hf-{family}")):
-            cls = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
-            fields = {field.name: field.default for field in dataclasses.fields(cls) if field.name not in base}
-            found[kind] = {"fields": fields, "names": dict(cls.attribute_map)}
-    return found
-
-
-def test_the_defaults_are_those_of_the_installed_classes() -> None:
-    path = Path(config_keys.__file__).with_name("class_defaults.json")
-    assert json.loads(path.read_text()) == json.loads(json.dumps(installed()))
-    assert KEYS.keys() == installed().keys()
+    cls = transformers.models.auto.configuration_auto.CONFIG_MAPPING[own.config["fixed"]["model_type"]]
+    fields = {field.name: field.default for field in dataclasses.fields(cls) if field.name not in base}
+    wanted = json.loads(json.dumps({"defaults": fields, "names": dict(cls.attribute_map)}))
+    assert {"defaults": own.defaults, "names": own.spellings} == wanted, json.dumps(wanted)
 
 
 @pytest.mark.parametrize("kind", KEYS)
@@ -265,11 +260,10 @@ def test_each_key_of_the_class_is_in_the_table_or_refused_when_it_is_another_one
 
 
 def test_a_model_of_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    """Granite has the names of a Llama, and multiplies by numbers of its own."""
-    own = {**DENSE, "embedding_multiplier": 2.0, "logits_scaling": 3.0}
-    model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**own))
+    """Arcee has the names of a Llama, and computes its MLP otherwise."""
+    model = transformers.ArceeForCausalLM(transformers.ArceeConfig(**DENSE))
     model.save_pretrained(tmp_path / "hf")
-    with pytest.raises(UnsupportedError, match="model_type 'granite'"):
+    with pytest.raises(UnsupportedError, match="model_type 'arcee'"):
         zckpt.to_mcore(tmp_path / "hf", tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 

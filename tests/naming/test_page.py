@@ -18,7 +18,9 @@ TITLES = {
 
 
 def has_place(writer: Scheme, family: Scheme) -> bool:
-    """Whether a program's names have a place for every part that the family needs."""
+    """Whether a program's names have a place for every part that the family needs, and it is known to compute such models."""
+    if "cannot" in (family.megatron or {}) or (writer.name != "megatron-core" and "rank" not in family.recognised):
+        return False
     taken = {part for rule in writer.rules for part in rule.parts or ()}
     needed = {part for rule in family.rules if not rule.optional for part in rule.parts or ()}
     return needed - {"head.weight"} <= taken
@@ -48,5 +50,7 @@ def test_the_table_is_that_of_the_schemes() -> None:
     assert found == table(), "write the table with ZCKPT_GOLDEN=rewrite"
 
 
-def test_every_family_has_a_program() -> None:
-    assert all(any(has_place(scheme(w), scheme(f"hf-{f}")) for w in schemes() if w[:3] != "hf-") for f in families())
+def test_every_family_has_a_program_or_says_why_not() -> None:
+    for family in (scheme(f"hf-{name}") for name in families()):
+        programs = any(has_place(scheme(writer), family) for writer in schemes() if writer[:3] != "hf-")
+        assert programs is ("cannot" not in (family.megatron or {})), family.name

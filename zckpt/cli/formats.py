@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -14,6 +14,9 @@ from zckpt.base.words import wrap_text
 from zckpt.cli.arguments import Shown
 from zckpt.cli.commands import GROUPS
 from zckpt.cli.declare import command
+
+if TYPE_CHECKING:
+    from zckpt.naming.schemes import Scheme
 
 _WRITE = ("Weights", "Resume elsewhere", "Several versions")
 
@@ -95,18 +98,26 @@ def _models() -> dict[str, Any]:
 
     known = [scheme(name) for name in schemes()]
     families = [one for one in known if one.is_of_transformers]
+    placed = {part for rule in scheme("megatron-core").rules for part in rule.parts or ()}
     return {
         "models": [
             {
                 "name": one.name.removeprefix("hf-"),
                 "class": architecture_of(one),
                 "model_types": model_types(one),
+                "megatron_core": _has_place(one, placed),
                 "gguf": not ARCHITECTURES.keys().isdisjoint(model_types(one)),
             }
             for one in families
         ],
         "names": [{"name": one.name, "about": one.about} for one in known if not one.is_of_transformers],
     }
+
+
+def _has_place(family: Scheme, placed: set[str]) -> bool:
+    """Whether Megatron-Core computes models of a family, and has a place for all that these need."""
+    needed = {part for rule in family.rules if not rule.optional for part in rule.parts or ()}
+    return family.megatron is not None and "cannot" not in family.megatron and needed <= placed
 
 
 def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
@@ -123,8 +134,12 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     yield from ("", "Single files, and the types of what is written:")
     keys = ("files", "dtypes", "fp8", "quantized", "gguf_types")
     yield from _entries({key: ", ".join(writes[key]) for key in keys}, width)
-    yield from ("", "Models with tensors that it renames, to GGUF too where a + stands:")
-    yield from _entries({f"{one['name']}{' +' * one['gguf']}": one["class"] for one in models}, width)
+    yield from (
+        "",
+        "Models with tensors that it renames (+: to GGUF too; *: to Megatron-Core):",
+    )
+    signs = {one["name"]: " +" * one["gguf"] + " *" * one["megatron_core"] for one in models}
+    yield from _entries({f"{one['name']}{signs[one['name']]}": one["class"] for one in models}, width)
     yield from ("", "Writers, besides transformers, with names of tensors that it knows:")
     yield from _entries({one["name"]: one["about"] for one in found["names"]}, width)
     yield from ("", "Packed weights that it refuses, by what turns them into plain ones:")

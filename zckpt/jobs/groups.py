@@ -68,6 +68,20 @@ def vocabulary_option() -> dict[str, Any]:
     return option("--vocab-size", "positive", text, NAMES, metavar="N")
 
 
+def family_option() -> dict[str, Any]:
+    """The metadata of `--family`."""
+    text = "A file that says the names of a family of models that zckpt does not know: docs/families.md."
+    return option("--family", "text", text, NAMES, metavar="FILE")
+
+
+def know_family(said: str | Mapping[str, Any] | None) -> None:
+    """Makes a family known, if one is given. Errors as in `naming.schemes.add_family`."""
+    if said is not None:
+        from zckpt.naming.schemes import add_family
+
+        add_family(said)
+
+
 def base_option() -> dict[str, Any]:
     """The metadata of `--base`."""
     text = "The model that the run began with, for what CKPT lacks: a directory, or a name in the hub's local cache."
@@ -210,6 +224,7 @@ class Form:
         config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
         layer_names: names for a pipeline's layers, or the path of a file with them.
         vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
+        family: a family that zckpt does not know, or the path of its file.
     """
 
     to: str | None = field(
@@ -236,13 +251,15 @@ class Form:
         ),
     )
     vocab_size: int | None = field(default=None, metadata=vocabulary_option())
+    family: str | Mapping[str, Any] | None = field(default=None, metadata=family_option())
 
     def __post_init__(self) -> None:
-        """Raises UsageError for an unknown architecture or an impossible vocabulary, before a checkpoint is opened."""
+        """Raises UsageError for an unknown architecture, an impossible vocabulary or a family's file that cannot be used."""
         if self.vocab_size is not None:
             from zckpt.naming.vocabulary import check_vocabulary
 
             check_vocabulary(self.vocab_size)
+        know_family(self.family)
         if self.to not in (None, "hf"):
             from zckpt.naming.schemes import families
 

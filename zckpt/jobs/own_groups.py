@@ -27,6 +27,8 @@ from zckpt.jobs.groups import (
     Scheme,
     adapter_option,
     base_option,
+    family_option,
+    know_family,
     option,
     vocabulary_option,
 )
@@ -106,6 +108,7 @@ class Dcp:
         keeps the checkpoint's.
         config: the model's config or the path of its `config.json`, for `names`; None for the one beside the checkpoint.
         vocab_size: words of the vocabulary, for `names`; None for what config, run and tokenizer say.
+        family: a family of models that zckpt does not know, or the path of its file.
         max_file_bytes: of a data file, unless one chunk is larger.
     """
 
@@ -142,9 +145,11 @@ class Dcp:
         ),
     )
     vocab_size: int | None = field(default=None, metadata=vocabulary_option())
+    family: str | Mapping[str, Any] | None = field(default=None, metadata=family_option())
     max_file_bytes: int = 5 * 10**9
 
     def __post_init__(self) -> None:
+        know_family(self.family)
         file_bytes(self.max_file_bytes, "max_file_bytes")
         if self.accelerate and (self.under != "model" or self.optimizer is not None or self.names is not None):
             raise UsageError(
@@ -160,6 +165,7 @@ class Megatron:
     Attributes:
         config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
         vocab_size: words of the vocabulary; None for what config, run and tokenizer say.
+        family: a family of models that zckpt does not know, or the path of its file.
         tensor_parallel: tensor-parallel ranks that the vocabulary is padded for.
         make_vocab_size_divisible_by: as Megatron's option.
         numbered_layers: number layers in names instead of stacking them.
@@ -172,6 +178,7 @@ class Megatron:
         default=None, metadata=option("--config", "text", CONFIG_HELP, metavar="FILE")
     )
     vocab_size: int | None = field(default=None, metadata=vocabulary_option())
+    family: str | Mapping[str, Any] | None = field(default=None, metadata=family_option())
     tensor_parallel: int = field(
         default=1,
         metadata=option("--tensor-parallel", "positive", "Ranks for which the vocabulary is padded.", metavar="N"),
@@ -204,6 +211,7 @@ class Megatron:
     max_file_bytes: int = 5 * 10**9
 
     def __post_init__(self) -> None:
+        know_family(self.family)
         file_bytes(self.max_file_bytes, "max_file_bytes")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog
 from zckpt.jobs.declarations import CONVERT, Asked
-from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting
+from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting, know_family
 from zckpt.jobs.open import Opened, strip_wrappers
 from zckpt.jobs.selection import is_wanted, resolve_selection, select
 from zckpt.jobs.working_model import WorkingModel, with_form
@@ -215,6 +215,7 @@ def steps_again(recorded: Mapping[str, Any], given: LoraMerge | None) -> tuple[M
     form = recorded.get("form")
     form = dict(form) if isinstance(form, Mapping) else {}
     lora = form.pop("lora", None)
+    know_family(form.get("family"))
     steps: list[ModelStep] = []
     if isinstance(lora, Mapping) or recorded.get("base") is not None:
         from zckpt.jobs.merge_steps import Complete, Merge

@@ -27,8 +27,8 @@ from zckpt.jobs.own_groups import Megatron
 from zckpt.jobs.planned import Report, carried_out, protected_places
 from zckpt.jobs.selection import check_wanted, resolve_selection, select
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
-from zckpt.layouts.save.companions import config_file
-from zckpt.naming.megatron_arguments import megatron_arguments, megatron_notes
+from zckpt.layouts.save.companions import config_file, config_of, read_config
+from zckpt.naming.megatron_arguments import check_computed, megatron_arguments, megatron_notes
 from zckpt.naming.writers import NUMBERED, SchemeNames, name_for_writer
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
@@ -109,6 +109,9 @@ def prepare(
     stripped, notes = strip_wrappers(opened.catalog)
     multiple = asked.own.make_vocab_size_divisible_by * asked.own.tensor_parallel
     layers = NUMBERED if asked.own.numbered_layers else None
+    own = asked.own.config
+    given = config_of(own) if isinstance(own, str) else own if own is not None else read_config(opened.place.home)
+    check_computed(given, opened.place.listing.directory.path)
     names = SchemeNames("megatron-core", asked.own.config, layers, multiple, asked.own.vocab_size)
     naming, said = resolve_selection(stripped, asked.selecting, asked.naming)
     asked = replace(asked, naming=naming)

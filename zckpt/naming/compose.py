@@ -67,7 +67,7 @@ def compose(parts: Catalog, scheme: Scheme, facts: Facts, origins: Mapping[str, 
     made.sort(key=lambda one: one.place)
     if scheme.is_of_transformers:
         _check_complete(made, scheme, facts, routed)
-    _check_blocks(made, facts, routed)
+    _check_blocks(made, scheme, facts, routed)
     tensors = {one.entry.name: one.entry for one in made}
     return replace(parts, tensors=tensors, aliases={})
 
@@ -230,31 +230,39 @@ def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed:
         )  # fmt: skip
 
 
-def _check_blocks(made: Sequence[_Made], facts: Facts, routed: frozenset[int]) -> None:
-    """Checks that every block holds the same tensors, those with experts and those without apart, and all experts.
+def _check_blocks(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed: frozenset[int]) -> None:
+    """Checks that every block holds the same tensors as the others of its kind, and all experts.
 
     Raises:
         InconsistentError: tensors are missing in some.
     """
-    held: dict[int, dict[str, int]] = {}
+    kinds: dict[int, set[str]] = {}
     for one in made:
-        if one.block >= 0:
+        found = (kind for kind in scheme.kinds for part in one.rule.parts or () if part.startswith(kind))
+        kinds.setdefault(one.block, set()).update(found)
+    held: dict[tuple[str, int], dict[str, int]] = {}
+    for one in made:
+        if one.block >= 0 and not one.rule.some:
             name = one.rule.names[0].replace("{b}.", "")
-            own = held.setdefault(one.block, {})
+            own = held.setdefault((one.rule.names[0].partition("{b}")[0], one.block), {})
             own[name] = own.get(name, 0) + 1
+    alike: dict[tuple[object, ...], dict[int, dict[str, int]]] = {}
+    for (stack, block), own in held.items():
+        alike.setdefault((stack, block in routed, frozenset(kinds[block])), {})[block] = own
     lacking: dict[int, list[str]] = {}
-    for kind in (True, False):
-        alike = {block: own for block, own in held.items() if (block in routed) is kind}
+    for blocks in alike.values():
         most: dict[str, int] = {}
-        for own in alike.values():
+        for own in blocks.values():
             for name, number in own.items():
                 most[name] = max(most.get(name, 0), number)
-        for block, own in alike.items():
+        for block, own in blocks.items():
             if own != most:
                 lacking[block] = sorted(name for name, number in most.items() if own.get(name, 0) < number)
-    if lacking or sorted(held) != list(range(len(held))):
+    stacks = {stack: sorted(block for other, block in held if other == stack) for stack, _ in held}
+    whole = all(blocks == list(range(len(blocks))) for blocks in stacks.values())
+    if lacking or not whole:
         raise InconsistentError(
             "blocks do not hold the same tensors", file=facts.path,
             found="; ".join(f"block {b} lacks {examples(n)}" for b, n in sorted(lacking.items())[:3])
-            or f"blocks {sorted(held)}",
+            or "; ".join(f"blocks {blocks}" for blocks in stacks.values()),
         )  # fmt: skip

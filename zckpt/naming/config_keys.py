@@ -1,17 +1,15 @@
 """Which keys of a model's config change what it computes, and which of them another program's form of the model can say.
 
-For `megatron_arguments` and `gguf_metadata`. A config.json that leaves a key out means the default of transformers' class, which
-`class_defaults.json` has for every model type that zckpt writes. Each key is one of these: it has no effect on what the model
-computes (`FREE`), the tensors or the facts of the model say it (`SHOWN`), the writer says it (`Keys.said`), the writer's form
-has only some values of it (`Keys.only`). Every other key must be at its default, and is an error otherwise.
+For `megatron_arguments` and `gguf_metadata`. A config.json that leaves a key out means the default of transformers' class:
+"defaults" of the family's file; its "names" are the class's other names of keys. Each key is one of these: it has no effect on
+what the model computes (`FREE`), the tensors or the facts of the model say it (`SHOWN`), the writer says it (`Keys.said`), the
+writer's form has only some values of it (`Keys.only`). Every other key must be at its default, and is an error otherwise.
 Source: transformers 5.23, models/*/configuration_*.py and modeling_*.py; tests/naming/test_config_keys.py compares.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import join_words
+from zckpt.naming.schemes import family_of
 
 FREE = frozenset({
     "_name_or_path", "add_bos_token", "add_eos_token", "architectures", "attention_dropout", "attn_pdrop", "auto_map",
@@ -64,8 +63,6 @@ WINDOW = frozenset(
 )
 """Keys of how far attention looks back, which `windows` reads."""
 
-_DEFAULTS = os.path.join(os.path.dirname(__file__), "class_defaults.json")
-
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -80,34 +77,21 @@ class Keys:
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, "tuple[object, ...]"])
 
 
-@functools.cache
-def _classes() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """`model_type` -> "fields" of the class with their defaults, and further "names" of some of them."""
-    with open(_DEFAULTS, encoding="utf-8") as file:
-        found: dict[str, dict[str, dict[str, Any]]] = json.load(file)
-    return found
-
-
-def model_types() -> tuple[str, ...]:
-    """The model types with known defaults of the class."""
-    return tuple(_classes())
-
-
 def fields_of(model_type: object) -> Mapping[str, Any]:
     """The class's fields and their defaults; empty for a type that is not known."""
-    return _classes()[model_type]["fields"] if isinstance(model_type, str) and model_type in _classes() else {}
+    family = family_of(model_type)
+    return {} if family is None else family.defaults
 
 
 def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the values of the class where it says none, under the class's own names, the text model's at its top."""
     text = config.get("text_config")
-    if isinstance(text, Mapping) and config.get("model_type") not in _classes():
+    if isinstance(text, Mapping) and family_of(config.get("model_type")) is None:
         config = {**{key: value for key, value in config.items() if key != "text_config"}, **text}
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _classes():
+    family = family_of(config.get("model_type"))
+    if family is None:
         return dict(config)
-    names = _classes()[kind]["names"]
-    return {**fields_of(kind), **{str(names.get(key, key)): value for key, value in config.items()}}
+    return {**family.defaults, **{family.spellings.get(key, key): value for key, value in config.items()}}
 
 
 def check_keys(config: Mapping[str, Any], keys: Mapping[str, Keys], writer: str, path: str, remedy: str) -> None:

@@ -14,7 +14,7 @@ from zckpt.core.catalog import Catalog, Replica, TensorEntry, replace_name
 from zckpt.naming.facts import Facts
 from zckpt.naming.groups import with_groups
 from zckpt.naming.local_names import local_names
-from zckpt.naming.parts import fill_template
+from zckpt.naming.parts import KINDS, fill_template
 from zckpt.naming.rows import move_rows, rows_of, shifted_by, split_rows, swap_head_halves, transpose, with_rows
 from zckpt.naming.schemes import Fit, NamingRule, Scheme
 from zckpt.naming.vocabulary import with_vocabulary
@@ -22,6 +22,7 @@ from zckpt.naming.vocabulary import with_vocabulary
 _MOST_STACKED = 1_000_000
 """The most blocks x experts in one tensor; the largest models have some ten thousand."""
 
+_GATES = tuple(f"{where}.gate.{kind}" for where in ("mlp", "{e}", "shared") for kind in KINDS)
 _SHARES = {"query": "query_heads", "key": "key_heads", "value": "key_heads"}
 
 
@@ -262,7 +263,9 @@ def _split_fused(item: TensorEntry, rule: NamingRule, names: Sequence[str], fact
 def _widths(entry: TensorEntry, rule: NamingRule, shape: Sequence[int], facts: Facts) -> list[int]:
     """The rows of each part in a tensor of a shape; parts other than queries, keys and values have equally many."""
     words = [template.split(".")[-2] for template in rule.parts or ()]
-    if set(words) == set(_SHARES):
+    if rule.widths:
+        shares = [math.prod(map(facts.number, product.split("*"))) for product in rule.widths]
+    elif set(words) == set(_SHARES):
         shares = [facts.number(_SHARES[word]) for word in words]
     elif set(words) == {"query_down", "key_value_down"}:
         sizes = {"query_down": facts.number("query_rank")}
@@ -297,7 +300,7 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
     down: dict[str, int] = {}
     for name, fit in fits.items():
         rule = fit.rules[0]
-        has_gate = has_gate or all(any(".gate." in part for part in each.parts or ()) for each in fit.rules)
+        has_gate = has_gate or all(any(part.endswith(_GATES) for part in each.parts or ()) for each in fit.rules)
         if rule.parts is None or not rule.parts[0].endswith(".weight"):
             continue
         shape = _in_shape(catalog.tensors[name], rule, facts).shape[len(rule.stack) :]
@@ -305,7 +308,7 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
             continue
         rows, columns = reversed(shape) if rule.transpose else shape
         words = [template.split(".") for template in rule.parts]
-        if fused is None and {word[-2] for word in words} == set(_SHARES):
+        if fused is None and {word[-2] for word in words} == set(_SHARES) and not facts.contradict(rule.when):
             fused = catalog.tensors[name], rows, columns
         if words[-1][-2] == "up" or words[0][-2] == "up":
             up.setdefault(words[0][-3], rows)

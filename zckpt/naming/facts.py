@@ -30,6 +30,10 @@ _KEYS = {
     "query_rank": ("q_lora_rank",),
     "key_value_rank": ("kv_lora_rank",),
     "rotary_size": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    "linear_key_heads": ("linear_num_key_heads",),
+    "linear_value_heads": ("linear_num_value_heads",),
+    "linear_key_size": ("linear_key_head_dim",),
+    "linear_value_size": ("linear_value_head_dim",),
 }
 """Fact -> keys of a config or arguments of a run that say it."""
 
@@ -44,6 +48,7 @@ SHAPES = {
     "key_rows": ("blocks.{b}.attention.key.weight", 0),
     "query_rank": ("blocks.{b}.attention.query_down.weight", 0),
     "key_value_rank": ("blocks.{b}.attention.key_value_up.weight", 1),
+    "linear_filter": ("blocks.{b}.linear.query_filter.weight", 2),
 }
 """Fact -> a part, and the dimension of it that is the fact."""
 
@@ -162,7 +167,7 @@ def facts_of(
 def with_parts(facts: Facts, parts: Catalog) -> Facts:
     """The facts, with what the parts' names and shapes show: sizes, numbers of blocks and experts, heads, gates."""
     first: dict[str, tuple[int, ...]] = {}
-    blocks, experts, dense, routed = -1, -1, set[int](), set[int]()
+    blocks, experts, dense, routed, linear = -1, -1, set[int](), set[int](), set[int]()
     for name, entry in parts.tensors.items():
         part, block, expert = parse_part_name(name)
         blocks, experts = max(blocks, block), max(experts, expert)
@@ -170,6 +175,8 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
             dense.add(block)
         elif part == "blocks.{b}.router.weight":
             routed.add(block)
+        elif part == "blocks.{b}.linear.output.weight":
+            linear.add(block)
         first.setdefault(part, entry.shape)
     found: dict[str, object] = {
         fact: first[part][dim] for fact, (part, dim) in SHAPES.items() if part in first and len(first[part]) > dim
@@ -179,6 +186,11 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     found["later_dense_blocks"] = max(dense, default=-1) > min(routed, default=blocks)
     found["shared_experts"] = _times(found.get("shared_intermediate"), found.get("expert_intermediate"))
     found["gated"] = any(f"blocks.{{b}}.{where}.gate.weight" in first for where in ("mlp", "experts.{e}", "shared"))
+    if linear:
+        found["linear_attention"] = True
+        found["linear_blocks"] = [int(block in linear) for block in range(blocks + 1)]
+        found["layer_types"] = [f"{'linear' if block in linear else 'full'}_attention" for block in range(blocks + 1)]
+    found["attention_output_gate"] = "blocks.{b}.attention.output_gate.weight" in first or None
     found["two_norms"] = "blocks.{b}.mlp_norm.weight" in first
     if dense and not found["two_norms"] and "blocks.{b}.mlp_output_norm.weight" not in first:
         found["parallel"] = True  # attention and MLP share a norm

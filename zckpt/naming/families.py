@@ -9,7 +9,8 @@ training program's default]; "activation" is the key of the activation function;
 "set": key -> value, or a mapping of keys}; "refused" is argument or fact -> [values that it must not have, why]; "required" is
 argument or fact -> values that it must have if it is recorded; "needed" is fact -> what it says, of facts without which no config
 is made; "rope" lists the ways in which rotary positions may be scaled (`rotary`). What of `OFF` a family says nothing of must be
-off. Where a value ["arg", name or names, default] stands in "facts" or "set", it is that argument of the run.
+off. Where a value ["arg", name or names, default] stands in "facts" or "set", it is that argument of the run; "layers" is key ->
+an argument that says of each layer, or of every so many, what the key says of the others.
 "recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "classes" are
 regular expressions for the class in a run's config (`_target_`), from its beginning; "when" gives facts and arguments that
 the run must have, if nothing else says the family.
@@ -107,7 +108,9 @@ def mapped_arguments(family: Scheme) -> set[str]:
     """The arguments of a run that a family's configs say something about, or which it refuses itself."""
     data = family.config
     found = {*data.get("refused", ()), *data.get("required", ()), *family.recognised.get("when", ())}
-    found |= {name for names, _ in data.get("args", {}).values() for name in names}
+    found |= {name for names, _ in data.get("args", {}).values() for name in names} | {*data.get("layers", {}).values()}
+    shown = (family.megatron or {}).get("arguments", {})
+    found |= {name for name, value in shown.items() if isinstance(value, list) and value[0] == "fact"}
     for also in data.get("also", ()):
         found |= {*also["if"], *_arguments_in(also["set"])}
     if "sliding_window" in data["facts"]:
@@ -154,7 +157,7 @@ def _is_off(value: object, values: tuple[object, ...]) -> bool:
 def _scaled_attention(family: Scheme, facts: Facts) -> list[str]:
     """The scale of attention's scores, where it is another one than the family has."""
     scale = facts.arguments.get("softmax_scale")
-    if not isinstance(scale, int | float):
+    if not isinstance(scale, int | float) or "softmax_scale" in mapped_arguments(family):
         return []
     _, usual = family.config.get("args", {}).get("query_pre_attn_scalar", ((), facts.get("head_size")))
     own = facts.arguments.get("query_pre_attn_scalar") or usual
@@ -196,6 +199,8 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
         arguments = {name: value for name, value in arguments.items() if name != "layernorm_epsilon"}
     for key, (names, default) in data.get("args", {}).items():
         config[key] = next((arguments[name] for name in names if arguments.get(name) is not None), default)
+    for key, name in data.get("layers", {}).items():
+        config[key] = _each_layer(arguments.get(name), facts.number("blocks"))
     if "activation" in data and arguments:
         config[data["activation"]] = _activation(arguments, facts.path)
     for also in data.get("also", ()):
@@ -205,6 +210,14 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
     if "rope" in data and (scaling := rope_scaling_of(arguments, latent)) is not None:
         config["rope_scaling"] = scaling
     return config
+
+
+def _each_layer(said: object, blocks: int) -> list[int]:
+    """Of each layer, what an argument does not say of it: 0 for those that it lists with 1, or that are every so manieth."""
+    if isinstance(said, list | tuple):
+        return [int(not one) for one in said]
+    each = said if isinstance(said, int) and said > 0 else 0
+    return [int(not each or (block + 1) % each != 0) for block in range(blocks)]
 
 
 def _value(value: Any, arguments: Mapping[str, object]) -> Any:

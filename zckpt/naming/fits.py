@@ -177,12 +177,16 @@ def _list_expected(
         part = rule.parts[0]
         if part == "head.weight" and facts.get("tied") is True and part not in there.get(-1, ()):
             continue
-        for block in range(blocks) if "{b}" in part else (-1,):
+        stack = "decoder_blocks" if "decoder" in rule.names[0] else "encoder_blocks"
+        for block in range(wanted.get(stack) or blocks) if "{b}" in part else (-1,):
             own = there.get(block, set())
             routed = any(p.startswith(_OF_EXPERTS) for p in own) or (
                 some_routed and not any(p.startswith("blocks.{b}.mlp.") for p in own)
             )
             if ("{b}" in part and not _is_there(part, routed)) or any((p, block) in used for p in rule.parts):
+                continue
+            kinds = {kind for kind in family.kinds if any(p.startswith(kind) for p in own)}
+            if (rule.some and part not in own) or (kinds and any(part.startswith(k) for k in {*family.kinds} - kinds)):
                 continue
             used |= {(p, block) for p in rule.parts}
             numbers = range(experts) if "{e}" in rule.names[0] else (-1,)

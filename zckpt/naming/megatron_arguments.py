@@ -2,12 +2,23 @@
 
 For `to_mcore`. Megatron compares some with those of a run that loads (`check_checkpoint_args`), and with `--use-checkpoint-args`
 takes all that describe the model; zckpt makes a config.json of them.
+
+[Note: Megatron-Core in schemes] Keys of a family's "megatron":
+- "keys": those of its config that become arguments, with @ before a group of `GROUPS`.
+- "only": key -> the values that Megatron-Core has; null where the family reads the key itself.
+- "arguments": argument -> its value, or ["key", key] of the config, ["fact", fact] of the model, or ["flip", key, other key]: for
+  each layer 1 where the key has 0, or for every so many layers as the other key says.
+- "window": in which layers attention looks back to the beginning, if the config does not list them: {"every": N}, or a key for
+  the first layer with a window ("behind"), or for that before which every other one has one ("even_before"); "pattern": N's keys.
+- "sigmoid": true for a router that chooses by sigmoid; "best_of_group": how many experts judge a group.
+- "beyond": [what it computes and Megatron-LM's own GPT model does not, arguments with which that is so].
+- "cannot": why Megatron-Core computes no such model.
 Source: Megatron-LM (core 0.14 - 0.20), megatron/training/{arguments,checkpointing}.py, tools/checkpoint/loader_mixtral_hf.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zckpt.base.errors import UnsupportedError
@@ -15,14 +26,17 @@ from zckpt.base.words import join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.config_keys import ROTARY, WINDOW, Keys, check_keys, fields_of, whole_config
 from zckpt.naming.facts import Facts
+from zckpt.naming.families import model_types
 from zckpt.naming.parts import parse_part_name
 from zckpt.naming.rotary import rotary_arguments, rotary_of, unsaid_rotary
+from zckpt.naming.schemes import families, family_of, scheme
 
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _SAME = {
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
     "seq_length": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
-    "norm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
-    "layernorm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "norm_epsilon": _EPSILONS,
+    "layernorm_epsilon": _EPSILONS,
     "init_method_std": ("initializer_range",),
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("resid_pdrop", "hidden_dropout"),
@@ -49,24 +63,15 @@ _ALWAYS: dict[str, object] = {
     "squared_relu": False,
 }
 
-_SINKS: dict[str, object] = {
-    "softmax_type": "learnable",
-    "swiglu": False,
-    "quick_geglu": True,
-    "glu_linear_offset": 1.0,
-}
-"""Arguments of a model of gpt-oss, the only family with sinks in its attention."""
-
-_GEMMA = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of Gemma's configs that Megatron Bridge's providers have under the same names."""
-
 _QUERY_KEY_NORMS = {"blocks.{b}.attention.query_norm.weight", "blocks.{b}.attention.key_value_down_norm.weight"}
 
+_FUNCTIONS = ("activation_function", "activation", "hidden_act")
 _ACTIVATIONS: dict[str, dict[str, object]] = {
     "gelu": {"activation": "gelu", "bias_gelu_fusion": False},
     "gelu_fast": {"activation": "gelu", "bias_gelu_fusion": True},
     "gelu_new": {"activation": "gelu_new", "bias_gelu_fusion": True},
     "gelu_pytorch_tanh": {"activation": "gelu_pytorch_tanh", "bias_gelu_fusion": True},
+    "relu2": {"squared_relu": True},
 }
 """Activation function of an MLP without a gate -> arguments: Megatron-Core has the exact GELU, and fused with its bias the one by
 tanh; `activation` is no argument of Megatron's, and says to zckpt by which formula that one is rounded."""
@@ -75,56 +80,26 @@ _BASIC = Keys(
     frozenset({"max_position_embeddings", "seq_length", "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"}),
     {"hidden_act": ("silu", "swish"), "is_encoder_decoder": (False,)},
 )
-_ROTARY = ROTARY - {"rope_local_base_freq", "rotary_emb_base", "rotary_pct"}
-_ROUTED = frozenset({"num_experts_per_tok", "num_experts_per_token", "norm_topk_prob"})
-_GROUPED = frozenset({"n_group", "topk_group", "routed_scaling_factor"})
-_BOTH_WAYS: dict[str, tuple[object, ...]] = {"use_bidirectional_attention": (False, None)}
+GROUPS = {
+    "@rotary": ROTARY - {"rope_local_base_freq", "rotary_emb_base", "rotary_pct"},
+    "@window": WINDOW,
+    "@routed": frozenset({"num_experts_per_tok", "num_experts_per_token", "norm_topk_prob"}),
+    "@grouped": frozenset({"n_group", "topk_group", "routed_scaling_factor"}),
+}
 
 
-def _keys(*said: Iterable[str], activation: bool = False, **only: tuple[object, ...]) -> Keys:
-    """What is understood of a model type, beside what is of all."""
-    fixed = {key: values for key, values in _BASIC.only.items() if not (activation and key == "hidden_act")}
-    return Keys(_BASIC.said.union(*said), {**fixed, **only})
+def known_keys() -> dict[str, Keys]:
+    """Model type -> the keys of its config that become arguments, and the values of others that Megatron-Core has."""
+    every = [scheme(f"hf-{name}") for name in families()]
+    said = [(family, family.megatron or {}) for family in every if family.megatron]
+    return {kind: _keys_of(own) for family, own in said if "cannot" not in own for kind in model_types(family)}
 
 
-_TANH = ("gelu_pytorch_tanh",)
-KEYS: dict[str, Keys] = {
-    "bloom": _keys({"apply_residual_connection_post_layernorm"}),
-    "deepseek_v2": _keys(
-        _ROTARY, _ROUTED - {"norm_topk_prob"}, _GROUPED, {"topk_method"},
-        norm_topk_prob=(False,), scoring_func=("softmax",), moe_layer_freq=(1,),
-    ),
-    "deepseek_v3": _keys(
-        _ROTARY, _ROUTED, _GROUPED, topk_method=("noaux_tc",), scoring_func=("sigmoid",), moe_layer_freq=(1,),
-    ),
-    "falcon": _keys(_ROTARY, {"activation"}),
-    "gemma2": _keys(
-        _ROTARY, WINDOW, {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}, activation=True,
-        hidden_activation=_TANH, hidden_act=_TANH, **_BOTH_WAYS,
-    ),
-    "gemma3_text": _keys(
-        _ROTARY, WINDOW, {"query_pre_attn_scalar", "rope_local_base_freq", "_sliding_window_pattern"}, activation=True,
-        hidden_activation=_TANH, hidden_act=_TANH, **_BOTH_WAYS,
-    ),
-    "glm4": _keys(_ROTARY),
-    "glm4_moe": _keys(
-        _ROTARY, _ROUTED, _GROUPED, topk_method=("noaux_tc",), scoring_func=("sigmoid",),
-    ),
-    "gpt2": _keys({"activation_function", "n_positions", "n_ctx"}, activation=True),
-    "gpt_neox": _keys(
-        _ROTARY, {"hidden_act", "rotary_emb_base", "rotary_pct", "use_parallel_residual"}, activation=True
-    ),
-    "gpt_oss": _keys(_ROTARY, _ROUTED, WINDOW, {"swiglu_limit", "experts_per_token", "initial_context_length"}),
-    "llama": _keys(_ROTARY),
-    "mistral": _keys(_ROTARY, {"sliding_window"}),
-    "mixtral": _keys(_ROTARY, _ROUTED - {"norm_topk_prob"}, {"sliding_window"}),
-    "phi3": _keys(_ROTARY, {"sliding_window"}),
-    "qwen2": _keys(_ROTARY, WINDOW),
-    "qwen2_moe": _keys(_ROTARY, WINDOW, _ROUTED),
-    "qwen3": _keys(_ROTARY, WINDOW),
-    "qwen3_moe": _keys(_ROTARY, WINDOW, _ROUTED),
-}  # fmt: skip
-"""Model type -> the keys of its config that become arguments, and the values of others that Megatron-Core has."""
+def _keys_of(own: Mapping[str, Any]) -> Keys:
+    said = (GROUPS.get(key, (key,)) for key in own.get("keys", ()))
+    only = {**_BASIC.only, **{key: values and tuple(values) for key, values in own.get("only", {}).items()}}
+    return Keys(_BASIC.said.union(*said), {key: values for key, values in only.items() if values})
+
 
 _WRITER = "Megatron-Core's arguments cannot say"
 _REMEDY = (
@@ -146,25 +121,23 @@ _NOT_TAKEN: dict[str, object] = {
 """Arguments that describe the model, and that Megatron-LM does not take from a checkpoint -> their defaults.
 Source: Megatron-LM (core 0.20), megatron/training/checkpointing.py `load_args_from_checkpoint`."""
 
-_BEYOND = {
-    "falcon": "attention and MLP side by side",
-    "gemma2": "GELU in a gated MLP, norms behind attention and MLP, and caps of scores and logits",
-    "gemma3_text": "GELU in a gated MLP, norms behind attention and MLP, and two kinds of rotary positions",
-    "glm4": "norms behind attention and MLP",
-    "gpt_neox": "attention and MLP side by side",
-}
-"""Type of a model -> what it computes, and Megatron-LM's own GPT model does not."""
 
-_SIGMOID = ("deepseek_v3", "glm4_moe")
-"""Types of models with routers that choose by sigmoid without saying so in their config."""
-_BEST_OF_GROUP = {"deepseek_v2": 1, "deepseek_v3": 2, "glm4_moe": 2}
-"""Model type -> how many of the best experts of a group count when groups are chosen."""
-_PARTIAL = ("glm4", "glm4_moe", "gpt_neox", "phi3")
-"""Types of models that turn a part of a head only."""
-_ALTERNATING = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}
-"""Type of a model -> every so many layers attention looks back to the beginning, if its config says nothing."""
-_FROM_ONE = ("gemma2", "gemma3_text")
-"""Types of models with weights of norms that are counted from one."""
+def check_computed(config: Mapping[str, object] | None, path: str) -> None:
+    """Makes sure that Megatron-Core computes such models, as far as the family's file says that it does not.
+
+    Args:
+        config: transformers' config of the model, if there is one.
+        path: of the checkpoint, for the error.
+
+    Raises:
+        UnsupportedError: it does not; says why.
+    """
+    family = None if config is None else family_of(whole_config(config).get("model_type"))
+    if family is not None and (why := (family.megatron or {}).get("cannot")):
+        raise UnsupportedError(
+            f"the model is one that {_WRITER}", file=path,
+            found=f"model_type {whole_config(config or {})['model_type']!r}: {why}", remedy=_REMEDY,
+        )  # fmt: skip
 
 
 def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object], multiple: int) -> dict[str, object]:
@@ -180,11 +153,13 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
         UnsupportedError: the config says something that changes what the model computes, and that no argument says.
     """
     config = whole_config(config)
-    check_keys(config, KEYS, _WRITER, facts.path, _REMEDY)
+    family = family_of(config.get("model_type"))
+    own, turned = ((family.megatron or {}), family.rotary) if family is not None else ({}, {})
+    check_keys(config, known_keys(), _WRITER, facts.path, _REMEDY)
     kind = str(config["model_type"])
     there = {parse_part_name(name).part for name in parts.tensors}
     learned, latent = "positions.weight" in there, "blocks.{b}.attention.key_value_down.weight" in there
-    rotary = "rope_parameters" in fields_of(kind)
+    rotary = "@rotary" in own.get("keys", ())
     query, key = facts.whole("query_heads"), facts.whole("key_heads")
     gated, biased = facts.get("gated") is True, "blocks.{b}.mlp.down.bias"
     found = _ALWAYS | {
@@ -198,10 +173,10 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
         "position_embedding_type": "learned_absolute" if learned else "rope" if rotary else "alibi",
         "add_position_embedding": learned,
         "use_rotary_position_embeddings": rotary,
-        "rotary_interleaved": kind == "glm4",
+        "rotary_interleaved": False,
         "normalization": "LayerNorm" if "final_norm.bias" in there else "RMSNorm",
-        "apply_layernorm_1p": kind in _FROM_ONE,
-        "swiglu": gated and kind not in _FROM_ONE,
+        "apply_layernorm_1p": False,
+        "swiglu": gated,
         "add_bias_linear": biased in there or "blocks.{b}.experts.{e}.down.bias" in there,
         "add_qkv_bias": "blocks.{b}.attention.query.bias" in there,
         "parallel_attn": True if facts.get("parallel") is True else None,
@@ -212,23 +187,21 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
         "padded_vocab_size": facts.get("padded_vocabulary") or facts.get("vocabulary"),
         "make_vocab_size_divisible_by": multiple,
     }  # fmt: skip
-    found |= _read_arguments(_SAME, config) | _window(kind, config, facts.whole("blocks") or 0)
+    found |= _read_arguments(_SAME, config) | _window(kind, config, facts.whole("blocks") or 0, own.get("window", {}))
     wrong: list[str] = []
     if rotary:
-        rope, unsaid = _rope_of(kind, config)
-        wrong += unsaid or unsaid_rotary(rope, latent=latent, partial=kind in _PARTIAL)
+        rope, unsaid = _rope_of(config, near=turned.get("near", False))
+        wrong += unsaid or unsaid_rotary(
+            rope, latent=latent, partial=turned.get("partial", False), free=turned.get("free", ())
+        )
         found |= {} if wrong else rotary_arguments(rope, latent=latent)
-    if kind in _FROM_ONE:
-        found |= {"gated_linear_unit": True, **{key: config.get(key) for key in _GEMMA}}
-    elif not gated and kind != "bloom":
-        said = next(key for key in ("activation_function", "activation", "hidden_act") if key in config)
+    if not gated and (said := next((key for key in _FUNCTIONS if key in config), None)) is not None:
         found |= _ACTIVATIONS.get(str(config[said]), {})
         wrong += [] if config[said] in _ACTIVATIONS else [f"{said} {config[said]} (only {', '.join(_ACTIVATIONS)})"]
-    if "blocks.{b}.attention.sinks" in there:
-        found |= _SINKS | {"activation_func_clamp_value": config.get("swiglu_limit")}
+    found |= {name: _said_by(value, config, facts) for name, value in own.get("arguments", {}).items()}
     if "blocks.{b}.router.weight" in there:
-        found |= _experts(facts, parts, config, there)
-        wrong += _unsaid_routing(kind, config)
+        found |= _experts(facts, parts, config, there, own)
+        wrong += _unsaid_routing(own, config)
     if wrong:
         raise UnsupportedError(
             f"the model's config says something that {_WRITER}", file=facts.path, found="; ".join(wrong), remedy=_REMEDY
@@ -239,8 +212,9 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
 def megatron_notes(arguments: Mapping[str, object], model_type: object) -> tuple[str, ...]:
     """Sentences for a person on what a run of Megatron-LM does not do by itself with such arguments."""
     notes: tuple[str, ...] = ()
-    beyond = _BEYOND.get(str(model_type))
-    if beyond is not None and (not beyond.endswith("side by side") or arguments.get("parallel_attn") is True):
+    family = family_of(model_type)
+    beyond, when = ((family and family.megatron) or {}).get("beyond", ("", {}))
+    if beyond and all(arguments.get(name) in values for name, values in when.items()):
         notes += (f"Megatron-LM's own GPT model has no {beyond}: load this into a model of yours that has them.",)
     wanted = [
         f"{name} {arguments[name]}"
@@ -255,22 +229,35 @@ def megatron_notes(arguments: Mapping[str, object], model_type: object) -> tuple
     return notes
 
 
-def _rope_of(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _said_by(value: Any, config: Mapping[str, Any], facts: Facts) -> object:
+    """The value of an argument: as it is, or that of a fact or of a key of the config."""
+    if not isinstance(value, list):
+        return value
+    found, blocks = facts.get(value[1]) if value[0] == "fact" else config.get(value[1]), facts.whole("blocks") or 0
+    if value[0] != "flip":
+        return found
+    if not isinstance(found, list):  # every so many layers
+        each = config.get(value[2])
+        found = [int((block + 1) % each != 0) for block in range(blocks)] if isinstance(each, int) and each > 0 else []
+    return [int(not one) for one in found] or None
+
+
+def _rope_of(config: Mapping[str, Any], *, near: bool) -> tuple[dict[str, Any], list[str]]:
     """The rotary positions of a model, and what of them cannot be said. Gemma 3 has two kinds; one is always the same."""
-    if kind != "gemma3_text":
+    if not near:
         return rotary_of(config), []
     nested = config.get("rope_parameters")
     nested = nested if isinstance(nested, Mapping) else {}
-    whole, near = (dict(nested.get(name) or {}) for name in ("full_attention", "sliding_attention"))
+    whole, local = (dict(nested.get(name) or {}) for name in ("full_attention", "sliding_attention"))
     whole |= config.get("rope_scaling") or {}
     whole.setdefault("rope_theta", config.get("rope_theta") or 1e6)
-    near.setdefault("rope_theta", config.get("rope_local_base_freq") or 1e4)
-    whole, near = rotary_of({"rope_parameters": whole}), rotary_of({"rope_parameters": near})
+    local.setdefault("rope_theta", config.get("rope_local_base_freq") or 1e4)
+    whole, local = rotary_of({"rope_parameters": whole}), rotary_of({"rope_parameters": local})
     wrong = [
-        f"rope_type {rope['rope_type']!r} (only 'default')" for rope in (whole, near) if rope["rope_type"] != "default"
+        f"rope_type {rope['rope_type']!r} (only 'default')" for rope in (whole, local) if rope["rope_type"] != "default"
     ]
-    if near["rope_theta"] != 1e4:
-        wrong.append(f"rope_theta {near['rope_theta']} of sliding_attention (only 10000.0)")
+    if local["rope_theta"] != 1e4:
+        wrong.append(f"rope_theta {local['rope_theta']} of sliding_attention (only 10000.0)")
     return whole, wrong
 
 
@@ -282,7 +269,7 @@ def _read_arguments(keys: Mapping[str, tuple[str, ...]], config: Mapping[str, ob
     }
 
 
-def _window(kind: str, config: Mapping[str, Any], blocks: int) -> dict[str, object]:
+def _window(kind: str, config: Mapping[str, Any], blocks: int, own: Mapping[str, Any]) -> dict[str, object]:
     """How far attention looks back, and in which layers it looks back to the beginning.
 
     Source: transformers 5.23, the classes' `__post_init__`.
@@ -290,60 +277,62 @@ def _window(kind: str, config: Mapping[str, Any], blocks: int) -> dict[str, obje
     tokens = config.get("sliding_window")
     if not isinstance(tokens, int) or tokens < 1 or config.get("use_sliding_window") is False:
         return {}
-    usual = _windows(kind, config, blocks)
+    usual = _windows(own, config, blocks)
     kinds = config.get("layer_types") if "layer_types" in fields_of(kind) else None
     near = [one != "full_attention" for one in kinds] if isinstance(kinds, list) else usual
-    if not any(near) and kind not in _ALTERNATING:
+    if not any(near) and "every" not in own:
         return {}
     found: dict[str, object] = {"window_size": [tokens - 1, 0]}
-    if not all(near) or (kind in _ALTERNATING and near != usual):
+    if not all(near) or ("every" in own and near != usual):
         each = 1 + near.index(False) if not all(near) else 1
         regular = each > 1 and all(is_near is (number % each != 0) for number, is_near in enumerate(near, 1))
         found["window_attn_skip_freq"] = each if regular else [int(is_near) for is_near in near]
     return found
 
 
-def _windows(kind: str, config: Mapping[str, Any], blocks: int) -> list[bool]:
+def _windows(own: Mapping[str, Any], config: Mapping[str, Any], blocks: int) -> list[bool]:
     """Whether each layer of a model has a window, if its config does not list them."""
-    most = config.get("max_window_layers")
+    most = config.get(own.get("behind", own.get("even_before", "")))
     most = most if isinstance(most, int) else 0
-    if kind in ("qwen2", "qwen3"):
+    if "behind" in own:
         return [block >= most for block in range(blocks)]
-    if kind == "qwen2_moe":
+    if "even_before" in own:
         return [block % 2 == 0 and block < most for block in range(blocks)]
-    if kind in _ALTERNATING:
-        each = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
-        each = each if kind == "gemma3_text" and isinstance(each, int) else _ALTERNATING[kind]
+    if "every" in own:
+        each = next((config[key] for key in own.get("pattern", ()) if config.get(key)), None)
+        each = each if isinstance(each, int) else own["every"]
         return [(block + 1) % each != 0 for block in range(blocks)]
     return [True] * blocks
 
 
-def _unsaid_routing(kind: str, config: Mapping[str, Any]) -> list[str]:
+def _unsaid_routing(own: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """What of the way in which experts are chosen and weighed Megatron-Core's router does not have."""
     chosen, sums = config.get("num_experts_per_tok"), config.get("norm_topk_prob")
     wrong = []
-    if kind in _SIGMOID and isinstance(chosen, int) and sums is not (chosen > 1):
+    if "sigmoid" in own and isinstance(chosen, int) and sums is not (chosen > 1):
         wrong.append(f"norm_topk_prob {sums} (only {chosen > 1}, with num_experts_per_tok {chosen} and sigmoid)")
     groups, some = config.get("n_group"), config.get("topk_group")
-    if not _has_groups(kind, config):
+    if not _has_groups(own, config):
         return wrong
     if not (isinstance(chosen, int) and isinstance(some, int) and some > 0 and isinstance(groups, int)):
         wrong.append(f"n_group {groups}, topk_group {some}, num_experts_per_tok {chosen} (only whole numbers)")
-    elif (best := chosen // some) != (own := _BEST_OF_GROUP[kind]):
+    elif (best := chosen // some) != (wanted := own["best_of_group"]):
         wrong.append(
-            f"topk_group {some} of n_group {groups} (Megatron-Core judges a group by its best {best}, not {own})"
+            f"topk_group {some} of n_group {groups} (Megatron-Core judges a group by its best {best}, not {wanted})"
         )
     return wrong
 
 
-def _has_groups(kind: str, config: Mapping[str, Any]) -> bool:
+def _has_groups(own: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     """Whether the groups of experts have a part in which ones are chosen."""
-    if kind not in _BEST_OF_GROUP or (kind == "deepseek_v2" and config.get("topk_method") == "greedy"):
+    if "best_of_group" not in own or config.get("topk_method") == "greedy":
         return False
     return config.get("n_group") != config.get("topk_group")
 
 
-def _experts(facts: Facts, parts: Catalog, config: Mapping[str, Any], there: set[str]) -> dict[str, object]:
+def _experts(
+    facts: Facts, parts: Catalog, config: Mapping[str, object], there: set[str], own: Mapping[str, Any]
+) -> dict[str, object]:
     """What describes experts and their router."""
     routed = {
         block
@@ -352,8 +341,7 @@ def _experts(facts: Facts, parts: Catalog, config: Mapping[str, Any], there: set
         if part == "blocks.{b}.router.weight"
     }
     blocks = facts.whole("blocks") or 0
-    kind = str(config["model_type"])
-    sigmoid, grouped = kind in _SIGMOID, _has_groups(kind, config)
+    sigmoid, grouped = "sigmoid" in own, _has_groups(own, config)
     correction = "blocks.{b}.router.correction" in there
     return {
         "num_experts": facts.get("experts"),

@@ -25,6 +25,7 @@ PARTS = {
     "blocks.{b}.attention.key": "keys of all key heads",
     "blocks.{b}.attention.value": "values of all key heads",
     "blocks.{b}.attention.output": "from the heads back to hidden values",
+    "blocks.{b}.attention.output_gate": "how much of each head's output counts, for each token",
     "blocks.{b}.attention.query_norm": "norm of each head's queries",
     "blocks.{b}.attention.key_norm": "norm of each head's keys",
     "blocks.{b}.attention.query_down": "queries of low rank (MLA)",
@@ -33,6 +34,17 @@ PARTS = {
     "blocks.{b}.attention.key_value_down": "keys and values of low rank, then the keys' rotary part (MLA)",
     "blocks.{b}.attention.key_value_down_norm": "norm of those of low rank",
     "blocks.{b}.attention.key_value_up": "from these to the keys and values of all heads",
+    "blocks.{b}.linear.query": "queries of attention without a softmax (gated delta rule)",
+    "blocks.{b}.linear.key": "its keys",
+    "blocks.{b}.linear.value": "its values",
+    "blocks.{b}.linear.gate": "how much of its output counts",
+    "blocks.{b}.linear.beta": "how much of a key's value is replaced, for each head of values",
+    "blocks.{b}.linear.decay": "how much of the state is kept, for each head of values",
+    "blocks.{b}.linear.query_filter": "convolution of the queries with those before",
+    "blocks.{b}.linear.key_filter": "of the keys",
+    "blocks.{b}.linear.value_filter": "of the values",
+    "blocks.{b}.linear.norm": "norm of each head's output",
+    "blocks.{b}.linear.output": "from the heads back to hidden values",
     "blocks.{b}.mlp.gate": "the half of a gated MLP that goes through the activation function",
     "blocks.{b}.mlp.up": "the other half; alone in an MLP without a gate",
     "blocks.{b}.mlp.down": "from the MLP's values back to hidden values",
@@ -49,16 +61,32 @@ PARTS = {
 
 BARE = {
     "blocks.{b}.attention.sinks": "scores that each head's attention always has beside those of the tokens",
+    "blocks.{b}.linear.log_decay": "logarithm of each head's decay",
+    "blocks.{b}.linear.step_bias": "what is added to `decay` before it is used",
     "blocks.{b}.router.correction": "what is added to the router's scores to choose experts, and not to weigh them",
 }
 """Parts without a suffix."""
 
 KINDS = ("weight", "bias")
 
+_OWN = ("own.", "blocks.{b}.own.", "blocks.{b}.experts.{e}.own.")
+"""Beginnings of parts that one family alone has, with its own names behind them."""
+
 ALL = frozenset((*(f"{name}.{kind}" for name in PARTS for kind in KINDS), *BARE))
 """Every part's name, with `{b}` and `{e}` for numbers."""
 
 _NUMBERED = re.compile(r"blocks\.(\d+)\.(?:experts\.(\d+)\.)?")
+
+
+def is_part(template: str) -> bool:
+    """Whether a template is one of `ALL`, or of a part that one family alone has."""
+    return template in ALL or template.startswith(_OWN)
+
+
+def own_part(name: str) -> str:
+    """The part that one family alone has in a tensor of this name, which has `{b}` and `{e}` for numbers."""
+    home = _OWN[("{b}" in name) + ("{e}" in name)]
+    return home + name.replace("{b}.", "").replace("{e}.", "")
 
 
 class Numbered(NamedTuple):

@@ -12,9 +12,9 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import Facts
-from zckpt.naming.families import model_types, refusals
+from zckpt.naming.families import refusals
 from zckpt.naming.parts import parse_part_name
-from zckpt.naming.schemes import Scheme, families, scheme
+from zckpt.naming.schemes import Scheme, families, family_of, scheme
 
 
 def by_config(config: Mapping[str, object], where: str) -> tuple[str, tuple[str, ...]]:
@@ -24,11 +24,11 @@ def by_config(config: Mapping[str, object], where: str) -> tuple[str, tuple[str,
         config: transformers' config of the model.
         where: where it is from, for the note.
     """
-    kind = config.get("model_type")
-    for name in families():
-        if kind in model_types(scheme(f"hf-{name}")):
-            return name, (f"The model is written as hf:{name}, since {where} says model_type {kind}.",)
-    return "", ()
+    family = family_of(kind := config.get("model_type"))
+    if family is None:
+        return "", ()
+    name = family.name.removeprefix("hf-")
+    return name, (f"The model is written as hf:{name}, since {where} says model_type {kind}.",)
 
 
 def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = None) -> tuple[str, tuple[str, ...]]:

@@ -1,6 +1,11 @@
 """Rotary positions: as a config of transformers says them, and as arguments of a Megatron run do, in both directions.
 
 For `megatron_arguments` and `families`.
+
+[Note: rotary positions in schemes] Keys of a family's "rotary": "theta" and "part" are the class's defaults of the base and of
+the part of a head that is turned, "keys" the config's two keys for them, "default" what the class takes where a config says
+nothing; "partial" is true for a family that may turn a part of a head only, "near" for one with others in layers with a window;
+"free" lists keys that change nothing of text.
 Source: transformers 5.23, modeling_rope_utils.py (`convert_rope_params_to_dict`, `standardize_rope_params`, `_compute_*`);
 Megatron-Core 0.14 - 0.20, models/common/embeddings/{rotary_pos_embedding,yarn_rotary_pos_embedding}.py, models/gpt/gpt_model.py;
 Megatron-LM, megatron/training/{arguments,argument_utils}.py.
@@ -12,18 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zckpt.naming.schemes import family_of
+
 THETA, PARTIAL = 10000.0, 1.0
-_THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0}
-_PARTIALS = {"glm4": 0.5, "glm4_moe": 0.5, "gpt_neox": 0.25}
-"""`model_type` -> the class's default, where it is another one than most have."""
-
-_NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
-"""`model_type` -> keys of a config, where they are not `rope_theta` and `partial_rotary_factor`."""
-
-_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            "original_max_position_embeddings": 4096}  # fmt: skip
-"""What the class takes where a config of gpt-oss says nothing."""
-
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3, which Megatron-Core has no arguments for."""
 
@@ -43,12 +39,13 @@ _OWN_OF_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
 
 def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """All that a config says of rotary positions, its class's defaults included, under the names of transformers 5."""
-    kind = str(config.get("model_type"))
-    base, part = _NAMES.get(kind, ("rope_theta", "partial_rotary_factor"))
+    family = family_of(config.get("model_type"))
+    usual: Mapping[str, Any] = {} if family is None else family.rotary
+    base, part = usual.get("keys", ("rope_theta", "partial_rotary_factor"))
     given = config.get("rope_scaling") or config.get("rope_parameters")
-    found = dict(given) if isinstance(given, Mapping) else dict(_GPT_OSS) if kind == "gpt_oss" else {}
-    found.setdefault("rope_theta", _first(config.get(base), _THETAS.get(kind, THETA)))
-    found.setdefault("partial_rotary_factor", _first(config.get(part), _PARTIALS.get(kind, PARTIAL)))
+    found = dict(given) if isinstance(given, Mapping) else dict(usual.get("default", {}))
+    found.setdefault("rope_theta", _first(config.get(base), usual.get("theta", THETA)))
+    found.setdefault("partial_rotary_factor", _first(config.get(part), usual.get("part", PARTIAL)))
     found.setdefault("rope_type", found.get("type", "default"))
     if found["rope_type"] in ("llama3", "yarn", "longrope"):
         own, most = config.get("original_max_position_embeddings"), config.get("max_position_embeddings")
@@ -62,13 +59,14 @@ def _first(value: object, otherwise: object) -> object:
     return otherwise if value is None else value
 
 
-def unsaid_rotary(rope: Mapping[str, Any], *, latent: bool, partial: bool) -> list[str]:
+def unsaid_rotary(rope: Mapping[str, Any], *, latent: bool, partial: bool, free: Sequence[str] = ()) -> list[str]:
     """What Megatron-Core's arguments cannot say of rotary positions, as `key value (why)`.
 
     Args:
         rope: as `rotary_of` makes it.
         latent: whether attention goes through low ranks (MLA).
         partial: whether the family turns a part of a head only.
+        free: keys that change nothing of text.
     """
     kind = rope["rope_type"]
     kinds = ("default", "yarn") if latent else tuple(_KNOWN)
@@ -80,7 +78,7 @@ def unsaid_rotary(rope: Mapping[str, Any], *, latent: bool, partial: bool) -> li
         "type",
         "partial_rotary_factor",
     }
-    wrong = [f"{key} {rope[key]} (a key that zckpt does not know)" for key in sorted(rope.keys() - every)]
+    wrong = [f"{key} {rope[key]} (a key that zckpt does not know)" for key in sorted(rope.keys() - every - {*free})]
     if not partial and rope["partial_rotary_factor"] != 1:
         wrong.append(f"partial_rotary_factor {rope['partial_rotary_factor']} (only 1.0)")
     if kind != "default" and not _is_number(rope.get("factor")):

@@ -1,15 +1,20 @@
 """Schemes: how one writer names, fuses, stacks and orders the parts of a model, as data that works in both directions.
 
 `decompose` takes a writer's tensors apart into `parts`, `compose` puts parts together as another writer has them. So any writer's
-names become any other's, and no pair of writers is written down. Schemes are the files in `scheme_files`.
+names become any other's, and no pair of writers is written down. Writers are the files in `scheme_files`, Hugging Face families
+those in `family_files`, one each; `add_family` adds a user's.
 
-[Note: how to write a scheme] A JSON object: "scheme" (the file's name without .json), "version" (1), "about", and "tensors", a
-list of rules. A rule has
-- "name": the tensor's name, or a list of spellings that are read; the first is written. `{b}` and `{e}` are the numbers
+[Note: how to write a scheme] A JSON object: "scheme" (the file's name without .json; "family" for a Hugging Face family),
+"about", and "tensors", a table: each line is [name, parts, how], where "how" may be left out.
+- name: the tensor's name, or a list of spellings that are read; the first is written. `{b}` and `{e}` are the numbers
   of a block and of an expert, `{kind}` is `weight` or `bias`, `*` is anything.
-- "parts": the names of the parts in it (`naming.parts` lists them), or null if it is left out; with "note", a sentence is said.
+- parts: the part in it, or a list of the parts (`naming.parts` lists them), or null if it is left out; "=" for a part
+  that no other program has, which is the tensor as it is.
+"how" is an object with any of these:
+- "note": of a tensor that is left out: the sentence that is said.
 - "rows": how several parts lie in the first dimension: "joined" (one after the other; it is so where nothing is said), "groups:N"
   (N groups of rows, with rows of each part in every group; N is a fact such as key_heads), "alternating" (a row of each in turn).
+- "widths": for several parts that have not as many rows each: facts, or products of facts with *, that the rows are as.
 - "transpose": true for a tensor with the last two dimensions of the parts, exchanged. All else is meant after that.
 - "pairs": "query" or "key", or "both" in a tensor with values too: a head's rows are rotary pairs side by side; the part has them
   as two halves.
@@ -23,19 +28,22 @@ list of rules. A rule has
 - "zeros": with parts null: the fact that is the length of a vector of zeros, which is written for every block with a router.
 - "plus": what is added to the parts' elements in the tensor, as fp32: 1 for norms that the parts have counted from one.
 - "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is.
+- "some": true for a tensor that only some blocks of a kind have.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
 Of two rules with names that fit, the first with facts that fit is taken; a fact is looked up in the config and in
-the run's arguments
-too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are there; a part is
-used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all tensors have
-them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`); "written"
-gives facts their values for writing; "together" lists parts that a model has all of or none of; "own_job" is true
-for names that
-only a command of its own writes, since files with them need more than tensors. "config" and "recognised" of
-transformers' families are explained in `families`.
+the run's arguments too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are
+there; a part is used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all
+tensors have them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`);
+"written" gives facts their values for writing; "together" lists parts that a model has all of or none of; "kinds" lists
+beginnings of parts that tell kinds of blocks apart; "own_job" is true for names that
+only a command of its own writes, since files with them need more than tensors. A family with "like" has all that another one
+has, where it says nothing else: objects are joined key by key (null takes a key away, but in "fixed"), lines of "tensors" replace
+those with the same first part (a name that is null takes them away). "config" and "recognised" are explained in `families`,
+"rotary" in `rotary`, "megatron" in `megatron_arguments`, "defaults" and "names" in `config_keys`; docs/families.md shows how to
+add one.
 
-Example: {"name": "h.{b}.qkv.{kind}", "parts": ["blocks.{b}.attention.query.{kind}", "blocks.{b}.attention.key.{kind}",
-"blocks.{b}.attention.value.{kind}"], "rows": "groups:query_heads"}.
+Example: ["h.{b}.qkv.{kind}", ["blocks.{b}.attention.query.{kind}", "blocks.{b}.attention.key.{kind}",
+"blocks.{b}.attention.value.{kind}"], {"rows": "groups:query_heads"}].
 """
 
 from __future__ import annotations
@@ -49,13 +57,16 @@ from dataclasses import field
 from typing import Any, NamedTuple
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import UnsupportedError
-from zckpt.base.extensions import extensions
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.extensions import Extension, extensions
 from zckpt.base.words import count, examples
 from zckpt.naming.local_names import local_names, local_template
-from zckpt.naming.parts import KINDS
+from zckpt.naming.parts import KINDS, is_part, own_part
 
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
+FAMILIES = os.path.join(os.path.dirname(__file__), "family_files")
+_MOST_BYTES = 1 << 20
+"""Of a user's file of a family; ours have some thousand."""
 
 _PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "*": ".*"}
 _PLACE = re.compile(f"({'|'.join(map(re.escape, _PLACES))})")
@@ -84,6 +95,8 @@ class NamingRule:
         tied: whether it is written for a model that ties it.
         zeros: the fact that is the number of zeros that are written; empty for none.
         plus: what is added to the parts' elements.
+        widths: facts that the rows of the parts are as; empty where these are as many, or as the heads.
+        some: whether only some blocks of a kind have it.
     """
 
     number: int
@@ -104,6 +117,8 @@ class NamingRule:
     tied: bool = False
     zeros: str = ""
     plus: float = 0
+    widths: tuple[str, ...] = ()
+    some: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -141,9 +156,14 @@ class Scheme:
         has_local_names: whether names are read without what wraps them.
         written: fact -> its value, or the fact that it equals, when tensors are written.
         together: parts that a model has all of or none of, such as the biases that one setting switches on.
+        kinds: beginnings of parts that tell kinds of blocks apart.
         has_own_job: whether only a command of its own writes these names.
         config: how transformers' config is made; empty for other writers.
         recognised: what says that a model is of this family.
+        rotary: how its rotary positions are, where they are not as in most models.
+        megatron: what Megatron-Core's arguments say of it; None if nobody has said it.
+        defaults: what its class in transformers takes where a config says nothing.
+        spellings: other names of keys of its config -> the class's own.
     """
 
     name: str
@@ -153,9 +173,14 @@ class Scheme:
     has_local_names: bool = False
     written: Mapping[str, object] = field(default_factory=dict[str, object])
     together: tuple[tuple[str, ...], ...] = ()
+    kinds: tuple[str, ...] = ()
     has_own_job: bool = False
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     recognised: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rotary: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    megatron: Mapping[str, Any] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    spellings: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def is_of_transformers(self) -> bool:
@@ -193,7 +218,7 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Callable[[str], Fit | None
     def fit(name: str) -> Fit | None:
         skeleton = _skeleton(name)
         near = known.get(skeleton)
-        if near is None:
+        if near is None or not any(pattern.fullmatch(name) for pattern, _ in near):  # or has other numbers of its own
             likely = [  # few begin and end as it does, and no other pattern needs to be compiled
                 (_pattern(template), rule)
                 for head, tail, template, rule in templates
@@ -246,14 +271,120 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def schemes() -> tuple[str, ...]:
-    """The names of all schemes, with those of other packages: entry points of the group `zckpt.schemes`."""
+    """The names of all schemes, with those of other packages (entry points of the group `zckpt.schemes`) and of the user."""
     own = (name.removesuffix(".json") for name in os.listdir(FILES) if name.endswith(".json"))
-    return tuple(sorted({*own, *(one.name for one in extensions("zckpt.schemes"))}))
+    return tuple(sorted({*own, *(f"hf-{name}" for name in _own_families()), *_added, *_extensions()}))
+
+
+@functools.cache
+def _own_families() -> tuple[str, ...]:
+    return tuple(name.removesuffix(".json") for name in os.listdir(FAMILIES) if name.endswith(".json"))
+
+
+def _extensions() -> dict[str, Extension]:
+    return {one.name: one for one in extensions("zckpt.schemes")}
 
 
 def families() -> tuple[str, ...]:
-    """The names of transformers' families, as `--to hf:NAME` takes them."""
+    """The names of Hugging Face families, as `--to hf:NAME` takes them."""
     return tuple(name.removeprefix("hf-") for name in schemes() if name.startswith("hf-"))
+
+
+def family_of(model_type: object) -> Scheme | None:
+    """The family with configs that have this `model_type`; None if it is none of those known."""
+    if not isinstance(model_type, str):
+        return None
+    name = _by_type(len(_added)).get(model_type)
+    return None if name is None else scheme(name)
+
+
+@functools.lru_cache(maxsize=1)
+def _by_type(_: int) -> dict[str, str]:
+    """`model_type` -> the scheme, for each number of families that users added."""
+    found: dict[str, str] = {}
+    for name in families():
+        own = scheme(f"hf-{name}")
+        for kind in (own.config["fixed"]["model_type"], *own.recognised.get("model_type", ())):
+            found.setdefault(kind, own.name)
+    return found
+
+
+_added: dict[str, Mapping[str, Any]] = {}
+"""Schemes of users' families by name -> what their files say."""
+
+
+def add_family(said: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    """Makes a family of models known to this process: by its file (`docs/families.md`), or by what that says.
+
+    Args:
+        said: the path of the file, or the object in it.
+
+    Returns:
+        Its name, as `--to hf:NAME` takes it.
+
+    Raises:
+        UsageError: the file cannot be understood, or its name or `model_type` is taken.
+
+    Example:
+        >>> own = {"config": {"fixed": {"model_type": "example", "architectures": ["ExampleForCausalLM"]}}}
+        >>> zckpt.add_family({"family": "example", "about": "Llama's names and rows", "like": "llama", **own})
+        'example'
+    """
+    path = "" if isinstance(said, Mapping) else os.fspath(said)
+    data: Any = said
+    try:
+        if path:
+            with open(path, "rb") as file:
+                data = json.loads(file.read(_MOST_BYTES))
+        name = f"hf-{data['family']}"
+        if _added.get(name) == data:
+            return str(data["family"])
+        if re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,60}", data["family"]) is None:
+            raise ValueError(f"the name {data['family']!r}: only small letters, digits, '.', '_' and '-'")
+        own = parse_scheme(_whole_data(data))
+        _check_family(own)
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _unusable(path, f"no {error}" if isinstance(error, KeyError) else str(error)) from error
+    known = family_of(own.config["fixed"]["model_type"])
+    if name in schemes() or known is not None:
+        taken = (
+            f"the family {data['family']}" if name in schemes() else f"model_type {own.config['fixed']['model_type']!r}"
+        )
+        raise _unusable(path, f"{taken}, which zckpt has already")
+    _added[name] = data
+    return str(data["family"])
+
+
+def recorded_family(name: str = "", *, model_type: object = None) -> dict[str, object]:
+    """What the manifest says of a user's family, so that `verify` knows it too; empty for those of zckpt."""
+    own = family_of(model_type)
+    name = name or (own.name if own is not None else "")
+    return {"family": dict(_added[name])} if name in _added else {}
+
+
+def _check_family(own: Scheme) -> None:
+    """Raises ValueError for a family with a table that does not hold together."""
+    fixed = own.config["fixed"]
+    if not isinstance(fixed["model_type"], str) or not isinstance(fixed["architectures"][0], str):
+        raise ValueError("config, fixed: model_type and architectures are not text")
+    for rule in own.rules:
+        if unknown := {part for part in rule.parts or () if not is_part(part)}:
+            raise ValueError(f"tensors, {rule.names[0]!r}: no part {examples(unknown)}")
+        wanted = set(re.findall(r"\{(\w)\}", "".join(rule.parts or ())))
+        for name in rule.names if rule.parts is not None else ():
+            if wanted != set(re.findall(r"\{(\w)\}", name)) | set(rule.stack):
+                raise ValueError(f"tensors, {name!r}: its numbers are not those of its parts")
+    if not isinstance(own.config["facts"], dict) or not own.rules:
+        raise ValueError("no tensors, or no facts of the config")
+
+
+def _unusable(path: str, found: str) -> UsageError:
+    return UsageError(
+        "the file of a family of models cannot be used", file=path, found=found,
+        expected="a JSON object with family, about, tensors and config", remedy="Write it as docs/families.md shows.",
+    )  # fmt: skip
 
 
 @functools.cache
@@ -263,35 +394,94 @@ def scheme(name: str) -> Scheme:
     Raises:
         UnsupportedError: it is another package's, and cannot be read, or its name is taken.
     """
-    path = os.path.join(FILES, f"{name}.json")
-    for one in extensions("zckpt.schemes"):
-        if one.name != name:
-            continue
-        if os.path.exists(path):
-            raise one.broken(f"there is a scheme {name!r} already")
-        try:
-            with open(one.file(f"{name}.json"), "rb") as file:
-                found = parse_scheme(json.load(file))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise one.broken(f"{type(error).__name__}: {error}") from error
-        if found.name != name:
-            raise one.broken(f"the scheme in the file is called {found.name!r}")
-        return found
+    if name in _added:
+        return parse_scheme(_whole_data(_added[name]))
+    is_family = name.startswith("hf-")
+    path = os.path.join(FAMILIES if is_family else FILES, f"{name.removeprefix('hf-')}.json")
+    one = _extensions().get(name)
+    if one is None:
+        return parse_scheme(_whole_data(_read(path)))
+    if os.path.exists(path):
+        raise one.broken(f"there is a scheme {name!r} already")
+    try:
+        found = parse_scheme(_whole_data(_read(one.file(f"{name}.json"))))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise one.broken(f"{type(error).__name__}: {error}") from error
+    if found.name != name:
+        raise one.broken(f"the scheme in the file is called {found.name!r}")
+    return found
+
+
+def _read(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:
-        return parse_scheme(json.load(file))
+        data: dict[str, Any] = json.load(file)
+    return data
+
+
+def _whole_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a file says, with what the family says that it is like."""
+    if "like" not in data:
+        return data
+    if data["like"] not in _own_families():
+        raise ValueError(f"like {data['like']!r}, which is no family of zckpt")
+    base = {**_whole_data(_read(os.path.join(FAMILIES, f"{data['like']}.json")))}
+    for key in ("family", "about", "like", "recognised", "defaults", "names"):
+        base.pop(key, None)
+    own: dict[str, list[Any]] = {}
+    for line in data.get("tensors", ()):
+        own.setdefault(_key(line), []).append(line)
+    said, lines = frozenset(own), list[Any]()
+    for line in base["tensors"]:
+        lines += own.pop(_key(line), []) if _key(line) in said else [line]
+    lines += (line for more in own.values() for line in more)
+    return {**_merge_objects(base, data), "tensors": [line for line in lines if line[0]]}
+
+
+def _merge_objects(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects key by key; null takes a key away, but in "fixed" it is the config's value."""
+    found = dict(base)
+    for key, value in more.items():
+        if key == "fixed":
+            found[key] = {**found.get(key, {}), **value}
+        elif isinstance(value, dict) and isinstance(found.get(key), dict):
+            found[key] = _merge_objects(found[key], value)
+        elif value is None:
+            found.pop(key, None)
+        else:
+            found[key] = value
+    return found
+
+
+def _parts(line: Any) -> list[str]:
+    """The parts in a line of a table."""
+    parts = line["parts"] if isinstance(line, dict) else line[1]
+    return [parts] if isinstance(parts, str) else parts or []
+
+
+def _key(line: Any) -> str:
+    """What tells the lines of a table apart: the first part, or the name of what has none."""
+    first = next(iter(_parts(line)), "=")
+    return str(line[0]) if first == "=" else first
 
 
 def parse_scheme(data: Mapping[str, Any]) -> Scheme:
     """The scheme that a file's JSON says."""
     rules: list[NamingRule] = []
-    for written in data["tensors"]:
+    for line in data["tensors"]:
+        written = line if isinstance(line, dict) else dict(zip(("name", "parts"), line), **(line[2:] or [{}])[0])
         names = written["name"] if isinstance(written["name"], list) else [written["name"]]
+        written["parts"] = None if written["parts"] is None else _parts(line)
+        if written["parts"] == ["="]:
+            written["parts"] = [own_part(names[0])]
         for kind in KINDS if any("{kind}" in text for text in (*names, *(written["parts"] or ()))) else ("",):
             rules.append(_rule(len(rules), written, names, kind))
-    keys = {key: data.get(key, {}) for key in ("written", "config", "recognised")}
+    keys = {key: data.get(key, {}) for key in ("written", "config", "recognised", "rotary", "defaults")}
     return Scheme(
-        data["scheme"], data["about"], tuple(rules), tuple(data.get("prefixes", ())), data.get("local_names", False),
-        together=tuple(map(tuple, data.get("together", ()))), has_own_job=data.get("own_job", False), **keys,
+        f"hf-{data['family']}" if "family" in data else data["scheme"], data["about"], tuple(rules),
+        tuple(data.get("prefixes", ())), data.get("local_names", False),
+        together=tuple(map(tuple, data.get("together", ()))), kinds=tuple(data.get("kinds", ())),
+        has_own_job=data.get("own_job", False),
+        megatron=data.get("megatron"), spellings=data.get("names", {}), **keys,
     )  # fmt: skip
 
 
@@ -319,6 +509,8 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         written.get("tied", False),
         written.get("zeros", ""),
         written.get("plus", 0),
+        tuple(written.get("widths", ())),
+        written.get("some", False),
     )
 
 

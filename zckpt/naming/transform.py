@@ -25,7 +25,7 @@ from zckpt.naming.gguf_config import config_of_gguf, is_known
 from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.layer_names import read_layer_names, with_layer_names
 from zckpt.naming.recognise import by_config, by_parts
-from zckpt.naming.schemes import scheme, scheme_of
+from zckpt.naming.schemes import add_family, recorded_family, scheme, scheme_of
 from zckpt.naming.vocabulary import recorded_vocabulary
 
 
@@ -40,6 +40,8 @@ class FormAsked(Protocol):
     def layer_names(self) -> str | Mapping[str, str] | None: ...  # noqa: D102
     @property
     def vocab_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def family(self) -> str | Mapping[str, Any] | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def apply_form(
         said = form.layer_names
         prefixes = read_layer_names(said) if isinstance(said, str) else said
         return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
-    if form.to is not None or is_known(_mapping(catalog.extras.get(METADATA))):
+    if form.to is not None or form.family is not None or is_known(_mapping(catalog.extras.get(METADATA))):
         return _to_transformers(catalog, place, form, exclude)
     if form.vocab_size is not None:
         raise UsageError(
@@ -111,6 +113,8 @@ def apply_form(
 def _to_transformers(catalog: Catalog, place: Place, form: FormAsked, exclude: Sequence[str]) -> Formed:
     """The catalog as a Hugging Face model."""
     to, config = form.to or "hf", form.config
+    if form.family is not None and to == "hf":
+        to = f"hf:{add_family(form.family)}"
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
     catalog = catalog.select(lambda entry: entry.name not in left_out)
     given = config_of(config) if isinstance(config, str) else config
@@ -139,7 +143,7 @@ def _to_transformers(catalog: Catalog, place: Place, form: FormAsked, exclude: S
         given = make_config(family, found.parts, facts)
     else:
         check_config(given, family, found.parts, facts)
-    recorded = {"form": {"to": f"hf:{name}", **said}}
+    recorded = {"form": {"to": f"hf:{name}", **said, **recorded_family(f"hf-{name}")}}
     left_out += found.left_out
     return Formed(tensors, given, (*notes, *found.notes), recorded, left_out, found.rules)
 

@@ -28,7 +28,7 @@ from zckpt.naming.families import make_config
 from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.parts import fill_template, parse_part_name
 from zckpt.naming.recognise import by_config, by_parts
-from zckpt.naming.schemes import Scheme, scheme, scheme_of, schemes
+from zckpt.naming.schemes import Scheme, add_family, recorded_family, scheme, scheme_of, schemes
 from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
 
 _BUFFERS = ("blocks.{b}.router.correction",)
@@ -141,6 +141,7 @@ def name_for_writer(catalog: Catalog, place: Place, naming: SchemeNames) -> Rena
         "layers": facts.get("layers"),
         "vocabulary_multiple": naming.vocabulary_multiple,
         **recorded_vocabulary(found.facts),
+        **recorded_family(model_type=config.get("model_type")),
     }
     if naming.config is not None:
         recorded["config"] = dict(config)
@@ -151,6 +152,8 @@ def name_for_writer(catalog: Catalog, place: Place, naming: SchemeNames) -> Rena
 
 def naming_of(recorded: Mapping[str, Any]) -> SchemeNames:
     """The options, by the facts in a manifest."""
+    if "family" in recorded:
+        add_family(recorded["family"])
     return SchemeNames(
         recorded["names"], recorded.get("config"), recorded.get("layers"), recorded.get("vocabulary_multiple", 1),
         recorded.get("vocab_size"), recorded["names"] == GGUF,
