@@ -38,6 +38,7 @@ PAGES = {
     "benchmarks/results_machines.md": "project/results_machines.md",
     "benchmarks/results_stops.md": "project/results_stops.md",
     "benchmarks/results_words.md": "project/results_words.md",
+    "benchmarks/results_kernels.md": "project/results_kernels.md",
 }
 """File of the repository -> page of the site."""
 UNLISTED = {

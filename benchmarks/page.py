@@ -96,6 +96,32 @@ TITLES = {
     ),
     "growth": ("As the model grows", "![Time and memory against model size](benchmarks.svg)\n\nZeRO-3, world size 8."),
 }
+PUBLISHED = (
+    (
+        8.03, "Llama 3 8B, ZeRO-3", "`zero_to_fp32.py`: 2 min 17 s, and 1 min 10 s since it was rewritten",
+        "deepspeedai/DeepSpeed", "pull/6658",
+    ),
+    (
+        31, "Gemma 4 31B, FSDP2 on NFS", "`save_consolidated` of NeMo RL and AutoModel: 35 to 45 min",
+        "NVIDIA-NeMo/RL", "issues/3624",
+    ),
+    (235, "Qwen3 235B, FSDP", "verl's merger: 4 h", "verl-project/verl", "issues/3761"),
+    (
+        671, "DeepSeek-V3 671B", "Pai-Megatron-Patch, to Megatron: over 6 h, after 1.5 h from fp8 to bf16",
+        "alibaba/Pai-Megatron-Patch", "issues/558",
+    ),
+)  # fmt: skip
+"""Parameters in billions, the model, what its users report of another program, and where."""
+LARGE = """## What that means for large models
+
+**Computed**, not measured: the seconds of `to-bf16` with a cold source, above, times the parameters. It reads fp32 masters and
+writes bf16, {rate:.0f} million parameters a second on that machine's one disk, and its time grows with the bytes alone
+([As the model grows](#as-the-model-grows)). What people report of other programs was measured on other machines, most of them
+larger, with other disks; the 671 B are the other way, from weights to Megatron. A source that is bf16 takes less.
+
+| model | `zckpt to-bf16`, computed | reported |
+| --- | --- | --- |
+"""
 HEAD = """# Benchmarks
 
 `make bench` measures all of this and writes this page: every command in turn with its rival, round after round. A section was
@@ -115,7 +141,8 @@ Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and loads]
 for a trillion parameters: [Very large models, planned](../benchmarks/results_giants.md); saves of thousands of ranks:
 [A save on many ranks, planned](../benchmarks/results_exchange.md); several machines behind slow links:
 [Several machines at one conversion](../benchmarks/results_machines.md); what ranks say to agree:
-[What ranks say to agree](../benchmarks/results_words.md).
+[What ranks say to agree](../benchmarks/results_words.md); every loop over elements alone:
+[Loops over elements](../benchmarks/results_kernels.md).
 """
 
 
@@ -135,7 +162,26 @@ def write(results: dict[str, Any], path: Path) -> None:
             rounds = max((len(row["ours"]["seconds"]) for row in found["rows"]), default=found["rounds"])
             told = f"{found['machine']}; {rounds} rounds; {found['when']}.{model}{able}"
             parts.append(f"## {title}\n\n{about} {told}\n\n{table(found)}\n")
+    parts.append(_large(results))
     path.write_text("\n".join(parts))
+
+
+def _large(results: dict[str, Any]) -> str:
+    """What the rate of a cold source means for models that do not fit here; empty where the rows are not there."""
+    cold = [row for row in results.get("cold", {}).get("rows", []) if row["what"] == "to-bf16, cold"]
+    sizes = [row["numel"] for row in results.get("growth", {}).get("rows", []) if 1.4e9 < row["numel"] < 1.7e9]
+    if not cold or not sizes:
+        return ""
+    each = statistics.median(cold[0]["ours"]["seconds"]) / sizes[0]
+    lines = [
+        f"| {model} | {_minutes(each * billions * 1e9)} | {said} ([{home}](https://github.com/{home}/{at})) |"
+        for billions, model, said, home, at in PUBLISHED
+    ]
+    return LARGE.format(rate=1e-6 / each) + "\n".join(lines) + "\n"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _able(limits: dict[str, float]) -> str:

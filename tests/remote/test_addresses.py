@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -339,6 +340,21 @@ def test_from_address_to_address(root: str, tmp_path: Path) -> None:
     zckpt.convert(checkpoint, tmp_path / "want")
     zckpt.convert(put(checkpoint, f"{root}/ckpt"), f"{root}/out")
     assert tree(f"{root}/out") == local_tree(tmp_path / "want")
+
+
+def test_nothing_of_the_weights_lies_on_this_machine_meanwhile(s3: S3Server, tmp_path: Path) -> None:
+    """A source that is larger than the free disk goes from one address to another: no file here may have 128 KiB."""
+    synth.zero3(tmp_path / "ckpt", model(500_000), 2)
+    zckpt.convert(tmp_path / "ckpt", tmp_path / "want", dtype="bf16", progress=False)
+    put(tmp_path / "ckpt", "s3://bkt/ckpt")
+    limited = "ulimit -f 128; exec " + shlex.join(
+        [sys.executable, "-m", "zckpt", "to-bf16", "s3://bkt/ckpt", "s3://bkt/out"]
+    )
+    done = subprocess.run(
+        ["bash", "-c", limited], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert tree("s3://bkt/out") == local_tree(tmp_path / "want")
 
 
 def test_a_store_that_fails_keeps_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

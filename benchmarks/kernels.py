@@ -1,0 +1,97 @@
+"""Every loop over elements of the engine alone: one thread, in memory, beside a copy of the same bytes.
+
+    python benchmarks/kernels.py [--results FILE] [--mib 64]
+
+The rate is that of the larger side: the fp32 numbers, for a loop that rounds or decodes. "Copy" is what numpy's copy moves of
+that side, in the same rounds: memory's rate, for one thread. A loop is as quick as it can be where its rate is that of a copy,
+or 3 GB/s if that is less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from measure import machine
+
+from zckpt.core.folds import MatrixBlocks, NumberGrid
+from zckpt.engine.kernels import kernels_of
+
+HEAD = """# Loops over elements
+
+Written by `python benchmarks/kernels.py`: one thread, {mib} MiB of fp32 numbers in memory, the median of {rounds} rounds. The
+rate is of the fp32 side; "copy" is what a copy of it moves in the same rounds. A LoRA merge of rank r takes 2 r operations a
+number, so that at rank 64 it is arithmetic that limits it, and not memory. {machine}.
+
+| loop | GB/s | copy, GB/s | part |
+| --- | --- | --- | --- |
+"""
+ROUNDS, COLUMNS = 7, 4096
+KERNELS = kernels_of("native")
+
+
+def loops(numel: int) -> dict[str, Callable[[], object]]:
+    """Each loop by its name, on arrays of so many fp32 numbers."""
+    random = np.random.default_rng(0)
+    x, y = (random.standard_normal(numel, np.float32) for _ in range(2))
+    rows = numel // COLUMNS
+    found: dict[str, Callable[[], object]] = {
+        "accumulate (weighted sums)": partial(KERNELS.accumulate, y, x, 0.25),
+        "approach (running means)": partial(KERNELS.approach, y, x, 3.0),
+        "blend (moving averages, slerp)": partial(KERNELS.blend, y, x, 0.5, 0.5),
+        "products (slerp's angle)": partial(KERNELS.products, x, y),
+    }
+    for rank in (8, 16, 64):
+        left, right = (random.standard_normal(side * rank, np.float32) for side in (rows, COLUMNS))
+        found[f"add_low_rank (LoRA merge), rank {rank}"] = partial(KERNELS.add_low_rank, y, left, right, rank, 0.5)
+    codes = random.integers(0, 16, numel).astype(np.uint8)
+    table = np.zeros(256, np.float32)
+    table[:16] = range(16)
+    for high, wide in ((128, 128), (1, 32), (1, 16)):
+        blocks, label = MatrixBlocks(rows, COLUMNS, high, wide), f"blocks of {high} x {wide}"
+        scales = np.ones(-(-rows // high) * -(-COLUMNS // wide), np.float32)
+        found[f"largest (scales), {label}"] = partial(KERNELS.largest, x, blocks, scales.copy())
+        found[f"multiply_blocks, {label}"] = partial(KERNELS.multiply_blocks, y, blocks, scales)
+        found[f"of_codes (4 bits), {label}"] = partial(KERNELS.of_codes, codes, table, blocks, None, scales, y)
+        for grid in NumberGrid:
+            into = np.empty(numel, np.uint8)
+            found[f"to_codes ({grid.name}), {label}"] = partial(KERNELS.to_codes, grid, x, blocks, scales, into)
+    packed = np.empty(numel // 32 * 34, np.uint8)
+    found["to_q8_0"] = partial(KERNELS.to_q8_0, x, packed)
+    found["of_q8_0"] = partial(KERNELS.of_q8_0, packed, y)
+    return found
+
+
+def main() -> None:
+    """Measures, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results_kernels.md"))
+    parser.add_argument("--mib", type=int, default=64)
+    asked = parser.parse_args()
+    numel = asked.mib << 18
+    source, target = np.ones(numel, np.float32), np.empty(numel, np.float32)
+    lines = []
+    for name, loop in loops(numel).items():
+        taken, copied = [], []
+        loop()
+        for _ in range(ROUNDS):
+            began = time.thread_time()
+            loop()
+            middle = time.thread_time()
+            np.copyto(target, source)
+            taken.append(middle - began)
+            copied.append(time.thread_time() - middle)
+        rate, copy = (4e-9 * numel / statistics.median(seconds) for seconds in (taken, copied))
+        lines.append(f"| {name} | {rate:.1f} | {copy:.1f} | {rate / copy:.0%} |")
+        print(lines[-1], flush=True)
+    head = HEAD.format(mib=asked.mib, rounds=ROUNDS, machine=machine())
+    asked.results.write_text(head + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
