@@ -160,7 +160,7 @@ def in_parts(wanted: Iterable[_Place], move: Callable[[mmap.mmap, _Place], objec
 def _write(path: Path) -> None:
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
     try:
-        if is_in_memory(fd):  # some take direct I/O, which is no test of them
+        if is_in_memory(fd):  # some take direct I/O, which is not a test of them
             raise OSError("a file system in memory")
         os.posix_fallocate(fd, 0, SIZE)
         in_parts(range(0, SIZE, BLOCK), lambda buffer, at: os.pwritev(fd, [buffer], at))

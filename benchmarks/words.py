@@ -107,7 +107,7 @@ class Notes:
         self.notes, self.nbytes, self.count = notes, 0, 0
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note; one that was there before is no new one."""
+        """Leaves a note; one that was there before is not a new one."""
         if key not in self.notes:
             self.add(len(key) + len(note))
         self.notes[key] = note

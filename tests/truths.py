@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 
 def how_of(fixture: Path) -> dict[str, Any]:
-    """What is known of a fixture; `roles` has the tensors that are no parameters, `aliases` the tied names that are dropped."""
+    """What is known of a fixture; `roles` has the tensors that are not parameters, `aliases` the tied names that are dropped."""
     return {"roles": {}, "aliases": {}, "tag": None} | json.loads((fixture / "how.json").read_text())
 
 

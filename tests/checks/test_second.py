@@ -144,7 +144,7 @@ def test_names_are_compared_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = places(entry, SecondLook({"t": (2, 8)}, HALVES), monkeypatch)
     assert shape.problems == ("'t' is read as [4, 4], in the files it is [2, 8]",)
     fewer = places(entry, SecondLook({}, HALVES), monkeypatch)
-    assert fewer.problems == ("'t' is read, and is no name of the files",)
+    assert fewer.problems == ("'t' is read, and is not a name of the files",)
 
 
 def test_a_loose_name_is_of_a_copy_that_is_read_or_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:

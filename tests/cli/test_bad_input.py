@@ -365,7 +365,7 @@ def test_one_placeholder_among_full_tensors_is_named(zero3: Path, out: Path, nam
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin", ""])
 def test_parameters_that_have_no_elements(tmp_path: Path, suffix: str) -> None:
-    """The shape is recorded, so an empty tensor is no placeholder: neither here nor in what is made of it."""
+    """The shape is recorded, so an empty tensor is not a placeholder: neither here nor in what is made of it."""
     state = {"a": torch.ones(3), "none": torch.empty(0), "rows": torch.empty(0, 4)}
     checkpoint, out = synth.zero3(tmp_path / "ckpt", [state], 2), tmp_path / f"out{suffix}"
     zckpt.convert(checkpoint, out)

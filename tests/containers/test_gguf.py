@@ -111,7 +111,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "behind the end": (head(1) + info(b"t", 1, offset=HUGE) + bytes(99), CorruptError, "ends before"),
     "not aligned": (head(1) + info(b"t", 1, offset=4) + bytes(99), CorruptError, "a multiple of 32"),
     "overlapping": (head(2) + info(b"s", 16) + info(b"t", 16, offset=32) + bytes(199), CorruptError, "behind the others"),
-    "rows that are no blocks": (head(1) + info(b"t", 33, kind=8) + bytes(99), CorruptError, "rows of 32s"),
+    "rows that are not blocks": (head(1) + info(b"t", 33, kind=8) + bytes(99), CorruptError, "rows of 32s"),
     "an alignment": (
         head(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 12) + bytes(99), CorruptError, "power of two",
     ),

@@ -1,4 +1,4 @@
-"""Files that are no containers, and what is said about them."""
+"""Files that are not containers, and what is said about them."""
 
 import errno
 import os

@@ -501,7 +501,7 @@ def tags_that_differ() -> dict[str, Any]:
 
 @check(2)
 def last_ones_kept() -> dict[str, Any]:
-    """Older saves are deleted after a good one: by their steps, and never what `latest` names or what is no save."""
+    """Older saves are deleted after a good one: by their steps, and never what `latest` names or what is not a save."""
     where = home() / "kept"
     engine = start(config(2, checkpoint={"keep_last": 2}))
     where.mkdir(parents=True, exist_ok=True)

@@ -148,7 +148,7 @@ def test_ones_own_home_and_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.parametrize("own", ["/model", "/data/model"])
 def test_the_checkpoints_own_path_is_cut_as_whole_components(own: str) -> None:
-    """/model is no part of huggingface.co/models, nor of /models."""
+    """/model is not a part of huggingface.co/models, nor of /models."""
     text = f"huggingface.co/models, /models, {own}2, {own}: {own}/tag and {own}."
     data, _ = clean_file("README.md", text.encode(), own)
     assert (

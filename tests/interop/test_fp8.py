@@ -241,7 +241,7 @@ def test_blocks_that_transformers_misreads_are_said(tmp_path: Path) -> None:
         tmp_path / "model"
     )
     report = zckpt.to_fp8(tmp_path / "model", tmp_path / "fp8", progress=False)
-    assert any(note.startswith("3 matrices are no whole number of blocks") for note in report.notes)
+    assert any(note.startswith("3 matrices are not a whole number of blocks") for note in report.notes)
     report = zckpt.to_fp8(tmp_path / "model", tmp_path / "kept", keep=["*.mlp.*"], progress=False)
     assert not any("blocks" in note for note in report.notes)
     zckpt.convert(tmp_path / "fp8", tmp_path / "plain", dtype="bf16", progress=False)

@@ -245,7 +245,7 @@ def test_copies_of_the_base_beside_a_lora(
     [copy] = [name for name in other if "base_layer" in name]
     other[copy][1, 2] += 1
     save_file(other, file)
-    if weights == [1, 1]:  # of two, the one that is no copy counts
+    if weights == [1, 1]:  # of two, the one that is not a copy counts
         zckpt.convert(tmp_path / "base", tmp_path / "other", dtype="fp32", options=Options(lora=lora))
         return
     with pytest.raises(UsageError, match="trained whole"):

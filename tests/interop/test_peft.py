@@ -60,7 +60,7 @@ def test_there_are_fixtures_of_all_stages() -> None:
 
 @pytest.mark.parametrize(("home", "adapter"), CASES[:3], ids=id_of)
 def test_what_peft_itself_wrote_is_an_adapter(home: Path, adapter: str, tmp_path: Path) -> None:
-    """`to-peft` takes it, `verify` compares it, and `to-*` says that it is no model, instead of sending people back."""
+    """`to-peft` takes it, `verify` compares it, and `to-*` says that it is not a model, instead of sending people back."""
     own = saved_by_peft(home, adapter)
     zckpt.to_peft(own, tmp_path / "out", dtype="bf16")
     wanted = load_file(own / "adapter_model.safetensors")

@@ -48,7 +48,7 @@ def files_of(out: Path) -> list[str]:
 def by_safetensors(out: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files_of(out):
         with safe_open(path, framework="pt") as file:
-            yield from ((name, file.get_slice(name)[:]) for name in file.keys())  # noqa: SIM118 (it is no mapping)
+            yield from ((name, file.get_slice(name)[:]) for name in file.keys())  # noqa: SIM118 (it is not a mapping)
 
 
 def by_run_ai(out: Path) -> Iterator[tuple[str, torch.Tensor]]:

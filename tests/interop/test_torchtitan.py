@@ -92,7 +92,7 @@ def test_a_tensor_that_no_rule_takes_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_the_model_is_left_out() -> None:
-    """Counters and schedules of the run, and the optimizer, whose fused name is no tensor of the model."""
+    """Counters and schedules of the run, and the optimizer, whose fused name is not a tensor of the model."""
     opened = open_catalog(str(FIXTURES / "llama3_0_3_0_w3" / "checkpoint"))
     assert opened.catalog.tensors.keys() == load_file(FIXTURES / "llama3_0_3_0_w3" / "truth.safetensors").keys()
     assert opened.catalog.source.global_steps == 2

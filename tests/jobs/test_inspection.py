@@ -1,4 +1,4 @@
-"""What `inspect` says of resuming, and of what is no whole model."""
+"""What `inspect` says of resuming, and of what is not a whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a link in a stranger's checkpoint leads to is never written to an output: a private key is no tokenizer."""
+"""What a link in a stranger's checkpoint leads to is never written to an output: a private key is not a tokenizer."""
 
 from __future__ import annotations
 

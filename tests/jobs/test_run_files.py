@@ -30,7 +30,7 @@ ACCELERATES = {
 
 
 def trainers_run(home: Path, files: set[str], folders: tuple[int, ...] = (2, 4)) -> Path:
-    """A Trainer's output directory: folders of steps, with files whose bytes are no pickle."""
+    """A Trainer's output directory: folders of steps, with files whose bytes are not a pickle."""
     for step in folders:
         folder = home / f"checkpoint-{step}"
         save = FIXTURES / "zero2" / "bf16_w2" / "checkpoint" / "global_step2"

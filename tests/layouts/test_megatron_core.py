@@ -164,7 +164,7 @@ def test_the_files_that_name_a_step(tmp_path: Path) -> None:
     (run / "latest_train_state.pt").unlink()
     assert open_catalog(str(run)).place.listing.directory.name == "iter_0000010"
     torch.save({"steps": 2}, run / "latest_train_state.pt")
-    with pytest.raises(CorruptError, match="says no step"):
+    with pytest.raises(CorruptError, match="does not say which step it is of"):
         open_catalog(str(run))
     assert open_catalog(str(run), Reading(tag="iter_0000002")).catalog.tensors
     for name in ("latest_train_state.pt", "latest_checkpointed_iteration.txt"):

@@ -416,7 +416,7 @@ HOSTILE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, str]] = {
     ),
     "zero points of another shape": (lambda: changed("awq", qzeros=wider), None, "the zero points of tensor"),
     "two of a name": (lambda: changed("awq") | {"a.weight": torch.ones(2)}, None, "there are two"),
-    "a state that is no json": (
+    "a state that is not a json": (
         lambda: changed("nf4") | {"a.weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)},
         None, "cannot be read",
     ),

@@ -85,7 +85,7 @@ def test_arguments_alone_are_kept_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
                 argument.zero_()
         loss.backward()
         grads[with_device] = model.layer.weight.grad
-    assert [2, 4] in kept and [4, 4] not in kept, "the weight is no argument"
+    assert [2, 4] in kept and [4, 4] not in kept, "the weight is not an argument"
     assert torch.equal(grads[True], grads[False])
 
 

@@ -411,7 +411,7 @@ def test_killed_at_every_call(quick_path: Path) -> None:
         there = [name for name in os.listdir(run) if not name.startswith(".")]
         assert "checkpoint_3" in there
         for name in there:
-            assert contents(run / name) == whole, f"{name} is no whole save after call {nth}"
+            assert contents(run / name) == whole, f"{name} is not a whole save after call {nth}"
         assert accelerate_loads(run) == "checkpoint_3"
         if not was_killed:
             break

@@ -143,7 +143,7 @@ def takes_total(function: Callable[..., object]) -> bool:
 
 
 def _in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, where stderr is no terminal and yet somebody watches."""
+    """Whether this process is the kernel of a notebook, where stderr is not a terminal and yet somebody watches."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell"

@@ -1,6 +1,6 @@
 """Whether files have the SHA-256 that the trainer recorded of them when it saved.
 
-For `soundness`. Such a record is beside the files, and is no checksum of a container: each file is read from begin to end.
+For `soundness`. Such a record is beside the files, and is not a checksum of a container: each file is read from begin to end.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
         reading: how the weights are read.
 
     Raises:
-        NotACheckpointError: MODEL is no model. UsageError: the weights are no plain ones.
+        NotACheckpointError: MODEL is not a model. UsageError: the weights are not plain ones.
         UnsupportedError: nothing says what the model's tensors are.
     """
     config, home = _read_model(like)
@@ -82,7 +82,7 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
             return None, Likeness((Check("files", "", (str(error),)),), "", (), _facts(None))
     if opened.catalog.source.layout != "plain":
         raise UsageError(
-            "is no set of weights that a loader of models takes", file=out, found=f"the layout {opened.catalog.source.layout}",
+            "is not a set of weights that a loader of models takes", file=out, found=f"the layout {opened.catalog.source.layout}",
             expected="a directory of safetensors or .bin files", remedy="Convert it, and give the output.",
         )  # fmt: skip
     checks = [_check_files(opened, out)]

@@ -105,7 +105,7 @@ def _compare_names(look: SecondLook, catalog: Catalog) -> Iterator[str]:
             yield f"{name!r} is read as {list(entry.shape)}, in the files it is {list(shape)}"
     for name in catalog.tensors:
         if name not in look.names:
-            yield f"{name!r} is read, and is no name of the files"
+            yield f"{name!r} is read, and is not a name of the files"
 
 
 Copies = Mapping[tuple[str, int], Sequence[tuple[TensorEntry, Sequence[Fragment]]]]

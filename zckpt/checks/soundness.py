@@ -123,7 +123,7 @@ def _manifest_of(state: Examined, path: Location) -> Manifest | None:
 
 
 def _open(state: Examined, path: Location, options: Reading) -> ZckptError | None:
-    """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
+    """Reads the catalog. Returns an error that is not a finding, unless damage explains it."""
     try:
         opened = open_catalog(path, options, as_stored=True)
     except ZckptError as error:

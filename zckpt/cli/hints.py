@@ -1,4 +1,4 @@
-"""What a person meant who typed a word that is no command, or an option that a command does not have.
+"""What a person meant who typed a word that is not a command, or an option that a command does not have.
 
 For `commands` and `desk`, which import it only when something is wrong. Words of the field, of other tools
 and of `zero_to_fp32.py` lead to the line to type; a word that is close to a command's name leads to that command.
@@ -44,7 +44,7 @@ _WORDS = {
     "merge": (*_EXPORT, "average"), "merge-lora": ("to-bf16",), "merge-and-unload": ("to-bf16",),
     "list": ("inspect", "du"), "size": ("du",),
 }  # fmt: skip
-"""A word that is no command -> the commands that do what it says, the likeliest first."""
+"""A word that is not a command -> the commands that do what it says, the likeliest first."""
 
 _MORE = {
     "to-hf": "--to hf",

@@ -30,7 +30,7 @@ RULES: Mapping[str, str] = {
     "buffer": "the model computes it itself",
     "form": "the form that is written has no place for it",
     "packed": "it is packed, and the base model has these weights as plain numbers",
-    "not adapter": "it is no tensor of the adapter",
+    "not adapter": "it is not a tensor of the adapter",
 }
 """Why a tensor is left out that no option names: rule -> the reason, for a person."""
 

@@ -1,6 +1,6 @@
 """Recipes: how elements are computed from tensors, on their way to an output.
 
-For jobs with an output that is no copy: sums, merged adapters, quantised forms. A recipe is a value that says what
+For jobs with an output that is not a copy: sums, merged adapters, quantised forms. A recipe is a value that says what
 it reads and what
 its numbers depend on; `engine.bringing` follows it, for the parts that a batch of moves needs, so memory stays bounded.
 """

@@ -72,7 +72,7 @@ class DeltaForm:
         for value, known in ((self.encoding, ENCODINGS), (self.checksum, CHECKSUMS)):
             if value not in known:
                 raise UsageError(
-                    f"{value!r} is no form of a delta", expected=join_words(known),
+                    f"{value!r} is not a form of a delta", expected=join_words(known),
                     remedy="Pass one of these as --encoding or --checksum.",
                 )  # fmt: skip
 
@@ -92,7 +92,7 @@ def form_of(metadata: Mapping[str, object], file: str) -> DeltaForm:
     """The form by the metadata of an index; `file` is the index, for errors.
 
     Raises:
-        CorruptError: an entry is missing, or is no version.
+        CorruptError: an entry is missing, or is not a version.
         UnsupportedError: zckpt does not know the encoding, the compression or the checksum.
     """
     texts = {key: metadata.get(key) for key in DeltaForm(1, 0).metadata}

@@ -2,7 +2,7 @@
 
 For `verify --deep`. Imports little, because it begins before everything else is imported: on the command line (`begin`) before
 the command line's own modules are. It takes the CRC of each window of a file, and whether its numbers would all be finite as
-fp32, which most large tensors are. Whatever stops it is no error: what it has not read is read later, and reported then.
+fp32, which most large tensors are. Whatever stops it is not an error: what it has not read is read later, and reported then.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class PlannedConversion(Planned):
 
     Attributes:
         asked: what was asked for.
-        sources: what the written tensors are computed from, where they are no copies.
+        sources: what the written tensors are computed from, where they are not copies.
         beside: what the output is made from beside the checkpoint: a base model, adapters.
     """
 

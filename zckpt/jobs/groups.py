@@ -156,7 +156,10 @@ class Reading:
     as_part: bool = field(
         default=False,
         metadata=option(
-            "--as-part", "flag", "Take one shard, or one rank's file or directory, alone; it is no whole model.", WHICH
+            "--as-part",
+            "flag",
+            "Take one shard, or one rank's file or directory, alone; it is not a whole model.",
+            WHICH,
         ),
     )
     tag: str | None = field(

@@ -273,7 +273,7 @@ def _refusal(error: ZckptError, place: Place) -> Verdict:
 
 
 def _judge_packed(numbers: Opened) -> Verdict | None:
-    """Why consolidated weights cannot be made, if that is because of how they are quantised; None if that is no hindrance."""
+    """Why consolidated weights cannot be made, if that is because of how they are quantised; None if that is not a hindrance."""
     try:
         numbers.check_read(numbers.catalog.tensors.values())
     except ZckptError as error:

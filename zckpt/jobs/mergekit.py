@@ -261,7 +261,7 @@ def _settings(path: str, said: object) -> Mapping[str, Any]:
         return {}
     if not isinstance(said, dict):
         raise CorruptError(
-            "has parameters that are no mapping", file=path, found=repr(said)[:80], remedy="Correct the YAML."
+            "has parameters that are not a mapping", file=path, found=repr(said)[:80], remedy="Correct the YAML."
         )
     if other := said.keys() - _PARAMETERS:
         raise refuse(

@@ -284,7 +284,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def param_groups(self) -> list[dict[str, object]]:
         """The optimizer's parameter groups as torch has them, with names under `params`; raises as `states`.
 
-        Values that are no numbers, texts or lists are texts. What is one value for a group, but the step, is under `states`.
+        Values that are not numbers, texts or lists are texts. What is one value for a group, but the step, is under `states`.
         """
         return [dict(group) for group in self._states().groups]
 

@@ -106,7 +106,7 @@ class DeltaOptions(Delta, Options):
     """What `delta` is to do; of what `Options` has, what concerns reading, names and the output counts.
 
     Attributes:
-        dtype: of floating parameters; None for those of the old version, or bf16 if that is no plain weights.
+        dtype: of floating parameters; None for those of the old version, or bf16 if that are not plain weights.
         version: of the new weights; None for the one in OUT's name, as in `weight_v000007`, or 1.
         encoding: of each tensor's difference: "xor" or "overwrite".
         checksum: of each tensor's new bytes: "xxh3-128", "blake3" or "adler32".

@@ -22,7 +22,7 @@ from zckpt.storage.location import Location
 
 _WHOLE_BYTES = 1 << 20
 _MOST_BYTES = 64 << 20
-"""Of files that are hashed whole because they are no weights; larger ones are named with their sizes only."""
+"""Of files that are hashed whole because they are not weights; larger ones are named with their sizes only."""
 
 
 def provenance(

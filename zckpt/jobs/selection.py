@@ -59,7 +59,7 @@ def resolve_selection(
 
 
 def _unused_renames(names: Collection[str], naming: Naming) -> Iterable[str]:
-    """Sentences on patterns of `rename` that replace nothing in any name; what is no pattern, `select` refuses."""
+    """Sentences on patterns of `rename` that replace nothing in any name; what is not a pattern, `select` refuses."""
     renamed = [name.removeprefix(naming.strip_prefix) for name in names]
     for text, new in naming.rename:
         try:

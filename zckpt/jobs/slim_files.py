@@ -114,7 +114,7 @@ def swapped_in(listing: Listing, name: str) -> Callable[[str], bool]:
 
 
 def is_copied(place: Place, name: str) -> bool:
-    """Whether a file of a save is copied as it is: not if it is a link out of the checkpoint to something that is no container.
+    """Whether a file of a save is copied as it is: not if it is a link out of it to something that is not a container.
 
     Raises:
         UnsafeError: the save would be none without it.

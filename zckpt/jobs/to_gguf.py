@@ -128,7 +128,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
         SchemeNames(GGUF, asked.own.config, by_own_job=True),
     )
     architecture_of(model.config, opened.catalog.source.path)
-    filled_in(model.config, opened.catalog.source.path)  # which says what is no usable config
+    filled_in(model.config, opened.catalog.source.path)  # which says what is not a usable config
     rows = vocabulary_rows(model.config, home)
     tensors = add_frequency_factors(model.catalog.tensors, model.config, rows)
     matrix = None if asked.own.imatrix is None else read_importance(asked.own.imatrix)

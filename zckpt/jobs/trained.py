@@ -35,7 +35,7 @@ _WEIGHTS = re.compile(r"[\w.-]+\.(?:safetensors|bin|pt|pth|ckpt|pkl|npz|npy|msgp
 _OTHER = re.compile(
     r"(?:adapter_model|optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict|tokenizer)[\w.-]*"
 )
-"""Files that are read otherwise, or are no weights."""
+"""Files that are read otherwise, or are not weights."""
 
 
 def trained_with(adapter: AdapterWeights, other: Opened, base: Catalog) -> tuple[Mapping[str, TensorEntry], list[str]]:

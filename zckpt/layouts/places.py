@@ -54,7 +54,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), 
     """
     place = _find(path.refreshed(), tag, also, as_part=as_part)
     if as_part and not place.listing.part:
-        note = f"{path!r} is no part of a save, as far as names say: --as-part takes it as it is."
+        note = f"{path!r} is not a part of a save, as far as names say: --as-part takes it as it is."
         return replace(place, notes=(*place.notes, note))
     return place
 

@@ -3,7 +3,7 @@
 For `usage` and `prune`. [Note: what is a save of a run] A directory in the run's directory that
   - holds files of a save by their names: DeepSpeed's tags, steps of torch.distributed.checkpoint, Megatron's `iter_*`, or
   - has a name that trainers give (`checkpoint-500`, `checkpoint_5`, `global_step_20`) and holds anything that zckpt opens.
-Symbolic links, names that begin with a dot and everything else are no saves. Names that differ in their numbers alone are one
+Symbolic links, names that begin with a dot and everything else are not saves. Names that differ in their numbers alone are one
 series; the last number of a name is its step.
 Source: transformers trainer.py `_sorted_checkpoints`; accelerate accelerator.py `save_state`; DeepSpeed runtime/engine.py
 `save_checkpoint`; Megatron-LM megatron/training/checkpointing.py `get_checkpoint_tracker_filename`.
@@ -51,7 +51,7 @@ def saves_of(run: Location) -> tuple[list[RunSave], list[str]]:
     """The saves of a run by step, and the names of symbolic links, which are left alone.
 
     Raises:
-        NotACheckpointError: `run` is no directory, or is itself a save.
+        NotACheckpointError: `run` is not a directory, or is itself a save.
     """
     if not run.is_dir():
         raise NotACheckpointError(
@@ -119,7 +119,7 @@ def named_by_pointers(run: Location, names: set[str]) -> tuple[Mapping[str, str]
         wanted = {name for name in names if name == inner or (said.isdecimal() and _is_step(name, int(said)))}
         named |= dict.fromkeys(wanted, f"{pointer!r} names it")
         if not wanted:
-            notes.append(f"{pointer!r} names {said[:100]!r}, which is no save here.")
+            notes.append(f"{pointer!r} names {said[:100]!r}, which is not a save here.")
     return named, notes
 
 
@@ -133,7 +133,7 @@ def tags_in(save: RunSave) -> tuple[str | None, ...]:
     """The tags in a save's directory, where there are several; otherwise None, which is the save itself.
 
     Raises:
-        ZckptError: it is no save, or one that lacks something.
+        ZckptError: it is not a save, or one that lacks something.
     """
     place = find(save.path)
     return place.tags if len(place.tags) > 1 and place.home.is_within(save.path) else (None,)

@@ -283,7 +283,7 @@ class AdapterWeights:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Parameters that have a LoRA although they are no module's weight, as the config names them."""
+        """Parameters that have a LoRA although they are not a module's weight, as the config names them."""
         found = self.config.get("target_parameters")
         return tuple(map(str, found)) if isinstance(found, list) else ()
 

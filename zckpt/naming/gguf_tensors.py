@@ -71,7 +71,7 @@ def vocabulary_rows(config: Mapping[str, Any], home: Location | None) -> int | N
         return len(said["model"]["vocab"]) + len(said["added_tokens"])
     except (KeyError, TypeError) as error:
         raise UsageError(
-            "is no tokenizer.json with a vocabulary", file=path, found=f"{type(error).__name__}: {error}",
+            "is not a tokenizer.json with a vocabulary", file=path, found=f"{type(error).__name__}: {error}",
             remedy="Copy the model's tokenizer files here again.",
         ) from error  # fmt: skip
 

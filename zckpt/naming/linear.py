@@ -23,7 +23,7 @@ _LINEAR = frozenset(
     )
 )
 _OTHER_CLASSES = {"gpt2": "Conv1D", "falcon": "FalconLinear"}
-"""Families with layers that are no torch.nn.Linear (transformers 5.23), which the loaders of quantised models look
+"""Families with layers that are not torch.nn.Linear (transformers 5.23), which the loaders of quantised models look
 for."""
 _JOINED = (
     ("attention.query", "attention.key", "attention.value"),

@@ -74,7 +74,7 @@ _ACTIVATIONS: dict[str, dict[str, object]] = {
     "relu2": {"squared_relu": True},
 }
 """Activation function of an MLP without a gate -> arguments: Megatron-Core has the exact GELU, and fused with its bias the one by
-tanh; `activation` is no argument of Megatron's, and says to zckpt by which formula that one is rounded."""
+tanh; `activation` is not an argument of Megatron's, and says to zckpt by which formula that one is rounded."""
 
 _BASIC = Keys(
     frozenset({"max_position_embeddings", "seq_length", "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"}),

@@ -166,7 +166,7 @@ def _merge_products(model: ModelTensors, adapters: Sequence[AdapterWeights], upd
             has_weight = adapter.config.get("peft_type") in SUMS
             if name in updates or name in owner or (not has_weight and adapter.weight != 1):
                 raise UsageError(
-                    f"what several adapters make of {name!r} is no sum", file=adapter.file,
+                    f"what several adapters make of {name!r} is not a sum", file=adapter.file,
                     found=join_words([repr(owner.get(name, "a LoRA")), f"{adapter.name!r} with weight {adapter.weight:g}"])
                     if name in updates or name in owner
                     else f"{adapter.name!r} with weight {adapter.weight:g}",

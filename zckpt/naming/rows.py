@@ -169,7 +169,7 @@ def swap_head_halves(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEn
         apart: from pairs to halves; False for from halves to pairs.
 
     Raises:
-        InconsistentError: heads have an odd number of rows, or the rows are no multiple of them.
+        InconsistentError: heads have an odd number of rows, or the rows are not a multiple of them.
     """
     rows, width = entry.shape[0], math.prod(entry.shape[1:])
     if rows % (2 * heads):

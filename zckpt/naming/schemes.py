@@ -423,7 +423,7 @@ def _whole_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if "like" not in data:
         return data
     if data["like"] not in _own_families():
-        raise ValueError(f"like {data['like']!r}, which is no family of zckpt")
+        raise ValueError(f"like {data['like']!r}, which is not a family of zckpt")
     base = {**_whole_data(_read(os.path.join(FAMILIES, f"{data['like']}.json")))}
     for key in ("family", "about", "like", "recognised", "defaults", "names"):
         base.pop(key, None)

@@ -118,7 +118,7 @@ def words_of(path: Location) -> int:
     """How many numbers of words a `tokenizer.json` has: the largest, and one more.
 
     Raises:
-        CorruptError: it is no tokenizer. UnsupportedError: it is too large.
+        CorruptError: it is not a tokenizer. UnsupportedError: it is too large.
     """
     found = read_json(path.path, _MOST_BYTES, "a tokenizer.json")
     model, added = (found.get(key) for key in ("model", "added_tokens")) if isinstance(found, dict) else (None, None)

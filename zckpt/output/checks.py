@@ -47,7 +47,7 @@ def check_path(
         return
     if not os.path.isdir(path) and not os.path.isfile(path):
         raise OutputError(
-            "is no file", file=path, found="a pipe, a socket or a device", expected="a file or directory, or none",
+            "is not a file", file=path, found="a pipe, a socket or a device", expected="a file or directory, or none",
             remedy="Choose another OUT: what is written appears in one step, when it is complete. Nothing was changed.",
         )  # fmt: skip
     check_kind(out, "directory" if os.path.isdir(path) else "file", single=single)

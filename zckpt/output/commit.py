@@ -189,7 +189,7 @@ class Commit:
                 os.rename(staged, out)
 
     def _without_swapping(self) -> Seal:
-        """The seal for moving file by file: for directories that are no mount points and cannot be renamed (overlayfs)."""
+        """The seal for moving file by file: for directories that are not mount points and cannot be renamed (overlayfs)."""
         work, seal = self._work, self._seal
         for root, _, names in os.walk(work.files):
             for name in names:

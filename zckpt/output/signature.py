@@ -110,7 +110,7 @@ def signer_of(path: str | os.PathLike[str]) -> Signer:
 
     Raises:
         AccessError: the file cannot be read, or its password is missing or wrong.
-        UsageError: it is no private key of a kind that can sign.
+        UsageError: it is not a private key of a kind that can sign.
         UnsupportedError: the package cryptography is not installed.
     """
     try:

@@ -396,7 +396,7 @@ def _totals(found: CheckpointMap) -> Iterator[str]:
         rows = [(name, size(number), f"{number:,}") for name, number in shares]
         yield _table("What the files hold", ("", "Size", "Bytes"), rows, colours)
     why = f"; and the optimizer's states, for the save <bdi>{text(found.unread)}</bdi>" if found.unread else ""
-    yield f"<p class='soft'>{OTHER.capitalize()} is what is no element of a tensor: indexes, counters, padding{why}.</p>"
+    yield f"<p class='soft'>{OTHER.capitalize()} is what is not an element of a tensor: indexes, counters, padding{why}.</p>"
     yield "</section>"
     if found.tensors:
         yield '<section class="card" aria-labelledby="totals-title"><h2 id="totals-title">Roles and dtypes</h2>'

@@ -133,7 +133,7 @@ def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
 
     Args:
         inspection: of the save.
-        ranks_only: leave out files that are no rank's; each has to be asked for its size.
+        ranks_only: leave out files that belong to no rank; each has to be asked for its size.
     """
     listing, catalog = inspection.place.listing, inspection.catalog
     topology = None if catalog is None else catalog.topology

@@ -1,7 +1,7 @@
 """Checkpoints with quantised weights, as the numbers that they stand for.
 
 For `jobs.open`. Matrices of fp8 with scales beside them (`weight_scale_inv`, `weight_scale`) become their products, and the
-scales are no tensors any more. What zckpt cannot read is found by `packed`.
+scales are not tensors any more. What zckpt cannot read is found by `packed`.
 """
 
 from __future__ import annotations

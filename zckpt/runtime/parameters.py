@@ -169,7 +169,7 @@ def _sharded_of(param: torch.Tensor) -> ShardedParameter | None:
     """What this rank holds of a parameter; None if it is not trained.
 
     Raises:
-        UsageError: it is no parameter of a model that `initialize` got.
+        UsageError: it is not a parameter of a model that `initialize` got.
     """
     one = sharded_parameter_of(param)
     if one is None:

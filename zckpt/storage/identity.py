@@ -148,7 +148,7 @@ def places_passed(path: str) -> list[str]:
         passed.append(place)
         try:
             target = os.readlink(place)
-        except OSError:  # it is no link
+        except OSError:  # it is not a link
             at = place
             continue
         links += 1

@@ -249,7 +249,7 @@ class DirectoryRendezvous:
         """Says whether the directory exists.
 
         Raises:
-            OutputError: it is no directory, or another user's.
+            OutputError: it is not a directory, or another user's.
         """
         try:
             stat = os.lstat(self.path)

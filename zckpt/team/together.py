@@ -64,7 +64,7 @@ class Launched:
 def detect_launcher(environ: Mapping[str, str]) -> Launched:
     """What torchrun or srun says; one process alone where neither does.
 
-    A SLURM batch script is no step of its job, so a `zckpt` that it runs without srun is alone.
+    A SLURM batch script is not a step of its job, so a `zckpt` that it runs without srun is alone.
 
     Raises:
         UsageError: it makes no sense.

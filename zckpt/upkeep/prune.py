@@ -1,7 +1,7 @@
 """Deletes the saves of a run that no rule keeps, once those that stay are verified.
 
 For `zckpt prune`. Without `delete` it only says what would go. Nothing outside the run's directory is touched, no symbolic
-link is followed, and what is no save stays.
+link is followed, and what is not a save stays.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _move_away(path: str, aside: str) -> bool:
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise OutputError(
-                "is no directory any more", file=path, expected="the directory that was a save",
+                "is not a directory any more", file=path, expected="the directory that was a save",
                 remedy="Run the same command again.",
             )  # fmt: skip
         os.rename(path, aside)

@@ -78,7 +78,7 @@ class RunUsage(Printed):
     Attributes:
         path: what was measured.
         saves: by step.
-        beside_bytes: of files in the run's directory that are no save's.
+        beside_bytes: of files in the run's directory that belong to no save.
     """
 
     path: str
@@ -123,7 +123,9 @@ class RunUsage(Printed):
             if save.wasteful:
                 path, nbytes = next(iter(save.wasteful.items()))
                 others = f", and {count(len(save.wasteful) - 1, 'more file')}" if len(save.wasteful) > 1 else ""
-                text = f"{save.name}: {size(nbytes)} of {path!r} are no tensor's{others}; zckpt slim leaves them out"
+                text = (
+                    f"{save.name}: {size(nbytes)} of {path!r} belong to no tensor{others}; zckpt slim leaves them out"
+                )
                 yield from wrap_text(text, width, "    ")
             if save.note:
                 yield from wrap_text(f"{save.name}: {save.note}", width, "    ")

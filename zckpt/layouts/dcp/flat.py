@@ -67,7 +67,7 @@ def units(model: DcpModel, listing: Listing, padded: AbstractSet[Path] = frozens
         )  # fmt: skip
     if odd := [name for name, item in flats.items() if len(item.size) != 1]:
         raise InconsistentError(
-            f"flat parameter {odd[0]!r} is no vector", file=listing.directory, found=str(list(flats[odd[0]].size)),
+            f"flat parameter {odd[0]!r} is not a vector", file=listing.directory, found=str(list(flats[odd[0]].size)),
             expected="1 dimension", remedy=COPY_AGAIN,
         )  # fmt: skip
     said = read_shapes(listing.options.shapes)
@@ -199,7 +199,7 @@ def _ref(item: TensorItem, chunk: DcpChunk, items: Items) -> TensorRef:
     ref = items.open([place])[place] if isinstance(place, ItemPlace) else place
     if not isinstance(ref, TensorRef) or not ref.is_contiguous or ref.numel != chunk.numel:
         raise UnsupportedError(
-            f"a rank's part of {item.name!r} is no dense vector", file=items.file, found=str(chunk.sizes),
+            f"a rank's part of {item.name!r} is not a dense vector", file=items.file, found=str(chunk.sizes),
             remedy="Save it again with StateDictType.SHARDED_STATE_DICT.",
         )  # fmt: skip
     return ref

@@ -156,7 +156,7 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
     """What all ranks have, and the experts of each.
 
     Raises:
-        UnsupportedError: ranks have tensors of the same names that are no experts; unless `allow_unknown` is set.
+        UnsupportedError: ranks have tensors of the same names that are not experts; unless `allow_unknown` is set.
         IncompleteError: a gate chooses among more experts than the files hold.
     """
     shared, *others = listing.matching(WHOLE_SHARED)

@@ -153,7 +153,7 @@ def class_of(value: object) -> str:
 def _part_of(value: object, rank: int) -> RankPart:
     """The part of a DTensor or ShardedTensor in the file of this rank."""
     if not isinstance(value, Placeholder):
-        raise TypeError(f"{value!r:.80} is no tensor")
+        raise TypeError(f"{value!r:.80} is not a tensor")
     shape = sizes_of(value.args[2])
     if class_of(value) == "ShardedTensor":
         return RankPart(shape, list(_shards(value, rank)))

@@ -108,7 +108,7 @@ def read_importance(path: str) -> ImportanceMatrix:
     """Reads what a file says of its entries; their numbers are read when they are wanted.
 
     Raises:
-        NotACheckpointError: there is no such file, or it is no importance matrix.
+        NotACheckpointError: there is no such file, or it is not an importance matrix.
         CorruptError: it ends too early.
     """
     with open_input(path) as file:
@@ -186,6 +186,6 @@ def _shorten(text: str) -> str:
 
 def _no_matrix(file: Input, found: list[Any]) -> NotACheckpointError:
     return NotACheckpointError(
-        "is no importance matrix", file=file.path, found=", ".join(map(str, found[:3])),
+        "is not an importance matrix", file=file.path, found=", ".join(map(str, found[:3])),
         expected="sums and counts of tensors, as llama-imatrix writes them", remedy=REMEDY,
     )  # fmt: skip

@@ -22,7 +22,7 @@ BASES = {
 """What can be asked for -> the type of most matrices."""
 
 _INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types of 256 numbers -> those of 32, for rows that are no multiple of 256."""
+"""Types of 256 numbers -> those of 32, for rows that are not a multiple of 256."""
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _HEAD = "output.weight"

@@ -79,7 +79,7 @@ def _open_file(listing: Listing, name: str) -> Container:
     container = listing.open(name)
     if container.kind != "gguf":
         raise NotACheckpointError(
-            "is called as a GGUF file and is none", file=listing.files[name], found=f"a {container.kind} file",
+            "has the name of a GGUF file, and is not one", file=listing.files[name], found=f"a {container.kind} file",
             remedy="Give the file the suffix of what it is.",
         )  # fmt: skip
     return container

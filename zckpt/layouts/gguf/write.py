@@ -1,7 +1,7 @@
 """Lays a model out in GGUF files.
 
 For `jobs.to_gguf`. Which type a tensor gets is as llama.cpp's converter has it: what has one dimension, norms, biases and the
-weights of routers stay fp32, and rows that are no multiple of a block's elements become F16. What its quantiser makes of such a
+weights of routers stay fp32, and rows not a multiple of a block's elements become F16. What its quantiser makes of such a
 file has a mixture of types: `mixture`.
 Source: llama.cpp, convert_hf_to_gguf.py `prepare_tensors`; gguf-py 0.19.0, gguf_writer.py (splits).
 """

@@ -48,7 +48,7 @@ class Patterns:
         """Whether a name matches as `re.match` has it.
 
         Raises:
-            CorruptError: it is no regular expression.
+            CorruptError: it is not a regular expression.
             UnsafeError: it might take hours.
         """
         text = str(pattern)

@@ -134,7 +134,7 @@ def lay_out(
         optimizer: its states; None for a release.
 
     Raises:
-        UnsupportedError: an argument is no plain value.
+        UnsupportedError: an argument is not a plain value.
     """
     tag = f"iter_{optimizer.step:07d}" if optimizer else RELEASE
     save = DcpWriter(max_file_bytes, directory=tag)

@@ -197,7 +197,7 @@ def root_of(listing: Listing, name: str) -> Mapping[str, object]:
     """What a file holds.
 
     Raises:
-        CorruptError: it is no mapping.
+        CorruptError: it is not a mapping.
     """
     return as_mapping(listing.open(name).root, "its content", listing.files[name].path)
 

@@ -137,7 +137,7 @@ def _chunks(
 ) -> list[dict[str, TensorRef]]:
     """The state dicts of a rank's virtual stages, flattened, without what Transformer Engine keeps beside the weights.
 
-    `kept` gets, for each of them, what is no tensor.
+    `kept` gets, for each of them, what is not a tensor.
     """
     keys = ["model"] if "model" in root else sorted((k for k in root if _CHUNK.fullmatch(k)), key=lambda k: int(k[5:]))
     if not keys or (keys != ["model"] and keys != [f"model{number}" for number in range(len(keys))]):
@@ -185,7 +185,7 @@ def _offsets(
     wanted = args.get("num_layers")
     if len(totals) == 1 and type(wanted) is int and wanted != totals[0]:
         raise InconsistentError(
-            "has not as many layers as its run had", file=file, found=count(totals[0], "layer"),
+            "does not have as many layers as its run had", file=file, found=count(totals[0], "layer"),
             expected=f"num_layers {wanted:,}, as its args say", remedy=OTHER_SAVE,
         )  # fmt: skip
     return found

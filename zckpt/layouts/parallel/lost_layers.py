@@ -73,7 +73,7 @@ def evidence_without_lists(optimizers: Iterable[object], layers: Iterable[tuple[
 
     Args:
         optimizers: of each pipeline stage.
-        layers: shapes of the tensors in the layer files that are no buffers.
+        layers: shapes of the tensors in the layer files that are not buffers.
     """
     trained: Counter[tuple[int, ...]] = Counter()
     for optimizer in optimizers:

@@ -52,7 +52,7 @@ def read_step(path: Location) -> str:
     step = step_of(state.get("step")) if isinstance(state, Mapping) else None
     if step is None:
         raise CorruptError(
-            "says no step",
+            "does not say which step it is of",
             file=path,
             expected="a state with a number called 'step'",
             remedy="Choose a step with --tag.",

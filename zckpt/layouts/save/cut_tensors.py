@@ -127,7 +127,7 @@ class KnownFacts:
 
 
 def cut_tensor(value: object, name: str, file: str, known: KnownFacts | None = None) -> CutTensor | None:
-    """The rank's part of a tensor; None for a value that is no tensor cut over ranks.
+    """The rank's part of a tensor; None for a value that is not a tensor cut over ranks.
 
     Args:
         value: of a pickle.

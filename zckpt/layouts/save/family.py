@@ -161,7 +161,7 @@ class Family:
         fallback: its files may be in a directory that holds other saves, which are then preferred.
         common: files of a save with names so common that they do not tell that they belong to one; as `files`
         otherwise.
-        further: names of files that the trainer may put among them: they are checked, but are no part of the model.
+        further: names of files that the trainer may put among them: they are checked, but are not part of the model.
         has_keys: a save may hold several state dicts; `--key` chooses one.
         resumes: how a run resumes from a save with optimizer states, after "resume yes:"; empty for DeepSpeed's own, where
             `inspect` derives it from the ranks.
@@ -169,7 +169,7 @@ class Family:
         facts: what a rank's file says of its save, by the file's name, as cheaply as possible; may raise what is wrong with
             the file. With it, `inspect` finds files of other saves, and the last ranks' files if they are missing. None where
             files say nothing.
-        records: (path, checksummed parts or what is wrong) of each data file, where those are no containers of
+        records: (path, checksummed parts or what is wrong) of each data file, where those are not containers of
             `zckpt.containers`; None where they are.
         named_data: the data files that a save says it has, in an index or in metadata, each with the names of tensors in it that
             nothing but that file describes; nothing where it does not say. Raises what is wrong with the index.

@@ -171,7 +171,7 @@ class Listing:
         return self._ahead[0].beforehand(name) if later else self._ahead[0].where(name)
 
     def entry(self, name: str, key: str) -> object:
-        """What a file has under a key; None where it has no such key, or is no mapping. Errors as in `open`."""
+        """What a file has under a key; None where it has no such key, or is not a mapping. Errors as in `open`."""
         root = self.open(name).root
         return root.get(key) if isinstance(root, Mapping) else None
 

@@ -120,7 +120,7 @@ def _of_json(path: str) -> ModelShapes:
     if not isinstance(root, Mapping) or not root or not all(map(_is_shape, root.values())):
         odd = [name for name, shape in root.items() if not _is_shape(shape)] if isinstance(root, Mapping) else []
         raise CorruptError(
-            "is no file of names and shapes", file=path, found=f"{examples(odd)}" if odd else brief(root),
+            "is not a file of names and shapes", file=path, found=f"{examples(odd)}" if odd else brief(root),
             expected='{"embed.weight": [7, 5], ...}', remedy=MAKE,
         )  # fmt: skip
     return ModelShapes(path, {own_name(name): tuple(shape) for name, shape in root.items()}, {})

@@ -60,7 +60,7 @@ class ModelStates:
         shared: dropped name -> kept name.
         root: the whole inert object.
         notes: for a person.
-        others: what stands in the state dict and is no tensor, mappings too.
+        others: what stands in the state dict and is not a tensor, mappings too.
         state_names: name in `module` -> in the state dict, of those that it gives another name than the parameter has.
     """
 
@@ -277,9 +277,9 @@ def flatten(
 
     Args:
         state: the state dict.
-        notes: what is no tensor is left out, with a sentence here.
+        notes: what is not a tensor is left out, with a sentence here.
         prefix: of the names.
-        others: what is no tensor is added, mappings too.
+        others: what is not a tensor is added, mappings too.
     """
     tensors: dict[str, TensorRef] = {}
     for key, value in state.items():

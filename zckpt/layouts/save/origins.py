@@ -194,6 +194,6 @@ def other_kind(name: str, file: str, value: object, tensor_file: str) -> Inconsi
     """The error for a name that is a tensor in one rank's file and something else in another's."""
     kind = "a mapping or list" if isinstance(value, Mapping | list | tuple) else brief(value)
     return InconsistentError(
-        f"{name!r} is no tensor, and it is one in another rank's file", file=file, found=kind,
+        f"{name!r} is not a tensor, and it is one in another rank's file", file=file, found=kind,
         expected=f"a tensor, as in {tensor_file!r}", remedy=OTHER_SAVE,
     )  # fmt: skip

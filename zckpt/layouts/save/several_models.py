@@ -1,6 +1,6 @@
 """State dicts in one save that are models of their own, such as a policy and its reference.
 
-For the layouts that read state dicts which hold others. Exported together, under names of the save's own, they are no model that
+For the layouts that read state dicts which hold others. Exported together, under the save's own names, they are not a model that
 anything loads; which is meant, only a person knows.
 """
 

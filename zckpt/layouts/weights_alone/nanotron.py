@@ -76,7 +76,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         if found := SLICE.fullmatch(name):
             if found["rank"] and (type(tp) is not int or int(found["tps"]) != tp):
                 raise InconsistentError(
-                    "is no file of this save", file=listing.files[name].path, found=f"tensor-parallel rank of {found['tps']}",
+                    "is not a file of this save", file=listing.files[name].path, found=f"tensor-parallel rank of {found['tps']}",
                     expected=f"of {brief(tp)}, as {NANOTRON!r} says", remedy=OTHER_SAVE,
                 )  # fmt: skip
             groups.setdefault(f"{found['modules'].replace('/', '.')}{found['last']}", []).append(name)
@@ -162,7 +162,7 @@ def _read_slice(listing: Listing, name: str) -> SliceFile:
     root = as_mapping(container.root, "its content", file)
     if len(root) != 1:
         raise CorruptError(
-            "is no file of one parameter", file=file, found=examples(map(str, root)), expected=f"a tensor {_DATA!r}",
+            "is not a file of one parameter", file=file, found=examples(map(str, root)), expected=f"a tensor {_DATA!r}",
             remedy=COPY_AGAIN,
         )  # fmt: skip
     found = SLICE.fullmatch(name)

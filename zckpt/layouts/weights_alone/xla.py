@@ -101,7 +101,7 @@ def _read_ranks(listing: Listing) -> list[ShardFile]:
         said = (rank.metadata.get("rank"), rank.metadata.get("world_size"))
         if said != (number, world) or rank.model.keys() != first.model.keys():
             raise InconsistentError(
-                "is no file of this save", file=rank.file, found=f"rank {said[0]} of {said[1]}, {len(rank.model):,} tensors",
+                "is not a file of this save", file=rank.file, found=f"rank {said[0]} of {said[1]}, {len(rank.model):,} tensors",
                 expected=f"rank {number} of {world}, with the {len(first.model):,} tensors of the other files", remedy=OTHER_SAVE,
             )  # fmt: skip
     if lacking := [number for number in range(world) if number not in ranks]:

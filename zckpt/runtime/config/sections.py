@@ -205,7 +205,7 @@ class Config(Section):
     csv_monitor: CSVSection = used_key(CSVSection(), "see below")
     comet: CometSection = used_key(CometSection(), "see below")
     pipeline: Any = foreign(
-        "pipeline parallelism is not built; a model that is no pipeline does not need it",
+        "pipeline parallelism is not built; a model that is not a pipeline does not need it",
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
     )
     autotuning: Any = foreign(

@@ -80,7 +80,7 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> Groups:
 def split_params_into_shared_and_expert_params(
     params: Iterable[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters that are no expert's, and those that are.
+    """The parameters that are not an expert's, and those that are.
 
     Raises:
         UnsupportedError: a parameter is an expert's.

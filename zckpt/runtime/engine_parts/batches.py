@@ -160,12 +160,12 @@ class Batches:
         """Sets the samples per optimizer step over all ranks: other micro batches per step, of the same size.
 
         Raises:
-            UsageError: they are no multiple of the micro batches of all ranks, or a step has begun.
+            UsageError: they are not a multiple of the micro batches of all ranks, or a step has begun.
         """
         per_forward = self.engine.batch.micro * self.engine.world_size
         if train_batch_size <= 0 or train_batch_size % per_forward:
             raise UsageError(
-                "the new batch size is no multiple of one forward of all ranks", found=f"{train_batch_size:,} samples",
+                "the new batch size is not a multiple of one forward of all ranks", found=f"{train_batch_size:,} samples",
                 expected=f"a multiple of {self.engine.batch.micro:,} x {count(self.engine.world_size, 'rank')} = {per_forward:,}",
                 remedy="Choose such a number, or call set_train_micro_batch_size first.",
             )  # fmt: skip

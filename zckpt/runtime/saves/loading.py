@@ -127,7 +127,7 @@ def _fill(wanted: Sequence[Want]) -> None:
 def _piece(
     entry: TensorEntry, parameter: ShardedParameter | None, whole: torch.Tensor, start: int, count: int
 ) -> TensorEntry:
-    """A run of the elements that this rank holds, as a vector; everything of what is no parameter."""
+    """A run of the elements that this rank holds, as a vector; everything of what is not a parameter."""
     if parameter is None and count == whole.numel():
         return entry
     start += 0 if parameter is None else parameter.start

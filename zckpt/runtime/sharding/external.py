@@ -37,7 +37,7 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
         )
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(
-            "register_external_parameter got what is no parameter", found=f"a {type(parameter).__name__}",
+            "register_external_parameter got what is not a parameter", found=f"a {type(parameter).__name__}",
             remedy="Pass a parameter of a module, such as self.embed.weight.",
         )  # fmt: skip
     module.__dict__.setdefault(_EXTERNAL, {})[id(parameter)] = parameter

@@ -76,7 +76,7 @@ class _Part:
 
 
 def _between(model: nn.Module) -> list[tuple[nn.Module, list[FSDPModule]]]:
-    """The modules that are no units but contain parameters of a unit around them, each with these units."""
+    """The modules that are not units but contain parameters of a unit around them, each with these units."""
     names: dict[int, list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():

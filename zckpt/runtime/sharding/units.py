@@ -26,7 +26,7 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
 
     Without `wrap`, these are the modules that the model itself says must not be split (`_no_split_modules`, as transformers
     has them), or else the outermost ones that a `ModuleList` or `Sequential` repeats. A module that shares a parameter with
-    the rest of the model is no unit: both would hold the parameter.
+    the rest of the model is not a unit: both would hold the parameter.
 
     Args:
         model: the model.
