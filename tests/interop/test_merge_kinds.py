@@ -372,3 +372,27 @@ def test_what_several_of_them_make_of_a_weight_is_no_sum(tmp_path: Path) -> None
         with pytest.raises(zckpt.UsageError, match="no sum"):
             options = Options(lora=LoraMerge(adapters=adapters))
             zckpt.convert(tmp_path / "base", tmp_path / "out", options=options, progress=False)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_a_quantised_base_is_dequantised_and_its_config_says_so(form: str, tmp_path: Path) -> None:
+    """Merged as if the base had been dequantised first; what the output's config says of its weights is true."""
+    model = llama(hidden_size=32, intermediate_size=64, head_dim=16)
+    model.save_pretrained(tmp_path / "model")
+    train(model, tmp_path, ["q_proj"])
+    zckpt.quantize(
+        tmp_path / "model", tmp_path / "packed", to=form, group_size=32 if form == "int4" else None, progress=False
+    )
+    zckpt.convert(tmp_path / "packed", tmp_path / "plain", progress=False)
+    for name in ("packed", "plain"):
+        options = Options(lora=LoraMerge(base=tmp_path / name))
+        zckpt.convert(tmp_path / "adapter", tmp_path / f"of_{name}", options=options, progress=False)
+    config = json.loads((tmp_path / "of_packed" / "config.json").read_text())
+    assert (
+        "quantization_config" not in config
+        and "quantization_config" in (tmp_path / "packed" / "config.json").read_text()
+    )
+    found, want = (load_file(tmp_path / f"of_{name}" / "model.safetensors") for name in ("packed", "plain"))
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "of_packed")
+    assert all(torch.equal(loaded.state_dict()[name], want[name]) for name in want)

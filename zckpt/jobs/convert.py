@@ -247,7 +247,8 @@ def _config_of(model: WorkingModel, dtype: DType) -> tuple[OutputFile, FileStore
         home = model.place
         from zckpt.quantized.configs import without
 
-        known = read_own_config(home.home, home.named) if known is None else without(known)
+        known = read_own_config(home.home, home.named) if known is None else known
+        known = None if known is None else without(known)  # the numbers of a quantised base were taken for the merge
     return config_file(known, dtype)
 
 
