@@ -300,7 +300,7 @@ def test_diff_says_same_on_0_and_different_on_1(weights: Path, tmp_path: Path) -
     )
     before = weights.read_bytes()
     done = zckpt("diff", weights, half, "--html", weights)
-    assert done.returncode == 2 and "is no HTML page" in done.stderr and weights.read_bytes() == before
+    assert done.returncode == 2 and "is not an HTML page" in done.stderr and weights.read_bytes() == before
     assert "directory that exists" in zckpt("diff", weights, half, "--html", tmp_path / "none" / "a.html").stderr
 
 

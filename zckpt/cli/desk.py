@@ -28,7 +28,7 @@ python_format = warnings.formatwarning
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, or a request to end. It is no KeyboardInterrupt, because typer would handle that itself.
+    """Ctrl-C, or a request to end. It is not a KeyboardInterrupt, because typer would handle that itself.
 
     Attributes:
         is_ctrl_c: whether it was Ctrl-C, after which shells expect the exit status 130.

@@ -76,7 +76,7 @@ def read_adapter_config(path: str) -> Mapping[str, object]:
     """What an `adapter_config.json` says.
 
     Raises:
-        CorruptError: it is no JSON object.
+        CorruptError: it is not a JSON object.
     """
     config = read_json(path, 16 << 20, f"an {CONFIG}")
     if not isinstance(config, dict):

@@ -188,7 +188,7 @@ def read_mergekit(path: str) -> Mergekit:
     """What a YAML of mergekit asks for.
 
     Raises:
-        CorruptError: it is no YAML, or lacks what it needs. UnsupportedError: it asks for more than `average` does.
+        CorruptError: it is not YAML, or lacks what it needs. UnsupportedError: it asks for more than `average` does.
         UsageError: a model is not here.
     """
     said = _load(path)
@@ -247,10 +247,10 @@ def _load(path: str) -> dict[str, Any]:
     try:
         said = yaml.safe_load(locate(path).read(_LARGEST))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CorruptError("is no YAML", file=path, found=str(error).partition("\n")[0], remedy="Correct it.") from None
+        raise CorruptError("is not YAML", file=path, found=str(error).partition("\n")[0], remedy="Correct it.") from None
     if not isinstance(said, dict):
         raise CorruptError(
-            "is no YAML of mergekit", file=path, found=type(said).__name__, expected="merge_method and models",
+            "is not a YAML file of mergekit", file=path, found=type(said).__name__, expected="merge_method and models",
             remedy="Pass checkpoints, or a YAML of mergekit of at most 1 MiB.",
         )  # fmt: skip
     return said

@@ -236,7 +236,7 @@ def _facts_of(card: Location) -> str:
     """The YAML at the beginning of a model card, between two lines of dashes; nothing where there is none.
 
     Raises:
-        UsageError: it is no YAML, or it repeats parts of itself or has very many levels, which takes more time and memory than
+        UsageError: it is not YAML, or it repeats parts of itself or has very many levels, which takes more time and memory than
             there may be.
     """
     import yaml

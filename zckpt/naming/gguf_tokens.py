@@ -203,7 +203,7 @@ def json_in(path: Path) -> dict[str, Any]:
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is no JSON object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return found
 
 

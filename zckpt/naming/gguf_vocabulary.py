@@ -54,7 +54,7 @@ def add_vocabulary(
     except BaseException as error:  # tokenizers and sentencepiece raise whatever they like
         if (
             not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # Rust's, which is no Exception
+        ):  # Rust's, which is not an Exception
             raise
         raise CorruptError(
             "the tokenizer cannot be read", file=home, found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",

@@ -127,7 +127,7 @@ def check_place(path: str) -> None:
         )  # fmt: skip
     if os.path.lexists(path) and not _is_page(path):
         raise OutputError(
-            "exists and is no HTML page", file=path, expected="a new name, or a page to replace",
+            "exists and is not an HTML page", file=path, expected="a new name, or a page to replace",
             remedy="Choose another name for --html.",
         )  # fmt: skip
 

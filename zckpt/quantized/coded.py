@@ -342,7 +342,7 @@ class Coded:
             return np.arange(len(order)) * self.groups // max(1, len(order))
         if len(order) and not 0 <= int(order.min()) <= int(order.max()) < self.groups:
             raise CorruptError(
-                f"the groups of tensor {self.name!r} are numbers that there are not", file=file_of(self.order),
+                f"tensor {self.name!r} names groups that it does not have", file=file_of(self.order),
                 found=f"{int(order.min())} to {int(order.max())} in {self.order.name!r}",
                 expected=f"0 to {self.groups - 1}", remedy=COPY_AGAIN,
             )  # fmt: skip
