@@ -349,9 +349,10 @@ CHANGING = {
     *(f"git_version_info.{name}" for name in ("accelerator_name", "git_branch", "git_hash", "torch_info", "version")),
     "compile.util.sym_size_ops",
     "ops.op_builder.op_builder_dir",
+    "profiling.flops_profiler.profiler.old_functions",
     "utils.timer.PSUTILS_INSTALLED",
 }
-"""Names that DeepSpeed assigns more than once, by what it finds on a machine; the data has the last value."""
+"""Names that DeepSpeed assigns more than once, by what it finds on a machine or when it runs; the data has the last value."""
 
 STAY = {
     path: names.split()
