@@ -386,7 +386,7 @@ def test_latest_means_the_tag_that_it_names(zero2: Path, out: Path) -> None:
 
 def test_an_architecture_that_there_is_not(out: Path, tmp_path: Path) -> None:
     """It is told before the checkpoint is looked at: a tensor-parallel one would ask for rules first."""
-    for to in ("hf:bert", "mistral", "hf:"):
+    for to in ("hf:berta", "mistral", "hf:"):
         with pytest.raises(UsageError) as caught:
             zckpt.convert(tmp_path / "nothing", out, options=Options(form=Form(to)))
         error = caught.value
