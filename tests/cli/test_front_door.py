@@ -308,7 +308,7 @@ def test_convert_writes_fp32_by_default_as_in_python(run: Path) -> None:
 
 
 def test_types_that_llama_cpp_makes_itself_are_told(run: Path) -> None:
-    assert "llama-quantize" in typed("to-gguf ck x.gguf --type q4_k_m")
+    assert "llama-quantize" in typed("to-gguf ck x.gguf --type q3_k_m")
     assert "llama-quantize" not in typed("to-gguf ck x.gguf --type quatsch")
 
 

@@ -256,7 +256,7 @@ def refused(kind: type[Exception], home: Path, tmp_path: Path, to: str = "gpt2",
 
 def test_what_does_not_fit_is_named(gpt2_home: tuple[Path, Any], tmp_path: Path) -> None:
     home, wanted = gpt2_home
-    assert "hf:llama" in refused(UsageError, home, tmp_path, "bert").expected
+    assert "hf:llama" in refused(UsageError, home, tmp_path, "berta").expected
     assert "position_embeddings" in refused(UnsupportedError, home, tmp_path, "llama").found
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**wanted.config.to_dict(), "n_layer": 4}))

@@ -350,7 +350,7 @@ def fp8_weights(
             ragged.append(name)
     if ragged:
         notes.append(
-            f"{count(len(ragged), 'matrix is', 'matrices are')} no whole number of blocks, such as {examples(ragged)}. "
+            f"{count(len(ragged), 'matrix is', 'matrices are')} not a whole number of blocks, such as {examples(ragged)}. "
             "Without a GPU, transformers 5 refuses such matrices or takes other blocks; --keep leaves them in half precision."
         )
     if layers is not None:
@@ -376,7 +376,7 @@ def _check_groups(catalog: Catalog, chosen: Iterable[str], target: Target) -> No
     ragged = [name for name in sorted(chosen) if target.group and catalog.tensors[name].shape[-1] % target.group]
     if ragged:
         raise UsageError(
-            f"{count(len(ragged), 'matrix is', 'matrices are')} no whole number of groups of {target.group} columns",
+            f"{count(len(ragged), 'matrix is', 'matrices are')} not a whole number of groups of {target.group} columns",
             file=catalog.source.path,
             found=f"{catalog.tensors[ragged[0]].shape[-1]} columns in {ragged[0]!r}" + (" and others" if ragged[1:] else ""),
             expected=f"multiples of {target.group}",
