@@ -223,7 +223,7 @@ def test_groups_and_what_is_left(tmp_path: Path) -> None:
     assert set(config["ignore"]) == {LAYER + "self_attn.o_proj", "lm_head"}
     assert zckpt.verify(source, tmp_path / "out", progress=False).ok
     for to, size, words_of in (
-        ("int4", 100, "no whole number of groups"),
+        ("int4", 100, "not a whole number of groups"),
         ("mxfp4", 16, "meaning for int4 alone"),
         ("int3", None, "unknown"),
     ):

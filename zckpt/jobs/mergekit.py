@@ -247,7 +247,9 @@ def _load(path: str) -> dict[str, Any]:
     try:
         said = yaml.safe_load(locate(path).read(_LARGEST))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CorruptError("is not YAML", file=path, found=str(error).partition("\n")[0], remedy="Correct it.") from None
+        raise CorruptError(
+            "is not YAML", file=path, found=str(error).partition("\n")[0], remedy="Correct it."
+        ) from None
     if not isinstance(said, dict):
         raise CorruptError(
             "is not a YAML file of mergekit", file=path, found=type(said).__name__, expected="merge_method and models",
