@@ -364,7 +364,7 @@ def _dtype(dtype: str | torch.dtype) -> DType:
 
 
 def _open(checkpoint_dir: Path, tag: str | None) -> Catalog:
-    catalog, _ = strip_wrappers(open_catalog(os.fspath(checkpoint_dir), Reading(tag=tag)).catalog)
+    catalog, _ = strip_wrappers(open_catalog(os.fspath(checkpoint_dir), Reading(tag=tag)).catalog, of_trl=False)
     replicas.check(catalog)
     return catalog
 

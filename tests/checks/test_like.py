@@ -231,7 +231,7 @@ def test_the_command(home: Callable[[str], Path], tmp_path: Path) -> None:
     assert both.ok and both.loads_as and any(check.name == "bytes" for check in both.checks)
     with pytest.raises(NotACheckpointError, match="no such file"):
         zckpt.verify(model, like=tmp_path / "nothing")
-    with pytest.raises(UsageError, match="no set of weights"):
+    with pytest.raises(UsageError, match="not a set of weights"):
         zckpt.verify(Path(__file__).parents[2] / "fixtures/zero3/bf16_w2/checkpoint", like=model)
 
 

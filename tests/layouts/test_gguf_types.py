@@ -248,11 +248,15 @@ def test_a_matrix_that_is_none_or_of_another_model_is_named(model: Path, tmp_pat
     matrix_of(path)
     whole = path.read_bytes()
     cases: tuple[tuple[bytes, type[Exception], str], ...] = (
-        (struct.pack("<i", -3), NotACheckpointError, "no importance matrix"),
-        (struct.pack("<ii", 1, 1 << 20), NotACheckpointError, "no importance matrix"),
+        (struct.pack("<i", -3), NotACheckpointError, "not an importance matrix"),
+        (struct.pack("<ii", 1, 1 << 20), NotACheckpointError, "not an importance matrix"),
         (whole[:8], CorruptError, "ends before the end of a name"),
-        (whole[:200], NotACheckpointError, "no importance matrix"),
-        (whole.replace(struct.pack("<i", 288), struct.pack("<i", 287)), NotACheckpointError, "no importance matrix"),
+        (whole[:200], NotACheckpointError, "not an importance matrix"),
+        (
+            whole.replace(struct.pack("<i", 288), struct.pack("<i", 287)),
+            NotACheckpointError,
+            "not an importance matrix",
+        ),
         (b"", CorruptError, "ends before"),
     )
     for data, error, words in cases:

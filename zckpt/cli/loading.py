@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import examples
 from zckpt.layouts.save.companions import find_config
+from zckpt.naming.families import architecture_of
 from zckpt.naming.recognise import by_config
 from zckpt.naming.schemes import scheme
 from zckpt.storage.location import locate
@@ -73,8 +74,17 @@ def loading_line(out: str, names: Iterable[str]) -> str:
     fits = scheme(f"hf-{family}").fits(few) if family else {}
     if family and 2 * sum(fits.get(name) is not None for name in few) < len(few):
         return f"transformers after you write it again with --to hf: it has no names such as {examples(few)}"
-    auto = "" if config.get("architectures") else _auto_by_names(config, names, is_known=bool(family))
+    auto = (
+        ""
+        if config.get("architectures")
+        else _auto_by_names(config, names, is_known=bool(family) and _writes_text(family))
+    )
     return loader_of(config, place, auto)
+
+
+def _writes_text(family: str) -> bool:
+    """Whether the class of a family's models is a causal language model: there are others, such as BERT and Whisper."""
+    return auto_class(architecture_of(scheme(f"hf-{family}"))) == "AutoModelForCausalLM"
 
 
 def _auto_by_names(config: Mapping[str, object], names: Iterable[str], *, is_known: bool) -> str:

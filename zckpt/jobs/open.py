@@ -93,8 +93,12 @@ def open_place(place: Place, reading: Reading, *, as_stored: bool = False, keeps
     return opened if as_stored else dequantise(opened, keeps_dtypes=keeps_dtypes)
 
 
-def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
+def strip_wrappers(catalog: Catalog, *, of_trl: bool = True) -> tuple[Catalog, tuple[str, ...]]:
     """Names without what torch's wrappers put in, and without `module.` or `_forward_module.` where all have it.
+
+    Args:
+        catalog: of a save.
+        of_trl: take TRL's model with a value head for what it saves: a model, and `v_head`. In memory it has other names.
 
     Returns:
         The catalog under the model's own names, and sentences that say what was stripped.
@@ -110,7 +114,12 @@ def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
             catalog = catalog.rename(lambda name, prefix=prefix: name.removeprefix(prefix))  # type: ignore[misc]
             notes.append(f"The leading {prefix!r} was stripped from the names.")
     names = [*catalog, *catalog.aliases]
-    if names and all(name.startswith(_VALUE_HEAD) for name in names) and len({name[:7] for name in names}) == 2:
+    if (
+        of_trl
+        and names
+        and all(name.startswith(_VALUE_HEAD) for name in names)
+        and len({name[:7] for name in names}) == 2
+    ):
         catalog = catalog.rename(lambda name: name.removeprefix(_VALUE_HEAD[0]))
         notes.append(
             f"The leading {_VALUE_HEAD[0]!r} was stripped from the names: TRL saves a model and its v_head so."
@@ -196,7 +205,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
                 remedy="Pass framework='np' for numpy arrays, or run: pip install 'zckpt[torch]'.",
             )  # fmt: skip
         self._framework = framework
-        self.catalog, _ = strip_wrappers(opened.catalog)
+        self.catalog, _ = strip_wrappers(opened.catalog, of_trl=False)
         self._opened: Opened | None = opened
         self._named: NamedStates | None = None
         self._closed = False

@@ -114,9 +114,9 @@ def initialize(
         )  # fmt: skip
     refuse_parallel(mpu, mesh_param)
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
-    may_train = any(p.requires_grad for p in model.parameters())
-    trains = optimizer is not None or (settings.config.optimizer.type is not None and may_train)
-    _check(settings, optimizer, lr_scheduler, trains=trains)
+    asks = optimizer is not None or settings.config.optimizer.type is not None
+    trains = asks and (optimizer is not None or any(p.requires_grad for p in model.parameters()))
+    _check(settings, optimizer, lr_scheduler, trains=asks)
     check_libraries(settings.config, settings.file)
     configure_once(settings.config.activation_checkpointing)
     if settings.config.disable_python_gc:
@@ -127,6 +127,8 @@ def initialize(
     if world.size > 1:
         meetings = Meetings(f"initialize {next(_numbers)}", world.rank, world.size)
         check_same(meetings, "initialize", _facts(settings, model, optimizer), within_s=LOAD_S)
+    if not trains:  # only now: ranks may differ in what they train, and then all of them are told
+        _check(settings, optimizer, lr_scheduler, trains=False)
     if world.rank == 0:
         _log_unused(settings)
         _log_chosen(settings, batch, optimizer, lr_scheduler, trains=trains)

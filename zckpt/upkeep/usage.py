@@ -123,9 +123,7 @@ class RunUsage(Printed):
             if save.wasteful:
                 path, nbytes = next(iter(save.wasteful.items()))
                 others = f", and {count(len(save.wasteful) - 1, 'more file')}" if len(save.wasteful) > 1 else ""
-                text = (
-                    f"{save.name}: {size(nbytes)} of {path!r} belong to no tensor{others}; zckpt slim leaves them out"
-                )
+                text = f"{save.name}: {size(nbytes)} of {path!r} are unused{others}; zckpt slim leaves them out"
                 yield from wrap_text(text, width, "    ")
             if save.note:
                 yield from wrap_text(f"{save.name}: {save.note}", width, "    ")
