@@ -410,7 +410,7 @@ HOSTILE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, str]] = {
     ),
     "an absmax that is nan": (lambda: changed("nf4") | {"a.weight.absmax": torch.full_like(
         changed("nf4")["a.weight.absmax"], math.nan)}, None, "scales of tensor 'a.weight' hold"),
-    "groups that there are not": (lambda: changed("gptq of 4 bits", g_idx=lambda t: t + 99), None, "the groups of"),
+    "groups that there are not": (lambda: changed("gptq of 4 bits", g_idx=lambda t: t + 99), None, "names groups"),
     "zero points without a meaning": (
         lambda: changed("gptq of 4 bits", **ZERO_POINTS), {"quant_method": "gptq"}, "has no agreed meaning",
     ),
