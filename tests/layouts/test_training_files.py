@@ -63,6 +63,20 @@ def test_what_lies_beside_the_model_is_named(tmp_path: Path) -> None:
     assert list(zckpt.open_checkpoint(tmp_path / "head.safetensors")) == ["summary.weight"]
 
 
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_a_loss_beside_the_model_is_not_a_weight(key: str, tmp_path: Path) -> None:
+    """A number of the model's own, such as a scale, is one."""
+    weights = {**model().state_dict(), "logit_scale": torch.tensor(2.0)}
+    file = write(
+        tmp_path / "last.pt", **{key: weights}, loss=torch.tensor(0.4), step=torch.tensor(7), rng=torch.get_rng_state()
+    )
+    zckpt.convert(file, tmp_path / "o.safetensors", progress=False)
+    assert set(zckpt.open_checkpoint(tmp_path / "o.safetensors")) == set(weights)
+    assert zckpt.verify(file, tmp_path / "o.safetensors").ok
+    both = write(tmp_path / "both.pt", model=weights, model_ema=weights, loss=torch.tensor(0.4))
+    assert any("--key model_ema" in note for note in zckpt.convert(both, tmp_path / "b.safetensors").notes)
+
+
 def test_an_optimizer_is_no_model(tmp_path: Path) -> None:
     trained = model()
     file = write(

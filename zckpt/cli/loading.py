@@ -74,12 +74,9 @@ def loading_line(out: str, names: Iterable[str]) -> str:
     fits = scheme(f"hf-{family}").fits(few) if family else {}
     if family and 2 * sum(fits.get(name) is not None for name in few) < len(few):
         return f"transformers after you write it again with --to hf: it has no names such as {examples(few)}"
-    auto = (
-        ""
-        if config.get("architectures")
-        else _auto_by_names(config, names, is_known=bool(family) and _writes_text(family))
-    )
-    return loader_of(config, place, auto)
+    if config.get("architectures"):
+        return loader_of(config, place)
+    return loader_of(config, place, _auto_by_names(config, names, is_known=bool(family) and _writes_text(family)))
 
 
 def _writes_text(family: str) -> bool:

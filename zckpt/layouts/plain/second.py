@@ -54,15 +54,15 @@ def _tensors(root: object) -> Iterator[tuple[str, TensorRef]]:
     state = fields_of(fields_of(root).get("state"))
     root = state["model"] if "integrations" in state and isinstance(state.get("model"), Mapping) else root
     for key in _MODELS:
+        root = _without_numbers(root)
         inner = fields_of(root).get(key)
         if isinstance(inner, Mapping) and not any(isinstance(value, TensorRef) for value in fields_of(root).values()):
             root = inner
-    while (below := _only_child(root)) is not None:
+    while (below := _only_child(_without_numbers(root))) is not None:
         root = below
+    root = _without_numbers(root)
     for path, value in leaves_of(root):
-        if any(_has_groups(root, path[:depth]) for depth in range(len(path))) or _RANDOM_STATE.fullmatch(
-            join_path(path)
-        ):
+        if _is_generator(join_path(path), value) or any(_has_groups(root, path[:depth]) for depth in range(len(path))):
             continue  # a step of the optimizer, or a generator
         local = value if isinstance(value, TensorRef) else fields_of(value).get("_local_tensor")
         if isinstance(local, TensorRef):
@@ -70,6 +70,21 @@ def _tensors(root: object) -> Iterator[tuple[str, TensorRef]]:
 
 
 _RANDOM_STATE = re.compile(r"(?:\w*_)?(?:rng|random|generator|cpu|cuda|torch)(?:_\w*)?", re.I)
+
+
+def _is_generator(name: str, value: object) -> bool:
+    """Whether a value is the state of a random generator: a vector of bytes."""
+    is_bytes = isinstance(value, TensorRef) and value.dtype.name == "U8" and len(value.shape) == 1
+    return is_bytes and _RANDOM_STATE.fullmatch(name) is not None
+
+
+def _without_numbers(root: object) -> object:
+    """A file's content without generators, and without a loss or a counter that lies beside state dicts."""
+    fields = fields_of(root)
+    dotted = any("." in str(name) for value in fields.values() for name in fields_of(value))
+    loose = [name for name, value in fields.items() if isinstance(value, TensorRef) and dotted and not value.shape]
+    loose += [name for name, value in fields.items() if _is_generator(str(name), value)]
+    return {name: value for name, value in fields.items() if name not in loose} if loose else root
 
 
 def _has_groups(root: object, path: tuple[object, ...]) -> bool:
@@ -82,16 +97,12 @@ def _has_groups(root: object, path: tuple[object, ...]) -> bool:
 def _only_child(root: object) -> Mapping[str, object] | None:
     """The one state dict with names with dots in a mapping with nothing else but optimizers; None where it is not so."""
     found = []
-    for key, value in fields_of(root).items():
+    for value in fields_of(root).values():
         paths = [path for path, leaf in leaves_of(value) if isinstance(leaf, TensorRef)]
         if paths and not all(any(_has_groups(value, path[:depth]) for depth in range(len(path))) for path in paths):
-            found += [] if isinstance(value, TensorRef) and _RANDOM_STATE.fullmatch(str(key)) else [(value, paths)]
+            found.append((value, paths))
     if len(found) != 1 or not isinstance(found[0][0], Mapping):
         return None
     value, paths = found[0]
-    has_dots = any("." in str(path[0]) for path in paths)
-    return (
-        fields_of(value)
-        if has_dots and not any(isinstance(one, Mapping) for one in fields_of(value).values())
-        else None
-    )
+    is_nested = any(isinstance(one, Mapping) for one in fields_of(value).values())
+    return None if is_nested or not any("." in str(path[0]) for path in paths) else fields_of(value)

@@ -55,11 +55,12 @@ def model_in(container: Container, file: str, notes: list[str], wanted: str) -> 
             remedy="Give the directory of the checkpoint, or the file with the model's state_dict().",
             expected="a dict of names and tensors",
         )  # fmt: skip
-    notes += _left_out_notes(container.root, wanted)
-    shown = others[:_MANY_NOTES] if len(others) > _MANY_NOTES else others
-    notes += shown
-    if len(others) > len(shown):
-        notes.append(f"{count(len(others) - len(shown), 'more entry', 'more entries')} of this kind: left out.")
+    for key, names in left_out_of(container.root, wanted).items():
+        what = f"{count(len(names), 'tensor')} under {key!r} in the file are left out ({examples(names, 2)})"
+        notes.append(f"{what}: --key {key} gives them.")
+    notes += others[:_MANY_NOTES]
+    if more := len(others[_MANY_NOTES:]):
+        notes.append(f"{count(more, 'more entry', 'more entries')} of this kind: left out.")
     return state
 
 
@@ -70,20 +71,31 @@ def _chosen_root(root: object, file: str, wanted: str, notes: list[str]) -> obje
     """
     if wanted:
         return _under(root, wanted, file)
-    root = composers_state(root).get("model", root)
+    root = _without_training(composers_state(root).get("model", root))
     for key in _USUAL:
         if isinstance(root, Mapping) and isinstance(root.get(key), Mapping) and not _has_tensors(root):
-            root = root[key]
+            root = _without_training(root[key])
     while isinstance(root, Mapping):
-        kept = (
-            {} if is_optimizer(root) else {key: value for key, value in root.items() if not _is_of_training(key, value)}
-        )
-        held = [key for key, value in kept.items() if _any_tensor(value)]
-        if len(held) != 1 or not _is_flat(kept[held[0]]):
-            return kept
-        root = kept[held[0]]
+        held = [key for key, value in root.items() if _any_tensor(value)]
+        if len(held) != 1 or not _is_flat(root[held[0]]):
+            break
+        root = _without_training(root[held[0]])
         notes.append(f"The model is what the file has under {held[0]!r}.")
     return root
+
+
+def _without_training(root: object) -> object:
+    """A mapping without optimizers and random states, and without the single numbers, such as a loss, beside state dicts."""
+    if not isinstance(root, Mapping):
+        return root
+    if is_optimizer(root):
+        return {}
+    has_states = any(map(_is_flat, root.values()))
+    return {
+        key: value
+        for key, value in root.items()
+        if not _is_of_training(key, value) and not (has_states and isinstance(value, TensorRef) and value.shape == ())
+    }
 
 
 def left_out_of(root: object, wanted: str = "") -> dict[str, list[str]]:
@@ -93,10 +105,11 @@ def left_out_of(root: object, wanted: str = "") -> dict[str, list[str]]:
         root: a file's content.
         wanted: the key that was asked for; then nothing is left out that was not meant to be.
     """
-    if wanted or not isinstance(root, Mapping) or composers_state(root) or _has_tensors(root):
+    state = _without_training(root)
+    if wanted or not isinstance(state, Mapping) or composers_state(root) or _has_tensors(state):
         return {}
-    chosen = next((key for key in _USUAL if isinstance(root.get(key), Mapping)), "")
-    beside = {str(key): value for key, value in root.items() if key != chosen and not _is_of_training(key, value)}
+    chosen = next((key for key in _USUAL if isinstance(state.get(key), Mapping)), "")
+    beside = {str(key): value for key, value in state.items() if key != chosen}
     found = {key: list(flatten(value, [])) for key, value in beside.items() if isinstance(value, Mapping)}
     return {key: [f"{key}.{name}" for name in names] for key, names in found.items() if names} if chosen else {}
 
@@ -144,14 +157,6 @@ def _is_flat(state: object) -> bool:
         return False
     tensors = [str(key) for key, value in state.items() if isinstance(value, TensorRef)]
     return any("." in name for name in tensors) and not any(isinstance(value, Mapping) for value in state.values())
-
-
-def _left_out_notes(root: object, wanted: str) -> list[str]:
-    found = left_out_of(root, wanted)
-    return [
-        f"{count(len(names), 'tensor')} under {key!r} in the file are left out ({examples(names, 2)}): --key {key} gives them."
-        for key, names in found.items()
-    ]
 
 
 def _contents(root: object, state: Mapping[str, TensorRef]) -> str:
