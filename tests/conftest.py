@@ -39,3 +39,14 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="zckpt-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_other_family() -> Iterator[None]:
+    """A family of models that a test adds is gone behind it."""
+    yield
+    schemes = sys.modules.get("zckpt.naming.schemes")
+    if schemes is not None and schemes._added:
+        schemes._added.clear()
+        schemes._by_type.cache_clear()
+        schemes.scheme.cache_clear()

@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 import zckpt
 from zckpt import drop_in
 from zckpt.cli import app
-from zckpt.naming import schemes
 
 ROOT = Path(__file__).parent.parent
 ZERO3 = ROOT / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
@@ -64,13 +63,11 @@ def saved_model(where: Path) -> tuple[torch.nn.Module, OnlyPathLike]:
 
 
 def add_family(where: Path) -> None:
-    """A family that is like Llama, which is gone afterwards."""
+    """A family that is like Llama."""
     fixed = {"model_type": "public", "architectures": ["PublicForCausalLM"]}
     file = where / "family.json"
     file.write_text(json.dumps({"family": "public", "about": "a test's", "like": "llama", "config": {"fixed": fixed}}))
     zckpt.add_family(OnlyPathLike(file))
-    schemes._added.clear()
-    schemes._by_type.cache_clear()
 
 
 def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path) -> dict[str, Callable[[], object]]:

@@ -197,14 +197,6 @@ def test_a_key_that_megatron_core_cannot_say_is_named(family: str, key: str, val
     assert str(caught.value.found).startswith(key)
 
 
-@pytest.fixture
-def no_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test adds is gone behind it."""
-    monkeypatch.setattr(schemes, "_added", {})
-    schemes._by_type.cache_clear()
-
-
-@pytest.mark.usefixtures("no_other_family")
 def test_the_family_of_the_page(tmp_path: Path) -> None:
     """A stranger's file: to Megatron-Core and back on the command line; `verify` knows the family by the manifest alone."""
     text = next(block.text for block in pages.blocks_of("docs/families.md") if block.about == "arcee.json")
@@ -229,7 +221,6 @@ def test_the_family_of_the_page(tmp_path: Path) -> None:
     assert zckpt.verify(memory, tmp_path / "out", progress=False).ok
 
 
-@pytest.mark.usefixtures("no_other_family")
 def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     fixed = {"model_type": "mine", "architectures": ["MineForCausalLM"]}
     good = {"family": "mine", "about": "", "like": "llama", "config": {"fixed": fixed}}

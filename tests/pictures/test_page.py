@@ -52,6 +52,6 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     assert "<title>b</title>" in file.read_text() and len(list(tmp_path.iterdir())) == 1
     other = tmp_path / "latest"
     other.write_text("global_step2")
-    with pytest.raises(OutputError, match="no HTML page"):
+    with pytest.raises(OutputError, match="not an HTML page"):
         pages.write_page(str(other), pages.page("a", "", {}))
     assert other.read_text() == "global_step2"
