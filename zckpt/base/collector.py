@@ -1,4 +1,5 @@
-"""Python's collector of garbage, which commands do without: plans are millions of objects in no cycle.
+"""Python's garbage collector, which commands do without: a plan has millions of objects, and none of them is in a
+cycle.
 
 For the command line. What runs for weeks, such as training, has it switched on again.
 """
@@ -10,12 +11,12 @@ import gc
 
 
 def switch_off() -> None:
-    """Looks for no cycles, neither while a command runs nor at the end of the process: each would take a tenth of the time."""
+    """Switches cycle collection off, also at the end of the process: each collection would take a tenth of the time."""
     gc.disable()
     atexit.register(gc.freeze)
 
 
 def switch_on() -> None:
-    """Takes `switch_off` back."""
+    """Switches cycle collection on again."""
     atexit.unregister(gc.freeze)
     gc.enable()

@@ -28,7 +28,7 @@ else:
         repr: bool = True,  # noqa: A002 - Python's name
         kw_only: bool = False,
     ) -> Any:
-        """As `dataclasses.dataclass`. Another option of that one is a TypeError."""
+        """As `dataclasses.dataclass`. An option that is not listed here raises TypeError."""
 
         def made(plain: type) -> type:
             return _build_class(plain, frozen=frozen, slots=slots, eq=eq, shows=repr, kw_only=kw_only)
@@ -40,7 +40,7 @@ K = TypeVar("K")
 
 
 def public(kind: K) -> K:
-    """A class that users have from `zckpt`, with a name that says so; a decorator."""
+    """Gives a public class the module name `zckpt`, so that its name reads `zckpt.X`; a decorator."""
     kind.__module__ = "zckpt"
     return kind
 
@@ -71,7 +71,7 @@ def _build_class(plain: type, *, frozen: bool, slots: bool, eq: bool, shows: boo
 
 
 class _Factory:
-    """What a signature shows of a field with a default that is made."""
+    """What a signature shows for a field with a default factory."""
 
     def __repr__(self) -> str:
         return "<factory>"
@@ -81,7 +81,7 @@ _FACTORY = _Factory()
 
 
 class _Init:
-    """Stands where `__init__` will be, until somebody wants it.
+    """Compiles `__init__` the first time it is needed, and takes its place until then.
 
     Args:
         cls: the class of the objects that it begins.
@@ -139,7 +139,7 @@ def _compile_init(cls: type, *, frozen: bool) -> Any:
 
 
 def _getter(names: Any) -> Callable[[Any], Any]:
-    """What is compared and hashed: the only field, or a tuple of all."""
+    """Returns the values that are compared and hashed: the only field, or a tuple of all."""
     several = tuple(names)
     return attrgetter(*several) if several else lambda _: ()
 

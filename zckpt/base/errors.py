@@ -73,7 +73,8 @@ class ZckptError(Exception):
         return f"{text} {self.remedy}" if self.remedy else text
 
     def lines(self, width: int | None = None) -> list[str]:
-        """The fields, one below the other, as a person reads them: the file and what is wrong, then found, expected, fix.
+        """Returns the fields, one below the other, as a person reads them: the file and what is wrong, then found,
+        expected, fix.
 
         Args:
             width: the most characters in a line, longer words aside; None for one line a field.
@@ -98,7 +99,7 @@ class ZckptError(Exception):
 
 
 class NotACheckpointError(ZckptError, FileNotFoundError):
-    """Nothing here that any layout knows."""
+    """No layout knows what is here."""
 
     code = "not_a_checkpoint"
 
@@ -110,7 +111,7 @@ class IncompleteError(ZckptError):
 
 
 class CorruptError(ZckptError):
-    """Bytes contradict themselves.
+    """A file contradicts itself.
 
     Args:
         byte_offset: where in `file`, in bytes, when it is known.
@@ -132,7 +133,7 @@ class CorruptError(ZckptError):
         self.byte_offset = byte_offset
 
     def as_json(self) -> dict[str, object]:
-        """Returns the error's fields, for `--json`."""
+        """Returns the error's fields for `--json`, with `byte_offset`."""
         return {**super().as_json(), "byte_offset": self.byte_offset}
 
 
@@ -143,7 +144,7 @@ class UnsafeError(ZckptError):
 
 
 class UnsupportedError(ZckptError):
-    """Understood, but not supported."""
+    """zckpt understands what it found, but does not support it."""
 
     code = "unsupported"
 
@@ -161,7 +162,7 @@ class OutputError(ZckptError, OSError):
 
 
 class AccessError(ZckptError, PermissionError):
-    """No token or key for a hub or store, or one that may not do this."""
+    """There is no token or key for a hub or store, or the one given may not do this."""
 
     code = "access"
 
@@ -185,7 +186,7 @@ class ResourceError(ZckptError):
 
 
 class UsageError(ZckptError, ValueError):
-    """A wrong argument."""
+    """An argument is wrong."""
 
     code = "usage"
 
@@ -195,7 +196,7 @@ for _kind in (ZckptError, *ZckptError.__subclasses__()):
 
 
 class NoTensorError(UsageError, KeyError):
-    """A name that a checkpoint's mapping does not have."""
+    """A checkpoint's mapping has no tensor of this name."""
 
 
 def read_error(path: str, number: int, offset: int) -> CorruptError:

@@ -40,15 +40,11 @@ class Extension(NamedTuple):
     home: str
 
     def as_json(self) -> dict[str, str]:
-        """What it adds, for programs."""
+        """The fields that programs get."""
         return {"group": self.group, "name": self.name, "package": self.package, "version": self.version}
 
     def load(self, kind: type) -> Any:
-        """Imports what it names.
-
-        Raises:
-            UnsupportedError: that fails, or it is no `kind`.
-        """
+        """Imports the object that the entry point names. Raises UnsupportedError if that fails, or it is no `kind`."""
         module, _, attribute = self.value.partition(":")
         try:
             found = functools.reduce(getattr, filter(None, attribute.split(".")), import_module(module))
@@ -59,10 +55,8 @@ class Extension(NamedTuple):
         return found
 
     def file(self, name: str) -> str:
-        """The path of a file in the package that it names; nothing is imported.
-
-        Raises:
-            UnsupportedError: the package is not there.
+        """The path of a file in the package that the entry point names; nothing is imported. Raises UnsupportedError if
+        the package is not there.
         """
         top, *inner = self.value.split(".")
         spec = find_spec(top)

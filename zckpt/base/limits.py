@@ -20,15 +20,17 @@ METADATA_BYTES = _LIFTED * (512 << 20)
 the pickle and 1 kB of memory."""
 
 METADATA_COST_PER_BYTE = _LIFTED * 20
-"""Memory for each byte of that pickle: those that name a million tensors cost 13. It is counted from 26 MB on, below which a
-pickle may take what any may."""
+"""Memory for each byte of that pickle; pickles that name a million tensors cost 13. It is counted from 26 MB on. A
+smaller
+pickle may take what any pickle may.
+"""
 
 PICKLE_COST = _LIFTED * (512 << 20)
 """Memory of the objects that a pickle makes, in bytes, plus 8 for each opcode. A tensor costs about 3 kB."""
 
 PICKLE_COST_FREE = _LIFTED * (8 << 20)
 PICKLE_COST_PER_BYTE = _LIFTED * 256
-"""What a small pickle may cost: the first, plus the second for each of its bytes."""
+"""The most that a small pickle may cost for each of its bytes, in addition to `PICKLE_COST`."""
 
 RANKS = _LIFTED * (1 << 17)
 """Ranks on any axis of a run's parallelism. A larger number in a file is treated as this one."""
@@ -49,4 +51,4 @@ GGUF_MEMORY_BYTES = _LIFTED * (192 << 20)
 """Memory of the objects that a GGUF header makes: 280,000 tensors. Models have a few thousand, and a few dozen entries."""
 
 TAR_MEMBERS = 4096
-"""Files in a tar archive. Those that torch wrote had four."""
+"""Files in a tar archive. Archives that torch wrote have four."""

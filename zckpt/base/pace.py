@@ -32,13 +32,15 @@ class Pace(TypedDict):
 DEFAULT_PACE: Pace = {"threads": None, "keep_cache": None, "bytes_per_s": None}
 
 THREADS = min(4, max(2, os.cpu_count() or 1))
-"""The default. Two keep a local disk busy, four one that answers slowly; more are not faster."""
+"""The default number of threads. Two keep a local disk busy, four a slow one; more are not faster."""
 
 DISTANT_THREADS = 16
-"""The default where files lie on a mount of another machine, such as NFS, which limits what it gives to one request."""
+"""The default number of threads where files lie on a mount of another machine, such as NFS, which limits the rate of
+one request.
+"""
 
 WINDOW_BYTES = 4 << 20
-"""The default for the bytes of an output file that a thread gathers and writes at once."""
+"""The default size of the buffer with which a thread gathers and writes an output file, in bytes."""
 
 MOST_THREADS = 256
 
@@ -48,10 +50,8 @@ _BLOCK = 4096
 
 
 def thread_count(wanted: int | None) -> int:
-    """The number of threads: `wanted`, or the default for None.
-
-    Raises:
-        UsageError: fewer than one, or more than `MOST_THREADS`.
+    """The number of threads: `wanted`, or the default for None. Raises UsageError if fewer than one, or more than
+    `MOST_THREADS`.
     """
     if wanted is None:
         return THREADS
@@ -64,9 +64,7 @@ def thread_count(wanted: int | None) -> int:
 
 def window_bytes(wanted: int | None) -> int:
     """The size of a thread's buffer in bytes: `wanted`, rounded down to what direct I/O needs, or the default for None.
-
-    Raises:
-        UsageError: it is less than 1, or more than `MOST_WINDOW_BYTES`.
+    Raises UsageError if it is less than 1, or more than `MOST_WINDOW_BYTES`.
     """
     if wanted is None:
         return WINDOW_BYTES
@@ -94,7 +92,7 @@ def engine_error(kind: str, text: str) -> ResourceError:
 
 
 def gives_back(keep_cache: bool | None, nbytes: int) -> bool:
-    """Whether the page cache should drop what was read or written, as soon as it is no longer needed.
+    """Whether the page cache should drop data as soon as it is no longer needed.
 
     Args:
         keep_cache: as in `Pace`. A job larger than memory would push everything else out of the cache.
@@ -119,7 +117,9 @@ def memory_bytes() -> int:
 
 
 def pace(bytes_per_s: int | None) -> Callable[[int], None]:
-    """A function for the Python engines to call with each number of bytes read or written: it sleeps to keep the rate."""
+    """Returns a function that the Python engines call with each number of bytes read or written: it sleeps to keep the
+    rate.
+    """
     began, spent = time.monotonic(), 0
 
     def spend(nbytes: int) -> None:

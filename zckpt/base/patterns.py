@@ -11,7 +11,7 @@ from typing import cast
 
 
 class _Late:
-    """Stands for the pattern of its arguments."""
+    """A stand-in for a pattern, which it compiles at its first use."""
 
     def __init__(self, text: str, flags: int) -> None:
         self._text = text
@@ -26,5 +26,5 @@ class _Late:
 
 
 def compile_late(text: str, flags: int = 0) -> re.Pattern[str]:
-    """The pattern of a regular expression, as `re.compile` gives it, made at its first use."""
+    """As `re.compile`, but the expression is compiled at its first use."""
     return cast("re.Pattern[str]", _Late(text, flags))

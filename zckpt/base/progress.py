@@ -20,7 +20,8 @@ _BETWEEN_LINES_S = 0.5
 
 
 class JobWatch:
-    """What a job calls with the bytes done so far; it shows them with the total, as far as that is known.
+    """A job's progress: the job calls it with the bytes done so far, and it shows them with the total, as far as that
+    is known.
 
     Args:
         total: bytes of the whole job; None while that is not known.
@@ -31,7 +32,7 @@ class JobWatch:
         self._total, self._show, self._item = total, show, ""
 
     def __call__(self, done: int) -> None:
-        """Shows that `done` bytes are done; more than the total means that the total was a guess that was too low."""
+        """Shows that `done` bytes are done; a total that is less was a guess, and is raised."""
         if self._total is not None:
             self._total = max(self._total, done)
         self._show(done, self._total, self._item)
@@ -47,7 +48,7 @@ class JobWatch:
 
 @contextmanager
 def watch_progress(progress: Progress, total_bytes: int | None, label: str) -> Iterator[JobWatch | None]:
-    """What a job calls with the bytes done so far; None where nobody wants to know.
+    """Gives the `JobWatch` of a job; None where nobody watches.
 
     Args:
         progress: what the caller passed.
@@ -70,7 +71,7 @@ def watch_progress(progress: Progress, total_bytes: int | None, label: str) -> I
 
 @contextmanager
 def bar(total_bytes: int | None, label: str) -> Iterator[JobWatch]:
-    """A bar on stderr, or in a notebook's cell, that disappears at the end; with percentage, rate and time left."""
+    """Shows a bar on stderr, or in a notebook's cell, that disappears at the end; with percentage, rate and time left."""
     from tqdm import tqdm
 
     if _in_notebook():
@@ -92,7 +93,9 @@ def bar(total_bytes: int | None, label: str) -> Iterator[JobWatch]:
 
 @contextmanager
 def lines(total_bytes: int | None, label: str, clock: Callable[[], float] = time.monotonic) -> Iterator[JobWatch]:
-    """One JSON object a line on stderr, for programs: at the beginning, then at most two a second, and at the end."""
+    """Writes one JSON object a line to stderr, for programs: at the beginning, then at most two a second, and at the
+    end.
+    """
     last: tuple[int, int | None, str] = (0, total_bytes, "")
     began = next_at = clock()
 
@@ -128,7 +131,7 @@ def lines(total_bytes: int | None, label: str, clock: Callable[[], float] = time
 
 
 def takes_total(function: Callable[..., object]) -> bool:
-    """Whether a progress function wants the total too: a second positional parameter without a default, or named `total`.
+    """Whether a progress function takes the total as well: a second positional parameter without a default, or named `total`.
 
     `lambda done, bar=bar: bar.update(done)` has a second parameter for a purpose of its own, and gets one argument.
     """
@@ -143,7 +146,7 @@ def takes_total(function: Callable[..., object]) -> bool:
 
 
 def _in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, where stderr is not a terminal and yet somebody watches."""
+    """Whether this process is the kernel of a notebook: stderr is not a terminal there, and yet somebody watches."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell"

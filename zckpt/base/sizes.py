@@ -8,10 +8,8 @@ from zckpt.base.errors import UsageError
 
 
 def to_bytes(size: int | str) -> int:
-    """A size such as "12GB" (decimal, as the hub counts) or "8GiB", in bytes.
-
-    Raises:
-        UsageError: `size` is of another form.
+    """A size such as "12GB" (decimal, as the hub counts) or "8GiB", as a number of bytes. Raises UsageError if `size`
+    is of another form.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if not found:
@@ -22,10 +20,8 @@ def to_bytes(size: int | str) -> int:
 
 
 def file_bytes(size: int | str, option: str) -> int:
-    """The same for the most bytes of a file, which are at least one; `option` is the name of what says it, for the error.
-
-    Raises:
-        UsageError: it is less, or of another form.
+    """The largest size of a file, in bytes, at least one; `option` is the name of the option that says it, for the
+    error. Raises UsageError if it is less, or of another form.
     """
     nbytes = to_bytes(size)
     if nbytes < 1:

@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(nbytes: int, seconds: float) -> str:
-    """`, 1.2 GB/s` where a job was long enough for that to mean something, else nothing."""
+    """`, 1.2 GB/s` for a job that was long enough for a rate to mean something; otherwise nothing."""
     return f", {size(nbytes / seconds)}/s" if seconds >= 1 and nbytes >= 10**8 else ""
 
 
@@ -89,7 +89,7 @@ def wrap_text(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def escape_controls(text: str) -> str:
-    """A text that a terminal shows as it is: codes in a file's or tensor's name, which it would obey, are spelled out."""
+    """A text without control codes, which a terminal would obey: those in a file's or tensor's name are spelled out."""
     if text.isprintable():
         return text
     return "".join(ch if ch == "\n" or ch.isprintable() else repr(ch)[1:-1] for ch in text)
@@ -101,7 +101,7 @@ def row(label: str, text: str, width: int | None = None) -> list[str]:
 
 
 def shorten_text(text: str, limit: int = 120) -> str:
-    """A text of at most `limit` characters: of a longer one, such as a path, its end."""
+    """The end of a text that has more than `limit` characters, such as a path; any other text as it is."""
     return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
@@ -113,12 +113,12 @@ def as_html(lines: Iterable[str]) -> str:
 
 
 class Printed:
-    """What a command prints is what `print` and a notebook show of the same result: its `lines`."""
+    """A result that `print` and a notebook show as the command prints it: by its `lines`."""
 
     __slots__ = ()
 
     def lines(self, *, width: int | None = None) -> Iterable[str]:
-        """Of at most `width` characters, longer words aside."""
+        """The lines for a person, of at most `width` characters except for longer words."""
         raise NotImplementedError
 
     def __str__(self) -> str:

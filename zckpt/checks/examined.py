@@ -60,9 +60,7 @@ class Examined:
 
     def unproved(self, *, trust_reader: bool = False) -> list[str]:
         """What nothing proves, as clauses: that the checkpoint is whole, and that its tensors lie where they were read.
-
-        Args:
-            trust_reader: the user does without the second.
+        `trust_reader`: the user does without the second.
         """
         is_whole = self.catalog is None or self.catalog.evidence.is_counted or self.is_completed
         found = [] if self.catalog is None or is_whole else [str(self.catalog.evidence)]

@@ -138,10 +138,8 @@ class ScanOrder:
             yield from comparisons(replace(entry, replicas=()), copy, self.number_of(number, index))
 
     def leave_out(self, early: Mapping[str, tuple[EarlyFile, list[tuple[int, int]]]]) -> None:
-        """Asks for nothing that is known of files that were read early.
-
-        Args:
-            early: path -> what was seen of it, and (start, stop) of the bytes with known checksums, in order.
+        """Asks for nothing that is known of files that were read early. `early`: path -> what was seen of it, and
+        (start, stop) of the bytes with known checksums, in order.
         """
         for path, (file, runs) in early.items():
             self._early[path] = runs

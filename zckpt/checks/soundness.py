@@ -227,10 +227,8 @@ def _check_optimizers(state: Examined) -> None:
 
 
 def _check_states(state: Examined) -> Training | None:
-    """Whether the optimizer's states are those of the weights: what is not understood is a note, a contradiction a problem.
-
-    Returns:
-        What was read of them; None where nothing was.
+    """Whether the optimizer's states are those of the weights: what is not understood is a note, a contradiction a
+    problem. Returns what was read of them; None where nothing was.
     """
     catalog, listing = state.catalog, state.place.listing
     if catalog is None or layouts.family_of(listing).read_training is None:

@@ -74,10 +74,8 @@ class Commands(TyperGroup):
         return self._declared.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names, with the other words; `help` and `version` mean the options of these names.
-
-        Raises:
-            UsageError: it names none; the error says what was meant.
+        """The command that the first word names, with the other words; `help` and `version` mean the options of these
+        names. Raises UsageError if it names none; the error says what was meant.
         """
         if args[0] == "help" and len(args) > 1:
             args = [args[1], "--help"]

@@ -28,10 +28,8 @@ python_format = warnings.formatwarning
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, or a request to end. It is not a KeyboardInterrupt, because typer would handle that itself.
-
-    Attributes:
-        is_ctrl_c: whether it was Ctrl-C, after which shells expect the exit status 130.
+    """Ctrl-C, or a request to end. It is not a KeyboardInterrupt, because typer would handle that itself. `is_ctrl_c`:
+    whether it was Ctrl-C, after which shells expect the exit status 130.
     """
 
     def __init__(self, *, is_ctrl_c: bool = False) -> None:

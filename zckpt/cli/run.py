@@ -249,10 +249,8 @@ def _launch(asked: Launch, script: Sequence[str], words: Sequence[str]) -> int |
 
 
 def _log_of(asked: Launch) -> Callable[[Iterable[Sequence[str]]], None]:
-    """What tells of commands that are started.
-
-    Raises:
-        UsageError: there is no such level, or --standalone is contradicted.
+    """What tells of commands that are started. Raises UsageError if there is no such level, or --standalone is
+    contradicted.
     """
     level = "error" if asked.quiet else asked.log_level
     if level not in ("debug", "info", "warning", "error", "critical"):

@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 
 
 class UnprintedError(OutputError):
-    """What a command printed has not arrived.
-
-    Args:
-        error: of the system.
-
-    Attributes:
-        is_pipe: whether a reader has gone, as `head` does when it has enough.
+    """What a command printed has not arrived. `error`: of the system. `is_pipe`: whether a reader has gone, as `head`
+    does when it has enough.
     """
 
     def __init__(self, error: OSError) -> None:

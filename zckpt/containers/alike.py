@@ -78,11 +78,8 @@ class _NotAlike(Exception):
 
 
 class AlikePickles:
-    """Reads one pickle after another.
-
-    Args:
-        ahead: pickles of further files, such as the second and the last, which say where they differ, so that the first one need
-            not be read again; may raise `ZckptError`.
+    """Reads one pickle after another. `ahead`: pickles of further files, such as the second and the last, which say
+    where they differ, so that the first one need not be read again; may raise `ZckptError`.
     """
 
     def __init__(self, ahead: Callable[[], Iterable[bytes]] | None = None) -> None:
@@ -93,10 +90,8 @@ class AlikePickles:
         self._left = _MOST_TEMPLATES
 
     def root(self, pickle: bytes, storages: Storages, spent: int, file: str) -> object | None:
-        """The object in a pickle, made from one that is alike; None if it must be read by itself.
-
-        Raises:
-            ZckptError: a tensor does not fit into its storage, or a storage into the file.
+        """The object in a pickle, made from one that is alike; None if it must be read by itself. Raises ZckptError if
+        a tensor does not fit into its storage, or a storage into the file.
         """
         if self._first is None:
             self._first = pickle
@@ -342,11 +337,7 @@ class _Template:
 
 
 def _build_waiting(make: Callable[..., object] | None, args: tuple[object, ...], storages: Storages) -> object:
-    """A storage or tensor that had to wait.
-
-    Raises:
-        _NotAlike: the call has no such meaning for these arguments.
-    """
+    """A storage or tensor that had to wait. Raises _NotAlike if the call has no such meaning for these arguments."""
     if make is None:
         return storages.load(args[0])
     try:

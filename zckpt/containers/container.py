@@ -67,10 +67,8 @@ class Input:
         return self.location.path
 
     def part(self, offset: int, nbytes: int, what: str) -> Input:
-        """`nbytes` bytes at `offset`, as if they were a file; the bytes at its two ends are read at once.
-
-        Raises:
-            CorruptError: the file ends before.
+        """`nbytes` bytes at `offset`, as if they were a file; the bytes at its two ends are read at once. Raises
+        CorruptError if the file ends before.
         """
         self._check_range(offset, nbytes, what)
         head = self.peek(offset, min(nbytes, _HEAD_BYTES))
@@ -79,10 +77,8 @@ class Input:
         return replace(self, size=nbytes, base=self.base + offset, ahead=ahead)
 
     def read(self, offset: int, nbytes: int, what: str) -> bytes:
-        """Exactly `nbytes` bytes at `offset`; `what` names them in the error.
-
-        Raises:
-            CorruptError: the file ends before.
+        """Exactly `nbytes` bytes at `offset`; `what` names them in the error. Raises CorruptError if the file ends
+        before.
         """
         self._check_range(offset, nbytes, what)
         data = self.peek(offset, nbytes)
@@ -127,10 +123,8 @@ class Input:
 
 @contextmanager
 def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
-    """Opens a regular file for reading.
-
-    Raises:
-        NotACheckpointError: it does not exist, cannot be opened, or is not a regular file.
+    """Opens a regular file for reading. Raises NotACheckpointError if it does not exist, cannot be opened, or is not a
+    regular file.
     """
     location = locate(path)
     with location.open() as file:

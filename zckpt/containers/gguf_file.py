@@ -154,10 +154,8 @@ class _Reader:
         return self._chunk[begin : begin + nbytes]
 
     def charge(self, cost: int) -> None:
-        """Adds to the cost: bytes of objects about to be made.
-
-        Raises:
-            UnsupportedError: all together would take too much memory.
+        """Adds to the cost: bytes of objects about to be made. Raises UnsupportedError if all together would take too
+        much memory.
         """
         self._cost += cost
         if self._cost > limits.GGUF_MEMORY_BYTES:

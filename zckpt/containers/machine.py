@@ -138,9 +138,7 @@ class Machine:
 
     def charge(self, cost: int) -> None:
         """Adds to the cost: bytes of objects about to be made, or steps times `STEP`. See [Note: bombs] in `pickles`.
-
-        Raises:
-            UnsupportedError: the cost exceeds `most`.
+        Raises UnsupportedError if the cost exceeds `most`.
         """
         self.cost += cost
         if self.cost > self.most:
@@ -152,10 +150,8 @@ class Machine:
     def call(
         self, function: object, args: object, kwargs: Mapping[str, object] | None = None, forwards: int = 0
     ) -> object:
-        """The value of a call: by `MEANINGS` if it has one, otherwise a `Placeholder`.
-
-        Raises:
-            UnsafeError: the call would run code.
+        """The value of a call: by `MEANINGS` if it has one, otherwise a `Placeholder`. Raises UnsafeError if the call
+        would run code.
         """
         if type(function) is not Placeholder or type(args) is not tuple or (kwargs and type(kwargs) is not dict):
             raise TypeError(f"a {type(function).__name__} is called with a {type(args).__name__}")

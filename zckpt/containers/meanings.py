@@ -44,10 +44,8 @@ def global_of(module: str, name: str) -> DType | Placeholder:
 
 
 def storage_dtype(kind: object) -> DType | None:
-    """The element type of a storage class such as `torch.FloatStorage`; None for the untyped one.
-
-    Raises:
-        LookupError: zckpt does not know it as a storage class.
+    """The element type of a storage class such as `torch.FloatStorage`; None for the untyped one. Raises LookupError if
+    zckpt does not know it as a storage class.
     """
     if isinstance(kind, Placeholder) and (kind.module + ".").startswith("torch.") and not kind.called:
         if kind.name in ("UntypedStorage", "_UntypedStorage"):

@@ -72,11 +72,7 @@ cost of what remains."""
 
 
 class Phrase:
-    """How the objects of a class are written.
-
-    Attributes:
-        memoized: how many objects it puts into the memo.
-    """
+    """How the objects of a class are written. `memoized`: how many objects it puts into the memo."""
 
     __slots__ = ("_cost", "_nones", "_segments", "memoized")
 

@@ -55,9 +55,7 @@ class Skeleton:
 
 def check_names(specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> None:
     """Checks that tensors have different names, and that each alias (dropped name -> kept name) is of one of them.
-
-    Raises:
-        UsageError: otherwise.
+    Raises UsageError otherwise.
     """
     names = {spec.name for spec in specs}
     if len(names) < len(specs) or any(kept not in names or name in names for name, kept in aliases.items()):

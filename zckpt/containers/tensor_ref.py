@@ -58,10 +58,8 @@ class StorageRef:
     def view(
         self, storage_offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: DType | None = None
     ) -> TensorRef:
-        """A tensor in it; `storage_offset` and `stride` count elements of `dtype`, by default the storage's own.
-
-        Raises:
-            CorruptError: such a tensor is impossible.
+        """A tensor in it; `storage_offset` and `stride` count elements of `dtype`, by default the storage's own. Raises
+        CorruptError if such a tensor is impossible.
         """
         if len(shape) != len(stride) or len(shape) > MAX_DIMS:
             raise self._bad_view("impossible", f"{len(shape)} dimensions, {len(stride)} strides")
@@ -187,10 +185,8 @@ class TensorRef:
     def fragments(self) -> tuple[Fragment, ...]:
         """Its elements as pitched runs, in order; see [Note: the geometry of a fragment].
 
-        A fragment has up to two dimensions. Each index of those before them makes another fragment.
-
-        Raises:
-            UnsupportedError: it would take more than `MAX_FRAGMENTS`.
+        A fragment has up to two dimensions. Each index of those before them makes another fragment. Raises
+        UnsupportedError if it would take more than `MAX_FRAGMENTS`.
         """
         if self.numel == 0:
             return ()

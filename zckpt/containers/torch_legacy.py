@@ -205,10 +205,8 @@ def read_tar(file: Input) -> Container:
 
 
 def _read_nemo(file: Input, members: dict[str, tuple[int, int]]) -> Container:
-    """The torch files in an archive of NeMo, by their names; the config's text is among the metadata.
-
-    Raises:
-        UnsupportedError: it holds no torch file.
+    """The torch files in an archive of NeMo, by their names; the config's text is among the metadata. Raises
+    UnsupportedError if it holds no torch file.
     """
     roots: dict[str, object] = {}
     for name, (start, end) in members.items():

@@ -88,11 +88,9 @@ def read_input(file: Input, alike: AlikePickles | None = None) -> Container:
 def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
     """The whole numbers under some keys in the object of a torch zip file, by searching its pickle for them.
 
-    This is much faster than reading the object, and only a hint. A key that is not found, or not followed by a number, is left
-    out. If a key is found twice, the last one counts: DeepSpeed writes its own keys after the state dict.
-
-    Raises:
-        ZckptError: as `read_input`, if the file is damaged or of another kind.
+    This is much faster than reading the object, and only a hint. A key that is not found, or not followed by a number,
+    is left out. If a key is found twice, the last one counts: DeepSpeed writes its own keys after the state dict.
+    Raises ZckptError as `read_input`, if the file is damaged or of another kind.
     """
     with open_input(path) as file:
         directory = Directory(file)
@@ -108,10 +106,8 @@ def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
 
 
 def pickle_of(path: str | os.PathLike[str]) -> bytes:
-    """The pickle of a torch zip file: all that it says of its tensors.
-
-    Raises:
-        ZckptError: as `read_input`, if the file is damaged or of another kind.
+    """The pickle of a torch zip file: all that it says of its tensors. Raises ZckptError as `read_input`, if the file
+    is damaged or of another kind.
     """
     with open_input(path) as file:
         directory = Directory(file)

@@ -59,13 +59,8 @@ class Record(NamedTuple):
 
 
 class Directory:
-    """The records of one zip file, by name.
-
-    Args:
-        file: open for reading.
-
-    Raises:
-        CorruptError: the directory is missing or contradicts itself.
+    """The records of one zip file, by name. `file`: open for reading. Raises CorruptError if the directory is missing
+    or contradicts itself.
     """
 
     def __init__(self, file: Input) -> None:
@@ -145,11 +140,7 @@ class Directory:
         return start
 
     def read(self, name: str, limit: int) -> bytes:
-        """The contents of a small record.
-
-        Raises:
-            UnsupportedError: it has more than `limit` bytes.
-        """
+        """The contents of a small record. Raises UnsupportedError if it has more than `limit` bytes."""
         start, nbytes = self.data_offset(name), self.records[name].nbytes
         if nbytes > limit:
             raise UnsupportedError(

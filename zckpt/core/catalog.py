@@ -31,10 +31,8 @@ MAX_NUMEL = 2**63 - 1
 
 
 def numel_of(shape: tuple[int, ...], *, name: str, file: str | None = None) -> int:
-    """Elements in a shape.
-
-    Raises:
-        CorruptError: a dimension is negative, or the product overflows 63 bits.
+    """The number of elements in a shape. Raises CorruptError if a dimension is negative, or the product overflows 63
+    bits.
     """
     numel = math.prod(shape)
     if any(dim < 0 for dim in shape) or numel > MAX_NUMEL:
@@ -64,7 +62,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Elements that belong to no tensor, as the layout says.
+    """Elements that belong to no tensor.
 
     Attributes:
         dtype: of its elements.
@@ -177,7 +175,7 @@ class TensorEntry:
 
 
 def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Claim]:
-    """The elements that tensors and their replicas read."""
+    """The claims of tensors and their replicas."""
     for name, entry in tensors:
         yield Claim(name, 0, entry.dtype.itemsize, entry.fragments)
         for number, replica in enumerate(entry.replicas, 1):
@@ -185,7 +183,7 @@ def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Claim]:
 
 
 def held_as_padding(padding: Iterable[Padding]) -> Iterator[Claim]:
-    """The elements that belong to no tensor."""
+    """The claims of elements that belong to no tensor."""
     return (Claim(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments) for pad in padding)
 
 
@@ -310,10 +308,8 @@ class Catalog(Mapping[str, TensorEntry]):
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks aliases and claims.
-
-        Raises:
-            InconsistentError: two tensors read the same bytes, or tied names do not fit the tensors.
+        """Checks aliases and claims. Raises InconsistentError if two tensors read the same bytes, or tied names do not
+        fit the tensors.
         """
         for dropped, kept in self.aliases.items():
             if kept not in self.tensors or dropped in self.tensors:
@@ -376,10 +372,8 @@ class Catalog(Mapping[str, TensorEntry]):
         return replace(self, tensors=tensors, aliases=aliases)
 
     def rename(self, new_name: Callable[[str], str]) -> Catalog:
-        """The same tensors, with `new_name` applied to every name and alias.
-
-        Raises:
-            InconsistentError: two names become the same.
+        """The same tensors, with `new_name` applied to every name and alias. Raises InconsistentError if two names
+        become the same.
         """
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self.tensors.items():

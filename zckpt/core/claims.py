@@ -133,7 +133,7 @@ class Claims:
 
 
 def _with_sources(held: Iterable[Claim]) -> Iterator[Claim]:
-    """The same, with the sources of computed elements in their place."""
+    """The same claims, with the sources of computed elements in place of these."""
     for own in held:
         store = own.fragments[0].store if len(own.fragments) == 1 else None
         if isinstance(store, ComputedStore):
@@ -143,7 +143,7 @@ def _with_sources(held: Iterable[Claim]) -> Iterator[Claim]:
 
 
 def _key(store: Store) -> Hashable:
-    """Equal for all stores of the same file, and for all memory."""
+    """A key that is equal for all stores of one file, and for all memory."""
     if isinstance(store, MemoryStore):
         return MemoryStore
     return store.path if type(store) is FileStore else id(store)

@@ -84,7 +84,7 @@ IN_SAFETENSORS = frozenset(BY_NAME) - {"C128", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 # The types that weights can be cast to. All of kind "float" can be cast to these.
 CAST_TARGETS = (F32, F16, BF16)
 SHORT_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16"}
-"""Their names on the command line and in `zckpt.json`."""
+"""Names of the usual dtypes on the command line and in `zckpt.json`."""
 
 _WIDENS = {("F16", "F32"), ("BF16", "F32"), ("F8_E4M3", "F16"), ("F8_E5M2", "F16")}
 

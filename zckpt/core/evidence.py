@@ -42,7 +42,7 @@ class Evidence(NamedTuple):
 
     @property
     def is_counted(self) -> bool:
-        """Whether something proves that all is here that was saved."""
+        """Whether something proves that everything that was saved is here."""
         return not self.lacks and self.level != "unknown"
 
     @property
@@ -76,9 +76,9 @@ def weakest(evidence: Iterable[Evidence]) -> Evidence:
 LEFT_OUT = "the run saved without its frozen parameters"
 """DeepSpeed's `exclude_frozen_parameters`."""
 NO_LIST_OF_FROZEN = "the run saved without its frozen parameters, which a save below ZeRO stage 2 does not record"
-"""What a save of these stages cannot show of itself."""
+"""The doubt about a save of ZeRO stage 0 or 1, or without ZeRO: it does not record its frozen parameters."""
 BY_MANIFEST = "zckpt.json, which says what they were made from"
-"""Of weights that zckpt made from a save that was whole."""
+"""The proof of weights that zckpt wrote from a complete save."""
 OWN_INDEX = Evidence("metadata", "the file's own index")
-"""Of a file that is one part of a save with others that are counted."""
+"""The proof of a file that is one part of a save, when something else counts the parts."""
 LIVE = Evidence("metadata", "the model in memory")

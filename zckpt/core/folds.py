@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class How(IntEnum):
-    """What becomes of the numbers so far, in fp32, when the next tensor comes; `csrc/mover.h` has them in this order."""
+    """What a fold does with the numbers so far, in fp32, when the next tensor comes; `csrc/mover.h` has the same order."""
 
     SET = 0
-    """They are the tensor."""
+    """The numbers become the tensor."""
     ADD = 1
     """`a` times the tensor is added: product and sum are rounded."""
     APPROACH = 2
-    """They move by (tensor - they) / `a`; each step is rounded."""
+    """The numbers move by (tensor - numbers) / `a`; each step is rounded."""
     BLEND = 3
-    """They are `a` times they + `b` times the tensor; products and sum are rounded."""
+    """The numbers become `a` * numbers + `b` * tensor; products and sum are rounded."""
     DIFFER = 4
     """`a` times (tensor - what was set) is added, each step rounded."""
 
 
 class Uptake(NamedTuple):
-    """How one tensor is taken up; the factors are rounded to fp32."""
+    """How one tensor enters a fold; the factors are rounded to fp32."""
 
     how: How
     a: float = 0.0
@@ -66,7 +66,7 @@ class MatrixBlocks(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """What became of numbers that were rounded.
+    """Counts what rounding did to numbers.
 
     Attributes:
         saturated: those that became the largest number though another step of the same size would have been nearer.
@@ -80,14 +80,14 @@ class Rounded(NamedTuple):
 
 
 class NumberGrid(IntEnum):
-    """Numbers that codes stand for before they are multiplied; `csrc/codes.h` has them in this order."""
+    """The numbers that codes stand for before they are multiplied; `csrc/codes.h` has the same order."""
 
     E4M3 = 0
     E2M1 = 1
     INT8 = 2
-    """In two's complement."""
+    """Two's complement."""
     INT4 = 3
-    """Codes begin with 0 for -8."""
+    """Code 0 stands for -8."""
 
 
 class Kernels(Protocol):
@@ -132,13 +132,16 @@ class Kernels(Protocol):
         """
 
     def split_down(self, words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
-        """The same where an element of `words` holds codes of several rows, so many bits above its bottom as `shifts` says.
+        """As `split_codes`, where an element of `words` holds codes of several rows; `shifts` says how many bits above
+        its bottom each code is.
 
         The codes of row `first` and of those behind it go into `codes`.
         """
 
     def join_codes(self, codes: Matrix, rest: int, out: Matrix) -> None:
-        """Puts codes of 4 bits into rows of bytes, two in each, the first one below; bytes that are left become `rest`."""
+        """Puts codes of 4 bits into rows of bytes, two in each, the first code in the low half; bytes that are left
+        over become `rest`.
+        """
 
     def of_codes(
         self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
@@ -176,18 +179,18 @@ class Kernels(Protocol):
         """
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
-        """The other way: each block's whole numbers times its scale."""
+        """Computes the numbers of Q8_0 blocks: each block's whole numbers times its scale."""
 
     def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
-        """The numbers that blocks of another of ggml's types stand for, by its name."""
+        """Computes the numbers of blocks of another of ggml's types, by its name."""
 
 
 class Tools(Protocol):
-    """What a recipe computes with."""
+    """What a recipe reads and computes with."""
 
     @property
     def kernels(self) -> Kernels:
-        """The loops of the engine that works."""
+        """The loops of the engine in use."""
 
     def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
         """Elements [start, stop) of a tensor, as an array that the caller may change.
@@ -238,7 +241,7 @@ def fold_elements(
 
 
 class Fold:
-    """A recipe that takes up one tensor after another: an engine may do that itself, by its `inputs` and `steps`."""
+    """A recipe that takes up one tensor after another; an engine may do that itself, from its `inputs` and `steps`."""
 
     __slots__ = ()
     inputs: tuple[TensorEntry, ...]
@@ -249,7 +252,7 @@ class Fold:
         raise NotImplementedError
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """What `compute` reads: `core.recipes.Recipe`."""
+        """As `core.recipes.Recipe.reads`: what `compute` reads."""
         return ((entry, start, stop) for entry in self.inputs)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
@@ -258,7 +261,7 @@ class Fold:
 
 
 _MOST_FILES = 128
-"""A batch names so many files for one tensor, and has room for others."""
+"""The most files of one tensor in a batch, which has room for others."""
 
 
 def are_at_hand(inputs: Sequence[TensorEntry]) -> bool:

@@ -144,7 +144,7 @@ class Fragment:
         return self.byte_offset + ((self.rows - 1) * self.store_pitch + (self.count - 1) * self.step + 1) * itemsize
 
     def block(self) -> Block:
-        """Its normal form: one row for rows that follow each other in tensor and store, and for a column of elements."""
+        """The normal form: one row for rows that follow each other in tensor and store, and for a column of elements."""
         if self.rows == 1:
             return Block(self.start, self.count, 1, 0, 0, 1)
         if self.count == 1:
@@ -156,7 +156,7 @@ class Fragment:
         return Block(self.start, self.count, self.rows, self.pitch, self.store_pitch, self.step)
 
     def runs(self, itemsize: int) -> Iterator[Run]:
-        """The rows of its normal form, in tensor order."""
+        """The rows of the normal form, in tensor order."""
         block = self.block()
         for row in range(block.rows):
             byte_offset = self.byte_offset + row * block.store_pitch * itemsize

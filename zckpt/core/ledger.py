@@ -50,11 +50,11 @@ class Fate(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why, as a clause for a person."""
+        """The reason, as a clause for a person."""
         return f"by {self.why}" if self.kind == "option" else f"since {RULES[self.why]}"
 
     def as_json(self) -> dict[str, str]:
-        """The fact under the names that `zckpt.json` has."""
+        """The fields, under the names that `zckpt.json` has."""
         return {"name": self.name, "kind": self.kind, "why": self.why}
 
 
@@ -135,10 +135,8 @@ def _is_read(entry: TensorEntry, name: str, made: Mapping[str, TensorEntry], cla
 
 
 def check_closed(source: Catalog, unread: Iterable[str], fates: Sequence[Fate]) -> None:
-    """Makes sure that each tensor that an output reads nothing of has a fate.
-
-    Raises:
-        InconsistentError: some have none; nothing was written.
+    """Checks that each tensor that an output reads nothing of has a fate. Raises InconsistentError if some have none;
+    nothing was written.
     """
     lost = sorted({*unread} - {fate.name for fate in fates})
     if lost:

@@ -111,7 +111,7 @@ def _rows_with_rows(a: Block, b: Block, before: int = 0) -> Iterator[Overlap]:
 
 
 def touching(fragments: Sequence[Fragment], start: int, stop: int, *, flat: bool = False) -> Iterator[Fragment]:
-    """Those of some fragments, sorted by their start, that may hold elements of [start, stop).
+    """The fragments, of some that are sorted by their start, that may hold elements of [start, stop).
 
     `flat`: all are single rows, so that the first is found by bisection.
     """
@@ -129,10 +129,8 @@ def _start_of(fragment: Fragment) -> int:
 
 
 def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
-    """The first range (start, stop) of elements that no fragment holds, or None if all are held exactly once.
-
-    Raises:
-        InconsistentError: two fragments hold the same element, or one reaches beyond the tensor.
+    """The first range (start, stop) of elements that no fragment holds, or None if all are held exactly once. Raises
+    InconsistentError if two fragments hold the same element, or one reaches beyond the tensor.
     """
     if _follow_each_other(fragments, numel):
         return None
@@ -143,7 +141,7 @@ def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple
 
 
 def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
-    """Whether fragments are single rows that cover the tensor in order; nearly always they are."""
+    """Whether fragments are single rows that cover the tensor in order, as nearly all are."""
     covered = 0
     for fragment in fragments:
         if fragment.rows != 1 or (fragment.start != covered and fragment.count):
@@ -223,7 +221,7 @@ def are_other_cells(blocks: Sequence[Block]) -> bool:
 
 
 def _walked_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
-    """As `first_gap`, row by row: slow, but with an error that names the place."""
+    """As `first_gap`, row by row: slow, but its error names the place."""
     covered = 0
     previous: Run | None = None
     for run in runs_in_order(fragments, itemsize):

@@ -23,7 +23,7 @@ from zckpt.core.stores import FileStore, Store
 SLAB_BYTES = 8 << 20
 """The most bytes in one move of a source behind an address: a batch of such moves is held in memory."""
 COMPUTED_BYTES = 2 << 20
-"""The same of elements that are computed: few enough to stay in a processor's cache on the way."""
+"""The most bytes in one move of computed elements: few enough to stay in a processor's cache on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,8 @@ class Move(NamedTuple):
 
 
 def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPart, tensor: int = 0) -> Iterator[Move]:
-    """The moves that fill `destination` from `source`; of parts, the elements that both hold.
-
-    Raises:
-        InconsistentError: the shapes differ in number of elements.
+    """The moves that fill `destination` from `source`; of parts, the elements that both hold. Raises InconsistentError
+    if the shapes differ in number of elements.
     """
     if source.numel != destination.numel:
         raise InconsistentError(
@@ -127,7 +125,7 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
 
 
 def _in_order_of_source(move: Move) -> Iterator[Move]:
-    """The same elements, with the rows of the source as rows: of a transposed matrix, they are columns of the destination.
+    """The same move, row by row of the source: the rows of a transposed matrix are columns of the destination.
 
     A source that is not at hand is named row by row, since all between the first and the last element of a move is fetched.
     """
@@ -148,7 +146,7 @@ def _in_order_of_source(move: Move) -> Iterator[Move]:
 
 
 def _near(move: Move) -> Iterator[Move]:
-    """A move of a single row, in parts with a source that fits in memory; any other move as it is."""
+    """A move of a single row from a source behind an address, cut to fit in memory; any other move as it is."""
     apart = move.src_step * move.src_dtype.itemsize
     most = max(1, SLAB_BYTES // max(apart, 1))
     if move.rows > 1 or move.src_step == 1 or move.count <= most:
@@ -165,7 +163,7 @@ Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
 
 
 def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> TensorEntry | TensorPart:
-    """The destination of a tensor; for a source that is not at hand, cut into parts that fit in memory."""
+    """The destination of a tensor, cut into parts that fit in memory where the source is not at hand."""
     if all(fragment.store.at_hand for fragment in source.fragments):
         return to
     most = max(1, SLAB_BYTES // source.dtype.itemsize)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Recipe(Protocol):
-    """How the elements of a tensor are computed.
+    """A rule by which the elements of a tensor are computed.
 
     One that knows which elements of its inputs `compute` reads has a method for it, so that they can be fetched before:
     `reads(start, stop)` gives (input, start, stop) for each part.
@@ -31,15 +31,17 @@ class Recipe(Protocol):
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The tensors that it reads."""
+        """The tensors that the recipe reads."""
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else its numbers depend on, in plain values: together with the inputs they identify a result."""
+        """What else the numbers depend on, in plain values: together with the inputs they identify a result."""
 
     @property
     def unit(self) -> int:
-        """It computes multiples of so many elements: rows of a matrix, or blocks."""
+        """The number of elements that are computed together, such as a row of a matrix or a block; parts are multiples
+        of it.
+        """
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """Elements [start, stop) of the result, as an array of its dtype (or of unsigned integers of that width).
@@ -89,10 +91,10 @@ def compute_bytes(store: DerivedStore, start: int, stop: int, tools: Tools) -> t
     """The array with bytes [start, stop) of computed elements, widened to whole units, and the byte at which it begins.
 
     Args:
-        store: with the recipe.
+        store: the store with the recipe.
         start: first byte.
         stop: one past the last.
-        tools: that it computes with.
+        tools: what the recipe computes with.
     """
     import numpy as np
 
@@ -106,12 +108,10 @@ def compute_bytes(store: DerivedStore, start: int, stop: int, tools: Tools) -> t
 
 @dataclass(frozen=True, slots=True)
 class Mean(Fold):
-    """The mean of tensors of one shape in fp32, one after another: mean + (tensor - mean) / (how many there are so far).
+    """The mean of tensors of one shape in fp32, one after another: mean + (tensor - mean) / (how many there are so
+    far).
 
-    So equal tensors give themselves. It is what torch.optim.swa_utils.get_swa_avg_fn computes.
-
-    Attributes:
-        inputs: the tensors.
+    So equal tensors give themselves. It is what torch.optim.swa_utils.get_swa_avg_fn computes. `inputs`: the tensors.
     """
 
     inputs: tuple[TensorEntry, ...]
@@ -120,7 +120,7 @@ class Mean(Fold):
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """As above."""
+        """One step of the fold for each input."""
         return Uptake(How.SET), *(Uptake(How.APPROACH, number) for number in range(2, len(self.inputs) + 1))
 
 
@@ -146,7 +146,7 @@ class MovingAverage(Fold):
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """As above."""
+        """One step of the fold for each input."""
         return Uptake(How.SET), *((Uptake(How.BLEND, self.decay, 1 - self.decay),) * (len(self.inputs) - 1))
 
 
@@ -170,13 +170,14 @@ class WeightedSum(Fold):
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """As above."""
+        """One step of the fold for each input."""
         return tuple(Uptake(How.ADD, weight) for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved(Fold):
-    """A base, moved by the weighted sum of how other tensors differ from it: base + sum of weight * (other - base), in fp32.
+    """A base, moved by the weighted sum of the differences of other tensors from it: base + sum of weight * (other -
+    base), in fp32.
 
     Attributes:
         inputs: the base, and the others.
@@ -201,8 +202,8 @@ class Moved(Fold):
 class Interpolated:
     """The point at `t` of the way from one tensor to another along the arc between their directions (slerp), in fp32.
 
-    Where they have nearly one direction, or opposite ones, or one is zero, it is the point on the straight line. The
-    directions are those of the whole tensors, which are read once more for it, in the order of their elements.
+    If both have nearly the same direction, or opposite ones, or one is zero, it is the point on the straight line. The
+    directions are those of the whole tensors, which are read once more for this, in the order of their elements.
 
     Args:
         inputs: both tensors.
@@ -243,7 +244,6 @@ class Interpolated:
 
 
 _MEASURED = 1 << 21
-"""Elements with products that are summed at once: the same everywhere, since the order of a sum changes its last
-bits."""
+"""Elements per partial sum of products: a fixed number, since the order of a sum changes its last bits."""
 _NEARLY_PARALLEL = 0.9995
 """Cosine beyond which the arc is taken for a line, as mergekit's slerp does."""

@@ -12,7 +12,7 @@ from zckpt.base.dataclass import dataclass
 
 
 class Store(Protocol):
-    """What holds elements."""
+    """A file or memory that holds elements."""
 
     @property
     def size(self) -> int:
@@ -20,11 +20,11 @@ class Store(Protocol):
 
     @property
     def byteorder(self) -> Literal["little", "big"]:
-        """Of the numbers in it."""
+        """The byte order of the numbers."""
 
     @property
     def at_hand(self) -> bool:
-        """Whether an engine reads it itself; if not, it works on a copy in memory of what a batch needs."""
+        """Whether an engine reads the store itself; if not, it works on a copy in memory of what a batch needs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class FileStore:
 
     @property
     def at_hand(self) -> bool:
-        """As above."""
+        """As `Store.at_hand`."""
         return not self.is_remote
 
     def __str__(self) -> str:

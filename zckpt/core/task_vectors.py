@@ -56,13 +56,15 @@ class Sparsity:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """All of it, in plain values."""
+        """All fields, in plain values."""
         how = self.is_random, self.elects, self.normalises, self.rescales, self.factor, self.seed
         return ("sparse", self.weights, self.densities, *how)
 
 
 class _Chosen(NamedTuple):
-    """What stays of a difference: magnitudes above `least` (as the bits of fp32), those equal to it before element `last`."""
+    """What stays of a difference: magnitudes above `least` (as the bits of fp32), and those equal to it before element
+    `last`.
+    """
 
     least: int
     last: int
@@ -143,7 +145,7 @@ class SparseSum:
         return stays
 
     def _choose(self, number: int, tools: Tools) -> _Chosen:
-        """What of a difference stays: as many of the largest magnitudes as wanted, of equal ones the first."""
+        """Chooses what of a difference stays: the largest magnitudes, and of equal ones the first."""
         density, numel = self._how.densities[number], self.inputs[0].numel
         if not 0 < density < 1 or not numel:
             return _Chosen(0, 0, 1.0)
@@ -195,14 +197,14 @@ _NOTHING = 1e-8
 
 
 def _magnitudes(numbers: Floats) -> Whole:
-    """The bits of absolute numbers: whole numbers in the same order."""
+    """The bits of the absolute values, which as whole numbers are in the same order."""
     import numpy as np
 
     return np.abs(np.ascontiguousarray(numbers)).view(np.uint32).astype(np.int64)
 
 
 def _bin_of(counts: Whole, wanted: int) -> tuple[int, int]:
-    """The bin in which the `wanted`th largest number is, and the how manieth it is there."""
+    """The bin with the `wanted`th largest number, and that number's rank within the bin."""
     import numpy as np
 
     above = np.cumsum(counts[::-1])

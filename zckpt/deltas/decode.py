@@ -48,11 +48,7 @@ class Decoder:
             self._stream = _Overwrite(*frames, nbytes, file, name)
 
     def renew(self, data: Bytes) -> None:
-        """Makes the tensor's next bytes new, in place.
-
-        Raises:
-            CorruptError: the difference is damaged.
-        """
+        """Makes the tensor's next bytes new, in place. Raises CorruptError if the difference is damaged."""
         self._stream.renew(data)
 
     def end(self) -> None:

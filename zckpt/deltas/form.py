@@ -149,11 +149,7 @@ class _Adler32:
 
 
 def hasher_of(checksum: Checksum) -> Callable[[], Hasher]:
-    """What begins a checksum of this kind.
-
-    Raises:
-        UnsupportedError: its package is not installed.
-    """
+    """What begins a checksum of this kind. Raises UnsupportedError if its package is not installed."""
     if checksum == "adler32":
         return _Adler32
     try:

@@ -163,11 +163,7 @@ def _header(placed: dict[str, tuple[int, int, str]]) -> bytes:
 
 
 def group_facts(directory: str, number: int) -> GroupFacts:
-    """The facts of a group that was made.
-
-    Raises:
-        CorruptError: they cannot be read.
-    """
+    """The facts of a group that was made. Raises CorruptError if they cannot be read."""
     path = os.path.join(directory, facts_name(number))
     try:
         with open(path, "rb") as file:

@@ -60,11 +60,7 @@ class Decompressor:
         self._stream: Any = _native_reader(source) or _packaged_reader(source)
 
     def take(self, nbytes: int) -> bytes:
-        """Exactly the next `nbytes` bytes.
-
-        Raises:
-            CorruptError: the frame is damaged or ends before.
-        """
+        """Exactly the next `nbytes` bytes. Raises CorruptError if the frame is damaged or ends before."""
         parts: list[bytes] = []
         while nbytes:
             part = self._some(nbytes)

@@ -51,7 +51,7 @@ class Batch:
     finished: list[tuple[OutputFile, FileStore]] = field(default_factory=list[tuple[OutputFile, FileStore]])
 
     def number(self, store: Store) -> int:
-        """The store's number in this batch."""
+        """The number of a store in this batch, which the first call gives it."""
         known = self.numbers.get(id(store))
         if known is None:
             known = self.numbers[id(store)] = len(self.stores)
@@ -59,7 +59,7 @@ class Batch:
         return known
 
     def add(self, move: Move, nbytes: int) -> None:
-        """One more move, which counts for so many bytes."""
+        """Adds a move, which counts for `nbytes`."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
         self.nbytes += nbytes
         if isinstance(move.src, DerivedStore) and not self.is_distant(move.src):
@@ -70,7 +70,7 @@ class Batch:
             self.distant_bytes += span_bytes(move)
 
     def is_distant(self, store: Store) -> bool:
-        """Whether what is wanted of it must be brought first; what engines compute while they read need not."""
+        """Whether a store's bytes must be brought into memory first; what engines compute while they read need not."""
         return not store.at_hand and not (isinstance(store, DerivedStore) and store.steps)
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
@@ -92,10 +92,8 @@ class Batch:
 
 
 class _Folds:
-    """What an engine computes while it reads: the terms of stores, and where their elements lie.
-
-    Args:
-        numbers: id of a store -> its number in the batch.
+    """What an engine computes while it reads: the terms of stores, and where their elements lie. `numbers`: id of a
+    store -> its number in the batch.
     """
 
     def __init__(self, numbers: Mapping[int, int]) -> None:
@@ -104,7 +102,7 @@ class _Folds:
         self._numbers = numbers
 
     def pack(self, store: DerivedStore) -> bytes:
-        """The struct of a store."""
+        """The struct of a store's terms and pieces."""
         first, inputs = len(self.terms), store.recipe.inputs
         for entry, (how, a, b) in zip(inputs, store.steps, strict=True):
             begin = len(self.pieces)
@@ -208,7 +206,7 @@ class _Cutter:
         self._last: Store | None = None
 
     def cut(self) -> Iterator[Batch]:
-        """The batch, if there is anything in it; the next one begins."""
+        """Yields the batch, if it is not empty, and begins the next one."""
         if self.batch.stores:
             yield self.batch
             self.batch = Batch()
@@ -229,7 +227,7 @@ class _Cutter:
         return bool(whole and is_full) or len(batch.stores) + stores_of(move) > MOST_STORES
 
     def add(self, move: Move) -> None:
-        """One more move; its file is finished where it is the last."""
+        """Adds a move; its file is finished if the move is its last."""
         place = id(move.dst)
         if place in self._skipped:
             return
@@ -244,12 +242,12 @@ class _Cutter:
                 self.finish(move.dst)
 
     def finish(self, store: Store) -> None:
-        """The file is complete after this batch."""
+        """Finishes a file with this batch."""
         self._attend(store, store.size)
         self.batch.finished.append(self.unfinished.pop(id(store)))
 
     def _attend(self, store: Store, stop: int) -> None:
-        """The file takes part in the batch, with its literals before byte `stop`."""
+        """Adds the file to the batch, with its literals before byte `stop`."""
         number = self.batch.numbers.get(id(store))
         if number is None:
             number = self.batch.number(store)
@@ -268,7 +266,7 @@ def _end(move: Move) -> int:
 
 
 def progress_after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
-    """A function that calls `progress` with `base` bytes more than it is called with."""
+    """Returns a function that calls `progress` with `base` bytes more than it is called with."""
     return None if progress is None else lambda now: progress(base + now)
 
 

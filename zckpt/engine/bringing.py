@@ -35,7 +35,7 @@ except ImportError:  # pragma: no cover - depends on the build
     native_run = None  # type: ignore[assignment]
 
 _MOST_FILES = 64
-"""Sources that each thread keeps open."""
+"""The least bytes at which zckpt reads ahead itself; the system reads smaller parts ahead well enough."""
 _WINDOW = 1 << 20
 _LEAST_AHEAD = 2 << 20
 """What is read in smaller parts, the system reads ahead well enough."""
@@ -73,7 +73,7 @@ class Bringer:
             let_go()
 
     def tools(self) -> Tools:
-        """What the thread that calls computes with, beside batches: it reads elements of tensors in order."""
+        """The tools of the calling thread, for work outside batches: it reads elements of tensors in order."""
         return self._worker()
 
     def follow(self, store: DerivedStore, start: int, stop: int) -> tuple[Any, int]:
@@ -81,7 +81,7 @@ class Bringer:
         return compute_bytes(store, start, stop, self._worker())
 
     def near(self, batch: Batch, fetched: Fetched) -> Batch:
-        """A batch of moves with sources at hand."""
+        """The same batch of moves, with its sources at hand."""
         return moved_near(batch, lambda spans: self.bring(spans, fetched))
 
     def bring(self, spans: Sequence[Span], fetched: Fetched) -> Sequence[tuple[Any, int]]:
@@ -132,13 +132,11 @@ class _Worker:
 
     @property
     def kernels(self) -> Kernels:
-        """The loops of the engine that works."""
         from zckpt.engine.kernels import kernels_of
 
         return kernels_of(self._engine)
 
     def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
-        """As `Tools.read`."""
         import numpy as np
 
         dtype = dtype or entry.dtype
@@ -156,11 +154,10 @@ class _Worker:
         return array
 
     def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
-        """As `Tools.read_floats`."""
         return self.read(entry, start, stop, F32)  # type: ignore[return-value]
 
     def follow(self, span: Span, fetched: Fetched) -> tuple[Any, int]:
-        """The elements of a span, widened to whole units, and the byte at which they begin."""
+        """The elements of a span, widened to whole units, and the byte at which these begin."""
         store = span.store
         if not isinstance(store, DerivedStore):
             raise TypeError("elements without a recipe")
@@ -179,7 +176,7 @@ class _Worker:
         return _brought(spans, lambda derived: [self.follow(span, held) for span in derived], held)
 
     def _read_ahead(self, entry: TensorEntry, start: int, stop: int) -> None:
-        """Lets the disk read what will be wanted soon: of a tensor that is read part by part, that after the next part."""
+        """Lets the disk read the next part of a tensor that is read part by part."""
         size, first = entry.dtype.itemsize, start + 2 * (stop - start) if start else start
         last = stop + 2 * (stop - start)
         if (stop - start) * size < _LEAST_AHEAD or first >= entry.numel:
@@ -262,7 +259,7 @@ def ranges_of_spans(spans: Iterable[Span]) -> list[fsspec_io.Range]:
 
 
 def _inputs_of(store: DerivedStore, start: int, stop: int) -> Iterator[fsspec_io.Range]:
-    """What elements [start, stop) are computed from, of files on other machines."""
+    """The ranges of files on other machines that elements [start, stop) are computed from."""
     reads = getattr(store.recipe, "reads", None)
     if reads is None:
         return

@@ -38,7 +38,7 @@ except ImportError:  # pragma: no cover - depends on the build
 
 
 def crc32(data: bytes | memoryview, crc: int = 0) -> int:
-    """The CRC of bytes, or of bytes that follow those of `crc`; faster than zlib's."""
+    """The CRC-32 of bytes that follow those of `crc`; faster than zlib's."""
     return _crc32(data, crc)
 
 
@@ -57,7 +57,7 @@ Partial = tuple[int, int, int]
 
 
 def join(parts: Iterable[Partial], start: int, nbytes: int) -> int:
-    """The CRC of bytes [start, start + nbytes) from those of its parts; where none is, the file has zeros."""
+    """The CRC of bytes [start, start + nbytes) from those of the parts; bytes that no part covers are zeros."""
     crc, at = 0, start
     for offset, length, part in sorted(parts):
         crc = _after_zeros(crc, offset - at)
@@ -78,12 +78,12 @@ def share(part: Partial, stop: int) -> int:
 
 @lru_cache(1024)
 def of_zeros(count: int) -> int:
-    """The CRC of so many zeros."""
+    """The CRC of `count` zeros."""
     return _after_zeros(0, count)
 
 
 def merge_adjacent(parts: Iterable[Partial]) -> list[Partial]:
-    """Parts with those joined that follow each other."""
+    """The parts, with adjacent ones joined."""
     result: list[Partial] = []
     for start, nbytes, crc in sorted(parts):
         if result and result[-1][0] + result[-1][1] == start:
@@ -190,7 +190,7 @@ def seal(fd: int, output: OutputFile, parts: Iterable[Partial] | None) -> tuple[
 
 
 def crc_of_file(fd: int, start: int, nbytes: int) -> int:
-    """The CRC of bytes of a file, which are read again."""
+    """The CRC of bytes of a file, which it reads."""
     crc, stop = 0, start + nbytes
     while start < stop and (data := os.pread(fd, min(stop - start, 1 << 20), start)):
         crc = crc32(data, crc)

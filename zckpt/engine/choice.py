@@ -19,14 +19,12 @@ from zckpt.core.stores import FileStore
 from zckpt.storage.identity import is_distant
 
 _LOOKED_AT = 64
-"""Tensors that tell where files lie."""
+"""The number of tensors that show on which file systems the files lie."""
 
 
 def choose(engine: Literal["auto", "native", "reference"], *, built: bool) -> Literal["native", "reference"]:
     """The engine that works; "auto" is the native one where it was built, otherwise the slow one, with a warning.
-
-    Raises:
-        UnsupportedError: "native" is wanted and was not built.
+    Raises UnsupportedError if "native" is wanted and was not built.
     """
     if engine == "native" and not built:
         raise UnsupportedError(
@@ -40,9 +38,7 @@ def choose(engine: Literal["auto", "native", "reference"], *, built: bool) -> Li
 
 def threads_for(wanted: int | None, tensors: Iterable[TensorEntry | TensorPart], *places: str) -> int:
     """The number of threads: `wanted`, or the default for the file systems of some tensors' files and of other places.
-
-    Raises:
-        UsageError: as `thread_count`.
+    Raises UsageError as `thread_count`.
     """
     if wanted is not None:
         return thread_count(wanted)

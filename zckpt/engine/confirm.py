@@ -36,11 +36,11 @@ _SIDE = struct.Struct("=IIBB2x")
 _GROUP = struct.Struct("=IIB3x")
 _ZONE = struct.Struct("=IIQQ")
 _EXACT, _CLAMPED = 0, 1
-"""How an output's elements must be; the numbers of `csrc/nearest.h`."""
+"""Which elements an output must have; the numbers of `csrc/nearest.h`."""
 
 _MOST_PIECES = 1 << 15
 _MOST_STORES = 256
-"""Open at once, each twice: half of the usual limit on a process's descriptors."""
+"""The most stores open at once, each twice: half of the usual limit on a process's descriptors."""
 _STORES_OF_SOURCE, _STORES_OF_OUTPUT, _STORES_OF_COPY = 128, 64, 8
 """Tensors in more files are confirmed in parts."""
 
@@ -116,7 +116,7 @@ def _order(entry: TensorEntry) -> int | None:
 
 
 def _swap(fragments: Sequence[Fragment], dtype: DType) -> int | None:
-    """Bytes of a number in foreign order, or 0; None where the fragments' stores are not of one order."""
+    """Bytes of a number in foreign order, or 0; None where the fragments' stores have several orders."""
     swaps = {dtype.swap(f.store.byteorder) for f in fragments if f.numel}
     return None if len(swaps) > 1 else swaps.pop() if swaps else 0
 
@@ -139,7 +139,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Some pairs, as the structs of `csrc/confirm.h`; `written` are the paths of all of the output's files."""
+    """A batch of pairs, as the structs of `csrc/confirm.h`; `written` are the paths of all of the output's files."""
 
     written: frozenset[str]
     stores: list[Store] = field(default_factory=list[Store])
@@ -151,7 +151,7 @@ class _Batch:
     ends: dict[str, int] = field(default_factory=dict[str, int])
 
     def add(self, part: _Part) -> None:
-        """One more pair, or a part of one, with copies of its source."""
+        """Adds a pair, or a part of one, with the copies of its source."""
         source, output = part.pair
         self.groups.append(_GROUP.pack(len(self.sides), 2 + len(part.copies), part.how))
         self._side(part.source, source.dtype, (part.number, None))
@@ -268,7 +268,7 @@ def _sum(before: Unequal | None, count: int, first: int) -> Unequal:
 def _batches(
     pairs: Sequence[tuple[int, Pair]], copies: Mapping[int, Sequence[Replica]], *, clamp: bool
 ) -> Iterator[_Batch]:
-    """The pairs in the order of the output's files."""
+    """The pairs in batches, in the order of the output's files."""
     ordered = sorted(pairs, key=lambda pair: min((str(f.store), f.byte_offset) for f in pair[1][1].fragments))
     written = frozenset(str(f.store) for _, (_, output) in pairs for f in output.fragments)
     batch = _Batch(written)
@@ -284,7 +284,7 @@ def _batches(
 
 
 def _parts(number: int, pair: Pair, copies: Sequence[Replica], how: int) -> Iterator[_Part]:
-    """A pair in parts with sides in few files; parts that have no element in common are left out."""
+    """A pair in parts with few files on each side; parts without a common element are left out."""
     outputs = list(_few(pair[1].fragments, _STORES_OF_OUTPUT))
     for source in _few(pair[0].fragments, _STORES_OF_SOURCE):
         first, last = source[0].start, max(f.stop for f in source)

@@ -22,7 +22,7 @@ except ImportError:  # pragma: no cover - depends on the build; nothing is read 
 
 WINDOW = 1 << 20
 LEAST_BYTES = 64 << 20
-"""Of all files together: less is read sooner than a thread starts."""
+"""The least bytes of all files together: fewer are read before a thread has started."""
 
 _FILE = struct.Struct("=qQ")
 
@@ -107,13 +107,13 @@ _begun: EarlyReads | None = None
 
 
 def begin(path: str) -> None:
-    """Begins to read the checkpoint at a path, as `verify` without options for it would; `begun` takes it over."""
+    """Begins to read the files that `verify` of this path would read; `begun` returns the reader."""
     global _begun
     _begun = EarlyReads(likely_files(path, None), DEFAULT_PACE)
 
 
 def begun(paths: Sequence[str], pace: Pace) -> EarlyReads:
-    """What reads these files: already, if the command line has begun with them."""
+    """The reader of these files: the one that the command line has begun, or a new one."""
     global _begun
     found, _begun = _begun, None
     if found is not None:

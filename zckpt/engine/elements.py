@@ -29,7 +29,7 @@ _SPAN_BYTES = 1 << 20
 
 
 class Wanted(NamedTuple):
-    """Elements [start, stop) of the tensor that fragments make up."""
+    """Elements [start, stop) of the tensor of these fragments."""
 
     fragments: Sequence[Fragment]
     dtype: DType
@@ -89,7 +89,7 @@ class ElementReader:
 
 
 class _Tools:
-    """What recipes compute with here (`core.recipes.Tools`): the reference's loops and casts."""
+    """The tools of recipes here (`core.recipes.Tools`): the reference's loops and casts."""
 
     def __init__(self, reader: ElementReader) -> None:
         self._reader = reader
@@ -98,7 +98,6 @@ class _Tools:
         self.kernels: Kernels = ReferenceKernels()
 
     def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
-        """As `Tools.read`."""
         import numpy as np
 
         data = self._reader.read(elements(entry, start, stop))
@@ -110,7 +109,6 @@ class _Tools:
         return np.frombuffer(bytearray(data), kind.numpy or f"u{kind.itemsize}")
 
     def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
-        """As `Tools.read_floats`."""
         return self.read(entry, start, stop, F32)  # type: ignore[return-value]
 
 
@@ -144,14 +142,12 @@ def _fetch(wanted: Iterable[Wanted]) -> dict[fsspec_io.Range, bytes]:
 
 
 _FAR_BYTES = 4096
-"""Elements so far apart are read one by one."""
+"""The distance in bytes from which on elements are read one by one."""
 
 
 def read_elements(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
-    """Elements `step` elements apart, as they are in the store; `fd` is for files of this machine.
-
-    Raises:
-        CorruptError: the file ends too early, or cannot be read.
+    """Elements `step` elements apart, as they are in the store; `fd` is for files of this machine. Raises CorruptError
+    if the file ends too early, or cannot be read.
     """
     if step == 1 or count == 1:
         return _read(store, fd, offset, count * itemsize)

@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What was found while an output was derived once more.
+    """What deriving an output a second time found.
 
     Attributes:
         differences: the tensors of the output that differ from their source.
@@ -143,7 +143,7 @@ def _slowly(
     bytes_per_s: int | None,
     progress: Callable[[int], None] | None,
 ) -> dict[int, Unequal]:
-    """The pairs that differ, with numpy, whatever their geometry is and wherever their elements are."""
+    """As `derived_again`, with numpy, for any geometry and any place of the elements."""
     if not pairs:
         return {}
     found: dict[int, list[tuple[int, int]]] = {}
@@ -197,7 +197,7 @@ def _parts(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, int]]:
 
 
 def _file_of(pair: Pair, element: int) -> str:
-    """The file of the output that has an element."""
+    """The file of the output that holds an element."""
     found: tuple[Fragment, ...] = clip(pair[1].fragments, element, element + 1, pair[1].dtype.itemsize)
     return os.path.basename(str(found[0].store))
 

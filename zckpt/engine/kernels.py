@@ -27,55 +27,44 @@ class NativeKernels:
     """The loops of `csrc/kernels.cpp`; each lets other threads of Python run."""
 
     def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
-        """As `Kernels.accumulate`."""
         _core.accumulate(_address(total), _address(numbers), len(total), weight)
 
     def approach(self, total: Floats, numbers: Floats, divisor: float) -> None:
-        """As `Kernels.approach`."""
         _core.approach(_address(total), _address(numbers), len(total), divisor)
 
     def blend(self, total: Floats, numbers: Floats, keep: float, weight: float) -> None:
-        """As `Kernels.blend`."""
         _core.blend(_address(total), _address(numbers), len(total), keep, weight)
 
     def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
-        """As `Kernels.products`."""
         return _core.products(_address(a), _address(b), len(a))
 
     def add_low_rank(self, total: Floats, left: Floats, right: Floats, rank: int, scaling: float) -> None:
-        """As `Kernels.add_low_rank`."""
         rows, columns = _shape(total, left, right, rank)
         _core.add_low_rank(_address(total), _address(left), _address(right), rows, columns, rank, scaling)
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
-        """As `Kernels.largest`."""
         kernels_blocks.check(numbers, blocks, found)
         _core.largest(_address(numbers), blocks, _address(found))
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
-        """As `Kernels.multiply_blocks`."""
         kernels_blocks.check(numbers, blocks, factors)
         _core.multiply_blocks(_address(numbers), blocks, _address(factors))
 
     def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
-        """As `Kernels.to_codes`."""
         kernels_blocks.check(numbers, blocks, factors, out)
         return Rounded(*_core.to_codes(int(grid), _address(numbers), blocks, _address(factors), _address(out)))
 
     def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
-        """As `Kernels.split_codes`."""
         pitch = kernels_codes.pitch_of(raw, bits, codes)
         rows, columns = codes.shape
         _core.split_codes(_address(raw), pitch, rows, columns, bits, high_first, _address(codes))
 
     def split_down(self, words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
-        """As `Kernels.split_down`."""
         kernels_codes.check_down(words, shifts, first, codes)
         size, pitch = words.itemsize, words.shape[1]
         _core.split_down(_address(words), size, pitch, bits, bytes(shifts), first, len(codes), _address(codes))
 
     def join_codes(self, codes: Matrix, rest: int, out: Matrix) -> None:
-        """As `Kernels.join_codes`."""
         kernels_codes.check_joined(codes, out)
         rows, columns = codes.shape
         _core.join_codes(_address(codes), rows, columns, out.shape[1], rest, _address(out))
@@ -83,50 +72,42 @@ class NativeKernels:
     def of_codes(
         self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
     ) -> None:
-        """As `Kernels.of_codes`."""
         kernels_codes.check_codes(codes, table, blocks, zeros, factors, numbers)
         at = 0 if zeros is None else _address(zeros)
         _core.of_codes(_address(codes), _address(table), blocks, at, _address(factors), _address(numbers))
 
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
-        """As `Kernels.to_q8_0`."""
         _core.to_q8_0(_address(numbers), _address(blocks), _blocks(numbers, blocks))
 
     def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
-        """As `Kernels.of_ggml`."""
         number, count = kernels_ggml.check(kind, blocks, numbers)
         _core.of_ggml(number, _address(blocks), count, _address(numbers))
 
     def to_ggml(self, kind: str, numbers: Floats, columns: int, weights: Floats | None, blocks: Bytes) -> int:
-        """As `Kernels.to_ggml`."""
         number, rows = kernels_to_ggml.check(kind, numbers, columns, weights, blocks)
         at = 0 if weights is None else _address(weights)
         return _core.to_ggml(number, _address(numbers), rows, columns, at, _address(blocks))
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
-        """As `Kernels.of_q8_0`."""
         _core.of_q8_0(_address(blocks), _address(numbers), _blocks(numbers, blocks))
 
 
 class ReferenceKernels:
-    """The same in numpy."""
+    """The same loops in numpy."""
 
     def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
-        """As `Kernels.accumulate`."""
         import numpy as np
 
         with np.errstate(all="ignore"):
             total += np.float32(weight) * numbers
 
     def approach(self, total: Floats, numbers: Floats, divisor: float) -> None:
-        """As `Kernels.approach`."""
         import numpy as np
 
         with np.errstate(all="ignore"):
             total += (numbers - total) / np.float32(divisor)
 
     def blend(self, total: Floats, numbers: Floats, keep: float, weight: float) -> None:
-        """As `Kernels.blend`."""
         import numpy as np
 
         with np.errstate(all="ignore"):
@@ -134,7 +115,6 @@ class ReferenceKernels:
             total += np.float32(weight) * numbers
 
     def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
-        """As `Kernels.products`."""
         import numpy as np
 
         found = []
@@ -147,7 +127,6 @@ class ReferenceKernels:
         return found[0], found[1], found[2]
 
     def add_low_rank(self, total: Floats, left: Floats, right: Floats, rank: int, scaling: float) -> None:
-        """As `Kernels.add_low_rank`."""
         import numpy as np
 
         rows, columns = _shape(total, left, right, rank)
@@ -158,37 +137,29 @@ class ReferenceKernels:
             total += (product * np.float32(scaling)).reshape(-1)
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
-        """As `Kernels.largest`."""
         kernels_blocks.largest(numbers, blocks, found)
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
-        """As `Kernels.multiply_blocks`."""
         kernels_blocks.multiply_blocks(numbers, blocks, factors)
 
     def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
-        """As `Kernels.to_codes`."""
         return kernels_codes.to_codes(grid, numbers, blocks, factors, out)
 
     def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
-        """As `Kernels.split_codes`."""
         kernels_codes.split_codes(raw, bits, codes, high_first=high_first)
 
     def split_down(self, words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
-        """As `Kernels.split_down`."""
         kernels_codes.split_down(words, bits, shifts, first, codes)
 
     def join_codes(self, codes: Matrix, rest: int, out: Matrix) -> None:
-        """As `Kernels.join_codes`."""
         kernels_codes.join_codes(codes, rest, out)
 
     def of_codes(
         self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
     ) -> None:
-        """As `Kernels.of_codes`."""
         kernels_codes.of_codes(codes, table, blocks, zeros, factors, numbers)
 
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
-        """As `Kernels.to_q8_0`."""
         import numpy as np
 
         count = _blocks(numbers, blocks)
@@ -210,15 +181,12 @@ class ReferenceKernels:
             )
 
     def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
-        """As `Kernels.of_ggml`."""
         kernels_ggml.of_ggml(kind, blocks, numbers)
 
     def to_ggml(self, kind: str, numbers: Floats, columns: int, weights: Floats | None, blocks: Bytes) -> int:
-        """As `Kernels.to_ggml`."""
         return kernels_to_ggml.to_ggml(kind, numbers, columns, weights, blocks)
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
-        """As `Kernels.of_q8_0`."""
         import numpy as np
 
         count = _blocks(numbers, blocks)
@@ -252,7 +220,7 @@ def kernels_of(engine: str) -> Kernels:
 
 
 def _shape(total: Floats, left: Floats, right: Floats, rank: int) -> tuple[int, int]:
-    """Rows and columns of a product of two matrices that is added to `total`."""
+    """The rows and columns of a matrix product that is added to `total`."""
     rows, columns = len(left) // rank, len(right) // rank
     if (rows * rank, columns * rank, rows * columns) != (len(left), len(right), len(total)):
         raise ValueError(f"no product of {len(left)} and {len(right)} numbers of rank {rank} has {len(total)}")
@@ -267,7 +235,7 @@ def _blocks(numbers: Floats, blocks: Bytes) -> int:
 
 
 def _address(array: Any) -> int:
-    """Of the first byte of a dense array."""
+    """The address of the first byte of a dense array."""
     if not array.flags.c_contiguous:
         raise ValueError("the array is not dense")
     return int(array.ctypes.data)

@@ -25,7 +25,6 @@ def check(numbers: Floats, blocks: MatrixBlocks, of_blocks: Floats, out: Bytes |
 
 
 def largest(numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
-    """As `Kernels.largest`."""
     import numpy as np
 
     check(numbers, blocks, found)
@@ -40,7 +39,6 @@ def largest(numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
 
 
 def multiply_blocks(numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
-    """As `Kernels.multiply_blocks`."""
     import numpy as np
 
     check(numbers, blocks, factors)

@@ -67,7 +67,6 @@ def check_joined(codes: Matrix, out: Matrix) -> None:
 
 
 def split_codes(raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
-    """As `Kernels.split_codes`."""
     import numpy as np
 
     pitch = pitch_of(raw, bits, codes)
@@ -79,7 +78,6 @@ def split_codes(raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> No
 
 
 def split_down(words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
-    """As `Kernels.split_down`."""
     import numpy as np
 
     check_down(words, shifts, first, codes)
@@ -89,7 +87,6 @@ def split_down(words: Matrix, bits: int, shifts: tuple[int, ...], first: int, co
 
 
 def join_codes(codes: Matrix, rest: int, out: Matrix) -> None:
-    """As `Kernels.join_codes`."""
     import numpy as np
 
     check_joined(codes, out)
@@ -102,7 +99,6 @@ def join_codes(codes: Matrix, rest: int, out: Matrix) -> None:
 def of_codes(
     codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
 ) -> None:
-    """As `Kernels.of_codes`."""
     import numpy as np
 
     check_codes(codes, table, blocks, zeros, factors, numbers)
@@ -114,7 +110,9 @@ def of_codes(
 
 
 def to_codes(grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
-    """As `Kernels.to_codes`: quotients of doubles, which are in the middle of two numbers only where the true ones are."""
+    """As `Kernels.to_codes`: quotients are doubles, which lie halfway between two numbers only where the exact
+    quotients do.
+    """
     import numpy as np
 
     check(numbers, blocks, factors, out)
@@ -127,12 +125,12 @@ def to_codes(grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: F
     with np.errstate(all="ignore"):
         y = np.where(none, 0, size).astype(np.float64) / factor
         middles = (known[1:] + known[:-1]) / 2
-        code = np.searchsorted(middles, y)  # of two as near, the lower one
+        code = np.searchsorted(middles, y)  # the lower of two equally near numbers
         code += (code < len(middles)) & (code % 2 == 1) & (y == middles[np.minimum(code, len(middles) - 1)])
         value = known[code].astype(np.float32)
         beyond = y > shape.beyond
         if not shape.sign:
-            lowest = negative & (y >= shape.beyond)  # of which the code is even
+            lowest = negative & (y >= shape.beyond)  # where the code is even
             code, value = np.where(lowest, len(known), code), np.where(lowest, np.float32(len(known)), value)
             beyond = y > shape.beyond + negative
         off = np.abs(size - value * factor)

@@ -20,7 +20,6 @@ _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def of_ggml(kind: str, blocks: Bytes, numbers: Floats) -> None:
-    """As `Kernels.of_ggml`."""
     import numpy as np
 
     check(kind, blocks, numbers)
@@ -42,14 +41,16 @@ def check(kind: str, blocks: Bytes, numbers: Floats) -> tuple[int, int]:
 
 
 def _half(rows: Any, at: int) -> Any:
-    """The fp16 that each block has there."""
+    """The fp16 at byte `at` of each block."""
     import numpy as np
 
     return np.ascontiguousarray(rows[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
 def _bits(rows: Any, first: int, last: int, width: int, together: int) -> Any:
-    """Codes of so many bits: each stretch of `together` bytes holds the lowest bits of all, then the next ones, and so on."""
+    """Codes of `width` bits: each stretch of `together` bytes holds the lowest bits of all codes, then the next ones,
+    and so on.
+    """
     import numpy as np
 
     packed = rows[:, first:last].reshape(len(rows), -1, 1, together)
@@ -64,7 +65,7 @@ def _floats(codes: Any, less: int = 0, table: tuple[int, ...] = ()) -> Any:
 
 
 def _fifth(rows: Any, at: int) -> Any:
-    """The fifth bits of blocks of 32, from a word there."""
+    """The fifth bits of blocks of 32, from the word at byte `at`."""
     import numpy as np
 
     words = np.ascontiguousarray(rows[:, at : at + 4]).view("<u4")

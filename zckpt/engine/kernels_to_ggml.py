@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 16
 _ROUNDER = 12582912.0
 _NOTHING = 1e-15
 _HUGE = 2.0**60
-"""Far more than any block with halves holds, and sums of squares end there."""
+"""More than any block with halves holds; it ends the search for sums of squares."""
 _OF_32 = {"Q4_0": (8, False), "Q5_0": (16, True), "Q4_1": (15, False), "Q5_1": (31, True)}
 """Half of the codes, or the largest one; and whether there are fifth bits."""
 _OF_256 = {"Q4_K": (15, -1.0, 20), "Q5_K": (31, -0.5, 15)}
@@ -30,7 +30,6 @@ KINDS = ("MXFP4", *_OF_32, *_OF_256, "Q6_K")
 
 
 def to_ggml(kind: str, numbers: Floats, columns: int, weights: Floats | None, blocks: Bytes) -> int:
-    """As `Kernels.to_ggml`."""
     import numpy as np
 
     _, rows = check(kind, numbers, columns, weights, blocks)
@@ -70,7 +69,7 @@ def _is_unsound(kind: str, found: Any) -> Any:
 
 
 def _encode(kind: str, groups: Any, rows: Any, weights: Any) -> Any:
-    """Blocks of numbers, one of each row of `groups`."""
+    """The blocks of numbers, one for each row of `groups`."""
     import numpy as np
 
     columns = None if weights is None else np.broadcast_to(weights, rows.shape).reshape(groups.shape)
@@ -113,7 +112,7 @@ def _sum(terms: Any) -> Any:
 
 
 def _nearest(numbers: Any) -> Any:
-    """Whole numbers, as ggml rounds: what is far too large has low bits left."""
+    """Whole numbers, rounded as ggml rounds: of a number that is too large, the low bits are left."""
     import numpy as np
 
     return ((numbers + np.float32(_ROUNDER)).view(np.int32) & 0x7FFFFF) - 0x400000
@@ -126,7 +125,7 @@ def _reciprocal(step: Any) -> Any:
 
 
 def _truncate(numbers: Any, most: int) -> Any:
-    """The whole part, in one byte; of what is too large for an integer, 0."""
+    """The whole part, in one byte; 0 for a number that is too large for an integer."""
     import numpy as np
 
     sound = abs(numbers) < np.float32(2**31)
@@ -140,7 +139,7 @@ def _half(numbers: Any) -> Any:
 
 
 def _ends(x: Any) -> tuple[Any, Any]:
-    """The least and the largest numbers; of zeros, the first one."""
+    """The least and the largest numbers of each column; the first of equal zeros."""
     import numpy as np
 
     least, most = x[0], x[0]

@@ -100,10 +100,10 @@ class MoveOptions(Pace):
 
 
 class Mode(Enum):
-    """What becomes of the files of a plan."""
+    """What happens to the files of a plan."""
 
     DURABLE = auto()
-    """Each is made again, made durable and reported."""
+    """Each file is created again, made durable and reported."""
     PASSING = auto()
     """Each is on its way elsewhere and need not outlive a crash: it stays in the page cache, a file that exists is
     overwritten in place, and none is reported."""

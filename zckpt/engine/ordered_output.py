@@ -26,7 +26,7 @@ class OrderedOutput:
     at: int = 0
 
     def __call__(self, view: memoryview, offset: int) -> None:
-        """Hands over what comes next; leaves anything else for `finish`."""
+        """Hands over the bytes if they come next; leaves any others to `finish`."""
         if offset == self.at:
             self.consumer(view)
             self.at += len(view)
@@ -56,7 +56,7 @@ class OrderedOutput:
 
 
 def keeps_bytes(path: str) -> UsageError:
-    """The error for a consumer that still looks into the bytes it got when its call is over."""
+    """The error for a consumer that still holds a view of its bytes after its call."""
     return UsageError(
         "the consumer of this file keeps the bytes it gets", file=path, found="a slice or an array of the view",
         expected="a view that is used during the call only", remedy="Copy the bytes: bytes(view).",

@@ -61,7 +61,7 @@ class Fetched:
         return (block, begins[at]) if at >= 0 and wanted.stop <= begins[at] + len(block) else None
 
     def fetch(self, ranges: Sequence[fsspec_io.Range]) -> list[tuple[Any, int]]:
-        """As `fsspec_io.fetch`; only what is not here is asked for."""
+        """As `fsspec_io.fetch`, but asks only for ranges that are not here."""
         found = [self.find(wanted) for wanted in ranges]
         missing = [wanted for wanted, block in zip(ranges, found, strict=True) if block is None]
         others = iter(fsspec_io.fetch(missing) if missing else ())
@@ -90,7 +90,7 @@ def with_local_sources(
     ready: Future[AnyBatch] | None = None
 
     def begin() -> Future[AnyBatch]:
-        """Has the first batch that waits come near, once its bytes are there."""
+        """Starts to bring the first waiting batch near, once its bytes are there."""
         nonlocal pool
         pool = pool or ThreadPoolExecutor(1)
         batch, ranges, fetch = ahead.popleft()
@@ -125,10 +125,8 @@ def with_local_sources(
 
 
 def check_unchanged(stores: Iterable[FileStore]) -> None:
-    """Makes sure that files on other machines are what they were when the checkpoint was opened.
-
-    Raises:
-        InconsistentError: one is not.
+    """Makes sure that files on other machines are what they were when the checkpoint was opened. Raises
+    InconsistentError if one is not.
     """
     known = list(stores)
     found = fsspec_io.statuses([store.path for store in known])

@@ -21,7 +21,7 @@ WIDTH = 8
 """Elements compared at each end of a fragment. One would do; a few make a chance agreement of shifted data unlikely."""
 
 _AHEAD = 64
-"""Tensors with numbers that are fetched at once where they lie on another machine."""
+"""The most tensors with numbers that are fetched at once from another machine."""
 
 
 def ends(fragments: Sequence[Fragment], itemsize: int) -> Iterator[tuple[int, int]]:
@@ -78,7 +78,7 @@ def first_difference(
 def is_copy(
     reader: ElementReader, master: tuple[Sequence[Fragment], DType], copy: tuple[Sequence[Fragment], DType]
 ) -> bool:
-    """Whether two places can be compared, and the second holds the first, rounded; at both ends of every fragment."""
+    """Whether the second place holds the first, rounded, at both ends of every fragment."""
     from zckpt.engine.rounding import MANTISSA
 
     return master[1] in MANTISSA and copy[1] in MANTISSA and first_difference(reader, master, copy) is None
@@ -89,7 +89,7 @@ def _bits(data: bytes, dtype: DType) -> Sequence[int]:
 
 
 def _same(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
-    """Whether the copy is the master, rounded. Bits are compared, for a host process may flush small numbers to zero."""
+    """Whether the copy is the rounded master. Bits are compared, for a host process may flush small numbers to zero."""
     from zckpt.engine.rounding import MANTISSA, number, ones, rounded_bits
 
     wanted = master if dtype == narrow else rounded_bits(number(master, dtype), narrow)
@@ -130,11 +130,7 @@ def _ranges_to_read(entries: Iterable[TensorEntry]) -> Iterator[Wanted]:
 
 
 def check(catalog: Catalog) -> int:
-    """Makes sure that every replica agrees; returns how many tensors had one.
-
-    Raises:
-        InconsistentError: some do not.
-    """
+    """Makes sure that every replica agrees; returns how many tensors had one. Raises InconsistentError if some do not."""
     bad = list(disagreements(catalog))
     if bad:
         raise _disagreement(catalog.source.path, [e.name for e, *_ in bad], *bad[0])

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
 
 MANTISSA = {F64: 52, F32: 23, F16: 10, BF16: 7}
-"""Bits of it that are stored; those are the dtypes that this module knows."""
+"""Stored mantissa bits of the dtypes that this module knows."""
 
 Bits = TypeVar("Bits")
 
 
 def ones(count: int) -> int:
-    """Makes a number with ones in so many lowest bits."""
+    """The number with ones in its `count` lowest bits."""
     return (1 << count) - 1
 
 
@@ -122,7 +122,7 @@ def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool)
 
 
 def _narrowed_array(bits: Any, target: DType) -> Any:
-    """The bits of float32 or float64 numbers, as unsigned arrays, in a narrower form."""
+    """The bits of float32 or float64 numbers, as unsigned arrays, narrowed to `target`."""
     import numpy as np
 
     width, size = 8 * bits.dtype.itemsize, 8 * target.itemsize

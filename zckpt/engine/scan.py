@@ -50,7 +50,7 @@ class ScanReport:
     bytes_read: int = 0
 
     def of(self, number: int) -> Statistics:
-        """What was counted of a tensor; zeros for one that nothing was read of."""
+        """The statistics of a tensor; zeros for one of which nothing was read."""
         return self.statistics.get(number, Statistics())
 
 

@@ -68,7 +68,7 @@ def scan_batch(
 def statistics_of(
     a: bytes, a_dtype: DType, b: bytes | None, b_dtype: DType, start: int = 0, relation: Relation | None = None
 ) -> Statistics:
-    """What there is to count of numbers, or of two arrays of them."""
+    """The statistics of numbers, or of two arrays of them."""
     import numpy as np
 
     relation = relation or Relation()
@@ -111,7 +111,7 @@ def statistics_of(
 
 
 def spread_of(a: bytes, a_dtype: DType, b: bytes, b_dtype: DType) -> Spread:
-    """How far two arrays of numbers are apart."""
+    """The distances between two arrays of numbers."""
     import numpy as np
 
     if a_dtype.kind == "complex":

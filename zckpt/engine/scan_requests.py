@@ -25,7 +25,7 @@ NUMBERS, AGAINST, CRC_SOURCE, CRC_OTHER = 1, 2, 4, 8
 """What a request is for; the flags of `csrc/scan.h`."""
 
 _MOST_BYTES = 8 << 30
-"""Of one batch: every part of it has a statistics until its end."""
+"""The most bytes of one batch: each part has its own statistics until the batch ends."""
 
 
 class ScanRequest(NamedTuple):
@@ -68,7 +68,7 @@ def request_of(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS
 
 
 def comparisons(a: TensorEntry, b: TensorEntry, tensor: int) -> Iterator[ScanRequest]:
-    """Comparisons of all elements of two tensors of one shape."""
+    """Requests that compare all elements of two tensors of one shape."""
     return (ScanRequest(move, NUMBERS | AGAINST) for move in route(a, b, tensor))
 
 
@@ -209,7 +209,7 @@ def near(batch: ScanBatch, bring: Bring) -> ScanBatch:
         wanted.setdefault(path, []).append((start, stop, of))
 
     def want_crcs(path: str, store: Store, begin: int, size: int) -> None:
-        """Notes the CRCs that are wanted of bytes of a file; the store holds `size` of them, from `begin` on."""
+        """Notes that the CRCs of bytes of a file are wanted; the store holds `size` of them, from `begin` on."""
         own = wanted.get(path, [])
         for start, stop, of in own[max(0, bisect_right(own, (begin,)) - 1) :]:
             if start >= begin + size:
@@ -224,7 +224,7 @@ def near(batch: ScanBatch, bring: Bring) -> ScanBatch:
     memory: dict[tuple[int, str], Store] = {}
 
     def taken(store: Store) -> tuple[Store, int]:
-        """Where the bytes of a file are now, and the byte of the file at which that begins."""
+        """The store that now holds the bytes of a file, and the byte of the file at which that begins."""
         held, begin = store, 0
         if not store.at_hand:
             block, begin = next(brought)

@@ -30,7 +30,7 @@ class Relation:
 
     @property
     def is_tolerant(self) -> bool:
-        """Whether numbers that are close are the same."""
+        """Whether close numbers count as the same."""
         return self.atol is not None or self.rtol is not None
 
 

@@ -60,11 +60,7 @@ class RunShape:
     fp32_below_2: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
-
-        Raises:
-            UsageError: one is too small, or no such optimizer.
-        """
+        """Checks the numbers. Raises UsageError if one is too small, or no such optimizer."""
         for name in ("gpus", "nodes", "micro_batch", "accumulation"):
             if getattr(self, name) < 1:
                 raise UsageError(

@@ -12,13 +12,9 @@ from typing import Any
 
 
 def parameters_of(model: Any) -> tuple[int, int]:
-    """A model's parameters, those that share memory once, and those of its largest layer.
-
-    Args:
-        model: an `nn.Module`; a model made under `zero.Init` is counted whole.
-
-    Returns:
-        Elements of all parameters, and of the module that has the most of its own.
+    """A model's parameters, those that share memory once, and those of its largest layer. `model`: an `nn.Module`; a
+    model made under `zero.Init` is counted whole. Returns elements of all parameters, and of the module that has the
+    most of its own.
     """
     total = {p.data_ptr() or id(p): _numel(p) for p in model.parameters()}
     largest = max((sum(_numel(p) for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
@@ -36,11 +32,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """DeepSpeed's figures for stage 2.
-
-    Returns:
-        Bytes of host memory per node, and bytes per GPU.
-    """
+    """DeepSpeed's figures for stage 2. Returns bytes of host memory per node, and bytes per GPU."""
     gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
         return int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params
@@ -58,10 +50,8 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """DeepSpeed's figures for stage 3.
-
-    Returns:
-        Bytes of host memory per node, bytes per GPU, and bytes of the largest layer.
+    """DeepSpeed's figures for stage 3. Returns bytes of host memory per node, bytes per GPU, and bytes of the largest
+    layer.
     """
     gpus = num_nodes * num_gpus_per_node
     largest = 4 * largest_layer_params

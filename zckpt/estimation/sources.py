@@ -116,10 +116,8 @@ def parameters_in(text: str) -> int | None:
 
 
 def model_of_size(numel: int) -> ModelSize:
-    """A model of Llama's kind with about so many parameters: 128 times as wide as it has layers, as common ones are nearly.
-
-    Raises:
-        UsageError: so few or so many parameters make no such model.
+    """A model of Llama's kind with about so many parameters: 128 times as wide as it has layers, as common ones are
+    nearly. Raises UsageError if so few or so many parameters make no such model.
     """
     models = (_by_config(_llama(layers), "", "A Llama") for layers in range(1, _MOST_LAYERS))
     sized = [model for model in models if isinstance(model, ModelSize)]
@@ -189,9 +187,7 @@ def _from_hub(name: str) -> str:
 
 def _check_reachable(endpoint: str) -> None:
     """Connects to a hub once; its own client would try for half a minute; behind a proxy it is left to the client.
-
-    Raises:
-        OSError: the hub cannot be reached.
+    Raises OSError if the hub cannot be reached.
     """
     import socket
     from urllib.parse import urlsplit

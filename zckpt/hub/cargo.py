@@ -148,10 +148,8 @@ def _write_shard(plan: Plan, asked: Asked[object], directory: str, progress: Pro
 
 
 def cargo_of(prepared: PlannedConversion) -> Cargo:
-    """What a push of a planned conversion sends, with a README that is beside the checkpoint.
-
-    Raises:
-        UnsafeError: a small file holds an access token.
+    """What a push of a planned conversion sends, with a README that is beside the checkpoint. Raises UnsafeError if a
+    small file holds an access token.
     """
     home, named_path = prepared.opened.place.home, prepared.opened.place.named
     source = prepared.catalog.source.path

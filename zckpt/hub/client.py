@@ -61,10 +61,8 @@ class Hub:
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     def who(self) -> dict[str, Any]:
-        """The hub's answer to whoami: the token's owner, organizations and rights.
-
-        Raises:
-            AccessError: there is no token, or the hub does not know it.
+        """The hub's answer to whoami: the token's owner, organizations and rights. Raises AccessError if there is no
+        token, or the hub does not know it.
         """
         if not self.token:
             raise AccessError(
@@ -339,11 +337,7 @@ def in_large_pieces() -> Iterator[None]:
 
 
 def valid_name(repo_id: str) -> str:
-    """Returns the name of a repository.
-
-    Raises:
-        UsageError: no repository can have it.
-    """
+    """Returns the name of a repository. Raises UsageError if no repository can have it."""
     from huggingface_hub.utils import validate_repo_id
 
     try:

@@ -70,10 +70,8 @@ class Pipeline:
         return self._run([shard for shard in self._shards if shard.name in lost], {})
 
     def run(self) -> list[SentFile]:
-        """Makes and sends all shards; returns them in order, as they are at the hub then. None is left in the scratch directory.
-
-        Raises:
-            ZckptError: a shard could not be made or sent.
+        """Makes and sends all shards; returns them in order, as they are at the hub then. None is left in the scratch
+        directory. Raises ZckptError if a shard could not be made or sent.
         """
         journal = self._scratch.known
         known = [(s, sha256) for s in self._shards if (sha256 := journal.get(s.identity))] if journal else []

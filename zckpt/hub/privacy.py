@@ -53,10 +53,8 @@ def is_cleaned(name: str) -> bool:
 
 
 def check_secrets(name: str, data: bytes) -> None:
-    """Makes sure that a small file, of whatever kind, may be published.
-
-    Raises:
-        UnsafeError: it holds something that looks like an access token or a key.
+    """Makes sure that a small file, of whatever kind, may be published. Raises UnsafeError if it holds something that
+    looks like an access token or a key.
     """
     data = data.replace(b"\0", b"")  # of UTF-16, every second byte
     for what, pattern in _SECRETS.items():

@@ -15,10 +15,8 @@ MESSAGE = "Upload weights with zckpt"
 
 @dataclass(frozen=True, slots=True)
 class PageTarget:
-    """Where to push, and how: the arguments of the same names of `zckpt.push_to_hub`.
-
-    Attributes:
-        repo_id: as given; `checks.check` adds the owner where it is missing.
+    """Where to push, and how: the arguments of the same names of `zckpt.push_to_hub`. `repo_id`: as given;
+    `checks.check` adds the owner where it is missing.
     """
 
     repo_id: str

@@ -56,10 +56,8 @@ class WeightsOptions:
 
 
 class WeightsWriter:
-    """Writes weights as the options say, and remembers what went wrong.
-
-    Attributes:
-        failures: directory -> error, for those that could not be written or pushed.
+    """Writes weights as the options say, and remembers what went wrong. `failures`: directory -> error, for those that
+    could not be written or pushed.
     """
 
     def __init__(self, options: WeightsOptions) -> None:

@@ -54,10 +54,8 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class ContributionPart:
-    """`count` elements of a contribution, from element `first` of the rank's memory on.
-
-    Attributes:
-        runs: (byte offset, bytes) that they fill at their target.
+    """`count` elements of a contribution, from element `first` of the rank's memory on. `runs`: (byte offset, bytes)
+    that they fill at their target.
     """
 
     of: Contribution

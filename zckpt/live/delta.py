@@ -66,9 +66,7 @@ class HeldWeights:
     """The older version of weights, kept in host memory from one delta to the next; see `export_delta`.
 
     Each rank keeps the tensors that it encodes: together the ranks hold the weights once, in the dtype of the delta.
-
-    Args:
-        directory: the version before the first delta.
+    `directory`: the version before the first delta.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

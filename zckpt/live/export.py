@@ -249,10 +249,8 @@ def _plan_export(
 def _refuse_other_weights(out: str, names: Collection[str]) -> None:
     """Refuses a directory that would hold weights of two models: a loader takes one of them, or shards of both.
 
-    Weights that the directory's own zckpt.json lists, and files of the new names, are replaced instead.
-
-    Raises:
-        OutputError: there are other weights.
+    Weights that the directory's own zckpt.json lists, and files of the new names, are replaced instead. Raises
+    OutputError if there are other weights.
     """
     others = [name for name in replacement(LocalPath(out), names, merge=True).rivals if _WEIGHTS.fullmatch(name)]
     if others:
@@ -295,10 +293,8 @@ def _end(
     overflow: Overflow,
     dtype: DType | None,
 ) -> None:
-    """Rank 0 publishes if no rank failed, with the checksums of all ranks; every rank learns the result.
-
-    Raises:
-        ZckptError: the first rank's error, on every rank.
+    """Rank 0 publishes if no rank failed, with the checksums of all ranks; every rank learns the result. Raises
+    ZckptError if the first rank's error, on every rank.
     """
     together = world.fold(outcome, lambda one, later: attempt(lambda: Brought.and_of(*first_error([one, later]))))
 

@@ -174,10 +174,8 @@ def _run(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> set[str]:
 
 
 def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType]]) -> set[str]:
-    """Fills tensors of any device and strides piece by piece; many small pieces share one run of the engine.
-
-    Args:
-        wanted: entries, their tensors, and the dtypes that the elements have in the buffer.
+    """Fills tensors of any device and strides piece by piece; many small pieces share one run of the engine. `wanted`:
+    entries, their tensors, and the dtypes that the elements have in the buffer.
     """
     filling, leaving = _Buffer(), _Buffer()
     too_large: set[str] = set()
@@ -221,10 +219,8 @@ class _Buffer:
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def empty(self) -> set[str]:
-        """Reads what was added, as soon as the copies before have left, and begins to copy it to the tensors.
-
-        Returns:
-            The names of tensors in which numbers became infinite.
+        """Reads what was added, as soon as the copies before have left, and begins to copy it to the tensors. Returns
+        the names of tensors in which numbers became infinite.
         """
         self.wait()
         too_large = _run(self._pairs)

@@ -28,9 +28,7 @@ _SHARDED_PARAMETER = "_zckpt_sharded_parameter"  # set by `runtime.sharding` on 
 
 def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment, ...]]:
     """This process's part of a tensor, and which elements of the whole it has; the store stands for its dense memory.
-
-    Raises:
-        UnsupportedError: the tensor has a placement that zckpt does not know.
+    Raises UnsupportedError if the tensor has a placement that zckpt does not know.
     """
     with torch.no_grad():
         local = tensor.to_local().detach()
@@ -98,10 +96,8 @@ class WholeCopy(Protocol):
     weight: torch.Tensor
 
     def take_up(self) -> torch.Tensor | None:
-        """Takes what was written to the copy into this process's part.
-
-        Returns:
-            The copy's elements of that part, if they are, bit for bit, what the part's become in the copy's dtype.
+        """Takes what was written to the copy into this process's part. Returns the copy's elements of that part, if
+        they are, bit for bit, what the part's become in the copy's dtype.
         """
 
 

@@ -79,7 +79,7 @@ class SentToAddress:
 
 @dataclass(frozen=True, slots=True)
 class AddressRecord:
-    """What a run says of itself at the address that it writes to.
+    """The record that a run leaves at the address that it writes to.
 
     Attributes:
         job: fingerprint of everything that the output's bytes depend on.
@@ -145,11 +145,13 @@ class OutputAddress:
         self.record = self.own + RECORD
 
     def at(self, name: str) -> Location:
-        """Where one of the output's files is."""
+        """The place of one of the output's files."""
         return self._home / name
 
     def names(self) -> set[str]:
-        """Names of the files that exist: all in a directory; of one file, it and its manifest and record."""
+        """Names of the files that exist: all in a directory; for an output of one file, the file, its manifest and its
+        record.
+        """
         if self.single:
             names = (self.own, self.manifest, self.record, *([self.signature] if self._is_signed() else []))
             return {name for name in names if fsspec_io.kind(self.at(name).path) is not None}
@@ -178,11 +180,7 @@ class OutputAddress:
         return fsspec_io.mark(self.at(name).path)
 
     def read_record(self) -> AddressRecord | None:
-        """The record that is there, if there is one.
-
-        Raises:
-            OutputError: zckpt did not write it.
-        """
+        """The record at the address, or None. Raises OutputError if zckpt did not write it."""
         try:
             found = read_json(self.at(self.record), _MOST_RECORD_BYTES, "a record of a run")
         except NotACheckpointError:
@@ -209,7 +207,7 @@ class OutputAddress:
         return SentToAddress(file, self.mark(file.path))
 
     def has(self, sent: SentToAddress) -> bool:
-        """Whether a file is still what was sent: by its mark, or where that says nothing, by every byte."""
+        """Whether a file is still what was sent: by its mark, or where the store has no mark, by every byte."""
         try:
             if sent.mark and self.mark(sent.file.path) == sent.mark:
                 return True
@@ -266,7 +264,9 @@ def recover(place: OutputAddress, job: str) -> tuple[SentToAddress, ...]:
 
 
 def give_up(place: OutputAddress, record: AddressRecord, but: Collection[str] = ()) -> None:
-    """Removes what a run wrote, and puts back what it had deleted. Its record goes last, or stays while files do."""
+    """Removes what a run wrote, and puts back what it had deleted. The record is removed last, and stays while files
+    do.
+    """
     if record.state == "sealed":
         record = replace(record, state="staging", contents={}, heads=(), old=())
         place.write_record(record)  # from here on no run finishes it
@@ -321,7 +321,7 @@ def settle(place: OutputAddress, record: AddressRecord, complete: Callable[[], N
 
 
 def _is_missing(place: OutputAddress, sent: SentToAddress) -> bool:
-    """Whether a file that was sent is not there any more, in its size."""
+    """Whether a file that was sent is missing, or has another size."""
     try:
         return place.at(sent.file.path).size() != sent.file.nbytes
     except NotACheckpointError:
@@ -339,7 +339,7 @@ def _has_appeared(place: OutputAddress, record: AddressRecord) -> bool:
 
 
 def _rank(place: OutputAddress, name: str) -> int:
-    """Where a small file stands in the order of a commit: `config.json` late, the manifest last."""
+    """The position of a small file in the order of a commit: `config.json` late, the manifest last."""
     return {CONFIG: 1, place.manifest: 2}.get(name, 0)
 
 

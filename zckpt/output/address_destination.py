@@ -55,10 +55,8 @@ def check_address(out: Location, *, single: bool, overwrite: bool, merge: bool =
 def _files_to_replace(
     place: OutputAddress, there: Collection[str], new: Collection[str], *, overwrite: bool, merge: bool
 ) -> frozenset[str]:
-    """The files of the old output that are deleted or replaced: those that its `zckpt.json` lists.
-
-    Raises:
-        OutputError: the output exists and must not be replaced, or files that zckpt did not write are in the way.
+    """The files of the old output that are deleted or replaced: those that its `zckpt.json` lists. Raises OutputError
+    if the output exists and must not be replaced, or files that zckpt did not write are in the way.
     """
     there = {name for name in there if name != place.record}
     if there and not (overwrite or merge):
@@ -200,7 +198,7 @@ class AddressDestination:
         return file
 
     def seal(self, manifest: Manifest, source: FileSource) -> None:
-        """Writes the sealed record: what was sent, what is still to be written, and what is deleted after that."""
+        """Writes the sealed record: what was sent, what is still missing, and what is deleted after that."""
         place, old = self._place, self._old
         small = source.read_small(self.directory, manifest)
         wanted = {n: _rename_in_index(data, self._names) if n.endswith(INDEX) else data for n, data in small.items()}
@@ -296,7 +294,7 @@ def _taken_error(place: OutputAddress) -> InconsistentError:
 
 
 def _file_of(name: str, data: bytes) -> Finished:
-    """What is known of a small file."""
+    """The journal's facts of a small file."""
     return Finished(name, len(data), zlib.crc32(data))
 
 

@@ -96,11 +96,9 @@ def check_kind(out: Location, found: str | None, *, single: bool) -> None:
 def keep_apart(out: Location, protected: Iterable[Location]) -> None:
     """Refuses an output that would change the input.
 
-    An input is recognised by what it is, not by its name: see `storage.identity`. Files that an input has through links or mounts
-    lie elsewhere, and are its files all the same.
-
-    Raises:
-        OutputError: the output is one of the input's files or directories, is in one, or contains one.
+    An input is recognised by what it is, not by its name: see `storage.identity`. Files that an input has through links
+    or mounts lie elsewhere, and are its files all the same. Raises OutputError if the output is one of the input's
+    files or directories, is in one, or contains one.
     """
     for home in sorted(set(protected), key=str):
         inside = out.is_within(home)
@@ -126,10 +124,8 @@ def _not_apart(out: Location, home: Location, *, inside: bool) -> OutputError:
 
 
 def refuse_existing(path: str) -> None:
-    """Refuses a local output that exists; an empty directory or mount point is accepted.
-
-    Raises:
-        OutputError: it exists.
+    """Refuses a local output that exists; an empty directory or mount point is accepted. Raises OutputError if it
+    exists.
     """
     if os.path.isdir(path):
         if entries(path):
@@ -148,20 +144,14 @@ def exists(out: Location, *, is_directory: bool) -> OutputError:
 
 def check_space(out: Location, needed_bytes: int) -> None:
     """Checks before the first byte is written that the disk has room; bytes that an earlier run left count as free.
-
-    Raises:
-        OutputError: the disk has too little room.
+    Raises OutputError if the disk has too little room.
     """
     if not out.is_remote:
         check_free(os.path.dirname(directory_for(out.path)), needed_bytes - left_bytes(out.path), out.path)
 
 
 def check_free(place: str, needed_bytes: int, out: str) -> None:
-    """Checks that the file system of `place` has room for `out`.
-
-    Raises:
-        OutputError: there is too little.
-    """
+    """Checks that the file system of `place` has room for `out`. Raises OutputError if there is too little."""
     free = free_bytes(place)
     if free < needed_bytes:
         raise OutputError(

@@ -89,7 +89,7 @@ def _above(paths: Iterable[str]) -> set[str]:
 
 
 def _units(out: str, deleted: set[str], below: str = "") -> list[str]:
-    """These files as the fewest paths: a directory that holds no other file is one path."""
+    """The fewest paths that cover these files: a directory without other files is one path."""
     units: list[str] = []
     above = _above(deleted)
     for entry in os.listdir(os.path.join(out, below)):
@@ -106,12 +106,12 @@ def _units(out: str, deleted: set[str], below: str = "") -> list[str]:
 
 
 def _ends(root: str, directories: list[str]) -> list[str]:
-    """Directories that count as files: links, and those that are empty."""
+    """Directories that count as files: links, and empty directories."""
     return [name for name in directories if os.path.islink(p := os.path.join(root, name)) or not os.listdir(p)]
 
 
 def _entering(staged: str, out: str, leaving: set[str], below: str = "") -> list[str]:
-    """Paths to move into the output: a directory whole if the output has none of its name, or moves it away."""
+    """Paths that are moved into the output: a directory whole if the output has none of its name, or moves it away."""
     found: list[str] = []
     for entry in os.listdir(os.path.join(staged, below)):
         path = os.path.join(below, entry)
@@ -274,10 +274,8 @@ class Commit:
         _remove_empty(aside)
 
     def clean(self, *, durable: bool = False) -> None:
-        """Deletes the replaced files; call it when the new output has its name.
-
-        Args:
-            durable: whether the end of the seal is made durable: needed unless the work directory is removed next.
+        """Deletes the replaced files; call it when the new output has its name. `durable`: whether the end of the seal
+        is made durable: needed unless the work directory is removed next.
         """
         for displaced in (self._work.aside, self._work.files):
             if inode(displaced):

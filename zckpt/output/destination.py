@@ -49,20 +49,16 @@ class Destination(Protocol):
     ) -> None: ...
 
     def begin(self) -> Mapping[str, Finished]:
-        """Finds what an earlier run of this job left, whole, by name.
-
-        Raises:
-            OutputError: the output must not be written, or another run writes it.
+        """Finds what an earlier run of this job left, whole, by name. Raises OutputError if the output must not be
+        written, or another run writes it.
         """
 
     def keep(self, kept: Collection[str]) -> None:
         """Begins the work, and keeps these of the files that were left."""
 
     def take(self, source: FileSource, kept: Mapping[str, Finished]) -> dict[str, Finished]:
-        """Takes all files that are not kept, but small ones that are known only at the end.
-
-        Returns:
-            What is known of these and of those that are kept, by name.
+        """Takes all files that are not kept, but small ones that are known only at the end. Returns what is known of
+        these and of those that are kept, by name.
         """
 
     def seal(self, manifest: Manifest, source: FileSource) -> None:

@@ -33,10 +33,8 @@ def tree(directory: str) -> list[str]:
 
 
 def make_directories(path: str) -> list[str]:
-    """Makes a directory and its missing parents, and makes each new name durable.
-
-    Returns:
-        The directories that were missing, the innermost first.
+    """Makes a directory and its missing parents, and makes each new name durable. Returns the directories that were
+    missing, the innermost first.
     """
     missing: list[str] = []
     while not os.path.isdir(path):

@@ -47,10 +47,10 @@ INDEX = ".index.json"
 _BLOCK = 4 << 20
 
 Write = Callable[[bytes | memoryview], None]
-"""Sends the next bytes of a file."""
+"""A function that sends the next bytes of a file."""
 
 Moved = Callable[[int], None]
-"""Is told how many bytes more were read or written."""
+"""A function that is called with the number of bytes read or written since its last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class PlanFiles:
 
     @cached_property
     def _contents(self) -> dict[str, bytes]:
-        """Of what an address gets at the commit: files that are all in the plan, and copies."""
+        """What an address gets at the commit: files with all their bytes in the plan, and copies."""
         known = {name: _literal_bytes(name, part) for name, part in self._parts.items()}
         small = {name: data for name, data in known.items() if data is not None}
         return small | {name: file.read() for file, name in self._order.copies}
@@ -137,11 +137,11 @@ class PlanFiles:
         return fingerprint(order.plan, order.copies, *asked, self._options, state=facts_seen_by_all)
 
     def choose(self, directory: str, left: Mapping[str, Finished]) -> dict[str, Finished]:
-        """Those of the files that an earlier run left, whole, which need not be made again."""
+        """The earlier run's files that are whole and need not be made again."""
         return dict(left)
 
     def note(self, kept: Mapping[str, Finished]) -> tuple[str, ...]:
-        """What is said of the files that are kept."""
+        """The notes on files that are kept."""
         return _resume_note(len(kept), len(self.names), "conversion")
 
     def write(self, directory: str, kept: Mapping[str, Finished], record: Callable[[Finished], None]) -> None:
@@ -202,10 +202,8 @@ class PlanFiles:
         return FileStream(name, plan.bytes_written, send)
 
     def finish(self, directory: str, files: Mapping[str, Finished]) -> Manifest:
-        """Makes what is missing in the directory, given all files so far; without one, small files are left to `read_small`.
-
-        Raises:
-            CastError: numbers are too large for the dtype, and that is an error.
+        """Makes what is missing in the directory, given all files so far; without one, small files are left to
+        `read_small`. Raises CastError if numbers are too large for the dtype, and that is an error.
         """
         order = self._order
         overflows_of((file.overflows for file in files.values()), order.plan, order.overflow)
@@ -219,7 +217,7 @@ class PlanFiles:
     def report(
         self, files: Sequence[Finished], kept: Mapping[str, Finished], notes: tuple[str, ...], *, done: bool
     ) -> OutputReport:
-        """What is told of the output; `done`: whether an earlier run of the same job had made it."""
+        """The report on the output; `done`: whether an earlier run of the same job had made it."""
         order = self._order
         overflows = overflows_of((file.overflows for file in files), order.plan, order.overflow)
         paths = [*(output.path for output, _ in order.plan.files), *(name for _, name in order.copies)]
@@ -377,7 +375,7 @@ class MadeFiles:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Says of a system's error that the output cannot be written."""
+        """Turns a system's error into an OutputError."""
         try:
             yield
         except OSError as error:
@@ -394,13 +392,13 @@ FileSource = PlanFiles | MadeFiles
 
 
 class RunningSum:
-    """Adds up what is told of progress, and passes on the sum."""
+    """Adds up the progress of several sources, and passes on the sum."""
 
     def __init__(self, progress: Callable[[int], None] | None) -> None:
         self._progress, self._nbytes = progress, 0
 
     def __call__(self, nbytes: int) -> None:
-        """So many bytes more were read or written."""
+        """Adds `nbytes`, which were read or written."""
         self._nbytes += nbytes
         if self._progress is not None:
             self._progress(self._nbytes)

@@ -111,10 +111,8 @@ def read(path: str) -> JournalRecord:
 
 
 def _seal(facts: Mapping[str, Any], path: str) -> Seal:
-    """Checks a seal: a work directory made by an attacker must not move or delete files outside the output.
-
-    Raises:
-        OutputError: zckpt did not write the seal.
+    """Checks a seal: a work directory made by an attacker must not move or delete files outside the output. Raises
+    OutputError if zckpt did not write the seal.
     """
     try:
         seal = Seal(

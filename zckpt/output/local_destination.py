@@ -196,9 +196,7 @@ class LocalDestination:
 
     def _check(self, names: Collection[str]) -> Replacement | None:
         """What files of these names replace in an existing directory; None if there is no directory, or it is empty.
-
-        Raises:
-            OutputError: the output, or a file in it, must not be replaced.
+        Raises OutputError if the output, or a file in it, must not be replaced.
         """
         if not (self._overwrite or self._merge):
             refuse_existing(self.out)
@@ -278,10 +276,8 @@ class LocalDestination:
                 add_note(error, f"{files} kept in {self._work.path!r}. Run the same command again to resume.")
 
     def seal(self, facts: Manifest, source: FileSource | None = None) -> None:
-        """Writes the manifest, signs the output if the job asks for it, and writes the seal, durably.
-
-        Raises:
-            OutputError: the output must not be replaced, or cannot be written.
+        """Writes the manifest, signs the output if the job asks for it, and writes the seal, durably. Raises
+        OutputError if the output must not be replaced, or cannot be written.
         """
         changes = self._check(_files_in(self.directory))
         if changes is not None and changes.rivals:

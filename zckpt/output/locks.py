@@ -11,7 +11,7 @@ import os
 
 
 class HeldError(Exception):
-    """Another process holds the lock; the text names it if it is known."""
+    """Another process holds the lock; the text names the process if it is known."""
 
 
 def take(path: str) -> int:

@@ -30,13 +30,8 @@ _OTHERS = {
 
 
 def check_name(out: Location) -> None:
-    """Refuses an output with a name that asks for something that would not be written.
-
-    Args:
-        out: an output that becomes a directory.
-
-    Raises:
-        UsageError: the name is that of a file of another kind, a suffix spelled wrongly, or `-`.
+    """Refuses an output with a name that asks for something that would not be written. `out`: an output that becomes a
+    directory. Raises UsageError if the name is that of a file of another kind, a suffix spelled wrongly, or `-`.
     """
     if out.path == "-":
         raise UsageError(

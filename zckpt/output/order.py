@@ -207,7 +207,7 @@ def _states(plan: Plan) -> Callable[[Store], tuple[object, ...]]:
 
 
 def _stores(entry: TensorEntry | TensorPart) -> Iterator[Store]:
-    """The files, and the memory, that an entry's elements come from."""
+    """The files and memory that hold an entry's elements."""
     for fragment in entry.fragments:
         if isinstance(fragment.store, DerivedStore):
             for source in fragment.store.recipe.inputs:
@@ -217,7 +217,7 @@ def _stores(entry: TensorEntry | TensorPart) -> Iterator[Store]:
 
 
 def _state(store: Store, found: Mapping[str, fsspec_io.Status]) -> tuple[object, ...]:
-    """Of one file, or of memory; `found`: what stores say of files at addresses."""
+    """The facts of one file or memory; `found`: what stores say of files at addresses."""
     if isinstance(store, MemoryStore | ComputedStore):
         from hashlib import sha256
 

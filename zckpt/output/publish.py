@@ -140,7 +140,7 @@ def _check_signing(order: Order | FileOrder) -> None:
 
 
 def _has_interrupted_run(out: Location) -> bool:
-    """Whether a run was interrupted that may have moved the parts of one file; this run completes or withdraws that first."""
+    """Whether an interrupted run may have moved parts of one file; this run completes or withdraws that first."""
     if out.is_remote:
         from zckpt.output.address import OutputAddress
 

@@ -94,11 +94,7 @@ class SaveStaging:
         os.mkdir(self._work.files)
 
     def seal(self) -> None:
-        """Syncs the staged names and writes the seal, durably.
-
-        Raises:
-            OSError: the seal cannot be written.
-        """
+        """Syncs the staged names and writes the seal, durably. Raises OSError if the seal cannot be written."""
         staged = self._work.files
         sync_all((*tree(staged), self._work.path, self._directory))
         files = [Finished(name, os.path.getsize(os.path.join(staged, name)), 0) for name in sorted(os.listdir(staged))]
@@ -143,10 +139,8 @@ class SaveStaging:
         sync(self._directory)
 
     def remove(self, tags: Collection[str]) -> None:
-        """Deletes other saves: renames each away from its tag first, so that a tag never names half a save.
-
-        Raises:
-            OSError: a save cannot be renamed; saves that still have their tags are whole.
+        """Deletes other saves: renames each away from its tag first, so that a tag never names half a save. Raises
+        OSError if a save cannot be renamed; saves that still have their tags are whole.
         """
         if journal.read(self._work.journal).seal is not None:
             return  # this commit could not be cleaned: the next save does that first
@@ -164,7 +158,7 @@ class SaveStaging:
 
 
 def finish_others(directory: str, is_ours: Callable[[str], bool], but: str = "") -> None:
-    """Finishes the commits of killed runs; skips work directories that are in use or that zckpt did not make."""
+    """Finishes the commits of killed runs; skips work directories that are in use or that zckpt did not create."""
     for path in _work_on_saves(directory):
         if path != but:
             with contextlib.suppress(OSError):
@@ -172,10 +166,8 @@ def finish_others(directory: str, is_ours: Callable[[str], bool], but: str = "")
 
 
 def finish(path: str, directory: str, is_ours: Callable[[str], bool]) -> None:
-    """Finishes the commit in a work directory if its run has ended, and removes the directory.
-
-    Raises:
-        OSError: another run uses it, or a step failed.
+    """Finishes the commit in a work directory if its run has ended, and removes the directory. Raises OSError if
+    another run uses it, or a step failed.
     """
     record = journal.read(os.path.join(path, "journal"))
     work = WorkDirectory(os.path.join(directory, record.job or "none"), path)

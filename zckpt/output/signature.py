@@ -51,7 +51,7 @@ class Signer:
     key: Any = field(repr=False)
 
     def bundle(self, name: str, digests: Mapping[str, str], provenance: Mapping[str, object]) -> bytes:
-        """Path of the signature's file.
+        """The signature's file.
 
         Args:
             name: of the output's directory.
@@ -167,7 +167,7 @@ def sha256_of(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Signing:
-    """That an output gets a signature.
+    """An order to sign an output.
 
     Attributes:
         signer: the key.
@@ -194,7 +194,7 @@ class Signing:
         return self.bundle(name, digests, manifest, single=single)
 
     def bundle(self, name: str, digests: Mapping[str, str], manifest: str, *, single: bool = False) -> bytes:
-        """Path of the signature's file.
+        """The signature's file.
 
         Args:
             name: of the output.

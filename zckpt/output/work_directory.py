@@ -58,10 +58,8 @@ class WorkDirectory:
         return os.path.join(self.path, "journal")
 
     def take(self) -> None:
-        """Makes the directory, or takes it over.
-
-        Raises:
-            OutputError: another run uses it, or it belongs to another user.
+        """Makes the directory, or takes it over. Raises OutputError if another run uses it, or it belongs to another
+        user.
         """
         while self._lock < 0:
             try:
@@ -123,12 +121,7 @@ class WorkDirectory:
 
 def _make_or_check(path: str) -> bool:
     """Makes the directory, or checks that an existing one belongs to this user: another user could put links in it.
-
-    Returns:
-        Whether it was made.
-
-    Raises:
-        OutputError: it belongs to another user, or is not a directory.
+    Returns whether it was made. Raises OutputError if it belongs to another user, or is not a directory.
     """
     try:
         os.mkdir(path, 0o700)

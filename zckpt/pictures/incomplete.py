@@ -48,10 +48,8 @@ class Incomplete:
 
 
 def incomplete(inspection: Inspection) -> Incomplete | None:
-    """The catalog of a save that has lost files; None where the others do not say what these held.
-
-    Args:
-        inspection: of the save; without a catalog.
+    """The catalog of a save that has lost files; None where the others do not say what these held. `inspection`: of the
+    save; without a catalog.
     """
     unseen = {tensor: name for name, tensors in inspection.lost.items() for tensor in tensors}
     for listing in _attempts(inspection.place.listing, inspection.grid, inspection.lost):

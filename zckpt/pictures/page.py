@@ -114,10 +114,8 @@ def write_page(path: str, content: str) -> None:
 
 
 def check_place(path: str) -> None:
-    """Refuses a name for a page under which there is something else, before the work on the page begins.
-
-    Raises:
-        OutputError: there is, or there is no directory for it.
+    """Refuses a name for a page under which there is something else, before the work on the page begins. Raises
+    OutputError if there is, or there is no directory for it.
     """
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):

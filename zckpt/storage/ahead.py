@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 _MOST = 2 * THREADS
-"""Files that are open ahead, at most; each is its first and its last block in memory."""
+"""The most files that are open ahead; each has its first and its last block in memory."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -39,7 +39,7 @@ class OpenAhead:
         self._pool: ThreadPoolExecutor | None = None
 
     def where(self, name: str) -> Location:
-        """Where a file is, to be opened once: its first and last bytes may be at hand.
+        """The place of a file that is opened once: its first and last bytes may be in memory.
 
         The second file of a series that is asked for has the next ones of it opened.
         """
@@ -58,7 +58,7 @@ class OpenAhead:
         return location if begun is None else _Begun(location.path, begun)
 
     def beforehand(self, name: str) -> Location:
-        """Where a file is that is looked into now, and opened later: it is asked for once."""
+        """The place of a file that is read now and opened again later: it is requested once."""
         location = self._files[name]
         if not location.is_remote or name in self._asked:
             return location

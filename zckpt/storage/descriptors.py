@@ -140,7 +140,7 @@ def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
 
 
 _AHEAD_BYTES = 512 << 10
-"""Linux cuts a longer wish to the size of one request."""
+"""The size of one request; Linux cuts longer ones to it."""
 
 
 def will_need(fd: int, offset: int, nbytes: int) -> None:
@@ -151,11 +151,7 @@ def will_need(fd: int, offset: int, nbytes: int) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Writes all of it at a byte offset.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes all of it at a byte offset. Raises OSError if it cannot be written."""
     while data:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done

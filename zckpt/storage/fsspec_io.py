@@ -67,7 +67,7 @@ Block = Union[bytes, "mmap.mmap"]
 """Bytes of a file; a slice of them is bytes."""
 
 _FORBIDDEN = {"PermissionError", "PermissionDeniedError", "UnauthenticatedError"}
-"""Names of the exceptions that backends raise if they may not."""
+"""Names of the exceptions that backends raise without permission."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -82,17 +82,17 @@ class Range(NamedTuple):
 
 
 class Status(NamedTuple):
-    """A file's size in bytes, and its identity in the form of `FileStore.identity`, which changes when it is written again."""
+    """A file's size in bytes, and its identity in the form of `FileStore.identity`, which changes when the file is
+    written again.
+    """
 
     size: int
     identity: tuple[int, int, int]
 
 
 def filesystem(address: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it: fsspec's, or `object_store`'s where that may be asked.
-
-    Raises:
-        UsageError: fsspec or the backend is not installed, or there is no such kind of address.
+    """The file system of an address, and the path in it: fsspec's, or `object_store`'s where that may be asked. Raises
+    UsageError if fsspec or the backend is not installed, or there is no such kind of address.
     """
     if (found := find_store(address)) is not None:
         return found
@@ -118,7 +118,7 @@ def filesystem(address: str) -> tuple[Any, str]:
 
 
 def _options(address: str) -> dict[str, Any]:
-    """What the file system of an address is made with, beside fsspec's own configuration: connections for all requests."""
+    """Options for the file system of an address, beside fsspec's own configuration: connections for all requests."""
     kind = address.partition("://")[0].lower()
     if kind not in ("s3", "s3a"):
         return {}
@@ -174,7 +174,7 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
 
 
 def token_source() -> str:
-    """Where the hub's client has its token from."""
+    """The place where the hub's client has its token from."""
     import os
 
     return next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), "`hf auth login`")
@@ -289,10 +289,8 @@ def _digest(found: dict[str, Any]) -> int:
 
 
 def mark(address: str) -> str:
-    """A text that changes when a file is written again; "" if the store knows only its size.
-
-    Raises:
-        NotACheckpointError: there is no such file.
+    """A text that changes when a file is written again; "" if the store knows only its size. Raises NotACheckpointError
+    if there is no such file.
     """
     found = _facts(address)
     return f"{_digest(found):014x}" if any(found.get(name) for name in _NAMING) else ""
@@ -375,7 +373,7 @@ class Fetch:
         return [(self._blocks[place], self._merged[place].start) for place in places]
 
     def cancel(self) -> None:
-        """Asks for nothing more."""
+        """Cancels all requests that have not begun."""
         for one in self._asked:
             one.cancel()
 
@@ -438,10 +436,8 @@ def _one(fs: Any, path: str, start: int, stop: int) -> bytes | memoryview:
 
 
 def patiently(address: str, attempt: Callable[[], T]) -> T:
-    """Calls `attempt`, which may be done twice, and tries again after a `RemoteError`, with growing pauses.
-
-    Raises:
-        RemoteError: every attempt failed.
+    """Calls `attempt`, which may be done twice, and tries again after a `RemoteError`, with growing pauses. Raises
+    RemoteError if every attempt failed.
     """
     for number in range(_TRIES):
         try:

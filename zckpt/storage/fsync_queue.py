@@ -69,10 +69,8 @@ class Syncing(Generic[T]):
             os.close(fd)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Reports files that are durable, and with `wait` waits for the others.
-
-        Raises:
-            OSError: a file could not be written; later files are not reported.
+        """Reports files that are durable, and with `wait` waits for the others. Raises OSError if a file could not be
+        written; later files are not reported.
         """
         while self._pending and (wait or self._pending[0][1].done()):
             self._next()

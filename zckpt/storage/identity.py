@@ -54,7 +54,7 @@ def _unescape(path: bytes) -> str:
 
 
 _DISTANT = re.compile(r"nfs4?|cifs|smb[23]|smbfs|lustre|ceph|9p|virtiofs|beegfs|gpfs|afs|pvfs2|wekafs|fuse(\..*)?")
-"""Kinds of file systems that have their bytes from other machines, or through a program that may fetch them there."""
+"""Kinds of file systems that hold their bytes on other machines, or reach them through a program."""
 
 
 def is_distant(path: str) -> bool:
@@ -71,7 +71,7 @@ def is_mount(path: str) -> bool:
 
 
 def inode_of(path: str) -> tuple[int, int] | None:
-    """The device and inode of what a path leads to; None where there is nothing, or a file system that has no inodes."""
+    """The device and inode of what a path leads to; None if that is nothing, or is on a file system without inodes."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -108,7 +108,7 @@ def is_within(path: str, directory: str) -> bool:
 
 
 def _is_mounted_from(inner: str, outer: str, table: list[Mount]) -> bool:
-    """Whether the file system has `inner` in `outer`; see [Note: a part that is mounted alone]."""
+    """Whether `inner` lies in `outer` in the file system; see [Note: a part that is mounted alone]."""
     (device, place), (other, top) = place_in_file_system(inner, table), place_in_file_system(outer, table)
     if device != other or not is_below(place, top):
         return False
@@ -175,7 +175,7 @@ def leads_out_of(path: str, *trees: str) -> bool:
 
 
 def parts_elsewhere(directory: str) -> list[str]:
-    """What is seen in a directory and lies elsewhere: links in it to files, and whatever is mounted below it."""
+    """The paths in a directory that lie elsewhere: links to files, and whatever is mounted below it."""
     real = os.path.realpath(directory)
     found = [mount.point for mount in mounts() if mount.point != real and is_below(mount.point, real)]
     try:
@@ -187,7 +187,7 @@ def parts_elsewhere(directory: str) -> list[str]:
 
 
 def other_name_of(file: str, directory: str) -> str:
-    """A file in a directory that is `file` under another name, such as a hard link; empty if there is none."""
+    """The path of a file in a directory that is `file` under another name, such as a hard link; empty if there is none."""
     wanted = inode_of(file)
     try:
         with os.scandir(directory) as entries:

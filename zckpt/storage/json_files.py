@@ -48,9 +48,7 @@ def read_json(path: str | os.PathLike[str], most_bytes: int, what: str) -> Any:
 
 def check_size(data: bytes, path: str, what: str) -> None:
     """Refuses a JSON document that would need too much memory: its lists, dicts, their items and the text itself.
-
-    Raises:
-        UnsupportedError: it would.
+    Raises UnsupportedError if it would.
     """
     needed = (2 if data.isascii() else 6) * len(data)
     needed += 48 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{") + 40 * data.count(b":")

@@ -30,7 +30,7 @@ _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs", "
 
 _WITHOUT_HOST = ("memory", "hf")
 _OPENED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-"""What a shell has opened for the command: a pipe there is meant."""
+"""Paths that a shell has opened for the command; a pipe is allowed there."""
 
 
 class OpenFile(Protocol):
@@ -94,7 +94,7 @@ class Location(os.PathLike[str]):
     @property
     @abstractmethod
     def parent(self) -> Location:
-        """The directory that it is in; the top of an address is its own parent."""
+        """The directory that contains it; the top of an address is its own parent."""
 
     @abstractmethod
     def absolute(self) -> Location:
@@ -106,7 +106,7 @@ class Location(os.PathLike[str]):
 
     @abstractmethod
     def refreshed(self) -> Location:
-        """The same location; for an address, drops everything cached about it."""
+        """The same location; an address drops everything cached about it."""
 
     @abstractmethod
     def is_file(self) -> bool:
@@ -146,11 +146,7 @@ class Location(os.PathLike[str]):
 
     @abstractmethod
     def open(self) -> OpenFile:
-        """Opens a regular file.
-
-        Raises:
-            NotACheckpointError: it is missing, cannot be read, or is not a file.
-        """
+        """Opens a regular file. Raises NotACheckpointError if it is missing, cannot be read, or is not a file."""
 
     @abstractmethod
     def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from http.client import HTTPConnection
 
 _STALLS = "30s"
-"""A request that moves no byte for so long has failed."""
+"""The time after which a request that moves no byte has failed."""
 
 _OTHERS_SETTINGS = re.compile(r"FSSPEC_(S3|S3A)(_.*)?|FSSPEC_CONFIG_DIR")
 """Names of variables in the environment that say what obstore would not know."""
@@ -42,10 +42,8 @@ class ObjectStore:
     protocol: str = "s3"
 
     def info(self, path: str) -> dict[str, Any]:
-        """Facts of a file, or of what is a directory because files lie under it.
-
-        Raises:
-            FileNotFoundError: it is neither.
+        """Facts of a file, or of what is a directory because files lie under it. Raises FileNotFoundError if it is
+        neither.
         """
         import obstore
 
@@ -91,7 +89,7 @@ class ObjectStore:
         obstore.delete(self.store, self._key(path))
 
     def open_parts(self, path: str, part_bytes: int, parts: int) -> Any:
-        """A writer of obstore's, which sends so many parts of a file at a time.
+        """Opens obstore's writer, which sends `parts` parts of a file at a time.
 
         The file appears when it is closed; the store forgets all parts where its `with` block ends by an error.
         """

@@ -13,7 +13,7 @@ WORK = ".zckpt"
 """The work directory's name if it is in the output."""
 
 _USUAL = compile_late(rf"{re.escape(WORK)}(-.*)?|lost\+found")
-"""Names in a mount point that are not data of a user."""
+"""Names in a mount point that are not a user's data."""
 
 
 def resolve_output(out: str) -> str:
@@ -23,24 +23,26 @@ def resolve_output(out: str) -> str:
 
 
 def keeps_its_name(out: str) -> bool:
-    """Whether OUT is a directory that cannot be renamed: a mount point, or in a directory that this user cannot write."""
+    """Whether OUT is a directory that cannot be renamed: a mount point, or a directory within one that this user cannot
+    write.
+    """
     out = resolve_output(out)
     return os.path.isdir(out) and (is_mount(out) or not os.access(os.path.dirname(out), os.W_OK | os.X_OK))
 
 
 def directory_for(out: str) -> str:
-    """The work directory of an output: on the same file system, so that files can be renamed into the output."""
+    """The work directory of an output, on the same file system, so that files can be renamed into the output."""
     return inside(out) if keeps_its_name(out) else beside(out)
 
 
 def beside(out: str) -> str:
-    """The work directory beside an output."""
+    """A work directory beside the output."""
     parent, name = os.path.split(resolve_output(out))
     return os.path.join(parent, f".{name}{WORK}")
 
 
 def inside(out: str) -> str:
-    """The work directory in an output that cannot be renamed."""
+    """A work directory inside an output that cannot be renamed."""
     return os.path.join(resolve_output(out), WORK)
 
 
@@ -62,7 +64,9 @@ def rendezvous_for(out: str, job: str) -> str:
 
 
 def remove_rendezvous(out: str, but: str = "") -> None:
-    """Removes such directories of earlier runs, except `but`; only the process with the output's lock may call it."""
+    """Removes the rendezvous directories of earlier runs, except `but`; only the process with the output's lock may
+    call it.
+    """
     parent, name = os.path.split(rendezvous_for(out, ""))
     for entry in os.listdir(parent):
         path = os.path.join(parent, entry)

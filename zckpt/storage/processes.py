@@ -32,7 +32,9 @@ class Process:
         return f"{self.boot}-{self.space}-{self.number}-{self.started}"
 
     def is_dead(self) -> bool:
-        """Whether it has ended; False also for processes of other machines and containers, for which this is not known."""
+        """Whether the process has ended; False also for one on another machine or in another container, for which this
+        is not known.
+        """
         if (self.boot, self.space) != (_boot(), _space()) or "0" in (self.boot, self.space):
             return False
         return _start_time(self.number) not in (self.started, "0")
@@ -43,7 +45,7 @@ NAME = compile_late(r"([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
 
 
 def this_process() -> Process:
-    """Identifies the process that calls."""
+    """Identifies the calling process."""
     return Process(_boot(), _space(), os.getpid(), _start_time(os.getpid()) or "0")
 
 

@@ -15,10 +15,8 @@ from zckpt.storage.location import Location, OpenFile
 
 @dataclass(frozen=True, repr=False)
 class StandIn(Location):
-    """The place of a file with the bytes of `fellow`. Its stores name `path`, so that reading elements from them fails.
-
-    Attributes:
-        fellow: a file that is there.
+    """A missing file with the headers of `fellow`. Its stores name `path`, so reading elements from them fails.
+    `fellow`: a file that is there.
     """
 
     fellow: Location

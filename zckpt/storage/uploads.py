@@ -20,10 +20,10 @@ PART_BYTES = 16 << 20
 """Bytes of a part of a multi-part upload; files above about 150 GB have larger parts."""
 
 LEAST_PART_BYTES = 5 << 20
-"""The least that S3 takes for a part that is not the last: where several parts are sent at a time, the smallest are best."""
+"""The smallest part that S3 takes unless it is the last one; small parts are best where several are sent at a time."""
 
 SENT_BYTES = 150 << 20
-"""Bytes of parts that are sent at a time, where `object_store` sends them."""
+"""The bytes of all parts that `object_store` sends at a time."""
 
 _MOST_PARTS = 9_000
 _RENAMING = {"sftp", "ssh", "ftp", "smb", "webdav", "dav", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs", "ofs"}

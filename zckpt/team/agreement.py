@@ -46,10 +46,8 @@ def agree(team: Team, job: str, out: str) -> None:
 
 
 def refuse_several(out: object) -> None:
-    """Refuses an output at an address to several processes, which would each write all of it.
-
-    Raises:
-        UsageError: there are several.
+    """Refuses an output at an address to several processes, which would each write all of it. Raises UsageError if
+    there are several.
     """
     mine = here()
     if mine.size > 1:

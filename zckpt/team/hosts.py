@@ -61,10 +61,8 @@ def read_hostfile(path: str) -> Hosts:
 
 
 def read_choice(text: str) -> Hosts:
-    """What --include or --exclude names: `NAME[:SLOT,...]@...`; no slots stand for all of a machine.
-
-    Raises:
-        UsageError: it has another form.
+    """What --include or --exclude names: `NAME[:SLOT,...]@...`; no slots stand for all of a machine. Raises UsageError
+    if it has another form.
     """
     chosen: Hosts = {}
     for part in filter(None, text.split("@")):
@@ -78,10 +76,8 @@ def read_choice(text: str) -> Hosts:
 
 
 def choose(hosts: Hosts, include: str, exclude: str) -> Hosts:
-    """The machines and slots that are used, in the order of the hostfile.
-
-    Raises:
-        UsageError: a choice names a machine or a slot that is not there, or none is left.
+    """The machines and slots that are used, in the order of the hostfile. Raises UsageError if a choice names a machine
+    or a slot that is not there, or none is left.
     """
     chosen = read_choice(include or exclude)
     option = "--include" if include else "--exclude"

@@ -188,11 +188,7 @@ def _first_line(error: Exception) -> str:
 
 
 class DirectoryRendezvous:
-    """Notes as files of a directory that all processes see and nobody else may open.
-
-    Args:
-        path: of the directory.
-    """
+    """Notes as files of a directory that all processes see and nobody else may open. `path`: of the directory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -246,11 +242,7 @@ class DirectoryRendezvous:
         return os.path.join(self.path, key.replace("/", "."))
 
     def _is_ours(self) -> bool:
-        """Says whether the directory exists.
-
-        Raises:
-            OutputError: it is not a directory, or another user's.
-        """
+        """Says whether the directory exists. Raises OutputError if it is not a directory, or another user's."""
         try:
             stat = os.lstat(self.path)
         except FileNotFoundError:

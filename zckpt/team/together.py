@@ -64,10 +64,8 @@ class Launched:
 def detect_launcher(environ: Mapping[str, str]) -> Launched:
     """What torchrun or srun says; one process alone where neither does.
 
-    A SLURM batch script is not a step of its job, so a `zckpt` that it runs without srun is alone.
-
-    Raises:
-        UsageError: it makes no sense.
+    A SLURM batch script is not a step of its job, so a `zckpt` that it runs without srun is alone. Raises UsageError if
+    it makes no sense.
     """
     if all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         size, rank = "WORLD_SIZE", "RANK"
@@ -119,11 +117,7 @@ def speaks() -> bool:
 
 
 def team(out: str) -> Team:
-    """The processes that write an output, to be used as a context manager.
-
-    Args:
-        out: the output's path.
-    """
+    """The processes that write an output, to be used as a context manager. `out`: the output's path."""
     mine = here()
     if mine.size == 1:
         return Team(0, 1)
@@ -330,13 +324,8 @@ class Team:
     # ---- talking ------------------------------------------------------------------------------------------------------
 
     def meet(self, word: Any = None) -> list[Any]:
-        """Everybody says a word, as JSON has it, and hears everybody's; waits as long as all are alive.
-
-        Returns:
-            The words, by rank.
-
-        Raises:
-            ZckptError: see `check_alive`.
+        """Everybody says a word, as JSON has it, and hears everybody's; waits as long as all are alive. Returns the
+        words, by rank. Raises ZckptError if see `check_alive`.
         """
         return [word] if self._meetings is None else self._meetings.meet("zckpt", word, within_s=None)
 

@@ -31,11 +31,7 @@ class KeepRules:
     incomplete: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
-
-        Raises:
-            UsageError: there is no rule, or one keeps nothing.
-        """
+        """Checks the numbers. Raises UsageError if there is no rule, or one keeps nothing."""
         if self.last is None and self.every is None and not self.best:
             raise UsageError(
                 "no rule says which saves stay", expected="--keep-last, --keep-every or --keep-best",

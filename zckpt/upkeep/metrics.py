@@ -43,10 +43,8 @@ class Metric:
 
 
 def metric_of(text: str) -> Metric:
-    """A metric as a user gives it: `eval_loss`, `accuracy`, `score:min`.
-
-    Raises:
-        UsageError: it has no name, or another word than min and max behind it.
+    """A metric as a user gives it: `eval_loss`, `accuracy`, `score:min`. Raises UsageError if it has no name, or
+    another word than min and max behind it.
     """
     name, colon, way = text.partition(":")
     if not name or (colon and way not in ("min", "max")):
@@ -58,10 +56,8 @@ def metric_of(text: str) -> Metric:
 
 
 def values_of(saves: Iterable[RunSave], metric: Metric) -> dict[str, float]:
-    """Name of a save -> value of the metric, of saves that have one that is a number.
-
-    Raises:
-        UsageError: none has; says which metrics there are.
+    """Name of a save -> value of the metric, of saves that have one that is a number. Raises UsageError if none has;
+    says which metrics there are.
     """
     saves = list(saves)
     states = {save.name: state for save in saves if (state := _state(save.path)) is not None}

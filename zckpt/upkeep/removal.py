@@ -93,10 +93,8 @@ def remove(
 
 
 def _move_away(path: str, aside: str) -> bool:
-    """Renames a save away; False if it is gone, as the run itself deletes saves too.
-
-    Raises:
-        OutputError: it cannot be renamed, or is a link now.
+    """Renames a save away; False if it is gone, as the run itself deletes saves too. Raises OutputError if it cannot be
+    renamed, or is a link now.
     """
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
@@ -118,10 +116,8 @@ def _move_away(path: str, aside: str) -> bool:
 
 
 def _delete(path: str) -> None:
-    """Deletes a directory of the work directory; links in it are removed, not followed.
-
-    Raises:
-        OutputError: something in it cannot be deleted.
+    """Deletes a directory of the work directory; links in it are removed, not followed. Raises OutputError if something
+    in it cannot be deleted.
     """
     if not os.path.lexists(path):
         return
