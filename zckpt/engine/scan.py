@@ -50,7 +50,7 @@ class ScanReport:
     bytes_read: int = 0
 
     def of(self, number: int) -> Statistics:
-        """The statistics of a tensor; zeros for one of which nothing was read."""
+        """The statistics of a tensor; zeros for one that nothing was read of."""
         return self.statistics.get(number, Statistics())
 
 

@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     gguf.FAMILY,
     plain.FAMILY,
 )
-"""In the order in which they are asked: the first that knows the files reads them.
+"""The families in the order in which they are asked; the first that knows the files reads them.
 
 The first four have the same files, each is a special case of those after it, and `zero` would take all of their saves. `plain`
 takes any single file, so it is last.
@@ -70,10 +70,8 @@ _admitted: set[Extension] = set()
 def admit(names: Collection[str]) -> None:
     """Adds families of other packages that have files of these names, before those here that take any file.
 
-    Nothing is imported where a family here knows the names: it reads them then.
-
-    Raises:
-        UnsupportedError: such a package does not work.
+    Nothing is imported where a family here knows the names: it reads them then. Raises UnsupportedError if such a
+    package does not work.
     """
     global FAMILIES
     for one in extensions("zckpt.layouts"):
@@ -101,7 +99,7 @@ def is_save(names: Sequence[str]) -> bool:
 
 
 def family_of(listing: Listing) -> Family:
-    """The first family that knows the files; it may have to open some.
+    """The first family that knows the files; some families have to open a file to know.
 
     Raises:
         NotACheckpointError: there is none; lists why not.

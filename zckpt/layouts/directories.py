@@ -28,7 +28,7 @@ from zckpt.storage.location import Location, locate
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One save, found.
+    """A save that was found.
 
     Attributes:
         listing: its files.
@@ -64,17 +64,17 @@ class Look(NamedTuple):
 
     @property
     def path(self) -> Location:
-        """Path of the directory."""
+        """The path of the directory."""
         return self.folder.path
 
     @property
     def names(self) -> Sequence[str]:
-        """Of what is in it, in natural order."""
+        """The names in the directory, in natural order."""
         return self.folder.names
 
 
 def as_save(look: Look) -> Place | None:
-    """A save itself: a tag directory beside others, or one that has no tag."""
+    """The directory as a save itself: a tag directory beside others, or a save without tags."""
     family = next(filter(None, (_family_in(look, family) for family in layouts.FAMILIES)), None)
     if family is None:
         return None
@@ -103,7 +103,9 @@ def _family_in(look: Look, family: Family) -> Family | None:
 
 
 def as_accelerate(look: Look) -> Place | None:
-    """What accelerate's `save_state` leaves of an FSDP run: models and optimizers in directories of their own."""
+    """The directory as the output of accelerate's `save_state` for an FSDP run: models and optimizers in directories of
+    their own.
+    """
     models = look.folder.directories(trainers.FSDP_MODEL)
     name = look.tag or next(iter(models), "")
     inner = look.folder.inside(name) if name in models else None
@@ -115,7 +117,7 @@ def as_accelerate(look: Look) -> Place | None:
 
 
 def as_role(look: Look) -> Place | None:
-    """A step of a run with a directory for each of its models: the first of `trainers.ROLES`, or `--tag`."""
+    """The directory as a step of a run with one directory for each model: the first of `trainers.ROLES`, or `--tag`."""
     roles = _roles_in(look.folder)
     name = look.tag or next(iter(roles), "")
     if name not in roles:
@@ -128,7 +130,7 @@ def as_role(look: Look) -> Place | None:
 
 
 def _roles_in(folder: Folder) -> list[str]:
-    """The directories of a step's models that are a save, or hold one as verl's do that Megatron-Core wrote."""
+    """The directories of a step's models that are a save, or hold one that Megatron-Core wrote, as verl's do."""
     found: list[str] = []
     for name in trainers.ROLES:
         inner = folder.inside(name) if name in folder.names else None
@@ -139,7 +141,7 @@ def _roles_in(folder: Folder) -> list[str]:
 
 
 def as_run(look: Look) -> Place | None:
-    """The directory of a run of verl or Megatron: the step that a file names, or the newest one.
+    """The directory as a run of verl or Megatron: the step that a file names, or the newest one.
 
     Megatron-DeepSpeed writes such a file beside `latest`, which is then what counts.
     """
@@ -172,7 +174,7 @@ def as_run(look: Look) -> Place | None:
 
 
 def as_home(look: Look) -> Place | None:
-    """The directory that holds tags: one is wanted, or named by `latest`, or the only or the last one."""
+    """The directory that holds tags: the tag asked for, the one that `latest` names, the only one, or the last one."""
     path, tags = look.path, tags_in(look.folder, look.also)
     pointer = pointer_in(look.names)
     if look.tag is None and pointer is None and not tags:
@@ -247,7 +249,7 @@ def name_weights(folder: Folder) -> str | None:
 
 
 def as_by_trainer(look: Look) -> Place | None:
-    """A run of Lightning or Composer, or the directory of its saves: the newest, or `--tag`."""
+    """The directory as a run of Lightning or Composer, or as the directory of its saves: the newest, or `--tag`."""
     if name := trainers.folder_of(look.names):
         inner = look.folder.inside(name)
         return look.enter(look, name, look.tag) if inner is not None and has_saves(inner.path) else None
@@ -271,7 +273,7 @@ def as_by_trainer(look: Look) -> Place | None:
 
 
 def as_wanted(look: Look) -> Place | None:
-    """One of several saves in a directory or of a trainer's folders, by `--tag`."""
+    """The save among several, or among a trainer's folders, that `--tag` names."""
     if look.tag is None:
         return None
     if held := trainers.folder_with(look.path, look.folder.directories(trainers.FOLDER), look.tag):
@@ -280,7 +282,7 @@ def as_wanted(look: Look) -> Place | None:
 
 
 def as_several(look: Look) -> Place | None:
-    """Saves with files in one directory, each under names of its own: the last one, or `--tag`."""
+    """The directory as several saves with files under names of their own: the last one, or `--tag`."""
     from zckpt.layouts.save.apart import last_of, one_of, saves_in
 
     for family in layouts.FAMILIES:
@@ -309,12 +311,12 @@ def listing_of(folder: Folder, tag: str, also: Sequence[Folder]) -> Listing:
 
 
 def laid_over(look: Look, tag: str) -> list[Folder]:
-    """Further roots: each may be the checkpoint's directory on another disk, or its tag directory."""
+    """Further roots of the checkpoint: each is its directory, or its tag directory, on another disk."""
     return [root.inside(tag) or root for root in look.also]
 
 
 def _are_steps(folder: Folder, tags: Sequence[str]) -> bool:
-    """Whether tags are saves of families without `latest`, and moments of a run (`step-100`, `step-200`)."""
+    """Whether the tags are steps of one run (`step-100`, `step-200`), in families without `latest`."""
     from zckpt.layouts.save.series import meaning_of
 
     untagged = [family for family in layouts.FAMILIES if not family.tagged and not family.fallback]
@@ -324,7 +326,9 @@ def _are_steps(folder: Folder, tags: Sequence[str]) -> bool:
 
 
 def _pointer_of(folder: Folder, tags: Sequence[str]) -> str:
-    """The file that would name the newest of some saves, by what they look like; empty where their trainer writes none."""
+    """The name of the file that names the newest of some saves, by what they look like; empty where their trainer
+    writes none.
+    """
     if all(OF_MEGATRON.fullmatch(tag) for tag in tags):
         return TRACKER
     saves = [save for tag in tags if (save := folder.inside(tag)) is not None]

@@ -22,7 +22,7 @@ _MOST_COMPARED = 10_000
 
 
 def missing_error(path: Location) -> NotACheckpointError:
-    """An error for a path that leads to no file and no directory; its remedy names what is near."""
+    """The error for a path that leads to nothing; its remedy names what is near."""
     if not path.is_remote and (path.path == "-" or _is_pipe(path.path)):
         return NotACheckpointError(
             "is a pipe or a device, and weights cannot be read from one", file=path,
@@ -47,7 +47,7 @@ def missing_error(path: Location) -> NotACheckpointError:
 
 
 def tag_meant(tag: str, tags: Sequence[str]) -> str:
-    """The remedy for a tag that is none of these."""
+    """The remedy for a tag that does not exist."""
     near = _nearest(tag, tags)
     return f"Did you mean --tag {near[0]}?" if len(near) == 1 else "Choose one with --tag."
 
@@ -61,7 +61,7 @@ def _is_pipe(path: str) -> bool:
 
 
 def _entries_beside(path: Location) -> list[str]:
-    """Names in the directory that a path would be in; none if that cannot be listed."""
+    """Names in the directory that a path would be in; empty if the directory cannot be listed."""
     if path.is_remote:
         return []
     try:
@@ -71,7 +71,7 @@ def _entries_beside(path: Location) -> list[str]:
 
 
 def _nearest(name: str, others: Sequence[str]) -> list[str]:
-    """Those of the others with nearly the letters of a name, and with the same numbers; at most three."""
+    """The names, at most three, that have nearly the letters of a name and the same numbers."""
     import difflib
 
     numbers = re.findall(r"\d+", name)
@@ -80,7 +80,7 @@ def _nearest(name: str, others: Sequence[str]) -> list[str]:
 
 
 def _same_kind(name: str, others: Sequence[str]) -> list[str]:
-    """Those of the others that differ from a name in their numbers alone, in the order of these."""
+    """The names that differ from a name in numbers alone, in the order of these numbers."""
     kind = re.sub(r"\d+", "0", name)
     same = [other for other in others if kind != name and re.sub(r"\d+", "0", other) == kind]
     return sorted(same, key=lambda other: [int(number) for number in re.findall(r"\d+", other)])

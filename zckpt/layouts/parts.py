@@ -31,7 +31,7 @@ _PARAMS = "params.json"
 _MOST_BYTES = 1 << 20
 
 _HIGHEST = 3
-"""Names of a path that are looked at, from its end: the rank's own, and those of directories in its directory."""
+"""The number of names at a path's end that are looked at: the rank's own, and those of directories in its directory."""
 
 
 class PlacedPart(NamedTuple):
@@ -51,17 +51,17 @@ class PlacedPart(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What it is one of."""
+        """The kind of part, in words."""
         return f"one of {len(self.parts):,} parts" if len(self.parts) > 1 else "one part of several"
 
     def others(self) -> list[Location]:
-        """The same in the other parts."""
+        """The same path in each of the other parts."""
         own = self.path.absolute()
         paths = (self.at(name) for name in self.parts)
         return [path for path in paths if path.absolute() != own]
 
     def at(self, part: str) -> Location:
-        """The same in a part."""
+        """The same path in a given part."""
         place = self.above.path / part
         for name in self.below:
             place = place / name
@@ -69,7 +69,9 @@ class PlacedPart(NamedTuple):
 
 
 def model_of_file(name: str, folder: Folder) -> WeightFiles | None:
-    """The files of the model that a file belongs to; None for a file that is a model, as far as names and tensors say."""
+    """The files of the model that a file belongs to; None for a file that is a model by itself, as far as names and
+    tensors say.
+    """
     model = files_of_index(name, folder) or files_counted_with(name, folder.names)
     return model or (_find_numbered(name, folder) if is_weights(name) else None) or _find_slices(name, folder)
 
@@ -97,9 +99,7 @@ def _find_slices(name: str, folder: Folder) -> WeightFiles | None:
 
 def _find_numbered(name: str, folder: Folder) -> WeightFiles | None:
     """Files that differ in one number of no known meaning, and hold tensors of other names, as torchtune's shards do.
-
-    Raises:
-        IncompleteError: a number is missing between them.
+    Raises IncompleteError if a number is missing between them.
     """
     for word in numbers_in(name):
         if word.meaning != "unknown":
@@ -137,7 +137,7 @@ def _are_disjoint(files: Iterable[Location]) -> bool:
 def rank_part_of(
     path: Location, also: Sequence[Location], holds_save: Callable[[Folder], bool], home: Location | None = None
 ) -> PlacedPart | None:
-    """What one rank wrote, if a path is or leads to such; None for anything else, and where all other parts are in `also`.
+    """The part of one rank that a path is or leads to; None for anything else, and if all other parts are in `also`.
 
     Args:
         path: a file or directory.
@@ -170,7 +170,9 @@ def rank_part_of(
 
 
 def _holds_adapter(path: Location) -> bool:
-    """Whether a file holds an adapter; in its name a rank is the rank of its matrices: `style_rank64.safetensors`."""
+    """Whether a file holds an adapter; there, "rank" in the name means the rank of its matrices:
+    `style_rank64.safetensors`.
+    """
     if not path.is_file():
         return False
     try:
@@ -184,7 +186,7 @@ _OF_ADAPTERS = compile_late(r"lora|loha|lokr|hada", re.IGNORECASE)
 
 
 def _is_model_alone(path: Location, name: str) -> bool:
-    """Whether a path is a model of its own, with its config, though a name in it may be that of a part: `stage2`, `part1`."""
+    """Whether a path is a model of its own, with its config, though its name could be a part's: `stage2`, `part1`."""
     if is_rank(name):
         return False
     home = path.parent if path.is_file() else path
@@ -221,7 +223,7 @@ def _holds(path: Location, holds_save: Callable[[Folder], bool]) -> bool:
 
 
 def parts_in(folder: Folder, holds_save: Callable[[Folder], bool]) -> PlacedPart | None:
-    """The parts of one save, each in a directory of a rank or node; None where directories are anything else."""
+    """The parts of one save, each in a directory of a rank or node; None for any other directories."""
     by_series: dict[str, list[str]] = {}
     for name in folder.names:
         if (series := series_of(name)) and not name.startswith("."):
@@ -234,7 +236,7 @@ def parts_in(folder: Folder, holds_save: Callable[[Folder], bool]) -> PlacedPart
 
 
 def part_error(part: PlacedPart, why: str = "") -> IncompleteError:
-    """The error for a part when its others are not read with it; `why`: what speaks against joining them."""
+    """The error for a part that is not read with the others; `why`: what speaks against joining them."""
     if len(part.parts) == 1:
         return IncompleteError(
             "holds one part of a save", file=part.path, found=f"{part.parts[0]!r} alone",

@@ -84,7 +84,7 @@ def _find(path: Location, tag: str | None, also: Sequence[Location], *, as_part:
 
 
 def _find_by_file(folder: Folder, name: str, also: Sequence[Folder], *, as_part: bool) -> Place | None:
-    """What a file of a directory means; None where that is what the directory means."""
+    """The save that a file of a directory stands for; None where the directory itself decides."""
     from zckpt.layouts.parts import model_of_file, part_error, rank_part_of
     from zckpt.layouts.save.apart import is_alone, one_of
     from zckpt.layouts.save.weight_files import is_weights
@@ -128,7 +128,7 @@ def _is_of_family(folder: Folder, name: str) -> bool:
 
 
 def _find_part_alone(folder: Folder, name: str, also: Sequence[Folder]) -> Place | None:
-    """A file alone that is a part of a save; None for any other."""
+    """The place of a file that is a part of a save, read alone; None for any other file."""
     from zckpt.layouts.parts import model_of_file, rank_part_of
     from zckpt.layouts.save.weight_files import is_weights
 
@@ -142,10 +142,8 @@ def _find_part_alone(folder: Folder, name: str, also: Sequence[Folder]) -> Place
 
 
 def _place_of_model(folder: Folder, model: WeightFiles, also: Sequence[Folder], given: str = "") -> Place:
-    """The files of one model; `given`: the name of one that the user gave.
-
-    Raises:
-        IncompleteError: a file was given, and others are missing.
+    """The files of one model; `given`: the name of one that the user gave. Raises IncompleteError if a file was given,
+    and others are missing.
     """
     listing = listing_of(folder, "", also)
     missing = [name for name in model.missing if name not in listing.files]
@@ -195,11 +193,7 @@ def _enter(look: Look, name: str, tag: str | None) -> Place:
 
 
 def _join_parts(part: PlacedPart, look: Look) -> Place:
-    """The save with parts in directories of ranks or nodes.
-
-    Raises:
-        IncompleteError: they cannot be joined.
-    """
+    """The save with parts in the directories of ranks or nodes. Raises IncompleteError if they cannot be joined."""
     from zckpt.layouts.parts import part_error
 
     own = [inner for name in part.parts if (inner := part.above.inside(name)) is not None]
@@ -219,7 +213,7 @@ def _join_parts(part: PlacedPart, look: Look) -> Place:
 
 
 def _clash_of(folders: Sequence[Folder]) -> str:
-    """Which file of a save is in two directories and not the same; empty if none is."""
+    """The name of a file of a save that two directories hold with different contents; empty if there is none."""
     from zckpt.layouts.save.weight_files import is_weights
 
     seen: dict[str, Location] = {}
@@ -234,7 +228,7 @@ def _clash_of(folders: Sequence[Folder]) -> str:
 
 
 def _find_in_directory(look: Look) -> Place:
-    """The save in a directory, or the only one below it."""
+    """The save in a directory, or the only save below it."""
     layouts.admit(look.names)
     for question in _QUESTIONS:
         if (place := question(look)) is not None:
@@ -290,7 +284,7 @@ def _refuse_foreign(look: Look) -> None:
 
 
 def as_parts(look: Look) -> Place | None:
-    """Directories of ranks or nodes, each with a part of one save."""
+    """The directories of ranks or nodes, each with a part of one save."""
     if look.tag is not None or pointer_in(look.names) or step_pointer(look.names):
         return None
     from zckpt.layouts.parts import part_error, parts_in
@@ -304,7 +298,7 @@ def as_parts(look: Look) -> Place | None:
 
 
 def as_weights(look: Look) -> Place | None:
-    """Weights in a directory; a note says so where a trainer's folders, which hold weights alone too, are beside them."""
+    """The weights in a directory; a note says so if a trainer's folders, which hold weights alone too, are beside them."""
     place, folders = _weights_in(look), look.folder.directories(trainers.FOLDER)
     if place is None or not folders:
         return place
@@ -315,7 +309,7 @@ def as_weights(look: Look) -> Place | None:
 
 
 def _weights_in(look: Look) -> Place | None:
-    """Files that are read where there is nothing else: those of usual names, or of the only model under any name."""
+    """The files that are read where there is no other save: those of usual names, or of the only model under any name."""
     from zckpt.layouts.parts import PlacedPart, model_of_file, part_error, rank_part_of
     from zckpt.layouts.save.series import series_of
     from zckpt.layouts.save.weight_files import models_in
@@ -365,4 +359,4 @@ _QUESTIONS = (
     directories.as_several,
     as_weights,
 )
-"""What a directory may be, in the order in which it is asked."""
+"""The questions about a directory, in the order in which they are asked."""

@@ -48,10 +48,8 @@ class RunSave:
 
 
 def saves_of(run: Location) -> tuple[list[RunSave], list[str]]:
-    """The saves of a run by step, and the names of symbolic links, which are left alone.
-
-    Raises:
-        NotACheckpointError: `run` is not a directory, or is itself a save.
+    """The saves of a run by step, and the names of symbolic links, which are left alone. Raises NotACheckpointError if
+    `run` is not a directory, or is itself a save.
     """
     if not run.is_dir():
         raise NotACheckpointError(
@@ -130,10 +128,8 @@ def _is_step(name: str, step: int) -> bool:
 
 
 def tags_in(save: RunSave) -> tuple[str | None, ...]:
-    """The tags in a save's directory, where there are several; otherwise None, which is the save itself.
-
-    Raises:
-        ZckptError: it is not a save, or one that lacks something.
+    """The tags in a save's directory, where there are several; otherwise None, which is the save itself. Raises
+    ZckptError if it is not a save, or one that lacks something.
     """
     place = find(save.path)
     return place.tags if len(place.tags) > 1 and place.home.is_within(save.path) else (None,)

@@ -46,14 +46,14 @@ class DcpChunk(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A box of a tensor."""
+    """A box of a tensor: its offsets and sizes."""
 
     offsets: Shape
     sizes: Shape
 
 
 class Boxes:
-    """Boxes of a tensor of `dims` dimensions: of each, the offsets and then the sizes, in one array."""
+    """Boxes of a tensor of `dims` dimensions; one array holds the offsets and then the sizes of each."""
 
     __slots__ = ("_dims", "_numbers")
 
@@ -138,7 +138,7 @@ Finish = Callable[[Placeholder], object]
 
 
 def _index(made: Placeholder) -> object:
-    """`MetadataIndex`: (name, offsets); for a pickled object the offsets are None."""
+    """The value for a `MetadataIndex`: (name, offsets); for a pickled object the offsets are None."""
     state = made.state
     if type(state) is dict and type(state.get("fqn")) is str:
         offsets = state.get("offset")
@@ -148,7 +148,7 @@ def _index(made: Placeholder) -> object:
 
 
 def _place(made: Placeholder) -> object:
-    """`_StorageInfo`: an `ItemPlace`."""
+    """The `ItemPlace` for a `_StorageInfo`."""
     state = made.state
     if type(state) is dict and not state.get("transform_descriptors"):
         file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
@@ -158,7 +158,7 @@ def _place(made: Placeholder) -> object:
 
 
 def _box(made: Placeholder) -> object:
-    """`ChunkStorageMetadata`: its offsets and sizes."""
+    """The offsets and sizes of a `ChunkStorageMetadata`."""
     state = made.state
     if type(state) is dict and is_shape(state.get("offsets")) and is_shape(state.get("sizes")):
         return Box(state["offsets"], state["sizes"])
@@ -166,7 +166,7 @@ def _box(made: Placeholder) -> object:
 
 
 def _tensor(made: Placeholder) -> object:
-    """`TensorStorageMetadata`: the same object, with chunks that are `Boxes`, except of a tensor without dimensions."""
+    """The same `TensorStorageMetadata`, with chunks as `Boxes`, except for a tensor without dimensions."""
     state = made.state
     chunks = state.get("chunks") if type(state) is dict else None
     if type(state) is dict and type(chunks) is list and chunks and all(type(chunk) is Box for chunk in chunks):
@@ -182,4 +182,4 @@ FINISHERS: Mapping[str, Finish] = {
     "ChunkStorageMetadata": _box,
     "TensorStorageMetadata": _tensor,
 }
-"""Class -> what takes the place of an object of it."""
+"""Class -> the function that replaces an object of it by a plain value."""

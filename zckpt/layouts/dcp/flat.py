@@ -34,18 +34,18 @@ from zckpt.layouts.save.model_shapes import MAKE, ModelShapes, own_name, read_sh
 FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
 _ALIGNMENT_BYTES = 16
 _HALF_BYTES = 2
-"""Of an element, where forward is in half precision and the parameters are not."""
+"""Bytes of an element where the forward pass is in half precision and the parameters are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What lies in a flat parameter: name -> the first element and the shape."""
+    """The contents of a flat parameter: name -> the first element and the shape."""
 
     inside: Mapping[str, tuple[int, Shape]]
 
 
 def units(model: DcpModel, listing: Listing, padded: AbstractSet[Path] = frozenset()) -> dict[str, _Unit]:
-    """Name of a flat parameter -> what lies in it; empty where the model has none.
+    """The contents of each flat parameter, by its name; empty where the model has none.
 
     Args:
         model: with the flat parameters.
@@ -116,7 +116,7 @@ def _unit(
 
 
 def _starts(numels: Sequence[int], step: int) -> tuple[tuple[int, ...], int]:
-    """Where parameters begin that are aligned to `step` elements, and where the last one ends."""
+    """The element at which each parameter begins when it is aligned to `step` elements, and the end of the last one."""
     starts: list[int] = []
     end = 0
     for numel in numels:
@@ -127,7 +127,7 @@ def _starts(numels: Sequence[int], step: int) -> tuple[tuple[int, ...], int]:
 
 
 def split_model(model: DcpModel, inside: Mapping[str, _Unit], items: Items, listing: Listing) -> DcpModel:
-    """The model with the parameters themselves in the place of the flat ones, and their further names."""
+    """The model with its own parameters in place of the flat ones, and their further names."""
     if not inside:
         return model
     tied = read_shapes(listing.options.shapes).tied
@@ -145,7 +145,7 @@ def split_model(model: DcpModel, inside: Mapping[str, _Unit], items: Items, list
 
 
 def split_optimizer(optimizer: DcpOptimizer, inside: Mapping[str, _Unit], items: Items) -> DcpOptimizer:
-    """The optimizer's states with those of the parameters themselves in the place of the flat ones'."""
+    """The optimizer's states with those of the model's own parameters in place of the flat ones'."""
     if not inside:
         return optimizer
     found: list[tuple[Path, TensorItem | BytesItem]] = []
@@ -162,7 +162,7 @@ def split_optimizer(optimizer: DcpOptimizer, inside: Mapping[str, _Unit], items:
 
 
 def _names_in(path: Path, item: TensorItem | BytesItem, inside: Mapping[str, _Unit]) -> TensorItem | BytesItem:
-    """The list of a group's parameters, with those in flat ones in their place."""
+    """The list of a group's parameters, with the names of those in flat parameters in place of these."""
     value = item.place.value if isinstance(item, BytesItem) and isinstance(item.place, InertValue) else None
     if path[-1:] != ("params",) or not isinstance(value, list | tuple) or not isinstance(item, BytesItem):
         return item
@@ -173,11 +173,7 @@ def _names_in(path: Path, item: TensorItem | BytesItem, inside: Mapping[str, _Un
 def _split_flat(
     item: TensorItem, unit: _Unit, items: Items, path_of: Callable[..., Path]
 ) -> Iterator[tuple[str, TensorItem]]:
-    """The parameters in a flat one.
-
-    Raises:
-        UnsupportedError: a rank's vector is not dense.
-    """
+    """The parameters in a flat one. Raises UnsupportedError if a rank's vector is not dense."""
     parts = sorted((chunk.offsets[0], _ref(item, chunk, items)) for chunk in item.chunks if chunk.numel)
     at = 0
     for name, (start, shape) in sorted(unit.inside.items(), key=lambda pair: pair[1][0]):
@@ -206,7 +202,7 @@ def _ref(item: TensorItem, chunk: DcpChunk, items: Items) -> TensorRef:
 
 
 def _part(ref: TensorRef, first: int, numel: int) -> TensorRef:
-    """Elements of a dense vector."""
+    """A range of elements of a dense vector."""
     offset = first * ref.dtype.itemsize
     return replace(
         ref,

@@ -29,7 +29,7 @@ _APART = ("wq", "wk", "wv")
 
 @dataclass(frozen=True, slots=True)
 class FusedParameter:
-    """A parameter that the optimizer has, and those of the model that it consists of.
+    """A parameter of the optimizer that holds several of the model's.
 
     Attributes:
         name: the optimizer's.
@@ -45,20 +45,18 @@ class FusedParameter:
 
     @property
     def shape(self) -> Shape:
-        """The fused parameter's own."""
+        """The shape of the fused parameter."""
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
 
     def part(self, item: TensorItem, name: str) -> TensorItem:
-        """A state of one part, without chunks: `apart` makes its elements from those of the whole."""
+        """A state of one part, without chunks: `apart` makes its elements from those of the fused state."""
         shape = self.shapes[self.parts.index(name)]
         return TensorItem(f"{item.name}: {name}", item.path, item.dtype, shape, ())
 
 
 def fused_parameters(shapes: Mapping[str, Shape]) -> dict[str, FusedParameter]:
-    """What the optimizer may call a parameter -> the model's parameters that would be in it.
-
-    Args:
-        shapes: of the model's tensors, by name.
+    """The parameters that an optimizer may hold fused -> the model's parameters in each. `shapes`: of the model's
+    tensors, by name.
     """
     found: dict[str, FusedParameter] = {}
     for name in shapes:
@@ -74,7 +72,7 @@ def fused_parameters(shapes: Mapping[str, Shape]) -> dict[str, FusedParameter]:
 
 
 def key_heads(parameter: FusedParameter, shapes: Mapping[str, Shape], listing: Listing) -> int:
-    """In how many groups its rows lie.
+    """The number of groups in which the rows of a fused parameter lie.
 
     Args:
         parameter: the one with the rows.
@@ -121,7 +119,7 @@ def _config(listing: Listing) -> Mapping[str, object]:
 
 
 def apart(whole: TensorEntry, parameter: FusedParameter, groups: int) -> list[TensorEntry]:
-    """The states of the parts, in their order, from that of the whole."""
+    """The states of the parts, in their order, from the fused state."""
     widths = [shape[0] // groups * math.prod(shape[1:]) for shape in parameter.shapes]
     found: list[TensorEntry] = []
     for number, (name, shape) in enumerate(zip(parameter.parts, parameter.shapes, strict=True)):
@@ -133,10 +131,8 @@ def apart(whole: TensorEntry, parameter: FusedParameter, groups: int) -> list[Te
 
 
 def check_splits(states: Sequence[tuple[str, Shape]], parameter: FusedParameter, listing: Listing) -> None:
-    """Checks that states are of the parameter's own shape.
-
-    Raises:
-        UnsupportedError: one is not, such as the scales of a quantised state.
+    """Checks that states are of the parameter's own shape. Raises UnsupportedError if one is not, such as the scales of
+    a quantised state.
     """
     odd = [(state, shape) for state, shape in states if shape != parameter.shape]
     if odd:

@@ -34,7 +34,7 @@ def _places(item: TensorItem | BytesItem) -> list[ItemPlace]:
 
 
 def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
-    """Data file -> each torch file in it, in their order, and the first item in that."""
+    """Data file -> each torch file in it, in their order, and the first item in that torch file."""
     found: dict[ItemPlace, str] = {}
     for item in metadata.items.values():
         for place in _places(item):
@@ -46,14 +46,16 @@ def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
 
 
 MAX_CUT_DIMS = 12
-"""Dimensions in which one tensor may be cut. A mesh has a few axes; each dimension doubles the corners of a box."""
+"""The most dimensions in which one tensor may be cut. A mesh has a few axes; each dimension doubles the corners of a
+box.
+"""
 
 _MOST_COMPARED = 1000
-"""Chunks among which two that overlap are looked for, to be named in an error."""
+"""The most chunks among which two overlapping ones are looked for, to be named in an error."""
 
 
 class Items:
-    """The items of one save; each is opened once, when it is used.
+    """The items of one save; each is opened once, when it is first used.
 
     Args:
         listing: the files.
@@ -68,7 +70,7 @@ class Items:
         self._alike = AlikeItems()
 
     def open(self, places: Iterable[ItemPlace]) -> dict[ItemPlace, object]:
-        """The inert object in each of these torch files, by place; nothing of files that are known to be missing.
+        """The inert object in each of these torch files, by place, without those in files that are known to be missing.
 
         Raises:
             IncompleteError: data files are missing.
@@ -132,7 +134,7 @@ class Items:
             )
 
     def tensors(self, items: Mapping[str, TensorItem], roles: Mapping[str, Role]) -> dict[str, TensorEntry]:
-        """Whole tensors by name.
+        """The tensors, put together from their chunks, by name.
 
         Raises:
             IncompleteError, InconsistentError: the chunks do not cover a tensor, or cover it twice.

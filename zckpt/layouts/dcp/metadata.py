@@ -51,7 +51,8 @@ from zckpt.layouts.dcp.chunks import (
 from zckpt.layouts.save.listing import Listing
 
 _ROOTS = ("Metadata", "MCoreMetadata")
-"""Classes of what is pickled: torch's, and Megatron-Core's of some versions, which has the same attributes."""
+"""Classes of the pickled metadata: torch's, and that of some versions of Megatron-Core, which has the same attributes.
+"""
 
 Path = tuple[str | int, ...]
 
@@ -84,7 +85,7 @@ class InertValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BytesItem:
-    """A pickled object: its path in the state dict, and its place, or itself; None if it is in no file."""
+    """A pickled object: its path in the state dict, and its place, or its value; None if it is in no file."""
 
     name: str
     path: Path
@@ -191,7 +192,7 @@ class _Pickled:
         return value.state
 
     def shape(self, value: object, what: str) -> Shape:
-        """A tuple of counts."""
+        """A tuple of counts, checked."""
         if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
             raise self.corrupt(f"{what} cannot be read", brief(value))
         if not is_shape(tuple(value)):
@@ -296,7 +297,7 @@ class _Pickled:
         return place or NOWHERE
 
     def _dtype(self, name: str, value: object) -> DType:
-        """`TensorProperties` pickles itself as a tuple that begins with the dtype and the layout."""
+        """The dtype of a `TensorProperties`, which pickles itself as a tuple that begins with the dtype and the layout."""
         state = value.state if isinstance(value, Placeholder) and value.name == "TensorProperties" else None
         if not isinstance(state, tuple) or len(state) < 2:
             raise self.corrupt(f"properties of {name!r} cannot be read", brief(state))
@@ -315,10 +316,8 @@ class _Pickled:
 
 
 def _merge_metadata(listing: Listing, parts: list[Metadata]) -> Metadata:
-    """The metadata of ranks that saved alone, together: each has only its own chunks.
-
-    Raises:
-        InconsistentError: they do not agree on a tensor.
+    """The metadata of ranks that saved alone, together: each has only its own chunks. Raises InconsistentError if they
+    do not agree on a tensor.
     """
     items: dict[str, TensorItem | BytesItem] = {}
     for part in parts:
@@ -352,7 +351,7 @@ class _Gathered:
 
 
 def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
-    """Shards of torch's `HuggingFaceStorageWriter`: headers say where in the whole each tensor begins."""
+    """The metadata of shards of torch's `HuggingFaceStorageWriter`: headers say where in the tensor each part begins."""
     found: dict[str, _Gathered] = {}
     for name in names:
         container = listing.open(name)

@@ -99,12 +99,12 @@ class States:
         return self._names.get(plain) or (plain if plain in self._fused else None)
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """The model's names of a parameter of the optimizer: its own, or those of what is fused in it."""
+        """The names in the model of one of the optimizer's parameters: its own, or those of the parameters fused in it."""
         fused = self._fused.get(name)
         return (name,) if fused is None else tuple(self._names[part] for part in fused.parts)
 
     def is_of_model(self) -> bool:
-        """Whether it owns any of the model's parameters, or has numbers instead of names."""
+        """Whether the optimizer owns any of the model's parameters, or has numbers instead of names."""
         if self.tensors or self.singles or self._flat:
             return True
         owned = [param for params, _ in self._groups() if isinstance(params, list | tuple) for param in params]
@@ -117,7 +117,7 @@ class States:
         return [name for params, _ in self._groups() for name in self._named(params)]
 
     def _groups(self) -> list[tuple[object, dict[str, object]]]:
-        """(params, settings) of each group; a setting may be an item that is not opened yet."""
+        """(params, settings) of each group; a setting may be an item that has not been opened."""
         if self._list is not None:
             listed = self.value(self._list)
             if not isinstance(listed, list | tuple) or not all(isinstance(group, Mapping) for group in listed):
@@ -138,7 +138,7 @@ class States:
         return self._regrouped()
 
     def _regrouped(self) -> list[tuple[object, dict[str, object]]]:
-        """The groups of a flattened optimizer: parameters with the same settings were a group."""
+        """The groups of a flattened optimizer: parameters with equal settings form a group."""
         self.items.open_all(item for settings in self._flat.values() for item in settings.values())
         groups: dict[str, tuple[list[str], dict[str, object]]] = {}
         for name, settings in self._flat.items():
@@ -171,14 +171,12 @@ class States:
         return [name for param in listed for name in self._parts(self._known(param) or param)]
 
     def value(self, item: object) -> object:
-        """The inert value of a pickled object or of a tensor of one element; of anything else itself."""
+        """The inert value of a pickled object or of a tensor of one element; any other value as it is."""
         return self.items.value(item) if isinstance(item, TensorItem | BytesItem) else item
 
     def groups(self) -> list[ParameterGroup]:
-        """The groups with their settings and the values that all their parameters share.
-
-        Raises:
-            InconsistentError: parameters of one group differ in one, such as the step.
+        """The groups with their settings and the values that all their parameters share. Raises InconsistentError if
+        parameters of one group differ in one, such as the step.
         """
         made: list[ParameterGroup] = []
         self.items.open_all(item for states in self.singles.values() for item in states.values())
@@ -208,11 +206,11 @@ class States:
         return shared
 
     def entries(self) -> dict[str, dict[str, TensorEntry]]:
-        """Parameter -> state -> its elements, of states that have one for each of the parameter's."""
+        """Parameter -> state -> its elements, for states with as many elements as the parameter."""
         return self._opened(alike=True)
 
     def other_shapes(self) -> dict[str, dict[str, TensorEntry]]:
-        """The same of the other states, without parameters that have none."""
+        """Parameter -> state -> its elements, for all other states of several elements."""
         return {name: states for name, states in self._opened(alike=False).items() if states}
 
     def _opened(self, *, alike: bool) -> dict[str, dict[str, TensorEntry]]:
@@ -228,7 +226,7 @@ class States:
         }
 
     def _taken_apart(self) -> dict[str, TensorEntry]:
-        """The states of fused parameters' parts, by the names of their items; errors as in `check_fused`."""
+        """The states of the parts of fused parameters, by the names of their items; errors as in `check_fused`."""
         groups = self.check_fused()
         made: dict[str, TensorEntry] = {}
         for name, states in self._whole.items():
@@ -239,10 +237,8 @@ class States:
         return made
 
     def check_fused(self) -> dict[str, int]:
-        """Fused parameter -> the number of groups in which its rows lie.
-
-        Raises:
-            UnsupportedError, InconsistentError: its states cannot be taken apart; see `fused`.
+        """Fused parameter -> the number of groups in which its rows lie. Raises UnsupportedError, InconsistentError if
+        its states cannot be taken apart; see `fused`.
         """
         plain = {plain_name(name): shape for name, shape in self.shapes.items()}
         found: dict[str, int] = {}

@@ -35,7 +35,7 @@ from zckpt.layouts.save.listing import Listing, list_files, natural
 from zckpt.layouts.save.whole import is_short, missing_elements
 
 DEEPSPEED = "0.19.8"
-"""The version of DeepSpeed that is recorded for a run from elsewhere: the one with the files that zckpt writes."""
+"""The version of DeepSpeed that is recorded for a run from elsewhere: its files are those that zckpt writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class DcpSave:
 
 
 def load(listing: Listing) -> DcpSave:
-    """The files of a save; errors as in `read`."""
+    """Reads what a save says of itself; errors as in `read`."""
     return load_items(listing, read_metadata(listing))
 
 
 def load_items(listing: Listing, metadata: Metadata, padded: AbstractSet[Path] = frozenset()) -> DcpSave:
-    """A save of these items; `padded`: paths of flat parameters that were plain vectors. Errors as in `read`."""
+    """Makes a save of these items; `padded`: paths of flat parameters that were plain vectors. Errors as in `read`."""
     model = model_of(metadata, listing.options.key)
     items = Items(listing, metadata.file)
     inside = flat.units(model, listing, padded)
@@ -85,12 +85,12 @@ def _is_of_model(states: States) -> bool:
 
 
 def _errors_to_pass(listing: Listing) -> tuple[type[ZckptError], ...]:
-    """What to catch where files are known to be missing, which is no reason to stop there; nothing in other saves."""
+    """The errors that do not stop a read where files are known to be missing; none in other saves."""
     return (IncompleteError,) if listing.absent else ()
 
 
 def _beside(listing: Listing) -> Listing | None:
-    """The optimizer's own directory, which accelerate makes."""
+    """The optimizer's own directory, which accelerate creates; None where there is none."""
     optimizer = optimizer_beside(listing.directory)
     return list_files(optimizer, "") if optimizer is not None and (optimizer / ".metadata").is_file() else None
 
@@ -138,7 +138,9 @@ _OPTIMIZERS = ("optim", "../optim", "../optimizer", "../optimizer/optim", "../..
 
 
 def _shapes_beside(listing: Listing) -> tuple[dict[str, Shape], str]:
-    """Shapes of parameters by the metadata of the optimizer's save beside this one, and where that is; empty where none is."""
+    """Shapes of parameters by the metadata of the optimizer's save beside this one, and where that save is; empty where
+    there is none.
+    """
     home = listing.directory.absolute()
     for place in _OPTIMIZERS:
         at = home
@@ -154,7 +156,7 @@ def _shapes_beside(listing: Listing) -> tuple[dict[str, Shape], str]:
 
 
 def catalog_of(save: DcpSave, listing: Listing, evidence: Evidence) -> Catalog:
-    """The catalog of a save's items, and what proves that they are all; errors as in `read`."""
+    """The catalog of a save's items, with its evidence; errors as in `read`."""
     trained, notes = _find_trained(save)
     roles = _roles(save.model.items, trained)
     kept, aliases = ties(save.model.items)
@@ -183,13 +185,13 @@ _COMPOSER = ("state", "integrations", "huggingface")
 
 
 def _prefix(save: DcpSave) -> str:
-    """What Composer's wrapper of a transformers model puts before all names."""
+    """The prefix that Composer's wrapper of a transformers model puts before all names; empty for others."""
     is_composers = save.model.key == "state.model"
     return "model." if is_composers and any(i.path[:3] == _COMPOSER for i in save.metadata.items.values()) else ""
 
 
 def _find_trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
-    """The parameters that optimizers own; or the reason why they are not known."""
+    """The parameters that optimizers own, or the reason why these are not known."""
     trained: set[str] = set()
     try:
         trained = {name for states in save.optimizers for name in states.parameters()}
@@ -206,7 +208,7 @@ def unread_states(listing: Listing) -> str:
 
 
 def unread_in(save: DcpSave) -> str:
-    """The same, of a save's items."""
+    """Why optimizer states among a save's items are not read, in words; empty if they are read, or there are none."""
     _, notes = _find_trained(save)
     return notes[0].rstrip(".") if notes else ""
 
@@ -245,7 +247,9 @@ def ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[s
 
 
 def _steps(save: DcpSave) -> int | None:
-    """Optimizer steps: of the first parameter that counts them, or an item of such a name."""
+    """The number of optimizer steps, by the first parameter that counts them, or by an item with such a name; None if
+    unknown.
+    """
     for states in save.optimizers:
         for singles in states.singles.values():
             if "step" in singles and save.items.has(singles["step"]):
@@ -257,10 +261,8 @@ def _steps(save: DcpSave) -> int | None:
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What the run needs beside its weights, as far as the save has it; arguments and errors as in `read`.
-
-    Raises:
-        UnsupportedError: there is no optimizer, or it has numbers instead of names.
+    """What the run needs beside its weights, as far as the save has it; arguments and errors as in `read`. Raises
+    UnsupportedError if there is no optimizer, or it has numbers instead of names.
     """
     del allow_unknown
     return training_of(load(listing), listing)

@@ -73,7 +73,7 @@ def look_at(listing: Listing, tensors: Sequence[SavedTensor], others: Iterable[P
 
 
 def _of_model(tensors: Sequence[SavedTensor], others: Iterable[Path], key: str) -> dict[str, SavedTensor]:
-    """The model's tensors: under `key`, under a key that names a model, or those that are not an optimizer's."""
+    """The model's tensors: those under `key`, those under a key that names a model, or those outside the optimizer."""
     everywhere = [join_path(path) for path in (*(tensor.path for tensor in tensors), *others)]
     homes = {name[: name.index("param_groups")] for name in everywhere if "param_groups" in name.split(".")}
     free = {

@@ -95,7 +95,7 @@ def evidence_of_shards(listing: Listing, items: Mapping[str, TensorItem], config
 
 
 def _owners(step: int, ranks: int) -> int:
-    """The least number of ranks that have rows, where the first one has `step`."""
+    """The least number of ranks that have rows, if the first one has `step`."""
     return -(-((step - 1) * ranks + 1) // step)
 
 
@@ -129,7 +129,7 @@ def _cuts(
 
 
 def _rows_in_config(name: str, config: Mapping[str, object]) -> int | None:
-    """How many rows a tensor has by the model's config; None where it does not say."""
+    """The number of rows of a tensor by the model's config; None where the config does not say it."""
     key = "vocab_size" if name.endswith(_EMBEDDING) else "hidden_size" if name.endswith(_NORMS) else ""
     inner = config.get("text_config")
     found = config.get(key, inner.get(key) if isinstance(inner, Mapping) else None)

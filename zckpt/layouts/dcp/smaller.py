@@ -75,11 +75,7 @@ def without(listing: Listing, metadata: Metadata, dropped: Collection[str], dire
 
 
 def _places(item: TensorItem | BytesItem) -> Sequence[ItemPlace]:
-    """Where an item's torch files are.
-
-    Raises:
-        UnsupportedError: it is in a file of another kind.
-    """
+    """The places of an item's torch files."""
     places = [item.place] if isinstance(item, BytesItem) else [chunk.place for chunk in item.chunks if chunk.numel]
     found = [place for place in places if isinstance(place, ItemPlace)]
     if len(found) != len(places) or (isinstance(item, TensorItem) and item.view is not None):

@@ -64,7 +64,7 @@ def join_path(path: Iterable[str | int]) -> str:
 
 
 def paths_of(metadata: Metadata) -> dict[str, Path]:
-    """Name -> path. If no paths are recorded, they are split at the dots before a part that torch names."""
+    """Name -> path. Where no paths are recorded, names are split at the dots before a part that torch names."""
     if metadata.nested:
         return {name: item.path for name, item in metadata.items.items()}
     heads = {name.split("param_groups")[0].rstrip(".") for name in metadata.items if _is_part(name, "param_groups")}
@@ -107,7 +107,9 @@ def optimizers_of(metadata: Metadata) -> dict[str, DcpOptimizer]:
 
 
 def _parts_at(path: Path, part: str) -> Iterator[int]:
-    """The indices in a path of this key, or of one that begins with it and a dot. Composer has all under a key `state`."""
+    """The indices in a path of this key, or of one that begins with it and a dot. Composer puts everything under a key
+    `state`.
+    """
     return (at for at, key in enumerate(path) if key == part or (type(key) is str and key.startswith(part + ".")))
 
 
@@ -159,7 +161,9 @@ def _section(path: Path) -> str:
 
 
 def _alike(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> list[str]:
-    """The keys of several models, where none is called the model: of one name in different places, or of the same tensors."""
+    """The keys of several models where none is called the model: sections with one name in different places, or with
+    the same tensors.
+    """
     named = _named_sections(paths)
     first = [key for key in named if _preference(key)[:2] == _preference(named[0])[:2]]
     if len(first) > 1:

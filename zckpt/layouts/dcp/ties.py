@@ -26,7 +26,7 @@ _WIDTH = 16
 """Elements of each block that is compared when a save is opened."""
 
 _EMBEDDINGS = ("embed", "wte", "shared")
-"""Parts of names. Of two tied tensors with no optimizer that says which one is kept, the one with such a part is kept."""
+"""Parts of names. Where no optimizer says which of two tied tensors is kept, the one with such a part is kept."""
 
 
 def tied_copies(
@@ -55,12 +55,12 @@ def tied_copies(
 
 
 def _is_outside_layers(name: str) -> bool:
-    """Whether a tensor is of no numbered layer; those that are tied hardly ever are, and layers have many of equal shape."""
+    """Whether a tensor is in no numbered layer; tied tensors hardly ever are, and layers have many of equal shape."""
     return not any(part.isdecimal() for part in name.split("."))
 
 
 def _by_optimizer(tensors: Mapping[str, TensorEntry], trained: AbstractSet[str]) -> Iterator[tuple[str, str]]:
-    """(a tensor that the optimizer owns, another of its form that it does not)."""
+    """Pairs of a tensor that the optimizer owns and another of the same form that it does not own."""
     for name in tensors:
         if name not in trained or not _is_outside_layers(name):
             continue
@@ -94,7 +94,7 @@ def _form(entry: TensorEntry) -> tuple[object, ...]:
 
 
 def _alike(reader: ElementReader, a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two tensors of one form are alike where they are compared, and not of one number there."""
+    """Whether two tensors of one form hold the same numbers where they are compared, and not one number throughout."""
     last = max(a.numel - _WIDTH, 0)
     spread = {last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}
     places = [

@@ -31,7 +31,7 @@ from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import join_path
 
 CHUNK_BYTES = 64 << 20
-"""Bytes of a chunk at most, but a chunk has at least one row. Every chunk costs a kilobyte and a read."""
+"""The most bytes of a chunk, but a chunk has at least one row. Every chunk costs a kilobyte and a read."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -59,7 +59,7 @@ class _DataFile:
 
 @dataclass(slots=True)
 class _Laid:
-    """A tensor's chunks, and for each its file, byte offset and first element."""
+    """The chunks of a tensor, with the file, byte offset and first element of each."""
 
     source: TensorEntry
     dtype: DType
@@ -85,7 +85,7 @@ class DcpWriter:
         self._items: dict[str, tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace] = {}
 
     def tensor(self, path: Path, source: TensorEntry, dtype: DType) -> None:
-        """A tensor, perhaps cast."""
+        """Adds a tensor, perhaps cast to `dtype`."""
         laid = _Laid(source, dtype, [])
         chunks: list[DcpChunk] = []
         for offsets, sizes in split_into_chunks(source.shape, dtype.itemsize, self.chunk_bytes):
@@ -107,15 +107,11 @@ class DcpWriter:
         self._add(path, (dtype, (), (DcpChunk((), (), self._append(skeleton)[0]),)))
 
     def value(self, path: Path, value: object) -> None:
-        """Adds a pickled object.
-
-        Raises:
-            UnsupportedError: `emit` cannot write it.
-        """
+        """Adds a pickled object. Raises UnsupportedError if `emit` cannot write it."""
         self._add(path, self._append(torch_zip.skeleton_of(value, []))[0])
 
     def again(self, path: Path, known: Path) -> None:
-        """Adds an item with the same value and place as another one."""
+        """Adds an item with the value and place of an earlier one."""
         self._add(path, self._items[join_path(known)])
 
     def values(self, paths: Iterable[Path], value: object) -> None:
@@ -214,7 +210,7 @@ def split_into_chunks(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator
 
 
 def _first(offsets: Sequence[int], shape: Shape) -> int:
-    """Number of the element at these offsets."""
+    """The number of the element at these offsets."""
     number = 0
     for offset, extent in zip(offsets, shape, strict=True):
         number = number * extent + offset

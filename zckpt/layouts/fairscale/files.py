@@ -54,7 +54,7 @@ def _twice(listing: Listing, rank: int, one: str, other: str) -> InconsistentErr
 
 
 def partners(listing: Listing, name: str) -> tuple[str, ...]:
-    """A file with that which holds the rest of the same rank's part, if there is one."""
+    """A file, with the file that holds the rest of the same rank's part, if there is one."""
     for pattern, other in ((EXPERTS, SHARED), (SHARED, EXPERTS)):
         if match := pattern.fullmatch(name):
             beside = [
@@ -65,10 +65,8 @@ def partners(listing: Listing, name: str) -> tuple[str, ...]:
 
 
 def model_parts(listing: Listing) -> dict[int, Listing]:
-    """Number of a part of the model -> its files; empty where the model is not in parts. See the names above.
-
-    Raises:
-        IncompleteError: a part is missing.
+    """Number of each part of the model -> its files; empty where the model is not in parts. See the names above. Raises
+    IncompleteError if a part is missing.
     """
     names: dict[int, dict[str, None]] = {}
     for pattern in (SHARD, WHOLE_PART):
@@ -94,7 +92,7 @@ def model_parts(listing: Listing) -> dict[int, Listing]:
 
 
 def _parts_in_config(listing: Listing, name: str) -> int:
-    """How many parts of the model there were, as metaseq's config in a file says; 0 where it does not."""
+    """The number of the model's parts, as metaseq's config in a file says it; 0 where it does not."""
     config = listing.entry(name, "cfg")
     model = config.get("model") if isinstance(config, Mapping) else None
     size = model.get("model_parallel_size") if isinstance(model, Mapping) else None
@@ -102,11 +100,7 @@ def _parts_in_config(listing: Listing, name: str) -> int:
 
 
 def whole_experts(listing: Listing) -> Mapping[int, str]:
-    """Rank -> its file of experts that are not sharded.
-
-    Raises:
-        IncompleteError: files are missing.
-    """
+    """Rank -> its file of experts, where these are not sharded. Raises IncompleteError if files are missing."""
     found = {int(p[2]): name for name in listing.matching(WHOLE_EXPERTS) if (p := WHOLE_EXPERTS.fullmatch(name))}
     if missing := sorted(set(range(max(found, default=0))) - found.keys()):
         raise missing_ranks(listing, "experts", sorted(found), missing, 1 + max(found))

@@ -99,7 +99,6 @@ def unread_states(listing: Listing) -> str:
 
 
 def _part(listing: Listing, allow_unknown: bool) -> Catalog:
-    """The slices that one part holds."""
     if listing.matching(SHARD):
         return states.read(listing, allow_unknown=allow_unknown)
     (name, *_) = listing.matching(WHOLE_PART)
@@ -153,7 +152,7 @@ def _joints(slices: Sequence[Catalog], listing: Listing) -> dict[str, tuple[list
 
 
 def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
-    """What all ranks have, and the experts of each.
+    """The catalog of what all ranks have, and of each rank's experts.
 
     Raises:
         UnsupportedError: ranks have tensors of the same names that are not experts; unless `allow_unknown` is set.

@@ -43,7 +43,7 @@ _MODELS = ("model", "state_dict", "model_state_dict", "weights")
 
 
 class Own(NamedTuple):
-    """What the metadata of one rank say of one stored parameter.
+    """What one rank's metadata say of one stored parameter.
 
     Attributes:
         key: in the state dict.
@@ -59,12 +59,12 @@ class Own(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all its parameters, on all ranks together."""
+        """The elements of all its parameters, on all ranks together."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 class Held(NamedTuple):
-    """A stored parameter: the model's parameters that lie in it, and the ranks with parts that are it, end to end.
+    """A stored parameter: the model's parameters in it, and the ranks with parts that make it up, end to end.
 
     Attributes:
         key: in their state dicts.
@@ -116,7 +116,7 @@ def match(listing: Listing) -> str | None:
 
 
 def facts(listing: Listing, name: str) -> RankFacts:
-    """The world size that one rank's parts tell, if it is the only one that fits; and the step, where a trainer says it."""
+    """The world size that one rank's parts imply, if only one fits; and the step, where a trainer records it."""
     if not SHARD.fullmatch(name):
         return RankFacts(None, step_in(as_mapping(listing.open(name).root, "its content", listing.files[name].path)))
     rank = read_rank(listing, *files.partners(listing, name))
@@ -204,14 +204,14 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
 
 
 def _order_names(rank: Rank) -> list[str]:
-    """The stored parameters, as the model has them: in the order of the state dict, or of the metadata where there were two."""
+    """The stored parameters in the model's order: that of the state dict, or of the metadata where there were two."""
     if EXPERTS.fullmatch(os.path.basename(rank.file)):
         return list(rank.params)
     return [key for key in rank.model if key in rank.params]
 
 
 def _experts_of_a_rank(rank: Rank) -> dict[str, int]:
-    """Name up to the number -> how many experts a rank has there."""
+    """Name up to the expert's number -> how many experts a rank has there."""
     numbers: dict[str, set[int]] = {}
     for own in rank.params.values():
         for name in own.shapes if own.alone else ():
@@ -230,10 +230,8 @@ def _renumber_expert(name: str, rank: int, local: Mapping[str, int]) -> str:
 
 
 def read_rank(listing: Listing, name: str, *others: str) -> Rank:
-    """One rank's file, or its files, checked.
-
-    Raises:
-        CorruptError: it has no metadata of FairScale, or they do not fit its tensors.
+    """One rank's file, or its files, checked. Raises CorruptError if it has no metadata of FairScale, or they do not
+    fit its tensors.
     """
     file = listing.files[name].path
     root = as_mapping(listing.open(name).root, "its content", file)
@@ -262,7 +260,9 @@ def read_rank(listing: Listing, name: str, *others: str) -> Rank:
 
 
 def _with(experts: Mapping[str, object], shared: Mapping[str, object]) -> dict[str, object]:
-    """A rank's files as one, where fairseq made two: state dicts, the model's and the optimizer's, are united."""
+    """The contents of a rank's files as those of one, where fairseq wrote two: state dicts, the model's and the
+    optimizer's, are united.
+    """
     found = dict(experts)
     for key, value in shared.items():
         own = experts.get(key)

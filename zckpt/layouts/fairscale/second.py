@@ -66,7 +66,7 @@ class _Stored(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """Elements of a vector that are elements from `start` on of a tensor."""
+    """Elements of a vector that are elements of a tensor, from `start` on."""
 
     state: str
     ref: TensorRef
@@ -164,7 +164,7 @@ def _vectors(state: object) -> dict[str, TensorRef]:
 
 
 def _find_in_order(wanted: Sequence[int], there: Sequence[int]) -> list[int] | None:
-    """The first places of numbers, in their order, among others; None where they are not there."""
+    """The first positions at which `wanted` occurs, in order, among other numbers; None where it does not occur."""
     found: list[int] = []
     for number in wanted:
         at = next((at for at in range(found[-1] + 1 if found else 0, len(there)) if there[at] == number), None)
@@ -194,7 +194,7 @@ def _split_vectors(ranks: list[_Stored], experts: Mapping[str, int], found: Tens
 
 
 def _experts_in(names: Iterable[str]) -> dict[str, int]:
-    """Head of experts' names -> how many a rank has."""
+    """Prefix of experts' names -> how many of these experts a rank has."""
     pairs = {(match[1], match[2]) for match in map(_EXPERT.fullmatch, names) if match}
     return dict(Counter(head for head, _ in pairs))
 
@@ -207,7 +207,7 @@ def _renumber_expert(name: str, rank: int, experts: Mapping[str, int]) -> str:
 
 
 def _slice(name: str, shape: Shape, part: int, parts: int) -> Slice:
-    """What a part has of a tensor, by metaseq's names."""
+    """The part of a tensor that one tensor-parallel rank holds, by metaseq's names."""
     if not shape or parts == 1:
         return Slice(shape or (1,), 0, [(0, shape[0] if shape else 1, 0)], shape[0] if shape else 1)
     if "layer_norm" not in name and "embed_positions" not in name:

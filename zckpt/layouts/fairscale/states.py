@@ -33,7 +33,7 @@ _NUMBERED = "a 'state' and 'param_groups' with the parameters of the files, in t
 
 
 def _evidence(ranks: list[Rank], experts: Sequence[str]) -> Evidence:
-    """What says how many ranks there were: every rank's metadata list all parameters and their shapes, but for experts."""
+    """The evidence for the number of ranks: every rank's metadata list all parameters and their shapes, except experts."""
     least, most = world_sizes(ranks)
     if experts and least != most:
         return Evidence("unknown", "the files do not say how many ranks have experts", "the number of ranks of the run")
@@ -41,10 +41,8 @@ def _evidence(ranks: list[Rank], experts: Sequence[str]) -> Evidence:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a save.
-
-    Raises:
-        IncompleteError, InconsistentError, CorruptError, UnsupportedError: as `read_ranks` and `holders` say.
+    """The catalog of a save. Raises IncompleteError, InconsistentError, CorruptError, UnsupportedError as `read_ranks`
+    and `holders` say.
     """
     ranks = read_ranks(listing)
     held = holders(ranks, allow_unknown=allow_unknown)
@@ -86,10 +84,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _laid_out(one: Held, refs: Mapping[int, TensorRef], file: str) -> dict[str, TensorEntry]:
-    """Finds the parameters that lie in a stored one.
-
-    Raises:
-        InconsistentError: the ranks' parts do not have as many elements, or have several dtypes.
+    """Finds the parameters that lie in a stored one. Raises InconsistentError if the ranks' parts do not have as many
+    elements, or have several dtypes.
     """
     try:
         return unflatten(one.shapes, [(refs[rank], used) for rank, used in one.used.items()])
@@ -101,7 +97,7 @@ def _laid_out(one: Held, refs: Mapping[int, TensorRef], file: str) -> dict[str, 
 
 
 def _padding(one: Held, refs: Mapping[int, TensorRef], zero: bool = True) -> Iterator[Padding]:
-    """What is behind the last parameter; of states, which need not begin at zero, `zero` is false."""
+    """The padding behind the last parameter; `zero` is false for states, which need not begin at zero."""
     for rank, used in one.used.items():
         ref = refs[rank]
         if behind := ref.numel - used:
@@ -114,7 +110,9 @@ def _padding(one: Held, refs: Mapping[int, TensorRef], zero: bool = True) -> Ite
 def _others(
     ranks: Sequence[Rank], tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str]
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """With what else is in the state dicts: buffers, which every rank has, and further names of the same vectors."""
+    """The tensors, with the other entries of the state dicts: buffers, which every rank has, and further names of the
+    same vectors.
+    """
     first = ranks[0]
     places = {first.tensor(key).place: own for key, own in first.params.items() if len(own.shapes) == 1}
     found, tied = dict(tensors), dict(aliases)
@@ -234,7 +232,7 @@ def _number_states(
 
 
 def _extent(state: object) -> tuple[int, ...] | None:
-    """Elements of a parameter, as its states have them; None where it has none."""
+    """The number of elements of a parameter, by its states; None where it has none."""
     values = state.values() if isinstance(state, Mapping) else ()
     return next(((value.numel,) for value in values if isinstance(value, TensorRef) and value.shape), None)
 
@@ -251,10 +249,8 @@ def unread_states(listing: Listing) -> str:
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What a run needs beside its weights; arguments and errors as in `read`.
-
-    Raises:
-        UnsupportedError: there are no states, or their parameters cannot be named.
+    """What a run needs beside its weights; arguments and errors as in `read`. Raises UnsupportedError if there are no
+    states, or their parameters cannot be named.
     """
     ranks = read_ranks(listing)
     held = holders(ranks, allow_unknown=allow_unknown)
@@ -291,7 +287,6 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 
 def _state_of(optimizer: _Optimizer, ranks: Sequence[Rank], rank: int, number: int, one: Held, state: str) -> TensorRef:
-    """One rank's part of a state."""
     value = optimizer.states[rank][number].get(state)
     numel = ranks[rank].tensor(one.key).numel
     if not isinstance(value, TensorRef) or value.numel != numel:

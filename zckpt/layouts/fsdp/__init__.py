@@ -28,9 +28,9 @@ FAMILY = Family(
 )
 
 ANY_NAME = replace(FAMILY, files=(FileKind("{kind}", ANY),), fallback=True)
-"""The same under other names, such as `rank0.pt`. A directory of other saves may have such files too."""
+"""The same files under other names, such as `rank0.pt`. A directory of other saves may have such files too."""
 
 
 def pattern_of(listing: Listing) -> re.Pattern[str]:
-    """How rank files of a save are called."""
+    """The pattern of the names of a save's rank files."""
     return VERL if listing.matching(VERL) else ANY

@@ -1,4 +1,5 @@
-"""The parts of cut tensors that lie in rank files which are missing: what no other rank has. For pictures of incomplete saves.
+"""Finds the parts of cut tensors that are in missing rank files: what no other rank has. For pictures of incomplete
+saves.
 
 Files are missing so only if `Listing.absent` names them. Which elements a rank held is known, for the others say what they hold;
 where they were in its file is not, so they are given places one after the other.
@@ -34,10 +35,8 @@ def lost_ranks(listing: Listing, pattern: re.Pattern[str], kind: str) -> dict[in
 
 
 def gaps(size: Shape, boxes: Sequence[Box], *, of_several: bool = True) -> list[Box]:
-    """What boxes leave of a tensor, as boxes, row-major; if it is of several ranks, none is longer than the longest of `boxes`.
-
-    Raises:
-        IncompleteError: it is in too many pieces.
+    """The boxes that others leave of a tensor, row-major; if they are of several ranks, none is longer than the longest
+    of `boxes`. Raises IncompleteError if it is in too many pieces.
     """
     cuts: list[list[int]] = []
     for dim, extent in enumerate(size):
@@ -71,7 +70,7 @@ def _within(marks: Sequence[int], low: int, high: int) -> list[int]:
 
 
 class LostFiles:
-    """The missing files of one kind, which take what is left of one tensor after the other.
+    """The missing files of one kind; they take what is left of one tensor after another.
 
     Args:
         listing: of the save.
@@ -85,10 +84,8 @@ class LostFiles:
         self._ends = dict.fromkeys(names, 0)
 
     def parts(self, name: str, size: Shape, dtype: DType, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, TensorRef]]:
-        """(part, rank, its place) of what the boxes leave; one rank takes all, several take one part each in their order.
-
-        Raises:
-            IncompleteError: there are more parts than ranks.
+        """(part, rank, its place) of what the boxes leave; one rank takes all, several take one part each in their
+        order. Raises IncompleteError if there are more parts than ranks.
         """
         left = gaps(size, boxes, of_several=len(self.ranks) > 1)
         if len(self.ranks) > 1 and len(left) > len(self.ranks):
@@ -104,7 +101,7 @@ class LostFiles:
 
 
 class Gathered(Protocol):
-    """A tensor with parts that are collected: its size, and parts -> where each rank that has one keeps it."""
+    """A tensor while its parts are collected: its size, and for each part where each rank that has it keeps it."""
 
     dtype: DType
     size: Shape

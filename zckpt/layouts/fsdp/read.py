@@ -51,7 +51,7 @@ _ADAPTER = re.compile(r"(?:^|\.)(?:lora_|modules_to_save\.)")
 _STATE = "state"
 _NOT_READ = "The optimizer's states are not read"
 _DEEPEST = 8
-"""Mappings in mappings that are looked into."""
+"""The depth to which nested mappings are searched."""
 
 
 def match(listing: Listing) -> str | None:
@@ -136,7 +136,6 @@ class _Gathered:
 
     @property
     def shape(self) -> Shape:
-        """The tensor's own shape."""
         return self.size if self.view is None else self.view
 
 
@@ -214,7 +213,9 @@ class RankFiles:
                 held.boxes.setdefault((offsets, ref.shape), []).append((rank, ref))
 
     def _find_contradiction(self, path: Path, value: object, file: str) -> ZckptError | None:
-        """What a value of an optimizer's contradicts: the form of its state dict, or the same value of the ranks before."""
+        """The error for a value of an optimizer that contradicts the form of its state dict, or the ranks before; None
+        where it does not.
+        """
         is_state = path[1:2] == (_STATE,)
         is_odd = isinstance(value, float) and not math.isfinite(value)
         if len(path) < 2 or path[1:] == ("param_groups",) or (is_state and (len(path) < 4 or is_odd)):
@@ -231,10 +232,8 @@ class RankFiles:
         return None
 
     def training(self) -> Training:
-        """The optimizer's states, if their parameters can be named.
-
-        Raises:
-            CorruptError, InconsistentError: a rank's states are none, or they are not those of the others.
+        """The optimizer's states, if their parameters can be named. Raises CorruptError, InconsistentError if a rank's
+        states are none, or they are not those of the others.
         """
         if self._contradiction is not None:
             raise self._contradiction
@@ -289,7 +288,9 @@ class RankFiles:
             )  # fmt: skip
 
     def _trained(self) -> Iterator[list[tuple[str, bool, Shape]]]:
-        """What an optimizer's numbers may mean: (name, whether it is a flat parameter, shape) of each trained parameter."""
+        """The parameters that an optimizer's numbers may mean: (name, whether it is a flat parameter, shape) of each
+        trained one.
+        """
         cut = [
             (str(path[1]), FLAT.search(str(path[-1])) is not None, held.size)
             for path, held in self._tensors.items()
@@ -332,11 +333,11 @@ class RankFiles:
         self._values[(*groups_at, 0, "params")] = names
 
     def _shards(self) -> int:
-        """Ranks that share one copy of the model: under hybrid sharding, the last dimension of the mesh."""
+        """The number of ranks that share one copy of the model: under hybrid sharding, the last dimension of the mesh."""
         return next(reversed(list(self.mesh.values())), self.world_size)
 
     def evidence(self) -> Evidence:
-        """What says how many ranks there were."""
+        """The evidence for the number of ranks."""
         if any(_WORLD.search(name) for name in self.listing.matching(VERL)):
             return Evidence("metadata", "the world size in the names of the files")
         if self.mesh:
@@ -346,7 +347,7 @@ class RankFiles:
     # -- what they are together --------------------------------------------------------------------------------------
 
     def save(self) -> dcp.DcpSave:
-        """The same as a save of torch.distributed.checkpoint; errors as in `read`."""
+        """The ranks' files as a save of torch.distributed.checkpoint; errors as in `read`."""
         items: dict[str, TensorItem | BytesItem] = {}
         for path, held in self._tensors.items():
             name = join_path(path)
@@ -359,7 +360,7 @@ class RankFiles:
         return dcp.load_items(self.listing, metadata, self._flat.keys())
 
     def with_copies(self, entry: TensorEntry, save: dcp.DcpSave) -> TensorEntry:
-        """A tensor with what further ranks hold of it too, as replicas."""
+        """The tensor, with what further ranks hold of it as replicas."""
         held = self._tensors.get(save.model.items[entry.name].path)
         if held is None:  # of a flat parameter
             return entry
@@ -375,11 +376,7 @@ class RankFiles:
 
 
 def _kinds(listing: Listing) -> dict[str, dict[int, str]]:
-    """Kind of file -> rank -> its name: the model's first.
-
-    Raises:
-        IncompleteError, InconsistentError: as in `read`.
-    """
+    """Kind of file -> rank -> its name: the model's first. Raises IncompleteError, InconsistentError as in `read`."""
     found: dict[str, dict[int, str]] = {}
     worlds: dict[int, str] = {}
     pattern = pattern_of(listing)
@@ -434,7 +431,7 @@ def _join_runs(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -
 
 
 def _walk_values(kind: str, root: Mapping[str, object], kinds: int) -> Iterator[tuple[Path, object]]:
-    """What a file holds, under paths that begin with `model` or `optim`."""
+    """The values in a file, under paths that begin with `model` or `optim`."""
     head = kind if kind in (_MODEL, _OPTIMIZER) else _MODEL if kinds == 1 else kind
     nested = any(isinstance(value, Mapping) and any(leaves(value)) for value in root.values())
     if head == _MODEL and not nested:
@@ -444,7 +441,7 @@ def _walk_values(kind: str, root: Mapping[str, object], kinds: int) -> Iterator[
 
 
 def _views_of_flat(root: object) -> Iterator[str]:
-    """Names of what a flat parameter in the same file holds too, as FSDP1 with `use_orig_params` has it."""
+    """Names of the views that FSDP1 with `use_orig_params` saves beside the flat parameter that holds their elements."""
     tensors = root if isinstance(root, Mapping) else {}
     flat = {
         ref.storage_key

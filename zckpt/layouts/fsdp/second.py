@@ -73,7 +73,7 @@ def _files(listing: Listing) -> Iterator[tuple[int, Path, object]]:
 
 
 def look_at_ranks(listing: Listing, values: Iterable[tuple[int, Path, object]]) -> SecondLook:
-    """The same of ranks' values by their paths."""
+    """The model's tensors and the optimizer's states, from ranks' values by their paths."""
     shapes: dict[Path, Shape] = {}
     parts: dict[Path, list[Part]] = {}
     vectors: dict[Path, dict[int, TensorRef]] = {}
@@ -131,7 +131,9 @@ def _name_numbered(
 
 
 def _end_to_end(name: str, state: str, ranks: Mapping[int, TensorRef], numel: int) -> Iterator[HeldRun]:
-    """A flattened tensor: each rank has the next elements; ranks of another replica have the same once more."""
+    """The runs of a flattened tensor: each rank has the next elements; ranks of another replica have the same once
+    more.
+    """
     at = 0
     for _, ref in sorted(ranks.items()):
         at = 0 if at == numel else at
@@ -169,10 +171,8 @@ def _part_of(value: object, rank: int) -> RankPart:
 
 
 def place_part(shape: Shape, cuts: Sequence[MeshCut], local: object) -> RankPart:
-    """Where a rank's elements are in a tensor that was cut so, one dimension of the mesh after the other.
-
-    Raises:
-        ValueError, TypeError: the elements are not what the cuts leave to the rank.
+    """The place of a rank's elements in a tensor that was cut along one dimension of the mesh after the other. Raises
+    ValueError, TypeError if the elements are not what the cuts leave to the rank.
     """
     if not isinstance(local, TensorRef):
         raise TypeError("a tensor without elements")
@@ -207,7 +207,7 @@ def _chunks(start: int, stop: int, number: int) -> list[tuple[int, int]]:
 
 
 def _take_spans(indexes: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The spans that come first-th to last-th among these, counted by index."""
+    """The spans that hold the indexes from number `first` to number `last` among those of `indexes`."""
     at = 0
     for start, stop in indexes:
         low, high = max(first, at), min(last, at + stop - start)
@@ -227,7 +227,7 @@ def _join_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _order(said: object, number: int) -> list[int]:
-    """The order in which a mesh's dimensions cut: from left to right, unless the spec says another."""
+    """The order in which a mesh's dimensions cut: from left to right, unless the spec gives another."""
     order: list[int] = []
     for entry in _as_sequence(said):
         order += sizes_of((entry.args if isinstance(entry, Placeholder) else _as_sequence(entry))[1])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zckpt.core.folds import Array, Tools
 
 _AT_ONCE = 1 << 18
-"""Numbers that become blocks at once."""
+"""The most numbers that become blocks at once."""
 _UNWEIGHTED = (Q8_0, BY_NAME["MXFP4"])
 """Types in which an importance matrix changes nothing."""
 
@@ -51,12 +51,12 @@ class BlocksOfFloats:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The tensor, and what says how much its columns matter."""
+        """The tensor, and the sums that say how much its columns matter."""
         return (self.source, *(() if self.weighting is None else self.weighting.entries))
 
     @property
     def unit(self) -> int:
-        """A block, or a row where columns differ."""
+        """The elements of a block, or of a row where columns matter differently."""
         return self.type.nbytes if self.weighting is None else self._row
 
     @property
@@ -65,22 +65,18 @@ class BlocksOfFloats:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The type, and what sums are divided by."""
+        """The type, and the divisor of the sums."""
         more = () if self.weighting is None else ("weighted", self.weighting.calls)
         return (f"to {self.type.name}", *more)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """What `compute` reads: `core.recipes.Recipe`."""
+        """As `core.recipes.Recipe.reads`."""
         block, nbytes = self.type.block, self.type.nbytes
         beside = [(entry, 0, entry.numel) for entry in self.inputs[1:]]
         return [(self.source, start // nbytes * block, stop // nbytes * block), *beside]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`.
-
-        Raises:
-            CastError: a block holds what the type cannot.
-        """
+        """As `Recipe.compute`. Raises CastError if a block holds what the type cannot."""
         import numpy as np
 
         blocks = np.empty(stop - start, np.uint8)
@@ -97,7 +93,7 @@ class BlocksOfFloats:
         return blocks
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Bytes [first, last) of a part that is computed at once, the columns of its rows, and the expert that it is of."""
+        """The parts that are computed at once: bytes [first, last), the first column, and the expert."""
         block, nbytes = self.type.block, self.type.nbytes
         if self.weighting is None:
             step = _AT_ONCE // block * nbytes
@@ -136,7 +132,7 @@ class FloatsOfBlocks:
 
     @property
     def unit(self) -> int:
-        """A block."""
+        """The elements of a block."""
         return self.type.block
 
     @property
@@ -145,7 +141,7 @@ class FloatsOfBlocks:
         return (f"of {self.type.name}",)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """What `compute` reads: `core.recipes.Recipe`."""
+        """As `core.recipes.Recipe.reads`."""
         block, nbytes = self.type.block, self.type.nbytes
         return [(self.inputs[0], start // block * nbytes, stop // block * nbytes)]
 
@@ -180,13 +176,13 @@ def in_blocks(
 
 
 def as_floats(blocks: TensorEntry, kind: GgmlType = Q8_0, *, again: bool = False) -> TensorEntry:
-    """The tensor that blocks of a type stand for, as fp32."""
+    """The numbers of a tensor of blocks, as fp32."""
     shape = (*blocks.shape[:-1], blocks.shape[-1] // kind.nbytes * kind.block)
     return derive_entry(blocks.name, shape, F32, FloatsOfBlocks((blocks,), kind, again), blocks.role)
 
 
 def read_again(catalog: Catalog) -> Catalog:
-    """The same, with blocks that become numbers as `verify` computes them: by numpy, and not by the loops of the C++."""
+    """The catalog, with blocks that become numbers as `verify` computes them: by numpy, not by the C++ loops."""
     return replace(catalog, tensors={name: _again(entry) for name, entry in catalog.tensors.items()})
 
 

@@ -45,14 +45,12 @@ class Weighting:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """What is read for it."""
+        """The tensors that are read for it."""
         return (self.sums,) if self.counts is None else (self.sums, self.counts)
 
     def of_expert(self, expert: int, columns: int, tools: Tools) -> Floats:
-        """How much the columns of one expert's matrix matter; all do the same where it was never used.
-
-        Raises:
-            CastError: a number is NaN or infinite.
+        """How much the columns of one expert's matrix matter; all do the same where it was never used. Raises CastError
+        if a number is NaN or infinite.
         """
         import numpy as np
 
@@ -87,11 +85,7 @@ class ImportanceMatrix:
     facts: Mapping[str, GgufValue] = field(default_factory=dict[str, GgufValue])
 
     def of(self, name: str, shape: tuple[int, ...]) -> Weighting | None:
-        """The weighting of a tensor; None if it has none.
-
-        Raises:
-            InconsistentError: it has other columns or experts.
-        """
+        """The weighting of a tensor; None if it has none. Raises InconsistentError if it has other columns or experts."""
         found = self.entries.get(name)
         experts = shape[0] if len(shape) > 2 else 1
         if found is None or found.sums.numel == shape[-1] * experts:

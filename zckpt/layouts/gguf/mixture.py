@@ -19,10 +19,10 @@ BASES = {
     "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0", "q5_1": "Q5_1", "q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K",
     "mxfp4": "MXFP4",
 }  # fmt: skip
-"""What can be asked for -> the type of most matrices."""
+"""The types that a user can ask for -> the type of most matrices."""
 
 _INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types of 256 numbers -> those of 32, for rows that are not a multiple of 256."""
+"""Types of 256 numbers -> types of 32, for rows that are not a multiple of 256."""
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _HEAD = "output.weight"
@@ -30,7 +30,7 @@ _HEAD = "output.weight"
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """What the choice depends on, beside names and shapes.
+    """The facts of the model that decide the choice, beside names and shapes.
 
     Attributes:
         layers: of the model.
@@ -87,13 +87,13 @@ def mixed_types(shapes: Sequence[tuple[str, tuple[int, ...]]], kind: str, model:
 
 
 def more_bits(layer: int, layers: int) -> bool:
-    """See [Note: more bits]."""
+    """Whether a layer is worth more bits; see [Note: more bits]."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
 def _of_values(chosen: str, kind: str, more: bool, model: Mixed) -> str:
-    """The type of the values of attention."""
+    """The type for the values of attention."""
     if model.experts == 8:
         return "Q8_0"
     if more and kind in ("q4_k_m", "q5_k_m"):
@@ -102,7 +102,7 @@ def _of_values(chosen: str, kind: str, more: bool, model: Mixed) -> str:
 
 
 def _that_fits(chosen: str, columns: int) -> GgmlType:
-    """A type, or one with smaller blocks, or fp16."""
+    """The chosen type if it fits the columns, or one with smaller blocks, or fp16."""
     for name in (chosen, _INSTEAD.get(chosen, chosen)):
         if columns % BY_NAME[name].block == 0:
             return BY_NAME[name]

@@ -30,7 +30,7 @@ TYPES: dict[str, GgmlType] = {
     "q8_0": Q8_0,
     **{asked: BY_NAME[name] for asked, name in BASES.items()},
 }
-"""Types that can be asked for."""
+"""The types that a user can ask for."""
 
 FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32,
@@ -62,12 +62,12 @@ def types_of(tensors: Sequence[TensorEntry], asked: str, model: Mixed) -> dict[s
 
 
 def _is_kept(entry: TensorEntry) -> bool:
-    """Whether a tensor is fp32 whatever is asked for."""
+    """Whether a tensor is always fp32."""
     return len(entry.shape) < 2 or entry.name.endswith(_KEPT) or not entry.name.endswith(".weight")
 
 
 def as_written(metadata: Mapping[str, GgufValue], asked: str, matrix: ImportanceMatrix | None) -> dict[str, GgufValue]:
-    """The metadata as the program has it that writes such a type: llama.cpp's quantiser has the type last."""
+    """The metadata in the order of the program that writes such a type: llama.cpp's quantiser puts the type last."""
     if asked not in BASES:
         return dict(metadata)
     last = {key: metadata[key] for key in ("general.quantization_version", "general.file_type")}

@@ -16,13 +16,13 @@ from typing import Any
 from zckpt.base.errors import CorruptError, UnsafeError
 
 MOST_CHARACTERS = 4096
-"""Of a pattern."""
+"""The most characters of a pattern."""
 
 MOST_WAYS = 10_000_000
-"""In which a pattern may fit one name: a second or less."""
+"""The most ways in which a pattern may fit one name: they take a second or less."""
 
 MOST_WAYS_TOGETHER = 20_000_000_000
-"""Of all names and patterns of a checkpoint."""
+"""The most ways for all names and patterns of a checkpoint."""
 
 _REMEDY = "Say yourself how the slices are joined: --tp-rules megatron, neox, or a JSON file."
 _PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
@@ -88,7 +88,9 @@ class Patterns:
 
 
 def _ways(tree: Any, length: int) -> int:
-    """In how many ways a parsed pattern may be tried on a name of a length, at most; no more than just above `MOST_WAYS`."""
+    """The most ways in which a parsed pattern may be tried on a name of this length, counted up to just above
+    `MOST_WAYS`.
+    """
     ways = 1
     for kind, value in tree:
         ways *= _ways_of(str(kind), value, length)

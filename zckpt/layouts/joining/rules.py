@@ -38,10 +38,10 @@ _CATEGORIES = ("tp_replicated_", "parameter_to_average_", "parameter_with_", "vo
 
 
 class Rules(Protocol):
-    """Says how slices are joined."""
+    """A source of rules that say how slices are joined."""
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
-        """How the slices of a parameter make up the whole; None if no rule covers it."""
+        """The way in which the slices of a parameter are joined; None if no rule covers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class FileRules:
     rules: tuple[tuple[re.Pattern[str], Mapping[str, object]], ...]
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
-        """As `Rules`."""
+        """As `Rules.joint`."""
         for pattern, rule in self.rules:
             if pattern.match(name) or pattern.match(WRAPPERS.sub("", name)):
                 return self._joint(name, shapes, rule)
@@ -97,10 +97,8 @@ def _widths(shapes: Sequence[Shape], dim: int, count: object) -> list[list[int]]
 
 
 def rules_of_file(name: str) -> FileRules:
-    """Reads the rules called `megatron` or `neox`, or those of a file.
-
-    Raises:
-        UsageError: there is no such file, or it is not of the form of [Note: rule files].
+    """Reads the rules called `megatron` or `neox`, or those of a file. Raises UsageError if there is no such file, or
+    it is not of the form of [Note: rule files].
     """
     known = sorted(entry.removesuffix(".json") for entry in os.listdir(BUILT_IN) if entry.endswith(".json"))
     path = os.path.join(BUILT_IN, f"{name}.json") if name in known else name
@@ -185,7 +183,9 @@ class CheckpointRules:
         return value if isinstance(value, Mapping) else {}
 
     def matches(self, pattern: object, name: str) -> bool:
-        """Whether a pattern fits a name, or the name without what wrappers put into it (torch.compile's `_orig_mod`)."""
+        """Whether a pattern fits a name, with or without the parts that wrappers put into it (torch.compile's
+        `_orig_mod`).
+        """
         return any(self.patterns.match(pattern, one) for one in {name, WRAPPERS.sub("", name)})
 
     def all_patterns(self) -> list[object]:
@@ -267,7 +267,7 @@ def _entries(value: object) -> list[Mapping[str, list[str]]]:
 def _view_shapes(
     shapes: Sequence[Shape], view: Sequence[object], dim: int, widths: Sequence[Sequence[int]]
 ) -> list[Shape]:
-    """The slices' shapes in a view of as many elements, in which one dimension may be -1."""
+    """The slices' shapes in a view with as many elements; one dimension of the view may be -1."""
     seen: list[Shape] = []
     for rank, shape in enumerate(shapes):
         dims = [sum(d) if isinstance(d, list | tuple) else d for d in view]
@@ -287,11 +287,7 @@ def _view_shapes(
 
 
 def _joint_of_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Joint:
-    """A `ParamAffineMap` that was saved.
-
-    Raises:
-        UnsupportedError: a block is scaled.
-    """
+    """The joint of a saved `ParamAffineMap`. Raises UnsupportedError if a block is scaled."""
     ranks, shape = entry["ranks"], tuple(map(index, entry["logical_shape"]))
     if not isinstance(ranks, Mapping):
         raise TypeError("an affine map without ranks")
@@ -344,7 +340,7 @@ def _blocks(rank: int, piece: Mapping[str, Any]) -> list[SliceRows]:
 
 
 def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
-    """The universal-checkpoint information of a model file; None if it has none."""
+    """The universal-checkpoint information of a model file; None if the file has none."""
     info = model.root.get("universal_checkpoint_info")
     if info is None:
         return None
@@ -354,10 +350,8 @@ def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
 
 
 def check_patterns(rules: CheckpointRules | None, names: Sequence[str]) -> CheckpointRules | None:
-    """The rules of a checkpoint: at least one has to fit a name if there are any: else names are not the run's.
-
-    Raises:
-        InconsistentError: none fits.
+    """The rules of a checkpoint; at least one must fit a name: if none does, the names are not the run's. Raises
+    InconsistentError if none fits.
     """
     patterns = [] if rules is None else rules.all_patterns()
     if rules is not None and patterns and not any(rules.matches(one, name) for one in patterns for name in names):
@@ -371,11 +365,7 @@ def check_patterns(rules: CheckpointRules | None, names: Sequence[str]) -> Check
 
 
 def check_loads(rules: FileRules, names: Sequence[str]) -> None:
-    """Checks that at least one rule of a file fits a name.
-
-    Raises:
-        UsageError: no rule fits.
-    """
+    """Checks that at least one rule of a file fits a name. Raises UsageError if no rule fits."""
     if not any(pattern.match(name) for pattern, _ in rules.rules for name in names):
         raise UsageError(
             "the rules fit no tensor of this checkpoint", file=rules.path, found=f"names such as {examples(names)}",

@@ -63,7 +63,7 @@ class Joint:
 
 
 def whole_of(shape: Shape, rank: int = 0) -> SliceRows:
-    """A slice that is the whole."""
+    """The rows of a slice that is the whole tensor."""
     return SliceRows(rank, Block(0, math.prod(shape), 1, 0, 0, 1), 0, 0)
 
 
@@ -82,9 +82,7 @@ def join_sums(shapes: Sequence[Shape], total: Total) -> Joint:
 
 def parts(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Joint:
     """Joins slices that hold parts of several stacked tensors; `widths[part][rank]` is their extent in dimension `dim`.
-
-    Raises:
-        ValueError: the widths are not those of the slices.
+    Raises ValueError if the widths are not those of the slices.
     """
     shape = shapes[0]
     if not 0 <= dim < len(shape):
@@ -115,11 +113,7 @@ def join_along(shapes: Sequence[Shape], dim: int) -> Joint:
 
 
 def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
-    """Joins slices to the whole tensor.
-
-    Raises:
-        InconsistentError: the slices do not fit the rule.
-    """
+    """Joins slices to the whole tensor. Raises InconsistentError if the slices do not fit the rule."""
     first = slices[0]
     if len({entry.dtype for entry in slices}) > 1:
         raise InconsistentError(
@@ -172,7 +166,7 @@ def first_rows(entry: TensorEntry, keep: int | None) -> TensorEntry:
 
 
 def cut_off(name: str, slices: Sequence[TensorEntry], joint: Joint) -> Iterator[Padding]:
-    """The rows of slices that are cut off: of the whole, and of copies of it."""
+    """The rows of slices that are cut off as padding, of the whole tensor and of copies of it."""
     if joint.keep is None or joint.total:
         return
     entry = join(name, slices, replace(joint, keep=None))

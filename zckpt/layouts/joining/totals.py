@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def total_of(slices: Sequence[TensorEntry], total: Literal["mean", "sum"]) -> bytearray:
-    """The elements of the mean or sum, in the slices' dtype.
-
-    Raises:
-        UnsupportedError: numpy cannot add up the dtype.
-    """
+    """The elements of the mean or sum, in the slices' dtype. Raises UnsupportedError if numpy cannot add up the dtype."""
     import numpy
 
     first = slices[0]
@@ -46,10 +42,8 @@ def total_of(slices: Sequence[TensorEntry], total: Literal["mean", "sum"]) -> by
 
 
 def as_float(entry: TensorEntry) -> TensorEntry:
-    """A tensor as fp32 numbers, as by torch's `.float()`: floats are cast by the engine, others in memory.
-
-    Raises:
-        UnsupportedError: the numbers are complex.
+    """A tensor as fp32 numbers, as by torch's `.float()`: floats are cast by the engine, others in memory. Raises
+    UnsupportedError if the numbers are complex.
     """
     if entry.dtype.kind == "float":
         return replace(entry, replicas=())
@@ -67,7 +61,7 @@ def as_float(entry: TensorEntry) -> TensorEntry:
 
 
 def sources_of(entries: Sequence[TensorEntry]) -> list[tuple[Sequence[Fragment], int]]:
-    """The sources of elements that are computed from these tensors."""
+    """The sources from which elements are computed, for these tensors."""
     return [(entry.fragments, entry.dtype.itemsize) for entry in entries]
 
 

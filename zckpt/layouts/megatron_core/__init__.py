@@ -9,7 +9,7 @@ from zckpt.layouts.save.family import Family, FileKind, later, where_there
 COMMON = "common.pt"
 CONFIG = "metadata.json"
 NONE = f"no {CONFIG} of Megatron-Core, and no names of its models"
-"""Why files are none of its."""
+"""The reason why files are not of this family."""
 
 FAMILY = Family(
     name="Megatron-Core",

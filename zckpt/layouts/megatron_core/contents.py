@@ -22,7 +22,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
 
 MASTERS = ("param", "fp32_param", "master_param")
-"""What versions call the state that holds the fp32 weights."""
+"""The names that versions give the state that holds the fp32 weights."""
 
 _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>\w+?)\.(?P<name>.+)")

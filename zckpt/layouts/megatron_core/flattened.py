@@ -52,7 +52,7 @@ def unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
 
 
 def _by_box(fragment: Fragment, numel: int, itemsize: int) -> list[Fragment]:
-    """A fragment's parts in each box."""
+    """The parts of a fragment in each box."""
     if fragment.rows == 1 and fragment.start // numel == (fragment.stop - 1) // numel:
         return [fragment]
     pieces: list[Fragment] = []
@@ -73,7 +73,7 @@ def _place_boxes(
     shape: Sequence[int],
     itemsize: int,
 ) -> Sequence[Fragment]:
-    """What is held of one box, in the whole tensor."""
+    """The elements of one box as fragments of the whole tensor."""
     numel = math.prod(extents)
     local: Sequence[Fragment] = shift(own, -number * numel)
     offsets: list[int] = []

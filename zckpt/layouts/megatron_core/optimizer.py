@@ -38,7 +38,9 @@ class _Group:
     settings: Mapping[str, object]
 
     def takes(self, name: str, is_vector: bool, experts_apart: bool) -> bool:
-        """Whether a parameter is in it, by Megatron-Core's rule; `experts_apart`: whether there are groups of experts."""
+        """Whether a parameter is in the group, by Megatron-Core's rule; `experts_apart`: whether there are groups of
+        experts.
+        """
         own = self.settings
         of_experts = experts_apart and bool(_EXPERT.search(name))
         if "is_expert_parallel" in own and bool(own["is_expert_parallel"]) != of_experts:
@@ -55,10 +57,8 @@ class _Group:
 
 
 def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[ParameterGroup]:
-    """The groups that own a save's parameters, with their settings and the step.
-
-    Raises:
-        UnsupportedError: the common state does not say which group a parameter is in.
+    """The groups that own a save's parameters, with their settings and the step. Raises UnsupportedError if the common
+    state does not say which group a parameter is in.
     """
     groups = list(_groups(run))
     members: list[list[str]] = [[] for _ in groups]
@@ -84,7 +84,9 @@ def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[P
 
 
 def named_groups(held: MegatronItems, metadata: Metadata, items: Items) -> list[ParameterGroup]:
-    """The groups of `fsdp_dtensor`, which has each parameter's settings: those with the same are a group; none elsewhere."""
+    """The groups of `fsdp_dtensor`, which has settings for each parameter: those with equal settings form a group.
+    Empty for others.
+    """
     own: dict[str, dict[str, BytesItem | TensorItem]] = {}
     for item in metadata.items.values():
         if item.path[:2] == _SETTINGS and len(item.path) > 3:
@@ -126,5 +128,5 @@ def _common_step(run: MegatronRun) -> object:
 
 
 def _count_stacked(name: str) -> int:
-    """Dimensions of a tensor that count layers and experts."""
+    """The number of dimensions of a tensor that count layers and experts."""
     return len(_LAYERS.findall(name)) + len(_EXPERTS.findall(name))

@@ -68,7 +68,7 @@ class MegatronSave:
         return shape_before(self.metadata.beside, item) or item.shape
 
     def entries(self, items: dict[str, TensorItem], roles: dict[str, Role]) -> dict[str, TensorEntry]:
-        """Whole tensors by name, in the shapes that they have in the model."""
+        """The tensors, put together from their chunks, by name and in the shapes that they have in the model."""
         found = self.items.tensors(items, roles)
         for name, item in items.items():
             if (shape := shape_before(self.metadata.beside, item)) is not None:
@@ -77,7 +77,7 @@ class MegatronSave:
 
 
 def load(listing: Listing) -> MegatronSave:
-    """The files of a save; errors as in `read`."""
+    """Reads what a save says of itself; errors as in `read`."""
     if (written := backend(listing)) not in ("", _BACKEND):
         raise UnsupportedError(
             f"is in Megatron-Core's format {written!r}", file=listing.directory, found=f"{CONFIG} with {written!r}",
@@ -150,7 +150,7 @@ def _check_masters(save: MegatronSave, masters: dict[str, TensorItem]) -> None:
 
 
 def _role(name: str, item: TensorItem, held: MegatronItems) -> Role:
-    """What a tensor is: a parameter that the optimizer owns, another one, or a buffer."""
+    """The role of a tensor: a parameter that the optimizer owns, another parameter, or a buffer."""
     if item.dtype.kind not in ("float", "complex") or name.endswith(_BUFFERS):
         return "buffer"
     return "parameter" if name in held.states or not held.states else "frozen"
@@ -166,7 +166,7 @@ def _notes(save: MegatronSave) -> Iterator[str]:
 
 
 def _why_unnamed(save: MegatronSave) -> str:
-    """Why states of an optimizer that is there are not read; empty where they are, or there is none."""
+    """Why an optimizer's states are not read, in words; empty where they are read, or there are none."""
     if save.held.states or not (save.held.buckets or save.run.sharding):
         return ""
     kind = save.run.sharding or "flat buckets"
@@ -174,10 +174,8 @@ def _why_unnamed(save: MegatronSave) -> str:
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What the run needs beside its weights, as far as the save has it; arguments and errors as in `read`.
-
-    Raises:
-        UnsupportedError: there is no optimizer, or its states do not name parameters.
+    """What the run needs beside its weights, as far as the save has it; arguments and errors as in `read`. Raises
+    UnsupportedError if there is no optimizer, or its states do not name parameters.
     """
     del allow_unknown
     save = load(listing)
@@ -211,7 +209,7 @@ _KEPT = ("args", "checkpoint_version", "opt_param_scheduler", "num_floating_poin
 
 
 def _rest(run: MegatronRun) -> dict[str, object]:
-    """Counters and arguments of the run. DeepSpeed's loader needs its own counters in every save; they are added."""
+    """The counters and arguments of the run. DeepSpeed's loader needs its own counters in every save; they are added."""
     kept = {key: run.common[key] for key in _KEPT if key in run.common}
     return {
         **kept,
@@ -233,7 +231,7 @@ def left_out(listing: Listing) -> list[str]:
 
 
 def records(listing: Listing) -> Iterator[tuple[str, list[Record] | ZckptError]]:
-    """As those of `dcp`, with the file of the common state."""
+    """As `dcp.records`, with the file of the common state."""
     yield from dcp.records(listing)
     if COMMON in listing.files and is_torch_zip(listing.files[COMMON]):
         path = listing.files[COMMON].path

@@ -59,7 +59,7 @@ class MegatronRun:
 
     @property
     def sharding(self) -> str:
-        """How the optimizer's states are laid out, by Megatron-Core's name; empty where it is not recorded."""
+        """The layout of the optimizer's states, by Megatron-Core's name for it; empty where it is not recorded."""
         content = self.common.get("content_metadata")
         if isinstance(content, Mapping) and isinstance(kind := content.get("distrib_optim_sharding_type"), str):
             return kind
@@ -78,12 +78,14 @@ class MegatronRun:
             yield from (value for value in held if isinstance(value, Mapping))
 
     def number(self, *names: str) -> int | None:
-        """The first whole number among these arguments."""
+        """The first whole number among arguments of these names."""
         values = (self.arguments.get(name) for name in names)
         return next((value for value in values if type(value) is int), None)
 
     def topology(self, files: int) -> Topology:
-        """Ranks of each kind; `files`: ranks that wrote, which are taken for data ranks where nothing else is known."""
+        """The ranks per axis; `files`: the number of ranks that wrote, taken for data ranks where nothing else is
+        known.
+        """
         tp, pp = (max(self.number(f"{axis}_model_parallel_size") or 1, 1) for axis in ("tensor", "pipeline"))
         ep = max(self.number("expert_model_parallel_size") or 1, 1)
         dp = self.number("data_parallel_size")
@@ -92,7 +94,7 @@ class MegatronRun:
         return Topology(dp=max(dp or -(-files // (tp * pp)), 1), tp=tp, pp=pp, ep=ep)
 
     def extras(self) -> dict[str, object]:
-        """What naming and other jobs look for: `args`, `checkpoint_version`, and the config of the run."""
+        """The extras that naming and other jobs use: `args`, `checkpoint_version`, and the config of the run."""
         version = self.common.get("checkpoint_version")
         found = {"args": self.arguments, "run_config": self.config, "checkpoint_version": version}
         return {name: value for name, value in found.items() if value}
@@ -119,7 +121,7 @@ _SIZES = (
 
 
 def backend(listing: Listing) -> str:
-    """The format that `metadata.json` names; empty where there is no such file, or it is somebody else's."""
+    """The format that `metadata.json` names; empty where there is no such file, or another program wrote it."""
     if CONFIG not in listing.files:
         return ""
     try:
@@ -131,7 +133,7 @@ def backend(listing: Listing) -> str:
 
 
 def digests(listing: Listing) -> dict[str, str]:
-    """File name -> SHA-256, as `integrity.json` lists them; nothing where there is no such file.
+    """File name -> SHA-256, as `integrity.json` lists them; empty where there is no such file.
 
     Raises:
         CorruptError: it cannot be read. UnsafeError: it names files elsewhere. UnsupportedError: it is of another algorithm.
@@ -175,14 +177,14 @@ def run_state(listing: Listing, metadata: Metadata, items: Items) -> MegatronRun
 
 
 def _of_items(metadata: Metadata, items: Items) -> dict[str, object]:
-    """The common state of `fsdp_dtensor`: items of their own."""
+    """The common state of a `fsdp_dtensor` save, which has items of its own for it."""
     wanted = ("args", "iteration", "checkpoint_version", "content_metadata")
     found = {name: metadata.items.get(name) for name in wanted}
     return {name: items.value(item) for name, item in found.items() if isinstance(item, BytesItem)}
 
 
 def _config(listing: Listing) -> dict[str, object]:
-    """The config that Bridge or NeMo keeps as YAML; nothing where there is none, or one that names Python's objects."""
+    """The config that Bridge or NeMo keeps as YAML; empty where there is none, or it names Python's objects."""
     directory = listing.directory
     if not directory.is_dir():
         return {}

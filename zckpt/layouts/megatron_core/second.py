@@ -65,7 +65,7 @@ def _runs(name: str, state: str, tensor: SavedTensor) -> Iterator[HeldRun]:
 
 
 def _unflatten(rows: StoredRows, saved: Shape, shape: Shape, size: int) -> Iterator[StoredRows]:
-    """The elements of rows of boxes, in the whole tensor."""
+    """The elements of rows of boxes, as rows of the whole tensor."""
     *boxes, numel = saved
     extents = [extent // number for extent, number in zip(shape, boxes, strict=True)]
     if math.prod(extents) != numel or rows.step != 1:
@@ -82,7 +82,9 @@ def _unflatten(rows: StoredRows, saved: Shape, shape: Shape, size: int) -> Itera
 
 
 def _place(box: int, inside: int, boxes: Sequence[int], extents: Sequence[int], shape: Shape) -> tuple[int, int]:
-    """Where an element of a box is in the whole tensor, and how many follow it there as they do in the box."""
+    """The place of an element of a box in the whole tensor, and how many elements follow it there as they do in the
+    box.
+    """
     number, pitch, left = 0, 1, 0
     length, is_whole = 1, True
     rest = inside

@@ -80,7 +80,7 @@ class MegatronOptimizer:
     experts_apart: bool
 
     def key(self, state: str, name: str) -> str:
-        """The name of an item."""
+        """The name of the item that holds a state of a weight."""
         chain = f"chained_{int(is_of_expert(name))}." if self._is_chained else ""
         return f"{chain}optimizer.state.{state}.{name}"
 
@@ -89,7 +89,7 @@ class MegatronOptimizer:
         return self.experts_apart and any(is_of_expert(entry.name) for _, entry in self.states)
 
     def common(self) -> dict[object, object]:
-        """What is the same on all ranks."""
+        """The common state: what is the same on all ranks."""
         if self._is_chained:
             return {number: self._one(is_expert=bool(number)) for number in (0, 1)}
         return self._one(is_expert=False)
@@ -103,7 +103,7 @@ class MegatronOptimizer:
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
 
     def schedule(self) -> dict[str, object]:
-        """What a run without a schedule would have: Megatron-LM asks for these keys, and with its own schedule for no more."""
+        """The state of a schedule that Megatron-LM asks for; a run without a schedule has these keys and no more."""
         decay, rate = self.settings["weight_decay"], self.settings["lr"]
         return {
             "max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "num_steps": 0, "lr_decay_style": "constant",
@@ -112,7 +112,7 @@ class MegatronOptimizer:
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a parameter is of routed experts."""
+    """Whether a parameter belongs to routed experts."""
     return ".mlp.experts." in name
 
 

@@ -50,7 +50,7 @@ class RunSplit:
     etp: int
 
     def rank_of(self, numbers: Sequence[int]) -> ModelRank | None:
-        """The rank with the directory of these numbers; None if no rank of this split has it."""
+        """The rank with the directory of these numbers; None if this split has no such rank."""
         rest = list(numbers[1:])
         pp = rest.pop(0) if self.pp > 1 and rest else 0
         ep = rest.pop(0) if self.ep > 1 and rest else 0
@@ -81,10 +81,8 @@ def arguments(listing: Listing, name: str) -> dict[str, object]:
 
 
 def split_of(listing: Listing) -> RunSplit:
-    """How the run was split, as its files say.
-
-    Raises:
-        UnsupportedError: they do not say it, or it is a split with directories that do not hold all parts.
+    """How the run was split, as its files say. Raises UnsupportedError if they do not say it, or it is a split with
+    directories that do not hold all parts.
     """
     name = listing.matching(MODEL)[0]
     args, file = arguments(listing, name), listing.files[name].path
@@ -120,7 +118,7 @@ def split_of(listing: Listing) -> RunSplit:
 
 
 def _is_unclear(listing: Listing, name: str, numbers: int) -> bool:
-    """Whether a second number in the directories' names may be that of an expert rank."""
+    """Whether a second number in the directories' names may be an expert rank's."""
     return numbers > 2 or (numbers == 2 and any("experts." in own for own in flatten(root_of(listing, name), [])))
 
 
@@ -156,11 +154,9 @@ def ranks_of(listing: Listing, split: RunSplit) -> dict[ModelRank, str]:
 def check_own_ranks(listing: Listing, split: RunSplit, ranks: Mapping[ModelRank, str]) -> None:
     """Makes sure that each rank's file was written by that rank, as far as Megatron's args in it say.
 
-    Tensor ranks count innermost and pipeline stages outermost, unless a run maps stages inside of the data ranks; expert ranks
-    count up between them. Files without `rank` and `world_size` say nothing.
-
-    Raises:
-        InconsistentError: a file says that another rank wrote it, or two say the same.
+    Tensor ranks count innermost and pipeline stages outermost, unless a run maps stages inside of the data ranks;
+    expert ranks count up between them. Files without `rank` and `world_size` say nothing. Raises InconsistentError if a
+    file says that another rank wrote it, or two say the same.
     """
     writers: dict[int, str] = {}
     last: dict[tuple[int, int], int] = {}
@@ -194,11 +190,7 @@ def axes_of(listing: Listing, name: str) -> Mapping[str, int]:
 
 
 def root_of(listing: Listing, name: str) -> Mapping[str, object]:
-    """What a file holds.
-
-    Raises:
-        CorruptError: it is not a mapping.
-    """
+    """The contents of a file. Raises CorruptError if it is not a mapping."""
     return as_mapping(listing.open(name).root, "its content", listing.files[name].path)
 
 

@@ -54,7 +54,7 @@ class Masters:
 
 
 class _Way(NamedTuple):
-    """How a version lays parameters into buckets."""
+    """One way in which a version lays parameters into buckets."""
 
     aligned: int
     moves: bool
@@ -104,7 +104,9 @@ def masters_of(
 def _of_vectors(
     rank: TensorsOfRank, state: object, args: Mapping[str, object], reader: ElementReader, experts: bool | None
 ) -> Masters | None:
-    """See [Note: buckets]; `experts`: whether these are the parameters of experts, or the others; None for both."""
+    """The masters in vectors, see [Note: buckets]; `experts`: whether these are the parameters of experts, or the
+    others; None for both.
+    """
     if not isinstance(state, Mapping) or not state.get("buckets_coalesced"):
         return None
     vectors = [
@@ -142,7 +144,7 @@ def _of_vectors(
 
 
 class ContradictionError(Exception):
-    """Vectors of one optimizer file are not of the same parameters; says which."""
+    """The vectors of one optimizer file are of different parameters."""
 
 
 def _unlike(name: str, ref: TensorRef, master: TensorRef) -> str:
@@ -174,7 +176,7 @@ def _buffers(rank: TensorsOfRank, experts: bool | None) -> Iterator[tuple[int, D
 
 
 def _bucket_size(rank: TensorsOfRank, chunk: int, args: Mapping[str, object]) -> int | None:
-    """Elements at which a bucket is full; None for one bucket."""
+    """The number of elements at which a bucket is full; None for one bucket."""
     if (
         not args.get("overlap_grad_reduce")
         or rank.rank.pp
@@ -189,7 +191,7 @@ def _bucket_size(rank: TensorsOfRank, chunk: int, args: Mapping[str, object]) ->
 
 
 def _data_parallel(args: Mapping[str, object]) -> int:
-    """Ranks that share a vector of parameters that are not of experts."""
+    """The number of ranks that share a vector of the parameters outside experts."""
     numbers = (args.get(key) for key in ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"))
     world, tp, pp = (number if type(number) is int and number > 0 else 1 for number in numbers)
     return max(1, world // (tp * pp))
@@ -243,7 +245,7 @@ def _gaps(rank: TensorsOfRank, starts: Mapping[int, int], numel: int) -> Iterato
 
 
 def _is_proved(rank: TensorsOfRank, laid: tuple[dict[int, int], int], master: TensorRef, reader: ElementReader) -> bool:
-    """Whether a vector is as long as it should be, and its masters are the weights when they are rounded."""
+    """Whether a vector has the right length, and its masters, rounded, are the weights."""
     starts, numel = laid
     held = sum(rank.tensors[index].ref.numel for index in starts)
     if numel != master.numel or held + sum(gap for _, gap in _gaps(rank, starts, numel)) != numel:
@@ -260,7 +262,7 @@ def _agree(held: RankTensor, fragments: tuple[Fragment, ...], reader: ElementRea
 
 
 def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
-    """See [Note: groups]."""
+    """The masters in lists; see [Note: groups]."""
     kept = rank.root.get("optimizer")
     states = [state for state in (kept if isinstance(kept, list) else [kept]) if isinstance(state, Mapping)]
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
@@ -292,7 +294,9 @@ def _masters_in(state: Mapping[str, object]) -> object:
 def _moments(
     state: Mapping[str, object], group: Mapping[str, object], masters: Sequence[TensorRef], problems: list[str]
 ) -> list[dict[str, tuple[Fragment, ...]]]:
-    """The further states of a group's masters; none if the group has other parameters too, so that numbers are not theirs."""
+    """The further states of a group's masters; none if the group has other parameters too, since the numbers are then
+    not theirs.
+    """
     inner = state.get("optimizer")
     held = inner.get("state") if isinstance(inner, Mapping) else None
     numbers = as_list(group.get("params"))
@@ -315,7 +319,7 @@ def group_facts(state: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _members(rank: TensorsOfRank, group: Mapping[str, object], apart: set[str]) -> Iterator[int]:
-    """The half-precision parameters of a group, in order; `apart`: what other than weight decay sets groups apart."""
+    """The half-precision parameters of a group, in order; `apart`: what sets groups apart beside weight decay."""
     for index, held in enumerate(rank.tensors):
         if held.is_buffer or held.ref.dtype.itemsize != 2:
             continue

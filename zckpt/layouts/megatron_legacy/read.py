@@ -36,7 +36,7 @@ _TIED = {
     "output_layer.weight": "embedding.word_embeddings.weight",
     "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
 }
-"""Copies of the embedding that the last stage of a model with tied weights has."""
+"""Names of the copies of the embedding that the last stage of a model with tied weights has."""
 
 _GATED = (("linear_fc1.weight", "linear_fc2.weight"), ("dense_h_to_4h.weight", "dense_4h_to_h.weight"))
 
@@ -61,7 +61,7 @@ class _Part:
 
 
 class LegacySave:
-    """One save."""
+    """A save with its ranks' tensors and masters."""
 
     def __init__(self, listing: Listing, *, allow_unknown: bool = False) -> None:
         self.listing = listing
@@ -82,10 +82,8 @@ class LegacySave:
         self.rules = self._rules()
 
     def _masters(self) -> dict[ModelRank, Masters]:
-        """The masters of every rank, if all can be named; if none can, a note.
-
-        Raises:
-            InconsistentError: those of some ranks can, and of others not; or a file contradicts itself.
+        """The masters of every rank, if all can be named; if none can, a note. Raises InconsistentError if those of
+        some ranks can, and of others not; or a file contradicts itself.
         """
         found: dict[ModelRank, Masters] = {}
         unnamed: list[str] = []
@@ -179,7 +177,7 @@ class LegacySave:
         )
 
     def _evidence(self) -> Evidence:
-        """What says how the run was split: every file has Megatron's args, but for those of a converter."""
+        """The evidence for the run's split: every file has Megatron's args, except those of a converter."""
         if self.args.get("tensor_model_parallel_size") or self.args.get("model_parallel_size"):
             return Evidence("metadata", "the parallel sizes in Megatron's args")
         if self.listing.options.tp or self.listing.options.pp:
@@ -197,7 +195,7 @@ class LegacySave:
         return found
 
     def stage_tensors(self, state: str = "param") -> Iterator[tuple[int, TensorEntry]]:
-        """(stage, whole tensor) in the order of the model: masters or weights, or where it has it, another state of it."""
+        """(stage, whole tensor) in the order of the model: masters or weights, or another state where a tensor has it."""
         for stage, chunk in self._chunks():
             ranks = [held for held in self.tensors if held.rank.pp == stage]
             yield from ((stage, entry) for entry in self._tensors_of_chunk(ranks, chunk, state))
@@ -213,7 +211,7 @@ class LegacySave:
             yield from ((stage, chunk) for stage in range(self.split.pp))
 
     def kept_name(self, name: str, tensors: Mapping[str, TensorEntry]) -> str:
-        """The name under which a tensor counts: that of the embedding for what is tied to it."""
+        """The kept name of a tensor: that of the embedding for tensors tied to it."""
         kept = _TIED.get(name, name)
         tied = (
             name.startswith("word_embeddings_for_head") or self.args.get("untie_embeddings_and_output_weights") is False
@@ -250,7 +248,7 @@ class LegacySave:
         return _Part(rank.rank, weight, master)
 
     def _seen(self, held: RankTensor) -> Shape:
-        """The shape in which a slice is cut: of all experts in one tensor, (experts, rows, columns)."""
+        """The shape in which a slice is cut: (experts, rows, columns) for all experts in one tensor."""
         if not held.grouped:
             return held.ref.shape
         total = self.args.get("num_experts")
@@ -265,7 +263,7 @@ class LegacySave:
         return (experts, rows // experts, columns) if held.name.endswith("2") else (experts, rows, columns // experts)
 
     def _unit(self, held: RankTensor, own: Sequence[_Part]) -> TensorEntry:
-        """A tensor: each tensor rank has a slice, and perhaps several expert ranks the same."""
+        """A whole tensor: each tensor rank has a slice, and several expert ranks may have the same one."""
         is_cut = not held.expert or self.split.etp > 1
         slices: dict[int, list[_Part]] = {}
         for part in own:
@@ -341,7 +339,9 @@ def _iteration(root: Mapping[str, object]) -> int | None:
 
 
 def _is_gated(rank: TensorsOfRank) -> bool:
-    """Whether the first matrix of MLPs is two stacked ones: it then has twice as many rows as the second has columns."""
+    """Whether the first matrix of MLPs is two stacked ones: it then has twice as many rows as the second one has
+    columns.
+    """
     shapes = {held.local: held.ref.shape for held in rank.tensors}
     for name, shape in shapes.items():
         for first, second in _GATED:
@@ -364,7 +364,7 @@ def _as_saved(held: RankTensor, shape: Shape) -> Shape:
 
 
 def _with_copy(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
-    """A tensor that a further stage holds too, after checking that both are alike."""
+    """One entry for a tensor that a further stage holds too, after a check that both are alike."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise InconsistentError(
             f"two pipeline stages hold tensor {first.name!r} differently",

@@ -143,7 +143,7 @@ def _tensors(root: object) -> dict[str, TensorRef]:
 
 
 def _is_gated(chunk: Mapping[str, TensorRef]) -> bool:
-    """Whether the first matrix of an MLP has two rows for each column of the second."""
+    """Whether the first matrix of an MLP has two rows for each column of the second one."""
     for name, ref in chunk.items():
         second = chunk.get(name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h"))
         if _GATED.fullmatch(name) and len(ref.shape) == 2 and second is not None and second is not ref:
@@ -165,7 +165,6 @@ def _before(ranks: Sequence[_Rank]) -> dict[tuple[int, int], dict[str, int]]:
 
 
 def _name(local: str, chunk: Mapping[str, TensorRef], rank: _Rank, run: _Run, before: Mapping[str, int]) -> str:
-    """A tensor's name in the whole model."""
     name = local
     if (match := _EXPERT.fullmatch(name)) and run.ep > 1:
         here = {m[2] for m in map(_EXPERT.fullmatch, chunk) if m and m[1] == match[1]}
@@ -176,7 +175,7 @@ def _name(local: str, chunk: Mapping[str, TensorRef], rank: _Rank, run: _Run, be
 
 
 def _parts(name: str, local: str, ref: TensorRef, rank: _Rank, run: _Run) -> Iterator[HeldRun]:
-    """Where a rank's elements are in the whole tensor; nothing for a name that is not known."""
+    """The place of a rank's elements in the whole tensor; nothing for an unknown name."""
     is_expert = ".experts." in local or ".local_experts." in local
     ranks = run.etp if is_expert else run.tp
     at = rank.tp if ranks > 1 else 0
@@ -206,7 +205,7 @@ def _parts(name: str, local: str, ref: TensorRef, rank: _Rank, run: _Run) -> Ite
 def _cut_slices(
     name: str, ref: TensorRef, dim: int, rank: int, ranks: int, pieces: int, expert: tuple[int, int] = (0, 1)
 ) -> Iterator[HeldRun]:
-    """A rank's slice of a tensor of so many pieces, each cut for itself; `expert`: of the first dimension."""
+    """A rank's slice of a tensor of `pieces` parts, each cut by itself; `expert`: the index in the first dimension."""
     own = ref.shape[dim] // pieces
     shape = [extent * (ranks if at == dim else 1) for at, extent in enumerate(ref.shape)]
     offsets = [0] * len(shape)

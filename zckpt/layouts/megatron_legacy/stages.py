@@ -54,7 +54,7 @@ class RankTensor(NamedTuple):
 
     @property
     def is_buffer(self) -> bool:
-        """Whether no optimizer owns it."""
+        """Whether no optimizer owns the tensor."""
         return self.ref.dtype.kind != "float" or _BUFFER.fullmatch(self.local) is not None
 
 
@@ -156,7 +156,7 @@ def _chunks(
 
 
 def _layers(chunk: Mapping[str, TensorRef], file: str) -> dict[str, int]:
-    """List of layers -> how many of it a virtual stage has."""
+    """List of layers -> how many of its layers a virtual stage has."""
     numbers: dict[str, set[int]] = {}
     for name in chunk:
         if match := _LAYER.fullmatch(name):

@@ -29,10 +29,8 @@ _KEPT = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """The moments, groups and counters of a run; errors as in `read.read`.
-
-    Raises:
-        UnsupportedError: the moments cannot be named.
+    """The moments, groups and counters of a run; errors as in `read.read`. Raises UnsupportedError if the moments
+    cannot be named.
     """
     save = LegacySave(listing, allow_unknown=allow_unknown)
     catalog = save.catalog()
@@ -73,7 +71,7 @@ def unnamed_states(catalog: Catalog, save: LegacySave) -> str:
 
 
 def unread_states(listing: Listing) -> str:
-    """Why optimizer states that are there are not read, in words; empty where there are none, or they are."""
+    """Why optimizer states are not read, in words; empty where they are read, or there are none."""
     has_vectors = bool(listing.matching(OPTIMIZER))
     if not has_vectors and not listing.entry(listing.matching(MODEL)[0], "optimizer"):
         return ""
@@ -83,10 +81,8 @@ def unread_states(listing: Listing) -> str:
 
 
 def _groups(save: LegacySave, trained: Mapping[str, TensorEntry]) -> list[ParameterGroup]:
-    """The groups with their parameters, in the order of the model.
-
-    Raises:
-        UnsupportedError: a parameter is in none of them, or in several.
+    """The groups with their parameters, in the order of the model. Raises UnsupportedError if a parameter is in none of
+    them, or in several.
     """
     kept = save.root.get("optimizer")
     facts = [
@@ -129,7 +125,7 @@ def _settings(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def _step(save: LegacySave, group: Mapping[str, object]) -> object:
-    """The optimizer's step: of the group, of its first parameter, or the iteration."""
+    """The optimizer's step: the group's, its first parameter's, or the iteration."""
     if "step" in group:
         return group["step"]
     kept = save.root.get("optimizer")

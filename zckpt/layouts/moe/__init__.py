@@ -19,7 +19,7 @@ def match(listing: Listing) -> str | None:
 
 
 def holds_experts(root: object) -> bool:
-    """Whether a model file records experts; in a pipeline, in its own stage."""
+    """Whether a model file records experts; in a pipeline, whether its own stage has any."""
     counts = root.get("num_experts") if isinstance(root, Mapping) else None
     return isinstance(counts, list) and bool(counts)
 

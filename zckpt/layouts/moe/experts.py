@@ -37,7 +37,7 @@ _OWN = re.compile(rf"(?P<prefix>.*{re.escape(_EXPERTS)})\.(?P<number>\d+)\.(?P<l
 _STACKED = re.compile(r"(?P<prefix>.*)\.(?P<local>[^.]+)\.(?P<number>\d+)", re.DOTALL)
 _FOLDING = "folding"
 _MOST = 1 << 20
-"""Experts in a layer: hundreds are met; a damaged number must not fill the memory."""
+"""The most experts in a layer: real layers have hundreds; a damaged number must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Layer:
 
     @property
     def ep(self) -> int:
-        """Expert-parallel ranks."""
+        """The number of expert-parallel ranks."""
         return len(self.held)
 
     @property
@@ -71,12 +71,12 @@ class Layer:
         return self.prefix.removesuffix(".deepspeed_experts").rpartition(".")[0]
 
     def spread(self, ep: int) -> Layer:
-        """The layer, with its experts spread evenly over so many ranks."""
+        """The layer, with its experts spread evenly over `ep` ranks."""
         share = self.experts // ep
         return replace(self, held=tuple(tuple(range(rank * share, (rank + 1) * share)) for rank in range(ep)))
 
     def module(self) -> dict[str, TensorRef]:
-        """The weights of its files, with the names that they have among all experts; empty for stacked ones."""
+        """The weights in the layer's files, under their names among all experts; empty for stacked experts."""
         if self.stacked:
             return {}
         return {
@@ -86,7 +86,7 @@ class Layer:
         }
 
     def stacks(self, role: Role, rank: int | None = None) -> dict[str, TensorEntry]:
-        """Stacked weights made from the experts' files: of all experts, or of those of a rank."""
+        """Stacked weights of all experts, or of a rank's, from the experts' files."""
         if not self.stacked or not self.weights:
             return {}
         wanted = range(self.experts) if rank is None else self.held[rank]
@@ -104,10 +104,8 @@ class Layer:
         return found
 
     def joint(self, shapes: Sequence[Shape]) -> Joint:
-        """How the stacked weights that the expert-parallel ranks hold make up the whole.
-
-        Raises:
-            ValueError: they do not have the experts of their ranks.
+        """The joint that makes the whole stacked weights from those of the expert-parallel ranks. Raises ValueError if
+        they do not have the experts of their ranks.
         """
         own = shapes[0][1:]
         if [(len(held), *own) for held in self.held] != list(shapes):
@@ -130,7 +128,7 @@ class Layers:
 
     @property
     def ep(self) -> int:
-        """The most ranks that experts are spread over."""
+        """The largest number of ranks that a layer's experts are spread over."""
         return max((layer.ep for layer in self.all), default=1)
 
     def owner(self, name: str) -> tuple[Layer, int, str] | None:
@@ -146,14 +144,12 @@ class Layers:
         return (layer, 0, local) if layer is not None and layer.stacked else None
 
     def owned(self, names: Iterable[str], *, experts: bool) -> list[str]:
-        """The names that are experts', or all other names."""
+        """The names that belong to experts, or all other names."""
         return [name for name in names if (self.owner(name) is not None) == experts]
 
     def name_on(self, rank: int, name: str) -> str:
-        """The name among all experts of the parameter `name` of an expert-parallel rank.
-
-        Raises:
-            InconsistentError: that rank has no such expert.
+        """The name among all experts of a parameter that has this name on an expert-parallel rank. Raises
+        InconsistentError if that rank has no such expert.
         """
         found = self.owner(name)
         if found is None or found[0].stacked:
@@ -250,7 +246,6 @@ def _is_one(counts: Sequence[int], number: int, expert: int) -> bool:
 
 
 def _files(listing: Listing, mp_ranks: range | None) -> dict[tuple[int, int], str]:
-    """(layer, expert) -> its file."""
     found: dict[tuple[int, int], str] = {}
     for name in listing.matching(EXPERT_NAME):
         match = EXPERT_NAME.fullmatch(name)
@@ -275,7 +270,7 @@ def _layer(
     files: Mapping[tuple[int, int], str],
     mp_rank: int,
 ) -> Layer:
-    """One layer; checks that all of its experts' files exist and are alike."""
+    """One layer, after a check that all of its experts' files exist and are alike."""
     held: tuple[tuple[int, ...], ...] = ()
     if recorded is not None:
         held = _placement(recorded, experts, listing.directory.path)

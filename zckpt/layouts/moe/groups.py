@@ -86,7 +86,7 @@ def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool
 
 
 def split_by_experts(save: Save, layers: Layers) -> tuple[Save, Save]:
-    """A save without its experts, and one of nothing else; the experts' weights are in their own files."""
+    """Splits a save into one without experts and one of experts alone; the experts' weights are in their own files."""
     listed = save.model.param_shapes
     orders = [_order(shard, listed) for shard in save.shards]
 
@@ -158,7 +158,7 @@ def _shape(name: str, model: ModelStates, layers: Layers) -> Shape:
 
 
 def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save) -> int | None:
-    """Expert-parallel ranks that a group's experts are spread over; None for a group without experts."""
+    """The number of expert-parallel ranks that a group's experts are spread over; None for a group without experts."""
     found = {name: layers.owner(name) for name in shapes}
     spread = {owner[0].ep if owner else None for owner in found.values()}
     if len(spread) > 1:
@@ -176,10 +176,8 @@ def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save)
 
 
 def _order(shard: OptimizerShard, listed: Sequence[Mapping[str, Shape]]) -> list[int]:
-    """The number in a rank's file of each group that the model file lists; see [Note: groups of experts].
-
-    Raises:
-        InconsistentError: the file has fewer groups.
+    """The number in a rank's file of each group that the model file lists; see [Note: groups of experts]. Raises
+    InconsistentError if the file has fewer groups.
     """
     if len(shard.vectors) < len(listed):
         raise InconsistentError(
@@ -201,7 +199,9 @@ def _order(shard: OptimizerShard, listed: Sequence[Mapping[str, Shape]]) -> list
 
 
 def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
-    """A rank's file with some of its groups (ZeRO-3: sub-groups, and the parameter groups that have any of them)."""
+    """A rank's optimizer file with some of its groups (ZeRO-3: sub-groups, and the parameter groups that have any of
+    them).
+    """
     paddings, mappings = shard.alignment_paddings, shard.root.get("param_slice_mappings")
     recorded = shard.root.get("ds_zero_partition_groups")
     root = shard.root
@@ -230,10 +230,8 @@ def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
 
 
 def _check_recorded(save: zero3.Zero3Save, numbers: Sequence[int], ranks: range) -> None:
-    """Checks that the ranks that share a sub-group are those that its files name.
-
-    Raises:
-        UnsupportedError: they are other ranks.
+    """Checks that the files name the same ranks for a sub-group as those that share it. Raises UnsupportedError if they
+    are other ranks.
     """
     for rank in ranks:
         recorded = save.shards[rank].root.get("ds_zero_partition_groups")

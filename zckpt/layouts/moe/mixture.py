@@ -79,13 +79,13 @@ class MixtureReader:
         return self.optimizers.masters(self.model, self.layers, self._rank_in) if self.optimizers else None
 
     def _rank_in(self, layer: Layer, widest: int) -> int:
-        """Expert-parallel rank, in a layer's group, of the writer that has number `widest` in the widest one."""
+        """The expert-parallel rank, in a layer's group, of the writer with the number `widest` in the widest group."""
         return widest * layer.ep // self.layers.ep if self.data_first else widest % layer.ep
 
     # -- putting it together -----------------------------------------------------------------------------------------
 
     def _masters(self) -> dict[str, TensorEntry]:
-        """Trainable parameters by name."""
+        """The trainable parameters by name."""
         if self.unsharded is not None:
             dense = next(iter(self.unsharded.dense.values()), {})
             return dense | self.unsharded.experts | self._stacked(self.unsharded.stacks)
@@ -104,7 +104,7 @@ class MixtureReader:
         return owner is not None and owner[0].stacked
 
     def _stacked(self, slices: Mapping[str, Mapping[int, TensorEntry]]) -> dict[str, TensorEntry]:
-        """Stacked weights, or states of them, joined from those of each expert-parallel rank."""
+        """Stacked weights, or states of them, joined from each expert-parallel rank's."""
         found: dict[str, TensorEntry] = {}
         for name, held in slices.items():
             owner = self.layers.owner(name)
@@ -211,7 +211,7 @@ class MixtureReader:
         return list(self.optimizers.trainings(self.model, self.layers, self._rank_in))
 
     def _joined(self) -> dict[str, Joint]:
-        """Words of a universal checkpoint on each parameter: by the checkpoint's own rules, and on stacks."""
+        """The entries of a universal checkpoint for each parameter: by the checkpoint's own rules, and for stacks."""
         rules = rules_of_checkpoint(self.model) if self.save is None or self.save.stage < 3 else None
         found: dict[str, Joint] = {}
         for name, shape in ((name, shape) for group in self.model.param_shapes for name, shape in group.items()):
@@ -224,10 +224,8 @@ class MixtureReader:
 
 
 def _check_prefixes(model: ModelStates, listed: Sequence[str], layers: Layers) -> None:
-    """Makes sure that the experts' files and the list of parameters call the layers of experts by the same names.
-
-    Raises:
-        InconsistentError: they do not.
+    """Checks that the experts' files and the list of parameters give the layers of experts the same names. Raises
+    InconsistentError if they do not.
     """
     files = {layer.prefix for layer in layers.all if not layer.stacked}
     lists = {f"{name.partition(_EXPERTS)[0]}{_EXPERTS[:-1]}" for name in listed if _EXPERTS in name}
@@ -236,7 +234,7 @@ def _check_prefixes(model: ModelStates, listed: Sequence[str], layers: Layers) -
 
 
 def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Layers, mp_rank: int = 0) -> Save | None:
-    """One model-parallel rank's files as a ZeRO save, with experts among the rest; None without ZeRO."""
+    """One model-parallel rank's files as a ZeRO save, with experts among all parameters; None without ZeRO."""
     optimizers = listing.shards("optim", mp_rank).values()
     if optimizers and not listing.shards("model", mp_rank) and not model.is_zero():
         model = with_shapes(model, [listing.open(name).root for name in optimizers], layers)
@@ -248,7 +246,7 @@ def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Laye
 
 
 def model_name(listing: Listing, mp_rank: int = 0) -> str:
-    """The model file of a model-parallel rank; of ZeRO-3, the first data-parallel rank's."""
+    """The model file of a model-parallel rank; under ZeRO-3, the first data-parallel rank's."""
     names = (name for name in listing.matching(MODEL_NAME) if int(name.split("_")[2]) == mp_rank)
     name = next(iter((*names, *listing.shards("model", mp_rank).values())), None)
     if name is None:
@@ -257,7 +255,7 @@ def model_name(listing: Listing, mp_rank: int = 0) -> str:
 
 
 def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
-    """The first rank's model file with all experts, named as among all, after the rest of their layer."""
+    """The first rank's model file with all experts, under their names among all, after the rest of their layer."""
     homes = {layer.home: layer for layer in layers.all}
     last = {home: name for name in model.module for home in modules(name) if home in homes}
     after: dict[str, dict[str, TensorRef]] = {}

@@ -83,7 +83,7 @@ class Optimizers:
 
     @property
     def keep_masters(self) -> bool:
-        """Whether any of them has masters; an fp32 run does not."""
+        """Whether any optimizer has masters; an fp32 run does not."""
         states = (*(model.root.get("optimizer") for model in self._models.values()), *self.states.values())
         return any(unsharded.master_groups(state, "") is not None for state in states)
 
@@ -118,7 +118,7 @@ class Optimizers:
         return found
 
     def _file_of(self, rank: int) -> tuple[int, str]:
-        """The model-parallel rank of an expert-parallel rank's file, and its path."""
+        """The model-parallel rank and the path of an expert-parallel rank's file."""
         if rank not in self._files:
             likely = sorted(self._models)[rank % len(self._models)]
             raise IncompleteError(
@@ -166,7 +166,7 @@ class Optimizers:
     def _held(
         self, rank: int, home: int, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]
     ) -> ModelStates:
-        """The model file with the experts of one expert-parallel rank, named as among all."""
+        """The model file with the experts of one expert-parallel rank, under their names among all."""
         own, module = self._models[home].module, dict[str, TensorRef]()
         for name, ref in model.module.items():
             owner = layers.owner(name)
@@ -186,7 +186,7 @@ def _weights(held: ModelStates, layers: Layers, rank: int, rank_in: Callable[[La
 
 
 def _names(optimizer: object, held: ModelStates, layers: Layers) -> list[list[str]] | None:
-    """The parameters of each group, where groups of experts have names and the rest is one group; None otherwise."""
+    """The parameters of each group, where groups of experts have names and all others form one group; None otherwise."""
     sizes = [_GROUP.fullmatch(str(settings.get("name"))) for settings, _ in parameter_groups(optimizer)]
     spread = {weight.name: layers.owner(weight.name) for weight in unsharded.candidates(held)}
     kinds = [int(size[1]) if size else None for size in sizes]
@@ -199,7 +199,8 @@ _GROUP = re.compile(r"ep_size_(\d+)")
 
 
 def spread_of(layers: Layers, optimizer: object) -> dict[int, int]:
-    """Experts in a layer -> ranks they are spread over, by an optimizer's groups: `ep_size_2` is of two ranks.
+    """Experts in a layer -> the ranks that they are spread over, by an optimizer's groups: `ep_size_2` stands for two
+    ranks.
 
     If there are groups of several sizes, layers with the same number of experts are taken to be spread alike, so
     that the groups have as many elements as their layers on one rank.

@@ -79,7 +79,7 @@ def _open(listing: Listing, allow_unknown: bool) -> MixtureReader | Split:
 
 
 class Split(model_parallel.ParallelSave):
-    """A model that is split over tensor-parallel ranks; see [Note: experts under tensor parallelism]."""
+    """A save of a model that is split over tensor-parallel ranks; see [Note: experts under tensor parallelism]."""
 
     def __init__(self, listing: Listing, allow_unknown: bool) -> None:
         self.held: dict[int, Topology] = {}
@@ -98,7 +98,9 @@ class Split(model_parallel.ParallelSave):
         return [range(first, first + tp) for first in range(0, tp * self.topology.pp, tp)]
 
     def _model(self, rank: int) -> ModelStates:
-        """A rank's model file, or one made from what is known of it; see [Note: model files that DeepSpeed does not write]."""
+        """A rank's model file, or one derived from what is known of it; see [Note: model files that DeepSpeed does not
+        write].
+        """
         written = [int(name.split("_")[2]) for name in self.listing.matching(MODEL_NAME)]
         shards = self.listing.shards("optim", rank).values()
         before = max((other for other in written if other < rank), default=None)
@@ -123,7 +125,7 @@ class Split(model_parallel.ParallelSave):
             )
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> ModelSlice:
-        """A rank's slices: all, or those that are not experts'."""
+        """The slices of a rank: all, or those outside experts."""
         stage = self._stages()[rank // self.topology.tp]
         if self.topology.pp > 1 and not holds_experts(model.root):
             self._check_none(rank)
@@ -171,7 +173,9 @@ class Split(model_parallel.ParallelSave):
             )  # fmt: skip
 
     def _of_all(self, ranks: range) -> MixtureReader:
-        """The experts of all ranks of a stage, as a mixture of experts alone; without ZeRO, beside the first rank's slices."""
+        """The experts of all ranks of a stage, as a mixture of experts alone; without ZeRO, with the first rank's
+        slices.
+        """
         layers, saves = self.spread[ranks[0]], [self.saves[rank] for rank in ranks if rank in self.saves]
         if not saves:
             models = [self._model(rank) for rank in ranks]
@@ -223,7 +227,7 @@ class Split(model_parallel.ParallelSave):
 
 
 def _those(training: Training, layers: Layers, *, experts: bool) -> Training:
-    """What a run needs for experts alone, or for all else alone."""
+    """What a run needs for experts alone, or for all other parameters alone."""
     named = ((group, tuple(layers.owned(group.names, experts=experts))) for group in training.groups)
     groups = tuple(replace(group, names=names) for group, names in named if names)
     states = {name: training.states[name] for name in layers.owned(training.states, experts=experts)}
@@ -243,13 +247,13 @@ def _are_sliced(listing: Listing, ranks: range) -> bool:
 
 
 def _sizes(model: ModelStates) -> dict[str, int]:
-    """Elements of each trainable parameter that is not of an expert, as a model file lists them."""
+    """The number of elements of each trainable parameter outside experts, as a model file lists them."""
     sizes = {name: math.prod(shape) for group in model.param_shapes for name, shape in group.items()}
     return {name: numel for name, numel in sizes.items() if numel and not is_own(name)}
 
 
 def _held_sizes(optimizers: Iterable[object]) -> dict[str, int]:
-    """The same, by a rank's optimizer files."""
+    """The same numbers of elements, as a rank's optimizer files have them."""
     sizes: dict[str, int] = {}
     for root in optimizers:
         state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None

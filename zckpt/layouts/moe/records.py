@@ -17,11 +17,7 @@ from zckpt.layouts.save.module_states import ModelStates, as_mapping
 
 
 def records(model: ModelStates) -> dict[int, Mapping[str, object]]:
-    """What AutoEP recorded, by the layer's number.
-
-    Raises:
-        CorruptError: a record does not name its layer.
-    """
+    """AutoEP's records, by the layer's number. Raises CorruptError if a record does not name its layer."""
     listed = model.root.get("ds_autoep_layers")
     if listed is None:
         return {}
@@ -39,12 +35,12 @@ def records(model: ModelStates) -> dict[int, Mapping[str, object]]:
 
 
 def modules(name: str) -> Iterator[str]:
-    """The modules that a parameter is in, from the outermost."""
+    """The modules that contain a parameter, from the outermost on."""
     return itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
 
 
 def second_routers(model: ModelStates) -> Iterator[tuple[str, str]]:
-    """The second names of routers: AutoEP saves a layer's router under its former name too, without recording it."""
+    """Pairs of a router's names: AutoEP saves a layer's router under its former name too, without recording it."""
     homes = {str(entry["expert_key_prefix"]).rpartition(".")[0] for entry in records(model).values()}
     for name, ref in model.module.items():
         for home in homes.intersection(modules(name)):
@@ -60,7 +56,7 @@ _OF_EXPERTS = frozenset(("num_experts", "ds_autoep_layers", "folding", "universa
 
 
 def without_experts(training: Training) -> Training:
-    """A run without its files' facts on experts, which are wrong once experts are ordinary parameters."""
+    """The run without its files' facts on experts, which are wrong once experts are ordinary parameters."""
     groups = (
         replace(group, settings={key: value for key, value in group.settings.items() if key != "moe"})
         for group in training.groups

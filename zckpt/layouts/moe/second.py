@@ -134,7 +134,7 @@ def _experts(listing: Listing, tp: int) -> dict[tuple[int, int, int], list[Mappi
 
 
 def _row(name: str, number: int, ref: TensorRef) -> Iterator[HeldRun]:
-    """An expert of a stack; its number of experts does not matter for where this one is."""
+    """The rows of an expert within a stack; the number of experts does not matter for its place."""
     shape = (number + 1, *ref.shape)
     stack = TensorRef(ref.store, ref.byte_offset, ref.dtype, (1, *ref.shape), (ref.numel, *ref.stride), ref.storage_key,
                       ref.storage_offset, ref.storage_nbytes, ref.storage_byte_offset)  # fmt: skip
@@ -150,7 +150,7 @@ def _beside(listing: Listing, mp: int) -> Iterator[BesideMaster]:
 
 
 def _stage_3(listing: Listing) -> SecondLook:
-    """Of stage 3: each team of ranks shares a sub-group; of stacks, it has some of the experts."""
+    """The tensors of a stage 3 save: each team of ranks shares a sub-group and has some experts of a stack."""
     models, optimizers = files_of(listing, 0)
     roots = [mapping(listing.open(name).root) for name in models]
     states = [optimizer_of(listing, name) for name in optimizers]
@@ -180,7 +180,7 @@ def _stage_3(listing: Listing) -> SecondLook:
 
 
 def _first_expert(model: Mapping[str, object], name: str) -> int:
-    """The first expert that a rank has of the layer that a stack is of."""
+    """The first expert that a rank has in the layer of a stack."""
     listed = model.get("ds_autoep_layers")
     layers = [mapping(layer) for layer in listed] if isinstance(listed, list | tuple) else []
     firsts = (

@@ -47,11 +47,7 @@ def match(listing: Listing) -> str | None:
 
 
 def find(listing: Listing) -> OptimizerFiles | None:
-    """The files of a save; None for anything else.
-
-    Raises:
-        ZckptError: a file that is given by its name is damaged.
-    """
+    """The files of a save; None for anything else. Raises ZckptError if a file that is given by its name is damaged."""
     weights = _weights(listing)
     if weights is None:
         return None

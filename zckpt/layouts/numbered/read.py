@@ -127,7 +127,6 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 
 def _steps(files: OptimizerFiles) -> int | None:
-    """Optimizer steps."""
     parts = [files.whole] if files.whole else list(files.ranks.values())
     return max((step for _, state in parts if (step := steps_of(state)) is not None), default=None)
 
@@ -147,11 +146,7 @@ def _is_vector(value: object) -> bool:
 
 
 def _name_states(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimizer:
-    """The optimizer with names.
-
-    Raises:
-        IncompleteError, UnsupportedError: as in `read_training`.
-    """
+    """The optimizer, with names in place of numbers. Raises IncompleteError, UnsupportedError as in `read_training`."""
     if files.whole and (named := _by_names(*files.whole, catalog)) is not None:
         return named
     parts = [files.whole] if files.whole else [files.ranks[rank] for rank in sorted(files.ranks)]
@@ -242,10 +237,8 @@ def _extent(state: object) -> Extent:
 
 
 def _in_order(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> list[str]:
-    """The tensors in the model's order: as `--shapes` says, or as the weights' files have them.
-
-    Raises:
-        UnsupportedError: they are safetensors sorted by name, which say no order.
+    """The tensors in the model's order: as `--shapes` says, or as the weights' files have them. Raises UnsupportedError
+    if they are safetensors sorted by name, which say no order.
     """
     if listing.options.shapes:
         own = {own_name(name): name for name in catalog.tensors}
@@ -266,7 +259,7 @@ def _in_order(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> list
 
 
 def _candidates(catalog: Catalog, order: Sequence[str]) -> Iterator[list[str]]:
-    """Names of tensors that the optimizer may have: without those that are called as torch's layers call buffers, and all."""
+    """Lists of names that the optimizer may have: first without those that look like torch's buffers, then all."""
     floats = [name for name in order if catalog.tensors[name].role != "buffer"]
     usual = [name for name in floats if not _BUFFERS.search(name)]
     yield usual

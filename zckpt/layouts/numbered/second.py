@@ -36,7 +36,7 @@ def find_again(listing: Listing) -> SecondLook:
 
 
 def _states(listing: Listing, held: Mapping[str, TensorRef]) -> dict[str, Mapping[str, object]]:
-    """Parameter -> its states, if they fit in one way."""
+    """Parameter -> its states, if there is one way to assign them."""
     parameters: dict[object, tuple[str, TensorRef]] = {}
     for name, ref in held.items():
         if ref.dtype.kind == "float" and not _BUFFER.search(name):
@@ -65,7 +65,9 @@ def _states(listing: Listing, held: Mapping[str, TensorRef]) -> dict[str, Mappin
 def _fit_groups(
     groups: Sequence[Sequence[tuple[str, TensorRef]]], optimizers: Sequence[Sequence[Sequence[Mapping[str, object]]]]
 ) -> dict[str, Mapping[str, object]] | None:
-    """The states by names, where each parameter goes to the rank with the fewest elements; None where shapes contradict."""
+    """The states by names, where each parameter goes to the rank with the fewest elements; None where shapes contradict
+    that.
+    """
     sizes = [0] * len(optimizers)
     found: dict[str, Mapping[str, object]] = {}
     for number, group in enumerate(groups):

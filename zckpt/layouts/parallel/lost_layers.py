@@ -93,6 +93,6 @@ def evidence_without_lists(optimizers: Iterable[object], layers: Iterable[tuple[
 
 
 def _shape_in(states: object) -> tuple[int, ...] | None:
-    """The shape of a parameter by its states; None where they do not tell."""
+    """The shape of a parameter by its states; None where they do not say it."""
     held = states.values() if isinstance(states, Mapping) else ()
     return max((value.shape for value in held if isinstance(value, TensorRef)), key=len, default=None)

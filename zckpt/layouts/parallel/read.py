@@ -85,7 +85,7 @@ class ModelSlice:
 
 
 class ParallelSave:
-    """One save. `stages[pp][tp]` are the ranks' slices."""
+    """A save with all ranks' slices, `stages[pp][tp]`."""
 
     def __init__(self, listing: Listing, allow_unknown: bool) -> None:
         self.listing = listing
@@ -131,7 +131,7 @@ class ParallelSave:
         return read_model_states(self.listing, names[0], module={} if elsewhere else None)
 
     def _topology(self, models: Mapping[int, ModelStates]) -> Topology:
-        """Ranks per axis: from the options, from the files, or from their number."""
+        """The ranks per axis: from the options, from the files, or from the number of ranks."""
         first = models[min(models)]
         recorded = first.topology(first.ranks("dp_world_size") or 1)
         given = self.listing.options
@@ -234,7 +234,7 @@ class ParallelSave:
         return joint
 
     def _stage_tensors(self, stage: Sequence[ModelSlice], padding: list[Padding]) -> Iterator[TensorEntry]:
-        """The whole tensors of one pipeline stage; elements of slices beyond them are added to `padding`."""
+        """The whole tensors of one pipeline stage; elements of slices outside them are added to `padding`."""
         names = dict.fromkeys(name for held in stage for name in held.catalog.tensors)
         for name in names:
             yield self._whole(name, [held.catalog.tensors.get(name) for held in stage], padding)
@@ -279,7 +279,7 @@ class ParallelSave:
         )
 
     def _evidence(self, model: ModelStates) -> Evidence:
-        """What says how many model-parallel ranks there were."""
+        """The evidence for the number of model-parallel ranks."""
         if model.ranks("mp_world_size"):
             return Evidence("metadata", "mp_world_size of the model files")
         if self.listing.options.tp or self.listing.options.pp:
@@ -289,7 +289,7 @@ class ParallelSave:
         )
 
     def _evidence_of_layers(self, models: Sequence[ModelStates]) -> Evidence:
-        """What says that no layer file is missing, where the stages do not list their parameters."""
+        """The evidence that no layer file is missing, where the stages do not list their parameters."""
         if all(unsharded.master_groups(model.root.get("optimizer"), model.file) for model in models):
             return Evidence("shapes", "the fp32 masters of its stages", doubt=NO_LIST_OF_FROZEN)
         buffers = {name for model in models for name in model.buffer_names}
@@ -349,13 +349,13 @@ class ParallelSave:
 
 
 def _not_read(name: str, held: Sequence[Training]) -> Iterator[Padding]:
-    """The states of a tied parameter on further stages, which are not read; the first stage's are used."""
+    """The states of a tied parameter on further stages, which are not used; the first stage's are."""
     entries = (entry for training in held for entry in training.states[name].values())
     return (Padding(e.dtype, e.fragments, "the same states on another stage", zero=False) for e in entries)
 
 
 def _tie_entries(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
-    """One entry for a tensor that a further stage holds too, after checking that both are alike."""
+    """One entry for a tensor that a further stage holds too, after a check that both are alike."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise InconsistentError(
             f"two pipeline stages hold tensor {first.name!r} differently",
@@ -391,12 +391,12 @@ def _layers(listing: Listing) -> dict[tuple[int, int], str]:
 
 
 def _parameters(model: ModelStates) -> Iterator[str]:
-    """Names that a rank lists, of trainable and frozen ones."""
+    """The names of trainable and frozen parameters that a rank lists."""
     return (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
 
 
 def _layers_of(names: Iterable[str]) -> set[str]:
-    """What global names begin with: numbers of layers, and `tied_modules`."""
+    """The first parts of global names: numbers of layers, and `tied_modules`."""
     return {name.partition(".")[0] for name in names}
 
 

@@ -35,7 +35,7 @@ from zckpt.layouts.zero.second import FILE, RankTensors, tensors_of
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 Blocks = list[tuple[int, int, int]]
-"""(first element in the slice, elements, first element in the whole) of what lies in a slice, in its order."""
+"""The runs of a slice, in its order: (first element in the slice, elements, first element in the whole)."""
 
 
 def find_again(listing: Listing) -> SecondLook:
@@ -55,7 +55,9 @@ def ranks_of(listing: Listing) -> list[int]:
 
 
 def tensor_ranks(listing: Listing, total: int) -> int:
-    """How many tensor-parallel ranks a stage has: as options or files say; else those of layers' files, or all."""
+    """The number of tensor-parallel ranks of a stage: by options, files, or the names of layer files; otherwise all
+    ranks.
+    """
     given = listing.options
     first = next(match[0] for match in map(FILE.fullmatch, listing.files) if match and match["kind"] == "model")
     said = fields_of(listing.entry(first, "checkpoint_parallel_dimensions"))
@@ -117,7 +119,7 @@ def hold_cut(
 def cuts_of(
     name: str, shapes: Sequence[Shape], rules: Mapping[str, object], patterns: Patterns, *, is_buffer: bool
 ) -> Sequence[Slice | Blocks]:
-    """How each tensor-parallel rank's slice lies in the whole."""
+    """The place of each tensor-parallel rank's slice in the whole."""
     whole = [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
     if len(shapes) == 1 or (is_buffer and len(set(shapes)) == 1):
         return whole
@@ -143,14 +145,14 @@ _RULE_FILES = Path(__file__).parents[1] / "joining" / "rule_files"
 
 
 def _given_rules(given: str) -> list[Mapping[str, object]]:
-    """The rules of a file, or of one that comes with zckpt: the person who converts says so, and no file repeats it."""
+    """The rules of a file, or of one that comes with zckpt, as the user chose them."""
     built_in = _RULE_FILES / f"{given}.json"
     path = built_in if built_in.is_file() else Path(given)
     return [fields_of(rule) for rule in _as_sequence(fields_of(json.loads(path.read_bytes()))["rules"])]
 
 
 def _cuts_by(given: Sequence[Mapping[str, object]], name: str, shapes: Sequence[Shape]) -> Sequence[Slice | Blocks]:
-    """How slices are joined by the first of the rules that a name matches."""
+    """The cuts by the first rule that matches a name."""
     rule = next((rule for rule in given if re.match(str(rule["match"]), name)), {"join": "replicated"})
     if len(shapes) == 1 or rule["join"] in ("replicated", "mean", "sum"):
         return [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]

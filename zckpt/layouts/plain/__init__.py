@@ -5,7 +5,7 @@ from zckpt.layouts.save.family import Family, FileKind, later
 
 PATTERNS = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
 OPTIMIZER = "optimizer_states"
-"""How files of optimizer states are called, so that no loader takes them for weights: `to-states` writes them."""
+"""The stem of files of optimizer states, which no loader takes for weights: `to-states` writes them."""
 
 _NAMES = compile_late(
     r"(?:model|pytorch_model|adapter_model|optimizer_states)(?:\.safetensors|\.bin)(?:\.index\.json)?"

@@ -37,7 +37,7 @@ def match(listing: Listing) -> str | None:
 
 
 def _candidates(listing: Listing) -> Iterator[str]:
-    """Files that are a model, or one of its shards, or an index: the first counts."""
+    """Names of files that may be a model, one of its shards, or an index; the first that exists counts."""
     if len(listing.files) == 1 or listing.is_one_model:
         yield next((name for name in listing.files if INDEX.fullmatch(name)), next(iter(listing.files)))
     for pattern in PATTERNS.values():

@@ -27,7 +27,7 @@ _FLAT = compile_late(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 _FSDP = "_fsdp_wrapped_module."
 _METADATA = "shard_metadata"
 _DEEPEST = 8
-"""Mappings in mappings that are looked into."""
+"""The depth to which nested mappings are searched."""
 
 
 def by_contents(root: Mapping[object, object]) -> str:
@@ -67,7 +67,7 @@ def _values(state: Mapping[object, object], prefix: str = "", depth: int = 0) ->
 
 
 def _is_part(name: str, value: object) -> bool:
-    """Whether a value is some rows of a tensor: on one rank, DTensors are whole."""
+    """Whether a value is some rows of a tensor: a DTensor that only one rank holds is whole."""
     if class_of(value) not in _SHARDED:
         return False
     cut = cut_tensor(value, name, "")

@@ -71,7 +71,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _evidence(listing: Listing, names: Sequence[str], held: int) -> Evidence:
-    """What proves weights whole: their index; but where they were made by zckpt, what proved their source.
+    """The evidence for weights: their index, or for weights that zckpt wrote, the evidence of their source.
 
     A file alone proves nothing: it lists the tensors that it has, and a model may have more. See `save.whole`.
 
@@ -131,7 +131,7 @@ def _role(ref: TensorRef) -> Role:
 
 
 def left_out(listing: Listing) -> list[str]:
-    """Names of tensors of torch files that lie under other keys than the model that is read."""
+    """Names of tensors in torch files that are under other keys than the model that is read."""
     if match(listing) is not None or listing.options.key:
         return []
     beside = (left_out_of(listing.open(file).root) for file in weight_files(listing))
@@ -201,7 +201,7 @@ def _is_of_recorded_shapes(path: Location) -> bool:
 
 
 def _hint(path: Location) -> str:
-    """The place where the weights probably are."""
+    """The place where the weights probably are, as a remedy."""
     place = path.parent if path.is_file() else path.absolute()
     for directory in (place, place.parent):
         if (directory / "latest").is_file():

@@ -79,7 +79,7 @@ def _is_generator(name: str, value: object) -> bool:
 
 
 def _without_numbers(root: object) -> object:
-    """A file's content without generators, and without a loss or a counter that lies beside state dicts."""
+    """A file's contents without random generators, and without a loss or counter beside state dicts."""
     fields = fields_of(root)
     dotted = any("." in str(name) for value in fields.values() for name in fields_of(value))
     loose = [name for name, value in fields.items() if isinstance(value, TensorRef) and dotted and not value.shape]
@@ -95,7 +95,7 @@ def _has_groups(root: object, path: tuple[object, ...]) -> bool:
 
 
 def _only_child(root: object) -> Mapping[str, object] | None:
-    """The one state dict with names with dots in a mapping with nothing else but optimizers; None where it is not so."""
+    """The only state dict of dotted names in a mapping that otherwise holds optimizers alone; None for other mappings."""
     found = []
     for value in fields_of(root).values():
         paths = [path for path, leaf in leaves_of(value) if isinstance(leaf, TensorRef)]

@@ -20,7 +20,7 @@ from zckpt.layouts.save.module_states import flatten
 
 _USUAL = ("state_dict", "model_state_dict", "module", "model")
 _COMPOSER = "integrations"
-"""Beside Composer's `state.model`: libraries with models that it wraps, such as huggingface."""
+"""The key beside Composer's `state.model` for libraries with models that it wraps, such as huggingface."""
 _RANDOM = compile_late(r"(?:[^.]*_)?(?:rng|random|generator|cpu|cuda|torch)(?:_[^.]*)?", re.I)
 """Keys of random states; a parameter's name has dots."""
 _MANY_NOTES = 3
@@ -115,7 +115,9 @@ def left_out_of(root: object, wanted: str = "") -> dict[str, list[str]]:
 
 
 def composers_state(root: object) -> Mapping[str, Any]:
-    """What Composer keeps under `state` in a file of a whole model, which its rank 0 writes; empty if the file is not one."""
+    """The mapping that Composer keeps under `state` in a file of a whole model, which rank 0 writes; empty for other
+    files.
+    """
     state = root.get("state") if isinstance(root, Mapping) else None
     if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping) and _COMPOSER in state:
         return state
@@ -123,7 +125,7 @@ def composers_state(root: object) -> Mapping[str, Any]:
 
 
 def composers_prefix(root: object) -> str:
-    """What Composer's wrapper of a transformers model puts before all names."""
+    """The prefix that Composer's wrapper of a transformers model puts before all names; empty for others."""
     known = composers_state(root).get(_COMPOSER)
     return "model." if isinstance(known, Mapping) and "huggingface" in known else ""
 
@@ -160,7 +162,7 @@ def _is_flat(state: object) -> bool:
 
 
 def _contents(root: object, state: Mapping[str, TensorRef]) -> str:
-    """What a file without weights holds, in words."""
+    """The contents of a file without weights, in words."""
     if is_optimizer(root):
         return "the states of an optimizer"
     if state:
@@ -171,7 +173,7 @@ def _contents(root: object, state: Mapping[str, TensorRef]) -> str:
 
 
 def _under(root: object, key: str, file: str) -> object:
-    """What is under a key with parts that dots join; a key may have dots itself."""
+    """The value under a key with dotted parts; a key may have dots itself."""
     if not isinstance(root, Mapping):
         root = {}
     if key in root:

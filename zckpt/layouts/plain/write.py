@@ -49,7 +49,7 @@ class WeightsTarget:
         return self.stem + "{suffix}.safetensors" if self.stem else PATTERNS[self.format]
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a size that no file can have."""
+        """Checks the size; raises UsageError for a size that no file can have."""
         file_bytes(self.max_shard_size, "max_shard_size")
 
 

@@ -56,7 +56,9 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What one file says, by topic in words: what must agree (`scaler`, `groups`), and what may differ (`own`)."""
+    """One file's statements, by topic in words: those that must agree (`scaler`, `groups`), and those that may differ
+    (`own`).
+    """
 
     file: str
     rank: str
@@ -72,9 +74,7 @@ def files_of_optimizers(listing: Listing) -> list[str]:
 
 def disagreements(listing: Listing) -> Iterator[Disagreement]:
     """The differences between each optimizer file and the first of its kind; none where there are fewer than two files.
-
-    Raises:
-        CorruptError: a file ends before the step that it holds.
+    Raises CorruptError if a file ends before the step that it holds.
     """
     like: dict[int, _Said] = {}
     of_rank: dict[str, _Said] = {}
@@ -98,10 +98,8 @@ def contradictions(listing: Listing) -> list[Disagreement]:
 
 
 def check(listing: Listing) -> None:
-    """Makes sure that a run can resume from a save's optimizer files.
-
-    Raises:
-        InconsistentError: they do not agree on a step, a setting or the loss scaler.
+    """Makes sure that a run can resume from a save's optimizer files. Raises InconsistentError if they do not agree on
+    a step, a setting or the loss scaler.
     """
     if found := contradictions(listing):
         more = f" (and {count(len(found) - 1, 'more difference')})" if len(found) > 1 else ""
@@ -232,7 +230,7 @@ def _is_vector(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """A value; of a tensor of one element, its number, in whatever form and dtype it was saved."""
+    """The value; for a tensor of one element, its number, in whatever form and dtype it was saved."""
     return number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value
 
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Extent = tuple[int, ...] | None
-"""A tensor's shape; None where it is not known, since the optimizer has no state of it."""
+"""A tensor's shape; None where it is unknown, because the optimizer has no state for it."""
 
 _MOST = 200_000
-"""Ways that are followed at the same time, before the answer is that the numbers cannot be told."""
+"""The most assignments that are followed at the same time; with more, the numbers cannot be resolved."""
 
 _Choice = int | None
 
 
 def positions(held: Sequence[tuple[int, ...]], groups: Sequence[Sequence[Extent]]) -> list[list[int]] | None:
-    """For each group, the positions of its parameters in the model.
+    """For each group, the positions of its parameters in the model's list of tensors.
 
     Args:
         held: shapes of the model's tensors, in the model's order.

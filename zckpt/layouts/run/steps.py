@@ -17,12 +17,12 @@ from zckpt.layouts.save.pointers import read_pointer
 from zckpt.storage.location import Location
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Of Megatron and verl: a number, or `release`."""
+"""The file of Megatron and verl: it holds a number, or `release`."""
 _TRAIN_STATE = "latest_train_state.pt"
-"""Of Megatron Bridge, which asks it first: a torch file with the step. Its versions before 0.2 write no other."""
+"""The file of Megatron Bridge, which is asked first: a torch file with the step. Versions before 0.2 write no other."""
 
 _OF_NANOTRON = "latest.txt"
-"""A number too."""
+"""The file of nanotron: it holds a number."""
 
 POINTERS_OF_STEPS = (_TRAIN_STATE, TRACKER, _OF_NANOTRON)
 
@@ -41,7 +41,7 @@ def step_pointer(names: Sequence[str]) -> str | None:
 
 
 def read_step(path: Location) -> str:
-    """What such a file says: a number, or a directory's name.
+    """The step that such a file names: a number, or a directory's name.
 
     Raises:
         CorruptError: it is Bridge's, and does not say a step. Others as in `read_pointer` and `open_container`.

@@ -20,7 +20,7 @@ from zckpt.layouts.joining.slices import Joint
 from zckpt.layouts.run.values import is_plain
 
 Form = Literal["zero", "bf16"]
-"""Who wrote the optimizer files: the ZeRO optimizers, or DeepSpeed's `BF16_Optimizer` (fp32 gradient accumulation)."""
+"""The writer of the optimizer files: a ZeRO optimizer, or DeepSpeed's `BF16_Optimizer` (fp32 gradient accumulation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +83,15 @@ class Training:
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks that no two states are the same bytes.
-
-        Raises:
-            InconsistentError: two are.
-        """
+        """Checks that no two states are the same bytes. Raises InconsistentError if two are."""
         named = ((f"{state} of {name}", entry) for name, own in self.states.items() for state, entry in own.items())
         held = [*held_by(named), *held_as_padding(self.padding)]
         if not self.claims.include(held):
             object.__setattr__(self, "claims", Claims(held))
 
     def state(self, name: str, state: str) -> TensorEntry:
-        """One state of a parameter.
-
-        Raises:
-            InconsistentError: it has no state of that name, though other parameters have.
+        """One state of a parameter. Raises InconsistentError if it has no state of that name, though other parameters
+        have.
         """
         found = self.states.get(name, {}).get(state)
         if found is None:
@@ -105,11 +99,7 @@ class Training:
         return found
 
     def states_of(self, name: str, group: ParameterGroup) -> Mapping[str, TensorEntry]:
-        """All states of a parameter of a group.
-
-        Raises:
-            InconsistentError: it has none, though the group has some.
-        """
+        """All states of a parameter of a group. Raises InconsistentError if it has none, though the group has some."""
         if name not in self.states and group.states:
             self.state(name, group.states[0])
         return self.states.get(name, {})
@@ -133,7 +123,8 @@ def new_scaler(precision: DType) -> Placeholder:
 
 
 def client_state(root: Mapping[str, object], steps: int | None) -> dict[str, object]:
-    """The counters that DeepSpeed needs in every save, and of a trainer's own file what is numbers, texts and lists of such.
+    """The counters that DeepSpeed needs in every save, and the numbers, texts and lists of these in a trainer's own
+    file.
 
     Args:
         root: what the file holds.

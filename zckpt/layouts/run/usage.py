@@ -34,7 +34,7 @@ class _Vector(NamedTuple):
     swapped: TensorRef | None = None
 
     def used(self, claims: Claims) -> TensorRef:
-        """Of the two, the one that has to be used."""
+        """The tensor that must be used: the vector, or the swap file in its place."""
         if self.swapped is None or (self.ref.numel and next(claims.unused([_span(self.ref)]), None) is None):
             return self.ref
         return self.swapped
@@ -45,20 +45,12 @@ def _span(ref: TensorRef) -> ByteSpan:
 
 
 def check_masters(listing: Listing, claims: Claims) -> None:
-    """Makes sure that all fp32 masters of a save are used.
-
-    Raises:
-        InconsistentError: some are not.
-    """
+    """Makes sure that all fp32 masters of a save are used. Raises InconsistentError if some are not."""
     _check(_masters(listing), claims)
 
 
 def check_states(listing: Listing, claims: Claims) -> None:
-    """Makes sure that all states of the elements of a ZeRO save are used.
-
-    Raises:
-        InconsistentError: some are not.
-    """
+    """Makes sure that all states of the elements of a ZeRO save are used. Raises InconsistentError if some are not."""
     _check(_states(listing), claims)
 
 
@@ -97,7 +89,7 @@ def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, ob
 
 
 def _swap_file(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> TensorRef | None:
-    """All of the swap file that a vector names, if it is there."""
+    """The swap file that a vector names, as one tensor; None if it is not there."""
     label = (ref.attributes or {}).get("ds_id")
     name = listing.swap_file(*rank, label) if isinstance(label, str) else ""
     if name not in listing.files:

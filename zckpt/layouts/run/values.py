@@ -35,11 +35,8 @@ def step_of(value: object) -> int | None:
 def refuse_odd_values(listing: Listing) -> Iterator[None]:
     """Makes an error of Python's, in reading what an optimizer's files hold, one that names the save.
 
-    Such files are nested dicts and lists of any trainer, and of any damage: not every number, list and None is looked at before
-    it is used.
-
-    Raises:
-        CorruptError: in place of an error of Python's.
+    Such files are nested dicts and lists of any trainer, and of any damage: not every number, list and None is looked
+    at before it is used. Raises CorruptError in place of an error of Python's.
     """
     try:
         yield
@@ -70,10 +67,8 @@ _CODES = {"F64": "d", "F32": "f", "I64": "q", "I32": "i"}
 
 
 def number_in(ref: TensorRef) -> int | float | bytes:
-    """The number in a tensor of one element; its bytes where it is of an unusual dtype.
-
-    Raises:
-        CorruptError: the file ends before it.
+    """The number in a tensor of one element; its bytes where it is of an unusual dtype. Raises CorruptError if the file
+    ends before it.
     """
     data = locate(ref.store.fellow or ref.store.path).read(ref.dtype.itemsize, ref.byte_offset)
     if len(data) < ref.dtype.itemsize:
@@ -88,9 +83,7 @@ def number_in(ref: TensorRef) -> int | float | bytes:
 
 def keep_alike(kept: dict[str, object], state: str, value: object, owner: str, file: str) -> None:
     """Keeps an optimizer's state that is one value, such as the step, which all parameters of a group have alike.
-
-    Raises:
-        UnsupportedError: `owner` has another one than the parameters before it.
+    Raises UnsupportedError if `owner` has another one than the parameters before it.
     """
     known = kept.setdefault(state, value)
     a, b = (number_in(v) if isinstance(v, TensorRef) else v for v in (known, value))

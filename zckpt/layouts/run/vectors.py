@@ -28,10 +28,8 @@ class VectorRun(NamedTuple):
 
 
 def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> Fragment:
-    """A piece of a parameter; its first element is number `start`, as it is stored in a rank's vector.
-
-    Raises:
-        InconsistentError: the vector is shorter than the piece needs.
+    """A piece of a parameter; its first element is number `start`, as it is stored in a rank's vector. Raises
+    InconsistentError if the vector is shorter than the piece needs.
     """
     if piece.offset + piece.count > (vector.shape[0] if len(vector.shape) == 1 else vector.numel):
         raise InconsistentError(

@@ -23,10 +23,8 @@ def saves_in(names: Iterable[str], family: Family) -> list[str]:
 
 
 def last_of(saves: list[str], directory: Location) -> str:
-    """Of saves in one directory, the one that is called the last, or has the greatest number.
-
-    Raises:
-        IncompleteError: their names do not say which is the last.
+    """Of saves in one directory, the one that is called the last, or has the greatest number. Raises IncompleteError if
+    their names do not say which is the last.
     """
     called = [save for save in saves if save.endswith("last")]
     if called or len({re.sub(r"\d+", "#", save) for save in saves}) == 1:

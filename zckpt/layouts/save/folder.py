@@ -64,11 +64,7 @@ class Folder:
 
 
 def list_folder(path: Location) -> Folder:
-    """A directory, listed.
-
-    Raises:
-        NotACheckpointError: it cannot be listed.
-    """
+    """A directory, listed. Raises NotACheckpointError if it cannot be listed."""
     kinds: dict[str, str] = {}
 
     def names(path: Location) -> list[str]:

@@ -188,10 +188,8 @@ class Listing:
         return {key: value for key, value in values.items() if type(value) is int}
 
     def shards(self, kind: str, mp_rank: int = 0) -> dict[int, str]:
-        """Data-parallel rank -> name of its `model` or `optim` file, by number.
-
-        Raises:
-            InconsistentError: two files claim the same rank (a `bf16_` and a plain one).
+        """Data-parallel rank -> name of its `model` or `optim` file, by number. Raises InconsistentError if two files
+        claim the same rank (a `bf16_` and a plain one).
         """
         by_rank: dict[int, str] = {}
         for rank, name in self._shards_by_rank().get((kind, mp_rank), ()):
@@ -261,10 +259,8 @@ def list_files(
 def lay_over(
     directory: Location, tag: str, roots: Iterable[tuple[Location, Iterable[str]]], belongs: Callable[[str], bool]
 ) -> Listing:
-    """The save in `directory`, of directories that were listed: `roots` are these and their files' names, the first first.
-
-    Raises:
-        InconsistentError: as `list_files`.
+    """The save in `directory`, of directories that were listed: `roots` are these and their files' names, the first
+    first. Raises InconsistentError as `list_files`.
     """
     files: dict[str, Location] = {}
     for root, names in roots:
@@ -281,10 +277,8 @@ def lay_over(
 
 
 def list_names(directory: Location, names: Callable[[Location], list[str]] = lambda root: root.names()) -> list[str]:
-    """What is in a directory, in natural order; `names`: which of it.
-
-    Raises:
-        NotACheckpointError: it cannot be listed.
+    """What is in a directory, in natural order; `names`: which of it. Raises NotACheckpointError if it cannot be
+    listed.
     """
     try:
         return sorted(names(directory), key=natural)

@@ -109,11 +109,7 @@ class ModelStates:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def ranks(self, key: str) -> int | None:
-        """As `number`, of what counts ranks.
-
-        Raises:
-            UnsupportedError: there cannot be so many.
-        """
+        """As `number`, of what counts ranks. Raises UnsupportedError if there cannot be so many."""
         return rank_count(self.number(key), key, self.file)
 
     @property
@@ -135,10 +131,8 @@ class ModelStates:
 
 
 def rank_count(count: int | None, what: str, file: str) -> int | None:
-    """A number of ranks that a file says, so that it can be counted up to.
-
-    Raises:
-        UnsupportedError: there cannot be so many.
+    """A number of ranks that a file says, so that it can be counted up to. Raises UnsupportedError if there cannot be
+    so many.
     """
     if count is not None and count > limits.RANKS:
         raise UnsupportedError(

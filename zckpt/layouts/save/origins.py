@@ -73,9 +73,7 @@ def _whole(value: object) -> int | None:
 
 def rank_facts(listing: Listing, name: str) -> RankFacts:
     """What a file of one rank says of its save; of a model file that is not open yet, only what is cheap to read.
-
-    Raises:
-        ZckptError: the file is damaged.
+    Raises ZckptError if the file is damaged.
     """
     if not name.endswith("_optim_states.pt"):
         numbers = listing.numbers(name, "dp_world_size", "global_steps")
@@ -149,11 +147,7 @@ def disagreement(fact: str, said: Mapping[str, int | str | None]) -> str:
 
 
 def check_alike(listing: Listing, fact: str, said: Mapping[str, int | str | None]) -> None:
-    """Makes sure that files say the same; arguments as in `disagreement`.
-
-    Raises:
-        InconsistentError: they do not.
-    """
+    """Makes sure that files say the same; arguments as in `disagreement`. Raises InconsistentError if they do not."""
     if words := disagreement(fact, said):
         usual, count = Counter(said.values()).most_common(1)[0]
         odd = examples(file for file, value in said.items() if value != usual)

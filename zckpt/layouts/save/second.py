@@ -114,9 +114,7 @@ def hold_whole(name: str, state: str, ref: TensorRef) -> Iterator[HeldRun]:
 
 def hold_box(name: str, state: str, ref: TensorRef, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[HeldRun]:
     """The elements of a part: `ref` holds the indexes from `offsets` on, in every dimension, of a tensor of this shape.
-
-    Raises:
-        ValueError: the part does not fit the shape.
+    Raises ValueError if the part does not fit the shape.
     """
     dims = list(zip(offsets, ref.shape, shape, strict=True))
     if any(at < 0 or at + own > extent for at, own, extent in dims):
@@ -144,11 +142,7 @@ def hold_box(name: str, state: str, ref: TensorRef, offsets: Sequence[int], shap
 
 
 def rows_of(ref: TensorRef, dim: int, start: int, count: int) -> TensorRef:
-    """The indexes [start, start + count) of a dimension of a tensor.
-
-    Raises:
-        ValueError: it has fewer.
-    """
+    """The indexes [start, start + count) of a dimension of a tensor. Raises ValueError if it has fewer."""
     if not 0 <= start <= start + count <= ref.shape[dim]:
         raise ValueError(f"indexes {start:,}-{start + count:,} of dimension {dim} of {list(ref.shape)}")
     before = start * ref.stride[dim]
@@ -161,10 +155,8 @@ def rows_of(ref: TensorRef, dim: int, start: int, count: int) -> TensorRef:
 
 
 def view_as(ref: TensorRef, shape: Sequence[int]) -> TensorRef:
-    """A tensor without gaps in another shape of as many elements.
-
-    Raises:
-        ValueError: it has gaps, or another number of elements.
+    """A tensor without gaps in another shape of as many elements. Raises ValueError if it has gaps, or another number
+    of elements.
     """
     if not ref.is_contiguous or ref.numel != math.prod(shape):
         raise ValueError(f"{list(ref.shape)} as {list(shape)}")
@@ -173,10 +165,8 @@ def view_as(ref: TensorRef, shape: Sequence[int]) -> TensorRef:
 
 
 def hold_elements(name: str, state: str, ref: TensorRef, first: int, count: int, start: int) -> HeldRun:
-    """Elements [first, first + count) of a vector without gaps, which are elements from `start` on of a tensor.
-
-    Raises:
-        ValueError: the vector has gaps, or fewer elements.
+    """Elements [first, first + count) of a vector without gaps, which are elements from `start` on of a tensor. Raises
+    ValueError if the vector has gaps, or fewer elements.
     """
     if not (ref.is_contiguous and 0 <= first <= first + count <= ref.numel):
         raise ValueError(f"elements {first:,}-{first + count:,} of a vector of {ref.numel:,}")
@@ -290,10 +280,8 @@ def cut_evenly(shape: Shape, dim: int, rank: int, ranks: int, pieces: int = 1) -
 def hold_slice(
     name: str, state: str, ref: TensorRef, first: int, count: int, start: int, cut: Slice
 ) -> Iterator[HeldRun]:
-    """Elements [first, first + count) of a vector without gaps, which are elements from `start` on of a slice.
-
-    Raises:
-        ValueError: the vector has gaps, or fewer elements.
+    """Elements [first, first + count) of a vector without gaps, which are elements from `start` on of a slice. Raises
+    ValueError if the vector has gaps, or fewer elements.
     """
     whole = hold_elements(name, state, ref, first, count, start).run
     inner = math.prod(cut.shape[cut.dim + 1 :])

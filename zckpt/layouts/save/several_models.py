@@ -21,9 +21,7 @@ _HALVES = {"encoder", "decoder"}
 
 def models_among(states: Mapping[str, Mapping[str, Shape]]) -> list[str]:
     """The keys of state dicts, where two have most of their tensors in common; none where all are parts of one model.
-
-    Args:
-        states: key -> name -> shape.
+    `states`: key -> name -> shape.
     """
     for (one, first), (other, second) in combinations(states.items(), 2):
         common = sum(second.get(name) == shape for name, shape in first.items())

@@ -132,10 +132,8 @@ def _tensor(listing: Listing, file: str) -> TensorRef:
 
 
 def beside(listing: Listing) -> dict[str, TensorRef]:
-    """Frozen tensors and tied names in files of their own, which zckpt does not read, but DeepSpeed may.
-
-    Raises:
-        CorruptError: a file does not hold what its name says.
+    """Frozen tensors and tied names in files of their own, which zckpt does not read, but DeepSpeed may. Raises
+    CorruptError if a file does not hold what its name says.
     """
     save = _load(listing)
     files = {name: states[MASTER] for name, states in save.parameters.items() if MASTER in states}
@@ -261,10 +259,8 @@ def _names_by_group(save: _Save, settings: Sequence[Mapping[str, object]]) -> li
 
 
 def _scalars(save: _Save, names: Sequence[str]) -> dict[str, object]:
-    """The step: from a file of each parameter, or from the rest of the optimizer file.
-
-    Raises:
-        InconsistentError: parameters of one group have taken different numbers of steps.
+    """The step: from a file of each parameter, or from the rest of the optimizer file. Raises InconsistentError if
+    parameters of one group have taken different numbers of steps.
     """
     files = [file for name in names if (file := save.parameters.get(name, {}).get(_STEP)) is not None]
     steps = {file: save.listing.open(file).root for file in files}

@@ -108,10 +108,8 @@ def _read_metadata(listing: Listing) -> Mapping[str, object]:
 
 
 def _check_ranks(listing: Listing, name: str, files: Sequence[str]) -> Sequence[str]:
-    """The files of a parameter: one that is whole, or those of all ranks.
-
-    Raises:
-        IncompleteError, InconsistentError: ranks are missing, or there are both kinds.
+    """The files of a parameter: one that is whole, or those of all ranks. Raises IncompleteError, InconsistentError if
+    ranks are missing, or there are both kinds.
     """
     found = [match for match in map(SLICE.fullmatch, files) if match]
     if len(found) == 1 and not found[0]["rank"]:
@@ -222,9 +220,7 @@ def _parse_box(text: str, shape: Shape) -> list[tuple[int, int]]:
 
 def _by_optimizer(listing: Listing, tensors: Mapping[str, TensorEntry]) -> Evidence | None:
     """What the optimizer's files prove, which name the parameters of each stage; None where there are none, or not all.
-
-    Raises:
-        IncompleteError: they name parameters that are not there.
+    Raises IncompleteError if they name parameters that are not there.
     """
     files = [(match[0], match) for match in map(OPTIMIZER.fullmatch, listing.files) if match]
     first = next((match for _, match in files), None)
@@ -245,10 +241,8 @@ def _by_optimizer(listing: Listing, tensors: Mapping[str, TensorEntry]) -> Evide
 
 
 def _by_config(listing: Listing, tensors: Mapping[str, TensorEntry]) -> Evidence:
-    """What `model_config.json` proves of a model of a known kind.
-
-    Raises:
-        IncompleteError: tensors of its model are not there.
+    """What `model_config.json` proves of a model of a known kind. Raises IncompleteError if tensors of its model are
+    not there.
     """
     unknown = Evidence(
         "unknown", "no file says which parameters the model has", "the optimizer's files, or model_config.json"

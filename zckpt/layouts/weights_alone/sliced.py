@@ -205,10 +205,8 @@ def match_nemo(listing: Listing) -> str | None:
 
 
 def read_nemo(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of an archive of NeMo 1, or of its files; errors as in `read_llama`.
-
-    Raises:
-        UnsupportedError: the archive holds weights in another form.
+    """The catalog of an archive of NeMo 1, or of its files; errors as in `read_llama`. Raises UnsupportedError if the
+    archive holds weights in another form.
     """
     del allow_unknown
     notes: list[str] = []
@@ -337,10 +335,8 @@ def read_nxd(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _with_tensors(listing: Listing, name: str, state: Mapping[str, object]) -> dict[str, object]:
-    """A state dict with the tensors that it has numbers of: `xser` puts each into a file of its own.
-
-    Raises:
-        IncompleteError: such a file is missing.
+    """A state dict with the tensors that it has numbers of: `xser` puts each into a file of its own. Raises
+    IncompleteError if such a file is missing.
     """
     found: dict[str, object] = {}
     for key, value in state.items():

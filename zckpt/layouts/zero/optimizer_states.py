@@ -74,10 +74,8 @@ def per_element(states: Mapping[str, object]) -> dict[str, TensorRef]:
 def read_shards(
     listing: Listing, known: frozenset[str], mp_rank: int = 0, *, allow_unknown: bool
 ) -> list[OptimizerShard]:
-    """All optimizer files of one model-parallel rank, by data-parallel rank.
-
-    Raises:
-        UnsupportedError: a file holds keys outside `known`, which may change the layout, and `allow_unknown` is off.
+    """All optimizer files of one model-parallel rank, by data-parallel rank. Raises UnsupportedError if a file holds
+    keys outside `known`, which may change the layout, and `allow_unknown` is off.
     """
     names = listing.shards("optim", mp_rank)
     listing.open_alike(list(names.values()))
@@ -221,11 +219,7 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
 
 
 def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:
-    """A per-element optimizer state of one of the shard's flat groups.
-
-    Raises:
-        IncompleteError: it is missing.
-    """
+    """A per-element optimizer state of one of the shard's flat groups. Raises IncompleteError if it is missing."""
     found = shard.states[number].get(state)
     if isinstance(found, TensorRef) and (error := shard.absent.get(str((found.attributes or {}).get("ds_id")))):
         raise error

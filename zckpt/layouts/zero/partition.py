@@ -114,10 +114,8 @@ def partition_numel(numel: int, world_size: int) -> int:
 
 
 def partition_of(numel: int, world_size: int, rank: int) -> range:
-    """The elements of a parameter that one rank of ZeRO-3 holds; empty when it holds only padding.
-
-    Raises:
-        ValueError: `rank` is not below `world_size`.
+    """The elements of a parameter that one rank of ZeRO-3 holds; empty when it holds only padding. Raises ValueError if
+    `rank` is not below `world_size`.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of world size {world_size}")

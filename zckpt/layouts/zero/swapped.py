@@ -146,10 +146,8 @@ class _SwapFiles:
         self.numel = numel
 
     def vector(self, stands_for: TensorRef, state: str, dtype: DType) -> TensorRef:
-        """The elements of the masters, or of a state, that the optimizer file has a tensor for.
-
-        Raises:
-            IncompleteError, UnsafeError, UnsupportedError: as in `with_swapped`.
+        """The elements of the masters, or of a state, that the optimizer file has a tensor for. Raises IncompleteError,
+        UnsafeError, UnsupportedError as in `with_swapped`.
         """
         label = _label(stands_for)
         if not _LABEL.fullmatch(label):

@@ -55,11 +55,7 @@ _LOOKED_AT = 64
 
 
 class TorchFile:
-    """One file that is being laid out.
-
-    Args:
-        path: relative to the output directory.
-    """
+    """One file that is being laid out. `path`: relative to the output directory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -85,10 +81,8 @@ class TorchFile:
         return spec
 
     def adopt(self, value: Any) -> Any:
-        """An inert value of another file, with its tensors as tensors of this one.
-
-        Raises:
-            UnsupportedError: it contains itself.
+        """An inert value of another file, with its tensors as tensors of this one. Raises UnsupportedError if it
+        contains itself.
         """
         return self._adopt(value, set())
 

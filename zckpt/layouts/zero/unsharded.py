@@ -80,10 +80,8 @@ def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) 
 
 
 def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """fp32 masters by name, if the optimizer has any, and notes on them for the user.
-
-    Raises:
-        InconsistentError: they fit no parameters.
+    """fp32 masters by name, if the optimizer has any, and notes on them for the user. Raises InconsistentError if they
+    fit no parameters.
     """
     groups = master_groups(model.root.get("optimizer"), model.file)
     if groups is not None:
@@ -102,10 +100,8 @@ def without_masters(model: ModelStates) -> tuple[str, ...]:
 
 
 def masters_by_group(model: ModelStates) -> list[list[str]]:
-    """The names of the parameters of each of the optimizer's groups, in the order of its masters.
-
-    Raises:
-        InconsistentError: they fit no parameters.
+    """The names of the parameters of each of the optimizer's groups, in the order of its masters. Raises
+    InconsistentError if they fit no parameters.
     """
     groups = master_groups(model.root.get("optimizer"), model.file) or []
     found = assign(candidates(model), groups, model.file)
@@ -175,10 +171,8 @@ def candidates(model: ModelStates) -> list[TensorEntry]:
 
 
 def assign(weights: Sequence[TensorEntry], groups: Sequence[GroupMasters], file: str) -> dict[str, TensorEntry]:
-    """The masters by name, found by comparing them with the weights.
-
-    Raises:
-        InconsistentError: no assignment, or more than one, agrees with the weights.
+    """The masters by name, found by comparing them with the weights. Raises InconsistentError if no assignment, or more
+    than one, agrees with the weights.
     """
     with ElementReader() as reader:
         solutions = _solutions(reader, weights, groups, skipping=False)

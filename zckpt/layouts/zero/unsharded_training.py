@@ -103,11 +103,7 @@ def _shape(model: ModelStates, name: str) -> tuple[int, ...]:
 def _names(
     model: ModelStates, optimizer: Mapping[str, Any], counts: Sequence[int] | None, groups: int, given: Names | None
 ) -> list[list[str]]:
-    """The parameters of each group.
-
-    Raises:
-        UnsupportedError: they cannot be found.
-    """
+    """The parameters of each group. Raises UnsupportedError if they cannot be found."""
     own = model.root.get("zckpt")
     candidates: list[Names] = []
     if isinstance(own, Mapping) and isinstance(own.get("groups"), list):

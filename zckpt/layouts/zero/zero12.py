@@ -115,10 +115,8 @@ class _Group:
             yield from flat_pieces(stop, start - stop, self.size)
 
     def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[VectorRun]:
-        """Elements that fill up the group, so that all ranks share it evenly; states may have them where masters do not.
-
-        Raises:
-            InconsistentError: there are more than that needs.
+        """Elements that fill up the group, so that all ranks share it evenly; states may have them where masters do
+        not. Raises InconsistentError if there are more than that needs.
         """
         real = [max(0, min(self.size, self.total - rank * self.size)) for rank in range(len(vectors))]
         left = [max(0, vector.numel - own) for vector, own in zip(vectors, real, strict=True)]
@@ -167,10 +165,8 @@ def masters(save: Zero12Save) -> dict[str, TensorEntry]:
 
 
 def training(save: Zero12Save) -> Training:
-    """What the run needs beside its weights.
-
-    Raises:
-        IncompleteError: a rank's file does not have a state that others have.
+    """What the run needs beside its weights. Raises IncompleteError if a rank's file does not have a state that others
+    have.
     """
     groups: list[ParameterGroup] = []
     padding: list[Padding] = []
@@ -248,10 +244,8 @@ def _padding(group: _Group, shards: Sequence[OptimizerShard], state: str | None)
 
 
 def _check_lengths(number: int, parameters: int, total: int, save: Zero12Save) -> None:
-    """Checks that every rank holds its whole partition, or all of it but the padding at the end.
-
-    Raises:
-        InconsistentError: the element counts do not add up.
+    """Checks that every rank holds its whole partition, or all of it but the padding at the end. Raises
+    InconsistentError if the element counts do not add up.
     """
     vectors = [shard.vectors[number] for shard in save.shards]
     lengths = [vector.numel for vector in vectors]

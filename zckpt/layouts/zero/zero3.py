@@ -90,10 +90,8 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
 
 
 def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
-    """Checks that every rank's model file is of the same save; most are read only for that.
-
-    Raises:
-        InconsistentError: they are not.
+    """Checks that every rank's model file is of the same save; most are read only for that. Raises InconsistentError if
+    they are not.
     """
     key = "global_steps"
     check_alike(listing, "the step", {name: listing.numbers(name, key).get(key) for name in names.values()})
@@ -102,10 +100,8 @@ def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
 def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
     """Ranks that one parameter is cut over: all, or fewer under MiCS; found by the lengths of the vectors.
 
-    A save of experts has parts that are cut over fewer ranks, as it records: `check_lengths` checks those.
-
-    Raises:
-        InconsistentError: no way of cutting gives the lengths that the files have.
+    A save of experts has parts that are cut over fewer ranks, as it records: `check_lengths` checks those. Raises
+    InconsistentError if no way of cutting gives the lengths that the files have.
     """
     if shards[0].root.get("ds_zero_partition_groups"):
         return world_size
@@ -222,10 +218,8 @@ def _vector(shard: OptimizerShard, number: int, state: str | None) -> TensorRef:
 
 
 def training(save: Zero3Save) -> Training:
-    """What the run needs beside its weights.
-
-    Raises:
-        IncompleteError: a rank's file does not have a state that others have.
+    """What the run needs beside its weights. Raises IncompleteError if a rank's file does not have a state that others
+    have.
     """
     shards = save.shards[: save.shard_size]
     first = shards[0]
@@ -284,10 +278,8 @@ def _on_nvme(name: str, model: ModelStates) -> IncompleteError:
 
 
 def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
-    """Frozen parameters by name: each rank's model file holds a piece, and the last may be padded or short.
-
-    Raises:
-        IncompleteError: a rank does not hold its piece.
+    """Frozen parameters by name: each rank's model file holds a piece, and the last may be padded or short. Raises
+    IncompleteError if a rank does not hold its piece.
     """
     shapes, shard_size = save.model.frozen_shapes, save.shard_size
     models = {rank: read_model_states(save.listing, name) for rank, name in save.names.items()} if shapes else {}
