@@ -30,7 +30,9 @@ def test_commands_that_write(tmp_path: Path) -> None:
     assert check("written", shown("to-fp32", CHECKPOINT, out))["already_done"] is True
     check("manifest", (tmp_path / "weights.safetensors.zckpt.json").read_text())
     for words in (
+        ("convert", CHECKPOINT, tmp_path / "converted", "--dtype", "bf16"),
         ("to-bf16", CHECKPOINT, tmp_path / "bf16"),
+        ("to-mcore", LLAMA, tmp_path / "mcore"),
         ("to-fp16", CHECKPOINT, tmp_path / "fp16", "--overflow", "clamp"),
         ("to-peft", ADAPTER, tmp_path / "adapter"),
         ("to-fp8", LLAMA, tmp_path / "fp8"),
