@@ -34,7 +34,7 @@ from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare
-from zckpt.naming.memory_names import find_names, rename_tensors
+from zckpt.naming.memory_names import in_form
 from zckpt.naming.merge import base_of, merge_adapters
 from zckpt.naming.merged_config import change_config
 from zckpt.storage.location import Location, locate
@@ -97,8 +97,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     own = replace(catalog, tensors={}, aliases={}) if is_adapter_file(catalog) else base_of(catalog)
     weights = own if base is None else base_of(strip_wrappers(base.catalog)[0])
     changes = [f"{bare(module)}.weight" for one in adapters for module in (*one.factors, *one.products)]
-    names = find_names(weights.tensors, changes)
-    weights = rename_tensors(weights, names)
+    weights, undo = in_form(weights, [*changes, *(name for one in adapters for name in one.whole)])
     trained = {} if base is None or is_adapter_file(catalog) else trained_in(catalog, weights)
     config = read_config((base or opened).place.home)
     notes: list[str] = []
@@ -175,7 +174,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         notes += more
     place = opened.place if base is None else replace(opened.place, home=base.place.home, named=base.place.named)
     sources = [weights, *(Catalog(one.tensors, opened.catalog.source, opened.catalog.evidence) for one in adapters)]
-    merged = rename_tensors(model.catalog, {own: name for name, own in names.items()})
+    merged = undo(model.catalog)
     tensors, aliases = merged.tensors, merged.aliases
     is_other = bool(model.untied or model.kind or model.rows is not None)
     changed_config = None
