@@ -55,7 +55,7 @@ def in_form(base: Catalog, wanted: Collection[str]) -> tuple[Catalog, Callable[[
         if any(new in name for name in lacks) and not any(new in name for name in base.tensors):
             names |= {name: names.get(name, name).replace(old, new, 1) for name in base.tensors if old in name}
     renamed = _rename_tensors(base, names)
-    fused, is_apart = _fused(renamed, lacks)
+    fused, is_apart = _expert_places(renamed, lacks)
 
     def undo(model: Catalog) -> Catalog:
         return _rename_tensors(_turn(model, fused, fuse=is_apart), {own: name for name, own in names.items()})
@@ -94,7 +94,7 @@ def _rename_tensors(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
     return replace(catalog, tensors=tensors, aliases=aliases)
 
 
-def _fused(base: Catalog, lacks: Set[str]) -> tuple[Mapping[str, list[str]], bool]:
+def _expert_places(base: Catalog, lacks: Set[str]) -> tuple[Mapping[str, list[str]], bool]:
     """A parameter of all experts -> the tensors of each in it, where adapters have the one and the base the other.
 
     True after it: adapters have experts apart.
