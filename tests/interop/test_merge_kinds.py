@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt import InconsistentError, LoraMerge, Options
@@ -151,6 +151,28 @@ def test_names_in_memory_are_found_under_the_hub_s(make: Callable[[], Any], targ
         assert not on_disk & model.state_dict().keys() - {"lm_head.weight"}
     check(type(model).__name__, tmp_path, train(model, tmp_path, targets))
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == on_disk
+
+
+@pytest.mark.parametrize("make", [llava, gemma3])
+def test_names_of_both_versions_of_transformers(make: Callable[[], Any], tmp_path: Path) -> None:
+    """In version 4 the towers have one level more, in memory and on the hub; adapters and bases of either are one model."""
+    torch.manual_seed(1)
+    model = make()
+    model.save_pretrained(home := tmp_path / "new" / "base")
+    want = train(model, home.parent, r".*(vision_tower|language_model).*(q_proj|v_proj)")
+    for kind, file in (("base", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
+        shutil.copytree(home.parent / kind, tmp_path / "old" / kind)
+        saved = {
+            name.replace("_tower.", "_tower.vision_model."): tensor
+            for name, tensor in load_file(home.parent / kind / file).items()
+        }
+        save_file(saved, tmp_path / "old" / kind / file)
+        assert any("_tower.vision_model.encoder" in name for name in saved)
+    for number, (base, adapter) in enumerate((("new", "old"), ("old", "new"), ("old", "old"))):
+        both = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / base / "base", both / "base")
+        shutil.copytree(tmp_path / adapter / "adapter", both / "adapter")
+        check(type(model).__name__, both, want)
 
 
 @pytest.mark.parametrize("labels", [1, 2, 5])

@@ -10,6 +10,7 @@ conversion_mapping.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import replace
 
@@ -21,7 +22,10 @@ from zckpt.naming.rows import group_rows, split_rows, stack_rows
 
 _Rules = tuple[tuple[str, str], ...]
 
-_TOWERS = ("vision_tower", "vision_model", "multi_modal_projector", "mlp1", "image_newline", "vision_embed_tokens")
+_TOWERS = (
+    *("vision_tower", "image_tower", "video_tower", "audio_tower", "vision_model", "multi_modal_projector", "mlp1"),
+    *("image_newline", "vision_embed_tokens"),
+)
 _KINS: tuple[_Rules, ...] = (
     (
         ("language_model.lm_head.", "lm_head."),
@@ -31,6 +35,9 @@ _KINS: tuple[_Rules, ...] = (
     (("visual.", "model.visual."), ("model.", "model.language_model.")),
 )  # fmt: skip
 """How names begin on the hub, and in memory: of LLaVA and its kin, of Qwen2-VL and its kin."""
+
+_INNER = ("", ""), ("_tower.vision_model.", "_tower."), ("_tower.", "_tower.vision_model.")
+"""Since version 5 the towers of CLIP and SigLIP have one level less."""
 
 _LAYER = compile_late(r"\.\d+\.")
 _SINGLE = compile_late(r"(?P<home>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight")
@@ -66,10 +73,9 @@ def in_form(base: Catalog, wanted: Collection[str]) -> tuple[Catalog, Callable[[
 def _find_names(base: Iterable[str], sought: Set[str]) -> Mapping[str, str]:
     """The base's name of each tensor -> the adapter's, by the rules that make all sought names the base's; empty without any."""
     there = list(base)
-    if not sought or sought & set(there):
-        return {}
-    for rules in (*_KINS, *(tuple((own, other) for other, own in kin) for kin in _KINS)):
-        names = {name: _rename(name, rules) for name in there}
+    backwards = (tuple((own, other) for other, own in kin) for kin in _KINS)
+    for rules, (old, new) in itertools.product(((), *_KINS, *backwards), _INNER):
+        names = {name: _rename(name, rules).replace(old, new) for name in there}
         if len({*names.values()}) == len(names) and sought <= {*names.values()}:
             return names
     return {}
@@ -77,7 +83,7 @@ def _find_names(base: Iterable[str], sought: Set[str]) -> Mapping[str, str]:
 
 def _rename(name: str, rules: _Rules) -> str:
     """The name with another beginning, which ends with a part of the name; that which has such a beginning already keeps it."""
-    if rules[-1][0] == "model." and name.startswith(tuple(new for _, new in rules)):
+    if rules and rules[-1][0] == "model." and name.startswith(tuple(new for _, new in rules)):
         return name
     for old, new in rules:
         if name.startswith(old) and (old.endswith(".") or name[len(old) :][:1] in (".", "")):
