@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from damage import forget_name
 
 import zckpt
 
@@ -18,6 +19,7 @@ OPTIMIZER = "global_step2/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 def copy_over(save: str, source: str, target: str, tmp_path: Path) -> zckpt.Verification:
     home = shutil.copytree(FIXTURES / save / "checkpoint", tmp_path / "save")
     shutil.copy(home / source, home / target)
+    forget_name(home / target)
     zckpt.convert(home, tmp_path / "out", progress=False)
     return zckpt.verify(home, tmp_path / "out", progress=False)
 

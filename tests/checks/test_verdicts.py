@@ -100,3 +100,15 @@ def test_an_output_of_another_save_is_told_as_that(tmp_path: Path) -> None:
         save_file({key: tensor * 2 + 1 for key, tensor in tensors.items()}, path, {"format": "pt"})
     again = zckpt.verify(ZERO2, tmp_path / "out", progress=False)
     assert not again.ok
+
+
+def test_fp32_weights_that_nothing_read_are_said_to_be_in_the_shards(tmp_path: Path) -> None:
+    """Megatron's masters have no names; those of another stage are not this one's, and its bf16 weights are taken."""
+    home = shutil.copytree(FIXTURES / "megatron_legacy" / "tied_pp2_dp2" / "checkpoint", tmp_path / "save")
+    first, second = (home / "iter_0000002" / f"mp_rank_00_00{stage}" / "distrib_optim.pt" for stage in (0, 1))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    zckpt.convert(home, tmp_path / "out", progress=False)
+    *_, last = zckpt.verify(home, tmp_path / "out", progress=False).lines()
+    assert "or need fp32 weights, which may be among the optimizer states" in last

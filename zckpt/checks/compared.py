@@ -302,6 +302,7 @@ def _deletable(
     beside = _other_weights(state)
     unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
     unless += [f"need {examples(beside)}, where nothing was compared"] * bool(beside)
+    unless += ["need fp32 weights, which may be among the optimizer states"] * _may_lack_masters(state)
     if run.held and only:  # a run can resume from the output, without these
         condition = f"if you do not need {join_words(only, 'or')}: "
     else:
@@ -319,6 +320,14 @@ def _other_weights(state: Examined) -> list[str]:
         return others
     read = {file.name for file in state.files}
     return others + [name for name in listing.directory.names() if is_weights(name) and name not in read]
+
+
+def _may_lack_masters(state: Examined) -> bool:
+    """Whether weights in half precision were read, and not the optimizer's states, which may have them in fp32."""
+    listing = state.place.listing
+    if state.catalog is None or not layouts.family_of(listing).unread_states(listing):
+        return False
+    return any(entry.role == "parameter" and entry.dtype.itemsize == 2 for entry in state.catalog.tensors.values())
 
 
 def _exactly(rounded: list[str]) -> str:

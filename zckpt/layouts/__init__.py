@@ -8,10 +8,11 @@ file names.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
+from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, UsageError
 from zckpt.base.extensions import Extension, extensions
 from zckpt.core.catalog import Catalog
 from zckpt.core.evidence import BY_MANIFEST
@@ -146,7 +147,7 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
 
     Raises:
         NotACheckpointError: there is none.
-        InconsistentError: elements of master weights are used by no tensor, or by two.
+        InconsistentError: elements of master weights are used by no tensor, or by two; or a file bears another one's name.
         IncompleteError: the model's config says that tensors, or rows of them, are missing.
         UsageError: a key was given for a save that has no keys.
     """
@@ -160,6 +161,11 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
     catalog = family.read(listing, allow_unknown=allow_unknown)
     usage.check_masters(listing, catalog.claims)
     catalog.claims.forget()
+    if (error := _misnamed(listing, family)) is not None:
+        if not allow_unknown:
+            raise error
+        notes = (*catalog.source.notes, f"{error.found}: taken by the names as they are.")
+        catalog = replace(catalog, source=replace(catalog.source, notes=notes))
     by_index = catalog.source.layout == "plain" and catalog.evidence.by != BY_MANIFEST
     if not listing.part and (catalog.evidence.level == "unknown" or by_index):
         from zckpt.layouts.save.whole import prove_by_config
@@ -172,6 +178,21 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
     return catalog
 
 
+def _misnamed(listing: Listing, family: Family) -> InconsistentError | None:
+    """The error of files that were written under other names; None where there are none, as far as files say it."""
+    misnamed = listing.misnamed(of_parts=family is not FAMILIES[-1])
+    if not misnamed:
+        return None
+    (name, written), *others = misnamed
+    return InconsistentError(
+        "bears the name of another part of the model", file=listing.where(name),
+        found=f"{name!r} was written as {written!r}" + (f", and {len(others)} more under others' names" if others else ""),
+        expected="each file under the name that it was written under",
+        remedy="Give the files their own names back, or copy the save again. If they are right as they are named, pass "
+        "--allow-unknown-layout.",
+    )  # fmt: skip
+
+
 def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: bool = False) -> Training:
     """What a run needs beside the weights of a save.
 
@@ -182,7 +203,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: b
 
     Raises:
         UnsupportedError: this kind of save does not hold it, or zckpt does not read it.
-        InconsistentError: its files are not of one run.
+        InconsistentError: its files are not of one run, or one bears another one's name.
     """
     from zckpt.layouts.run import agreement
 
@@ -198,6 +219,8 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: b
     with refuse_odd_values(listing):
         agreement.check(listing)
         training = family.read_training(listing, allow_unknown=allow_unknown)
+    if not allow_unknown and (error := _misnamed(listing, family)) is not None:
+        raise error
     if training.other_shapes and not any_shape:
         name, (state, entry) = next((n, next(iter(own.items()))) for n, own in training.other_shapes.items())
         raise UnsupportedError(

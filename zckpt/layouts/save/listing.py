@@ -7,6 +7,7 @@ Facts about DeepSpeed's file names: runtime/engine.py `_get_ckpt_name`, `_get_ze
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -19,6 +20,7 @@ from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, o
 from zckpt.containers.tensor_ref import contiguous_stride
 from zckpt.core.dtypes import DType
 from zckpt.core.stores import FileStore
+from zckpt.layouts.save.series import are_other_places
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
@@ -178,6 +180,24 @@ class Listing:
     def opened(self) -> Iterator[tuple[str, Container]]:
         """The files that are open already, by name."""
         return iter(self._opened.items())
+
+    def misnamed(self, *, of_parts: bool) -> list[tuple[str, str]]:
+        """Open files that bear the name of another part of the model, each with the name that it was written under.
+
+        `torch.save(value, "x_rank_0.pt")` names the records of its archive `x_rank_0/...`, and whoever renames the file leaves
+        them as they are. A writer that gives it an open file has `archive/...` there: then nothing is known.
+        Source: torch 2.13, torch/serialization.py `_open_zipfile_writer_file`, caffe2/serialize/inline_container.cc.
+
+        Args:
+            of_parts: whether every number in a name says which part it is, and not only those after words of places.
+        """
+        found: list[tuple[str, str]] = []
+        for name, container in self._opened.items():
+            stem, suffix = os.path.splitext(name.rpartition("/")[2])
+            written = container.metadata.get("prefix", "") if container.kind == "torch_zip" else ""
+            if are_other_places(stem, written, of_parts=of_parts):
+                found.append((name, written + suffix))
+        return found
 
     def numbers(self, name: str, *keys: str) -> dict[str, int]:
         """Whole numbers in a file by their keys, such as its step; those that it does not have are left out."""

@@ -90,6 +90,22 @@ def meaning_of(names: Iterable[str]) -> Meaning:
     return "place" if "place" in meanings else "unknown"
 
 
+def are_other_places(name: str, other: str, *, of_parts: bool) -> bool:
+    """Whether two names differ in their numbers alone, and so that they are of other places.
+
+    Args:
+        name: a name.
+        other: another one.
+        of_parts: whether both are of parts of one model: then a number of unknown meaning says which part.
+    """
+    if name == other or re.sub(r"\d+", "#", name) != re.sub(r"\d+", "#", other):
+        return False
+    pairs = zip(numbers_in(name), numbers_in(other), strict=True)
+    return any(
+        a.number != b.number and (a.meaning == "place" or (of_parts and a.meaning == "unknown")) for a, b in pairs
+    )
+
+
 def series_of(name: str, meaning: Meaning = "place") -> str:
     """The name with `#` for its numbers of this meaning; empty where it has none."""
     words = [word for word in numbers_in(name) if word.meaning == meaning]

@@ -11,7 +11,7 @@ OF_TRAINER = re.compile(r"rank(?P<dp>\d+)-of-\d+-pytorch_model\.bin")
 
 NANOTRON = "checkpoint_metadata.json"
 SLICE = compile_late(
-    r"model/(?P<modules>(?:[^/]+/)*)model_(?P<last>[^/]+?)(?P<rank>_pp-rank-(?P<pp>\d+)-of-\d+_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
+    r"model/(?P<modules>(?:[^/]+/)*)model_(?P<last>\w+?)(?P<rank>_pp-rank-(?P<pp>\d+)-of-\d+_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
     r"(?:_exp-rank-(?P<ep>\d+)-of-(?P<eps>\d+))?)?\.safetensors"
 )
 OPTIMIZER = compile_late(
