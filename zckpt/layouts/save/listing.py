@@ -20,7 +20,6 @@ from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, o
 from zckpt.containers.tensor_ref import contiguous_stride
 from zckpt.core.dtypes import DType
 from zckpt.core.stores import FileStore
-from zckpt.layouts.save.series import are_other_places
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
@@ -195,8 +194,11 @@ class Listing:
         for name, container in self._opened.items():
             stem, suffix = os.path.splitext(name.rpartition("/")[2])
             written = container.metadata.get("prefix", "") if container.kind == "torch_zip" else ""
-            if are_other_places(stem, written, of_parts=of_parts):
-                found.append((name, written + suffix))
+            if written not in (stem, "", "archive"):
+                from zckpt.layouts.save.series import are_other_places
+
+                if are_other_places(stem, written, of_parts=of_parts):
+                    found.append((name, written + suffix))
         return found
 
     def numbers(self, name: str, *keys: str) -> dict[str, int]:
