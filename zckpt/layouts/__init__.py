@@ -161,7 +161,7 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
     catalog = family.read(listing, allow_unknown=allow_unknown)
     usage.check_masters(listing, catalog.claims)
     catalog.claims.forget()
-    if (error := _misnamed(listing, family)) is not None:
+    if (error := _find_misnamed(listing, family)) is not None:
         if not allow_unknown:
             raise error
         notes = (*catalog.source.notes, f"{error.found}: taken by the names as they are.")
@@ -178,9 +178,9 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
     return catalog
 
 
-def _misnamed(listing: Listing, family: Family) -> InconsistentError | None:
+def _find_misnamed(listing: Listing, family: Family) -> InconsistentError | None:
     """The error of files that were written under other names; None where there are none, as far as files say it."""
-    misnamed = listing.misnamed(of_parts=family is not FAMILIES[-1])
+    misnamed = listing.find_misnamed(of_parts=family is not FAMILIES[-1])
     if not misnamed:
         return None
     (name, written), *others = misnamed
@@ -219,7 +219,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: b
     with refuse_odd_values(listing):
         agreement.check(listing)
         training = family.read_training(listing, allow_unknown=allow_unknown)
-    if not allow_unknown and (error := _misnamed(listing, family)) is not None:
+    if not allow_unknown and (error := _find_misnamed(listing, family)) is not None:
         raise error
     if training.other_shapes and not any_shape:
         name, (state, entry) = next((n, next(iter(own.items()))) for n, own in training.other_shapes.items())

@@ -180,7 +180,7 @@ class Listing:
         """The files that are open already, by name."""
         return iter(self._opened.items())
 
-    def misnamed(self, *, of_parts: bool) -> list[tuple[str, str]]:
+    def find_misnamed(self, *, of_parts: bool) -> list[tuple[str, str]]:
         """Open files that bear the name of another part of the model, each with the name that it was written under.
 
         `torch.save(value, "x_rank_0.pt")` names the records of its archive `x_rank_0/...`, and whoever renames the file leaves
