@@ -49,9 +49,9 @@ wheels-here: .make/zckpt
 	$(PYTHON) .ci/check_wheels.py --here --dist .make/dist-here
 
 # The documentation as a site, in .make/site; a link that leads nowhere is an error.
-docs: .make/zckpt .make/test .make/docs
+docs: .make/zckpt .make/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-.make/docs: pyproject.toml constraints.txt
+.make/docs: .make/zckpt
 	$(PIP) mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 

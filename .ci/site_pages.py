@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import html
 import os
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,26 +149,41 @@ def rank(name: str) -> tuple[int, str]:
     return (0, str(FIRST.index(name))) if name in FIRST else (kind, name)
 
 
-def home_of(package: str, name: str, found: object) -> str:
-    """The module that defines a name; classes of `zckpt` say `zckpt` themselves."""
-    home = str(getattr(found, "__module__", ""))
-    if package == home == "zckpt":
-        known = import_module("zckpt")._HOMES
-        home = import_module(f"zckpt.{known[name]}").__name__ if name in known else "zckpt.base.errors"
-    return home
+def tree(module: str) -> tuple[ast.Module, dict[str, Any]]:
+    """A module's source, read without importing it, and those of its variables that are plain values."""
+    path = ROOT.joinpath(*module.split("."))
+    source = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    values: dict[str, Any] = {}
+    for node in source.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                values[node.targets[0].id] = ast.literal_eval(node.value)
+    return source, values
+
+
+def home_of(module: str, name: str) -> str | None:
+    """The module that defines a function or class; None for anything else, and for names that zckpt does not define."""
+    source, values = tree(module)
+    for node in (one for top in source.body for one in (top.body if isinstance(top, ast.If) else [top])):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return module
+        if isinstance(node, ast.ImportFrom) and any((one.asname or one.name) == name for one in node.names):
+            ours = (node.module or "").startswith("zckpt.")
+            return home_of(str(node.module), name) if ours else None
+    found = values.get("_HOMES", {}).get(name)
+    return home_of(f"{module}.{found}", name) if found else None
 
 
 def names() -> Iterator[str]:
     """The page of all public names, for mkdocstrings, which reads a name where it is defined."""
     yield "# Python\n\nEvery name that the packages export. What else modules hold may change in any version.\n"
     for package in PACKAGES:
-        module = import_module(package)
         yield f"## `{package}`\n"
         others: list[str] = []
-        for name in sorted((name for name in module.__all__ if not name.startswith("__")), key=rank):
-            found = getattr(module, name)
-            home = home_of(package, name, found)
-            if home.startswith("zckpt.") and getattr(found, "__qualname__", "") == name:
+        public = tree(package)[1]["__all__"]
+        for name in sorted((name for name in public if not name.startswith("__")), key=rank):
+            home = home_of(package, name)
+            if home is not None:
                 yield f"::: {home}.{name}\n"
             else:
                 others.append(f"`{name}`")
