@@ -1,1 +1,1 @@
-"""May a checkpoint or an output be trusted: complete, intact, equal, fit to resume from."""
+"""Checks whether a checkpoint or an output can be trusted: complete, intact, equal, fit to resume from."""

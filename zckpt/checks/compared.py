@@ -126,7 +126,7 @@ def compare(
 
 
 def _find_lost(source: Catalog, wanted: Catalog, facts: Manifest | None, left_out: Sequence[str]) -> list[str]:
-    """Tensors of the checkpoint that the output must hold nothing of, although its ledger does not name them.
+    """Tensors of the checkpoint that the output holds nothing of, although its ledger does not name them.
 
     A manifest without evidence is of a version that kept no ledger: then the options say what was left out.
     """
@@ -138,7 +138,7 @@ def _find_lost(source: Catalog, wanted: Catalog, facts: Manifest | None, left_ou
 
 
 def _other_source(facts: Manifest | None, catalog: Catalog) -> str:
-    """What an output was made from, in words, where that is another save than this one; empty where it may be this one."""
+    """The save that an output was made from, in words, if it is another one than this; empty if it may be this one."""
     if facts is None:
         return ""
     mine = catalog.source.as_json(catalog.topology)
@@ -261,7 +261,7 @@ def _pairs(
 
 
 def _coarsest_type(facts: Manifest | None) -> set[str]:
-    """The type in which an output's matrices are, if it is coarser than any dtype."""
+    """The type of an output's matrices, if it is coarser than any dtype."""
     form = None if facts is None else facts.options.get("form")
     return {"Q8_0"} if isinstance(form, Mapping) and form.get("type") == "q8_0" else set()
 
@@ -269,7 +269,9 @@ def _coarsest_type(facts: Manifest | None) -> set[str]:
 def _deletable(
     state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison, *, trust_reader: bool
 ) -> tuple[bool, str]:
-    """Whether the output holds all weights, and why; which other parts of the run it holds, and which only the shards."""
+    """Whether the output holds all weights, and why; the other parts of the run that it holds, and those that only the
+    shards hold.
+    """
     shards = state.place.listing.directory
     is_file = shards.is_file()
     homes = {shards} if is_file else {location_of(f.store).parent for f in state.files}
@@ -311,7 +313,7 @@ def _deletable(
 
 
 def _other_weights(state: Examined) -> list[str]:
-    """Weights that lie with the model which was read, and are another one's: files beside it, and state dicts of its files."""
+    """Weights of another model beside the one that was read: in other files, and in state dicts of its files."""
     listing = state.place.listing
     if state.catalog is None or state.catalog.source.layout not in ("plain", "dcp"):
         return []

@@ -1,4 +1,4 @@
-"""What a checkpoint's bytes show when they are read: checksums, copies, padding, NaN and infinity.
+"""Checks a checkpoint's bytes: checksums, copies, padding, NaN and infinity.
 
 For `soundness`, which reads a checkpoint by itself, and `verify`, which reads it beside its output.
 """
@@ -27,7 +27,7 @@ _COPIES = {
 
 
 def add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
-    """Whether masters equal the model's own weights, and whether ranks agree on what several of them hold."""
+    """Checks whether masters equal the model's own weights, and whether ranks agree on what several of them hold."""
     for name, (what, copies) in _COPIES.items():
         of_ranks = name == "copies"
         held = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
@@ -57,7 +57,7 @@ def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What reading a checkpoint beside its output has found.
+    """What reading a checkpoint beside its output found.
 
     Attributes:
         read: of the files that were asked for.
@@ -124,7 +124,7 @@ def check_compared(
 
 
 def add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) -> None:
-    """Whether padding is zero where it should be."""
+    """Checks whether padding is zero where it should be."""
     problems = [
         f"{one.nonzero:,} of {count(one.count, 'element')} in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
         for pad, one in zip(catalog.zeros, found, strict=True)
@@ -139,7 +139,7 @@ def add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) 
 
 
 def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[str] = ()) -> None:
-    """Whether bytes match their checksums, where there are some.
+    """Checks whether bytes match their checksums.
 
     Args:
         state: gets the check.

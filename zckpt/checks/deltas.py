@@ -25,7 +25,7 @@ from zckpt.output import manifest as manifests
 from zckpt.storage.location import Location
 
 _HEADER_BYTES = 18
-"""Bytes of the longest header of a zstd frame."""
+"""The bytes of the longest header of a zstd frame."""
 
 
 def verify_delta(
@@ -80,7 +80,7 @@ def verify_delta(
 
 
 def _files(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
-    """Are the files those of the manifest?"""
+    """Checks whether the files are those of the manifest."""
     found = manifests.find(delta.place)
     total = sum((delta.place / name).size() for name in delta.names)
     if found is None:
@@ -107,7 +107,7 @@ def _files(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
 
 
 def _differences(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
-    """Can every difference be decompressed, and is it as long as it says?"""
+    """Checks whether every difference can be decompressed, and has the length that it states."""
     problems: list[str] = []
     for name in delta.changed:
         try:
@@ -138,7 +138,7 @@ def _wrong(delta: DeltaDirectory, name: str) -> Iterator[str]:
 
 
 def _weights(delta: DeltaDirectory, new: Catalog, pace: Pace, read: Callable[[int], None]) -> Check:
-    """Are the new version's tensors those that the delta leads to?"""
+    """Checks whether the new version's tensors are those that the delta leads to."""
     known = {**delta.unchanged, **{name: where.digest for name, where in delta.changed.items()}}
     lacking = [name for name in known if name not in new.tensors and name not in new.aliases]
     problems = [f"{count(len(lacking), 'tensor')} of the delta is not in it: {examples(lacking)}"] if lacking else []
@@ -169,7 +169,7 @@ def _weights(delta: DeltaDirectory, new: Catalog, pace: Pace, read: Callable[[in
 
 
 def _dtypes(entry: TensorEntry, wanted: str) -> list[DType]:
-    """The dtypes that a tensor may have in a delta, the likely ones first; see `jobs.versions`."""
+    """The dtypes that a tensor may have in a delta, the most likely first; see `jobs.versions`."""
     if entry.dtype not in CAST_TARGETS:
         return [entry.dtype]
     likely = sorted(CAST_TARGETS, key=lambda dtype: (dtype != BF16, dtype != entry.dtype))

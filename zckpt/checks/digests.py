@@ -14,7 +14,7 @@ from zckpt.layouts.save.listing import Listing
 
 
 def check_digests(listing: Listing, *, read: bool) -> tuple[str, list[str]] | None:
-    """What the recorded digests say: (answer, problems); None where a save has none.
+    """The result for the recorded digests: (answer, problems); None for a save without any.
 
     Args:
         listing: the files of the save.

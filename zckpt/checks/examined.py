@@ -73,12 +73,12 @@ class Examined:
 
     @property
     def doubt(self) -> str:
-        """What the run may have left out of the save without a trace, as a clause; empty for nothing."""
+        """The doubt about what the run may have left out of the save without a trace, as a clause; empty for none."""
         said = "" if self.catalog is None or self.is_completed else self.catalog.evidence.doubt
         return f"nothing shows whether {said}" if said else ""
 
     def proofs(self) -> dict[str, str]:
-        """What proves that no part is missing (`whole`), and that tensors lie where they were read (`places`)."""
+        """The proofs that no part is missing (`whole`), and that tensors lie where they were read (`places`)."""
         known = self.catalog is not None and self.catalog.evidence.is_counted
         whole = {"whole": self.catalog.evidence.by} if self.catalog is not None and known else {}
         return whole if self.places.by == "none" else {**whole, "places": self.places.by}

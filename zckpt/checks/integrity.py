@@ -49,12 +49,12 @@ class CheckedFile:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The file's name."""
         return os.path.basename(self.store.path)
 
     @property
     def large_bytes(self) -> int:
-        """Bytes that `small_records` does not read."""
+        """The bytes that `small_records` does not read."""
         if not self.records:
             return self.store.size - self.index_bytes
         return sum(nbytes for name, _, nbytes, _ in self.records if not _is_small(name, nbytes))
@@ -74,7 +74,7 @@ def checked_file(container: Container, crc32: int | None = None) -> CheckedFile:
 def checked_parts(
     store: FileStore, records: Sequence[tuple[str, int, int, int]], crc32: int | None = None
 ) -> CheckedFile:
-    """A file with these records of zip files in it."""
+    """A file with the records of zip files that it contains."""
     if not any(crc for *_, nbytes, crc in records if nbytes):
         records = ()  # torch.serialization.set_crc32_options(False)
     return CheckedFile(store, tuple(records), crc32)
@@ -110,7 +110,9 @@ def holding(files: Sequence[CheckedFile], entries: Iterable[TensorEntry]) -> tup
 
 
 def small_records(file: CheckedFile) -> tuple[int, list[str]]:
-    """Checks a zip file's pickle and whatever else of it is small: how many records, and names of those that are wrong."""
+    """Checks a zip file's pickle and its other small records: returns how many there are, and the names of damaged
+    ones.
+    """
     wrong: list[str] = []
     count = 0
     with open_input(file.store.path) as data:
@@ -151,7 +153,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What of some files was read before.
+    """The parts of files that were read before.
 
     Attributes:
         crcs: number among `sums_of` these files -> its parts that were read.
@@ -170,7 +172,7 @@ class Done:
 
 
 def sums_of(files: Sequence[CheckedFile]) -> list[CrcRange]:
-    """The ranges with CRCs that tell whether these files are intact."""
+    """The ranges with CRCs that show whether these files are intact."""
     return [CrcRange(file.store, *part) for file in files for part in _parts(file)]
 
 
@@ -236,7 +238,7 @@ def examine(
 
 
 class _Seen:
-    """What was read early of ranges with checksums that are wanted.
+    """The part of the wanted checksums that was read early.
 
     Args:
         sums: the ranges.
@@ -268,7 +270,7 @@ class _Seen:
                     self._numbers.append(number)
 
     def joined(self, crcs: Mapping[int, Sequence[Partial]]) -> dict[int, list[Partial]]:
-        """Number among the ranges -> all parts that were read; `crcs` are those of `left`."""
+        """Number of each range -> all parts of it that were read; `crcs` are those of `left`."""
         for number, parts in crcs.items():
             self._crcs.setdefault(self._numbers[number], []).extend(parts)
         return self._crcs

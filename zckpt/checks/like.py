@@ -40,7 +40,7 @@ from zckpt.storage.json_files import check_size, read_json
 from zckpt.storage.location import Location, locate
 
 _NO_NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config")
-"""Keys of a config that say nothing of the tensors' names and shapes."""
+"""Keys of a config without meaning for the tensors' names and shapes."""
 
 
 class Likeness(NamedTuple):
@@ -115,7 +115,7 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
 
 
 def _facts(loaded: Loaded | None, *, loads: bool = False) -> dict[str, object]:
-    """What a program is told: every name; nothing is known of weights that cannot be read."""
+    """The facts for a program: every name; empty for weights that cannot be read."""
     loaded = loaded or Loaded("", [], [], {}, [], [], "")
     return {
         "loads": loads,
@@ -129,7 +129,7 @@ def _facts(loaded: Loaded | None, *, loads: bool = False) -> dict[str, object]:
 
 
 def _read_model(like: Location) -> tuple[dict[str, Any] | None, Location | None]:
-    """The model's config, and the directory of its weights; None for what is not there."""
+    """The model's config, and the directory of its weights; None for what is missing."""
     if like.is_file():
         return config_of(like.path), None
     if not like.is_dir():
@@ -162,7 +162,7 @@ class _Headers:
 
 
 def _shapes_at(home: Location) -> dict[str, tuple[int, ...]] | None:
-    """The same from an address, with a small request for each shard; None for what is not plain safetensors."""
+    """Name -> shape at an address, by a small request for each shard; None for anything but plain safetensors."""
     file, index = home / "model.safetensors", home / "model.safetensors.index.json"
     files = [file.path] if file.is_file() else []
     if not files and index.is_file():
@@ -190,13 +190,13 @@ def _header_at(address: str) -> dict[str, Any]:
 
 
 _FIRST_BYTES = 2 << 10
-"""What is asked of a shard first: a header of some ten tensors."""
+"""The bytes of a shard that are requested first: a header of some ten tensors."""
 
 _MOST_BYTES = 64 << 20
 
 
 def _list_stored(opened: Opened) -> dict[str, TensorEntry]:
-    """The tensors that are in the files; in files of torch, tied ones under all of their names."""
+    """The tensors in the files; for torch files, tied ones under all of their names."""
     catalog = opened.catalog
     found = dict(catalog.tensors)
     if not any(name.endswith(".safetensors") for name in opened.place.listing.files):
@@ -207,7 +207,7 @@ def _list_stored(opened: Opened) -> dict[str, TensorEntry]:
 def _load(
     config: Mapping[str, Any] | None, tensors: Mapping[str, TensorEntry], opened: Opened, theirs: _Headers
 ) -> Loaded:
-    """What a loader makes of the tensors, by the best reference that there is."""
+    """The result of loading the tensors, by the best reference that there is."""
     packed = opened.packed is not None
     if config is not None and not packed and (loaded := load_on_meta(config, tensors)) is not None:
         return loaded
@@ -239,7 +239,7 @@ def _named_class(config: Mapping[str, Any] | None) -> str:
 
 
 def _as_checks(loaded: Loaded, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> list[Check]:
-    """Makes checks of the answers."""
+    """The checks for a result of loading."""
     hint = other_class(config, tensors)
     missing = sorted(loaded.missing)
     there = Check("missing", f"every tensor of {loaded.by} is there")
@@ -280,7 +280,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _guess(here: Sequence[int], own: Sequence[int]) -> str:
-    """What may have happened to a shape."""
+    """What may have happened to a shape, as a guess for a person."""
     if len(here) == len(own) >= 2 and here[-2:] == tuple(reversed(own[-2:])) and here[:-2] == own[:-2]:
         return " (transposed)"
     if len(here) == len(own) and here[1:] == own[1:]:
@@ -289,7 +289,7 @@ def _guess(here: Sequence[int], own: Sequence[int]) -> str:
 
 
 def _check_files(opened: Opened, out: Location) -> Check:
-    """Whether the index and the files agree, and have names that loaders look for."""
+    """Checks whether the index and the files agree, and have names that loaders look for."""
     listing = opened.place.listing
     check = Check("files", "the index and the files agree" if len(listing.files) > 1 else "one file")
     if not out.is_dir():
@@ -315,7 +315,7 @@ def _check_files(opened: Opened, out: Location) -> Check:
 
 
 def _check_config(opened: Opened, config: Mapping[str, Any] | None, tensors: Mapping[str, TensorEntry]) -> list[Check]:
-    """Whether the config beside the weights, if it is another than MODEL's, loads them too."""
+    """Checks whether the config beside the weights, if it differs from MODEL's, loads them too."""
     if not opened.place.listing.directory.is_dir():
         return []
     found = find_config(opened.place.home)
@@ -340,7 +340,7 @@ def _check_config(opened: Opened, config: Mapping[str, Any] | None, tensors: Map
 
 
 def _note_dtypes(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> list[str]:
-    """A note on floats of another dtype than the config says, which loaders cast."""
+    """A note on floats of another dtype than the config's, which loaders cast."""
     said = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
     kinds: dict[str, int] = {}
     for entry in tensors.values():
@@ -353,7 +353,7 @@ def _note_dtypes(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] |
 
 
 def _not_here(names: Iterable[str], tensors: Mapping[str, TensorEntry], loaded: Loaded) -> list[str]:
-    """Tensors of MODEL's own weights that are not here, and that the class does without."""
+    """Tensors of MODEL's own weights that are missing here, and that the class does without."""
     if loaded.missing or loaded.ignored or loaded.error:
         return []
     return sorted(name for name in names if name not in tensors and not name.endswith(("_scale_inv", "_scale")))

@@ -20,7 +20,7 @@ _LEFT_OUT = {
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal", "use_kernels",
 }  # fmt: skip
-"""Keys of a config that change no tensor, or would have something fetched."""
+"""Keys of a config that change no tensor, or would make the loader fetch something."""
 
 
 class Loaded(NamedTuple):
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
 
 
 def load_on_meta(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Loaded | None:
-    """What the class that a config names makes of tensors; None where transformers is not installed, or does not know it."""
+    """The result for the class that a config names; None where transformers is not installed, or does not know it."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
     with _nothing_fetched():
@@ -82,7 +82,7 @@ def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Load
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
-    """The transformers class' own that a config names, or the bare model of its type; None where there is none."""
+    """The transformers class that a config names, or the bare model of its type; None where there is none."""
     import transformers
 
     said, kind = config.get("architectures"), config.get("model_type")
@@ -97,7 +97,9 @@ def _class_of(config: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A config without what changes no tensor, nested ones too, and with numbers where transformers writes words for them."""
+    """The config and nested ones without keys that change no tensor, with numbers where transformers writes words for
+    them.
+    """
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if not isinstance(value, Mapping):
@@ -110,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _nothing_fetched() -> Iterator[None]:
-    """Inside, nothing is fetched from the hub and little is printed."""
+    """Blocks requests to the hub, and most output."""
     import huggingface_hub.constants as constants
 
     before = constants.HF_HUB_OFFLINE
@@ -147,7 +149,9 @@ def _as_on_the_hub(model: Any, memory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ask_loader(chosen: Any, config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """What `from_pretrained` says of tensors without memory, and why it stops; (None, "") without accelerate, which it needs."""
+    """What `from_pretrained` returns for tensors without memory, and why it stops; (None, "") without accelerate, which
+    it needs.
+    """
     if importlib.util.find_spec("accelerate") is None:
         return None, ""
     try:
@@ -173,7 +177,7 @@ def _judge(
     info: Mapping[str, Any] | None,
     error: str,
 ) -> Loaded:
-    """What both say together: the loader, and the names and shapes that the hub has."""
+    """The joint result of the loader, and of the names and shapes on the hub."""
     called = _called_as_on_the_hub(model, hub, given)
     one_of, there = _names_of_tied(memory), set(called.values())
     lacking = [name for name in hub if name not in there and not one_of.get(name, {name}) & there]
@@ -203,13 +207,13 @@ def _judge(
 
 
 def _without(names: Iterable[str], model: Any, patterns: str) -> list[str]:
-    """The names that none of a model's patterns has."""
+    """The names that match none of a model's patterns."""
     known = [re.compile(pattern) for pattern in getattr(model, patterns, None) or ()]
     return [name for name in names if not any(pattern.search(name) for pattern in known)]
 
 
 def _called_as_on_the_hub(model: Any, hub: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
-    """Name here -> on the hub, where a prefix is left out here, or put before all, as in files of bare models."""
+    """Name here -> on the hub, where a prefix is missing here, or is before all names, as in files of bare models."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     forms = [
         {name: name for name in given},
@@ -220,7 +224,7 @@ def _called_as_on_the_hub(model: Any, hub: Mapping[str, Any], given: Mapping[str
 
 
 def _names_of_tied(memory: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Name -> all names of the same tensor, of those with more than one."""
+    """Name -> all names of the same tensor, for those with several."""
     names: dict[int, set[str]] = {}
     for name, tensor in memory.items():
         names.setdefault(id(tensor), set()).add(name)

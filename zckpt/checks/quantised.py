@@ -1,4 +1,4 @@
-"""What an output must hold of a checkpoint with quantised weights, or of one with weights that it quantises.
+"""Finds what an output must hold of a checkpoint with quantised weights, or of one with weights that it quantises.
 
 For `verify`.
 """
@@ -27,7 +27,7 @@ from zckpt.quantized.plain import is_fp8
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Tensors that an output is to hold.
+    """The tensors that an output must hold.
 
     Attributes:
         catalog: the tensors.
@@ -44,7 +44,8 @@ class Expected:
 
 
 def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest | None) -> Catalog:
-    """The checkpoint's tensors; quantised ones as the numbers that they stand for, unless the output holds them as they are.
+    """The checkpoint's tensors, with quantised ones as the numbers that they stand for, unless the output holds them as
+    stored.
 
     Args:
         catalog: the checkpoint, as stored.
@@ -79,13 +80,13 @@ def _read_small(reader: ElementReader, entry: TensorEntry) -> Any:
 
 
 def _second(entry: TensorEntry, again: TensorEntry | None) -> TensorEntry:
-    """What the second reader makes of a tensor; one that is as it is stored stays."""
+    """The tensor as the second reader decodes it; a plain tensor as it is."""
     is_stored = not any(isinstance(fragment.store, DerivedStore) for fragment in entry.fragments)
     return entry if is_stored or again is None else replace(again, role=entry.role)
 
 
 def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
-    """The tensors of an output; with those of fp8, if it was quantised.
+    """The tensors of an output, with those of fp8 if it was quantised.
 
     Args:
         wanted: the tensors, with their names in the output.

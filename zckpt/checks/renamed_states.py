@@ -23,7 +23,7 @@ def has_renamed_states(form: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def own_weights(catalog: Catalog) -> Catalog:
-    """The tensors with the model's own weights in place of the optimizer's fp32 ones, where there are both."""
+    """The tensors, with the model's own weights in place of the optimizer's fp32 ones where there are both."""
     tensors = {
         name: entry if (own := entry.own_copy) is None
         else replace(entry, dtype=own.dtype, fragments=own.fragments, replicas=())
@@ -33,7 +33,7 @@ def own_weights(catalog: Catalog) -> Catalog:
 
 
 def compare_renamed(source: Examined, output: Examined, form: Mapping[str, Any]) -> Comparison:
-    """What an output has of a run.
+    """Compares the states of an output with those of its checkpoint.
 
     Args:
         source: the checkpoint; it has a catalog.

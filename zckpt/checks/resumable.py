@@ -28,12 +28,12 @@ from zckpt.layouts.save.module_states import as_mapping, read_model_states, whol
 from zckpt.layouts.save.state_names import WRAPPERS
 
 Pair = tuple[str, TensorEntry, TensorEntry]
-"""What it is, in words; the tensor of the checkpoint; that of the output."""
+"""A description in words, the tensor of the checkpoint, and that of the output."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What an output has of a run, beside its weights.
+    """What an output holds of a run, beside its weights.
 
     Attributes:
         held: what is in the output, in words; empty where it holds weights alone.
@@ -57,7 +57,7 @@ _OF_MODEL = ("schedules", "counters", "client state")
 
 
 def compare_runs(source: Examined, output: Examined) -> Comparison:
-    """What a run needs to resume, in the checkpoint and in the output; both have a catalog."""
+    """Compares what a run needs to resume, in a checkpoint and its output; both have a catalog."""
     assert source.catalog is not None and output.catalog is not None
     found = Comparison()
     if strangers := _strangers(source.place.listing, output.place.listing):
@@ -116,7 +116,7 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
 
 
 def _strangers(source: Listing, output: Listing) -> list[str]:
-    """Files in a tag directory that are not of the save."""
+    """Files in a tag directory that do not belong to the save."""
     family = layouts.family_by_names(source)
     if not source.tag or not family.tagged:
         return []
@@ -133,7 +133,7 @@ def _training(side: Examined) -> Training | ZckptError:
 def _compare_states(
     found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """The optimizer states of every element; masters are compared with the weights."""
+    """Compares the optimizer states of every element; masters are compared with the weights."""
     held = {others.get(name, name): dict(states) for name, states in there.states.items()}
     missing: list[str] = []
     for name, states in here.states.items():
@@ -163,7 +163,7 @@ def _compare_states(
 
 
 def _odd_copies(training: Training) -> list[str]:
-    """States that several ranks hold and that differ between them: those of the first are taken."""
+    """States that several ranks hold and that differ between them; the first rank's are taken."""
     copies = [
         (f"{state} of {name!r} on {copy.rank}", replace(entry, replicas=()), replace(entry, fragments=copy.fragments))
         for name, states in training.states.items()
@@ -176,7 +176,7 @@ def _odd_copies(training: Training) -> list[str]:
 def _compare_groups(
     found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """Parameter groups: their parameters, their settings, and states that are one value for all of them."""
+    """Compares parameter groups: their parameters, their settings, and states of one value for all of them."""
     found.held += _BESIDE_STATES
     own, other = ([group for group in run.groups if group.names] for run in (here, there))
     if len(own) != len(other):
@@ -203,7 +203,7 @@ def _numbers(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _compare_scalers(found: Comparison, here: Training, there: Training) -> None:
-    """The loss scaler. It starts again in another precision, and torch's own checkpoints have no place for it."""
+    """Compares the loss scaler. It starts again in another precision, and torch's own checkpoints have no place for it."""
     if here.precision != there.precision or not there.scaler:
         found.only += ["the loss scaler"] * bool(here.scaler)
         return
@@ -213,7 +213,7 @@ def _compare_scalers(found: Comparison, here: Training, there: Training) -> None
 
 
 def _compare_model(found: Comparison, here: Training, there: Training) -> None:
-    """Counters, schedules, config and client state."""
+    """Compares counters, schedules, config and client state."""
     other_precision = here.precision != there.precision
     own, other = (_neutral(run.model, other_precision) for run in (here, there))
     found.same(own, {key: other[key] for key in own if key in other}, "the model file")
@@ -233,7 +233,9 @@ def _neutral(model: Mapping[str, object], other_precision: bool) -> dict[str, ob
 
 
 def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None:
-    """A universal checkpoint has the model files as they were; AutoEP's record is in them twice."""
+    """Compares a universal checkpoint's model files, which are copies of the source's; AutoEP's record is in them
+    twice.
+    """
     for name in _model_files(source):
         if name not in output.files:
             found.problems.append(f"it lacks {name!r}")
@@ -245,7 +247,9 @@ def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None
 
 
 def _compare_beside(found: Comparison, source: Examined, output: Listing) -> None:
-    """In a universal checkpoint, tensors that are not trained have files of their own, as floats; so have tied names."""
+    """Compares the files of a universal checkpoint for tensors that are not trained, which it stores as floats, and for
+    tied names.
+    """
     from zckpt.layouts.universal.read import beside
 
     assert source.catalog is not None
@@ -268,7 +272,7 @@ def _model_files(listing: Listing) -> list[str]:
 
 
 def _odd_files(side: Examined, training: Training) -> Iterator[str]:
-    """Where files do not say of the run what the first one says, which is the one that readers take."""
+    """Sentences on files that contradict the first file, which readers take."""
     assert side.catalog is not None
     listing = side.place.listing
     odd: dict[str, list[str]] = {}
@@ -292,7 +296,7 @@ _OPTIMIZER_FILE = frozenset(("optimizer_state_dict", "ds_config", "ds_version", 
 
 
 def _beside(listing: Listing) -> list[str]:
-    """Entries of optimizer files that no other shape has a place for, such as random states of the ranks."""
+    """Entries of optimizer files that no other shape has a place for, such as the ranks' random states."""
     shards = (name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt"))
     roots = (listing.open(name).root for name in shards)
     return sorted({str(key) for root in roots if isinstance(root, Mapping) for key in root.keys() - _OPTIMIZER_FILE})

@@ -1,4 +1,4 @@
-"""In which order a scan reads what is wanted of files: tensors for what is counted of them, and everything for checksums.
+"""Orders what a scan reads of files: tensors for statistics, and everything for checksums.
 
 For `integrity`.
 """
@@ -107,7 +107,9 @@ class ScanOrder:
         self._count += 1
 
     def number_of(self, number: int, copy: int) -> int:
-        """Of the comparison of an entry with one of its copies. That with the first one counts for the entry itself."""
+        """The number of the comparison of an entry with one of its copies. The first copy's counts for the entry
+        itself.
+        """
         return number + copy * len(self.entries)
 
     def _unit(self, fragment: Fragment, number: int, index: int) -> None:
@@ -138,8 +140,8 @@ class ScanOrder:
             yield from comparisons(replace(entry, replicas=()), copy, self.number_of(number, index))
 
     def leave_out(self, early: Mapping[str, tuple[EarlyFile, list[tuple[int, int]]]]) -> None:
-        """Asks for nothing that is known of files that were read early. `early`: path -> what was seen of it, and
-        (start, stop) of the bytes with known checksums, in order.
+        """Leaves out what reading files early has found. `early`: path -> what was seen of it, and (start, stop) of the
+        bytes with known checksums, in order.
         """
         for path, (file, runs) in early.items():
             self._early[path] = runs
@@ -199,7 +201,7 @@ class ScanOrder:
                 number += 1
 
     def _not_early(self, path: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """What is left of some bytes of a file without those that were read early."""
+        """The parts of a range of bytes that were not read early."""
         runs = self._early.get(path, [])
         for low, high in runs[bisect_right(runs, start, key=lambda run: run[1]) :]:
             if low >= stop:
@@ -225,7 +227,7 @@ class ScanOrder:
 
 
 _ALL = -1
-"""In place of a fragment: the whole tensor, with its replicas."""
+"""The value in place of a fragment for a whole tensor, with its replicas."""
 
 
 def _is_dense(fragment: Fragment) -> bool:
@@ -233,7 +235,7 @@ def _is_dense(fragment: Fragment) -> bool:
 
 
 def _dense_sides(move: Move) -> tuple[bool, bool]:
-    """Whether each side of a comparison is one run of bytes; those of the second are seen after they were swapped."""
+    """Whether each side of a comparison is one run of bytes; the second must be in the machine's byte order too."""
     a, b = move.count * move.src_dtype.itemsize, move.count * move.dst_dtype.itemsize
     in_source = move.src_step == 1 and (move.rows == 1 or move.src_pitch == a)
     in_other = move.dst_step == 1 and (move.rows == 1 or move.dst_pitch == b)

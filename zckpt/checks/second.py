@@ -25,7 +25,7 @@ from zckpt.layouts.save.second import BesideMaster, SecondLook, StoredRows, Unpr
 
 
 class Places(NamedTuple):
-    """Whether tensors' places were found a second time.
+    """Whether a second reader found the tensors' places.
 
     Attributes:
         by: what proves them.
@@ -40,7 +40,7 @@ class Places(NamedTuple):
     problems: tuple[str, ...] = ()
 
     def as_answer(self, what: str = "tensor") -> str:
-        """What `verify` says after "places"."""
+        """The answer of `verify` after "places"."""
         if self.by == "none":
             return f"not found a second time: {self.why}; a mistake of zckpt's own reader would not be noticed"
         return (
@@ -49,12 +49,12 @@ class Places(NamedTuple):
 
 
 def as_unproved(why: str, found: int = 0) -> Places:
-    """Places that nothing proves."""
+    """The result when nothing proves the places."""
     return Places("none", found, why)
 
 
 def look_again(listing: Listing) -> SecondLook | Places:
-    """What the second reader of the save's family says; why there is nothing, where it cannot say it."""
+    """The second reader's result for the save, or why there is none."""
     try:
         family = layouts.family_of(listing)
         if isinstance(family.second, UnprovedFamily):
@@ -69,11 +69,13 @@ def look_again(listing: Listing) -> SecondLook | Places:
 _STRANGE = (
     ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, StopIteration, TypeError, ValueError,
 )  # fmt: skip
-"""What a second reader may raise of files in a form that it does not know."""
+"""The exceptions that a second reader may raise for files in a form that it does not know."""
 
 
 def compare_places(listing: Listing, catalog: Catalog) -> Places:
-    """Whether the catalog's tensors, under the names that the files have, are where the second reader finds them."""
+    """Compares the places of the catalog's tensors, under the names that the files have, with those of the second
+    reader.
+    """
     look = look_again(listing)
     if isinstance(look, Places):
         return look
@@ -83,7 +85,9 @@ def compare_places(listing: Listing, catalog: Catalog) -> Places:
 
 
 def compare_states(listing: Listing, training: Training, masters: Mapping[str, TensorEntry]) -> Places:
-    """The same of the optimizer's states; `masters` are the catalog's tensors, beside which unnamed states have to be."""
+    """Compares the places of the optimizer's states; `masters` are the catalog's tensors, beside which unnamed states
+    must lie.
+    """
     look = look_again(listing)
     if isinstance(look, Places):
         return look
@@ -92,7 +96,7 @@ def compare_states(listing: Listing, training: Training, masters: Mapping[str, T
 
 
 Key = tuple[str, str]
-"""Tensor and state."""
+"""A tensor's name and a state's."""
 
 
 def _compare_names(look: SecondLook, catalog: Catalog) -> Iterator[str]:
@@ -109,7 +113,7 @@ def _compare_names(look: SecondLook, catalog: Catalog) -> Iterator[str]:
 
 
 Copies = Mapping[tuple[str, int], Sequence[tuple[TensorEntry, Sequence[Fragment]]]]
-"""File and first byte of what a catalog reads as a tensor or as a copy of it."""
+"""File and first byte -> what a catalog reads there as a tensor or as a copy of one."""
 
 
 def _copies_in(catalog: Catalog) -> Copies:
@@ -174,7 +178,9 @@ def _compare(
 
 
 def _is_copied(entry: TensorEntry, held: Sequence[StoredRows]) -> bool:
-    """Whether the module's own weight is there; the masters, which have no names, are compared with it number by number."""
+    """Whether the module's own weight is there: the masters, which have no names, are compared with it element by
+    element.
+    """
     copy = entry.own_copy
     return copy is not None and _all_at(copy.fragments, held, copy.dtype.itemsize)
 
@@ -188,7 +194,7 @@ def _all_at(fragments: Sequence[Fragment], held: Sequence[StoredRows], size: int
 
 
 def _sources(fragments: Sequence[Fragment], size: int) -> Iterator[tuple[Sequence[Fragment], int]]:
-    """The places in files, and bytes of an element there; of computed elements, those of each tensor they are computed from."""
+    """The places in files, with the bytes of an element there; for computed elements, those of each input."""
     store = fragments[0].store if fragments else None
     if isinstance(store, ComputedStore):
         yield from store.sources
@@ -222,7 +228,7 @@ def _are_at(fragments: Sequence[Fragment], held: Sequence[StoredRows], size: int
 
 
 def _is_same(fragment: Fragment, rows: StoredRows) -> bool:
-    """Whether a single row of elements is the same one: the most common case, and the cheapest."""
+    """Whether a single row of elements is the same one, which is the most common and cheapest case."""
     path, offset, start, number, several, *_ = rows
     return (
         fragment.byte_offset == offset and fragment.start == start and fragment.count == number
@@ -246,7 +252,7 @@ def _dense_runs(rows: StoredRows, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes, in order, those that meet as one."""
+    """The same bytes, in order, with adjacent spans joined."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -257,7 +263,7 @@ def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Lines:
-    """Vectors of masters without names, and the states beside them."""
+    """The vectors of masters without names, and the states beside them."""
 
     def __init__(self, beside: Iterable[BesideMaster]) -> None:
         self._lines: dict[str, list[BesideMaster]] = {}
@@ -267,7 +273,7 @@ class _Lines:
             line.sort(key=lambda pair: pair.master.byte_offset)
 
     def beside(self, master: TensorEntry, state: str) -> list[list[StoredRows]]:
-        """Where a state must be, by the master or by a rank's copy of it; nothing where that is not known."""
+        """The places where a state must be, by the master or a rank's copy of it; empty where they are not known."""
         copies = (copy.fragments for copy in master.replicas if copy.dtype == master.dtype)
         found = (self._states(fragments, state) for fragments in (master.fragments, *copies))
         return [rows for rows in found if rows]

@@ -22,7 +22,7 @@ from zckpt.storage.location import Location
 
 
 def add_output(state: Examined, output: Examined, converted: Location) -> None:
-    """Adds to a checkpoint's checks whether its output is intact, after all of that was found out."""
+    """Adds to a checkpoint's checks whether its output is intact."""
     problems = [problem for check in output.checks for problem in check.problems]
     state.add("output", f"{redact(converted.path)}: intact", problems)
     state.notes += output.notes
@@ -40,7 +40,7 @@ def read_both(
     *,
     clamp: bool,
 ) -> list[Difference]:
-    """Derives the output once more, and checks on the way whether the bytes of both are intact; returns what differs."""
+    """Derives the output once more, and checks whether the bytes of both sides are intact; returns the differences."""
     progress = progress_after(watch, done)
     files = [output.files, held[0]]
     sums = [sums_of(own) for own in files]
@@ -81,7 +81,7 @@ def read_both(
 def _copies(
     state: Examined, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
 ) -> dict[int, tuple[str, Sequence[Replica]]]:
-    """Number of a pair -> the checkpoint's tensor that it is about, and its replicas."""
+    """Number of a pair -> the name of its tensor in the checkpoint, and the tensor's replicas."""
     assert state.catalog is not None
     held = {id(entry.fragments): name for name, entry in state.catalog.tensors.items() if entry.replicas}
     found: dict[int, tuple[str, Sequence[Replica]]] = {}

@@ -1,4 +1,4 @@
-"""Is a checkpoint complete and intact?
+"""Checks whether a checkpoint is complete and intact.
 
 For `verify`. Everything that is wrong is reported: a damaged file does not hide another one. Problems are findings, not
 errors; an error means that the question itself could not be answered.
@@ -48,7 +48,7 @@ def examine_checkpoint(
     expect: Callable[[int], None] = lambda nbytes: None,
     early: EarlyReads | None = None,
 ) -> Examined:
-    """Everything that one checkpoint or output shows by itself.
+    """Examines one checkpoint or output by itself.
 
     Args:
         path: of the checkpoint.
@@ -208,7 +208,7 @@ def _check_save(state: Examined) -> None:
 
 
 def _check_optimizers(state: Examined) -> None:
-    """Whether a run could resume from what all ranks' files say of their optimizers."""
+    """Checks whether a run can resume, by what all ranks' files say of their optimizers."""
     listing = state.place.listing
     try:
         with refuse_odd_values(listing):
@@ -227,7 +227,7 @@ def _check_optimizers(state: Examined) -> None:
 
 
 def _check_states(state: Examined) -> Training | None:
-    """Whether the optimizer's states are those of the weights: what is not understood is a note, a contradiction a
+    """Checks whether the optimizer's states fit the weights: what is not understood is a note, a contradiction a
     problem. Returns what was read of them; None where nothing was.
     """
     catalog, listing = state.catalog, state.place.listing
@@ -249,7 +249,7 @@ def _check_states(state: Examined) -> Training | None:
 
 
 def _check_twins(state: Examined, training: Training | None) -> None:
-    """Whether files that hold different parts of the model or of its optimizer have the same bytes."""
+    """Checks whether files that hold different parts of the model or its optimizer have the same bytes."""
     listing = state.place.listing
     names = {where.path: name for name, where in listing.files.items()}
     states = [entry for own in training.states.values() for entry in own.values()] if training is not None else []
@@ -260,7 +260,7 @@ def _check_twins(state: Examined, training: Training | None) -> None:
 
 
 def _check_ends(state: Examined) -> None:
-    """The quick check: both ends of every fragment, all padding, and the small records of every zip file."""
+    """Checks both ends of every fragment, all padding, and the small records of every zip file."""
     state.unread_bytes = sum(file.large_bytes for file in state.files)
     records, problems = 0, []
     for file in state.files:

@@ -22,13 +22,15 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.stores import FileStore
 
 _LEAST = 64
-"""Bytes that two files must have in common, constant tensors aside: fewer, such as step counts, are alike by chance."""
+"""The least bytes that two files must have in common, constant tensors aside: fewer, such as step counts, may agree by
+chance.
+"""
 _HEAD = 4 << 10
-"""Bytes that are read of one tensor's part in each file; only where these are the same, more is read."""
+"""The bytes of one tensor's part that are read first in each file; more is read only if these are equal."""
 _MOST = 64 << 10
-"""Bytes that are compared of every part then."""
+"""The most bytes that are then compared of each part."""
 _TRIES = 8
-"""Tensors that are looked at for a set of files, where the parts of the first ones are constant."""
+"""The most tensors that are compared for a set of files, if the parts of the first ones are constant."""
 
 Spans = Sequence[tuple[int, int]]
 """First byte and bytes of a tensor's fragments in a file."""
@@ -99,7 +101,7 @@ def _alike(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, str, int]]:
 
 
 def _cut_of(entry: TensorEntry) -> Cut:
-    """Where a tensor's parts are, of one that several files share."""
+    """The parts of a tensor in each of the files that share it."""
     parts: dict[str, list[tuple[int, int]]] = {}
     for fragment in entry.fragments if len(entry.fragments) > 1 else ():
         if isinstance(fragment.store, FileStore) and fragment.numel:
@@ -116,7 +118,7 @@ def _nbytes(spans: Spans) -> int:
 
 
 def _alike_bytes(path: str, spans: Spans, other: str, others: Spans) -> float:
-    """How many bytes two parts have in common: none if they are constant, less than none if they differ."""
+    """The bytes that two parts have in common: 0 if they are constant, negative if they differ."""
     most = min(_nbytes(spans), _nbytes(others), _MOST)
     if (data := _read(path, spans, most)) != _read(other, others, most):
         return -math.inf
@@ -135,7 +137,7 @@ def _read(path: str, spans: Spans, most: int) -> bytes:
 
 
 def _is_constant(data: bytes) -> bool:
-    """Whether all numbers of at most 8 bytes are the same one."""
+    """Whether all numbers of up to 8 bytes are equal."""
     return data[8:] == data[:-8]
 
 

@@ -32,7 +32,7 @@ class Check:
 
     @property
     def number(self) -> int:
-        """How many things are wrong."""
+        """The number of problems."""
         return max(self.wrong, len(self.problems))
 
     @property
@@ -87,7 +87,7 @@ class Verification(Printed):
         return all(check.ok for check in self.checks)
 
     def as_json(self) -> dict[str, object]:
-        """One object for programs."""
+        """The fields for programs."""
         counted = None if self.numbers is None else {n: {"nan": a, "inf": b} for n, (a, b) in self.numbers.items()}
         return {
             "path": self.path,

@@ -142,7 +142,7 @@ def _verify_likeness(
     *,
     as_part: bool,
 ) -> Verification:
-    """Whether a loader finds every tensor: reads headers, and no element."""
+    """Checks whether a loader finds every tensor; reads headers, and no element."""
     from zckpt.checks.like import examine_likeness
     from zckpt.jobs.groups import Reading
     from zckpt.storage.location import locate

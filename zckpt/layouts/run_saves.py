@@ -67,7 +67,7 @@ def saves_of(run: Location) -> tuple[list[RunSave], list[str]]:
 
 
 def is_link(path: Location) -> bool:
-    """Whether a path is a symbolic link; none behind an address is."""
+    """Whether a path is a symbolic link; a path behind an address is not."""
     return not path.is_remote and os.path.islink(path)
 
 
@@ -94,7 +94,7 @@ def _save(path: Location) -> RunSave:
 
 
 def named_by_pointers(run: Location, names: set[str]) -> tuple[Mapping[str, str], list[str]]:
-    """What the run's own files name.
+    """The saves that the run's own files name.
 
     Args:
         run: its directory.
@@ -122,13 +122,13 @@ def named_by_pointers(run: Location, names: set[str]) -> tuple[Mapping[str, str]
 
 
 def _is_step(name: str, step: int) -> bool:
-    """Whether a save has the number that Megatron's or verl's file says."""
+    """Whether a save has the number that Megatron's or verl's file names."""
     numbers = _NUMBER.findall(name)
     return bool(numbers) and int(numbers[-1]) == step
 
 
 def tags_in(save: RunSave) -> tuple[str | None, ...]:
-    """The tags in a save's directory, where there are several; otherwise None, which is the save itself. Raises
+    """The tags in a save's directory if there are several; otherwise None, which stands for the save itself. Raises
     ZckptError if it is not a save, or one that lacks something.
     """
     place = find(save.path)

@@ -20,7 +20,7 @@ POINTERS = ("latest", UNIVERSAL_POINTER)
 _DEPTH = 3
 _MOST_LOOKED_INTO = 100
 _MOST_BEHIND_ADDRESSES = 30
-"""Directories that are listed to find saves further below; behind an address, each takes a request."""
+"""The most directories that are listed to find saves further below an address; each takes a request."""
 
 
 _OPTIMIZERS = ("optim", "optimizer")
@@ -56,14 +56,14 @@ def _has_saves(folder: Folder) -> bool:
 
 
 def holds_save(folder: Folder) -> bool:
-    """The same, or weights under any name."""
+    """Whether a directory holds a save, or weights under any name."""
     from zckpt.layouts.save.weight_files import models_in
 
     return _has_saves(folder) or bool(models_in(folder))
 
 
 def has_weights(names: Sequence[str]) -> bool:
-    """Whether files of these names are read where there is nothing else."""
+    """Whether files of these names are read as weights where there is no save."""
     return any(family.fallback and family.is_save(names) for family in layouts.FAMILIES)
 
 
@@ -115,7 +115,9 @@ def look_below(folder: Folder) -> Below:
 
 
 def _directories(folder: Folder) -> Iterator[Folder]:
-    """Directories in one that may hold a model; of one that a link here leads to, such as `LATEST`, that itself."""
+    """The directories within one that may hold a model; for a link to one of them, such as `LATEST`, that directory
+    itself.
+    """
     found: dict[str, Folder] = {}
     for inner in (folder.inside(name) for name in folder.names if trainers.may_hold_model(name)):
         if inner is not None:

@@ -33,7 +33,7 @@ def step_of(value: object) -> int | None:
 
 @contextmanager
 def refuse_odd_values(listing: Listing) -> Iterator[None]:
-    """Makes an error of Python's, in reading what an optimizer's files hold, one that names the save.
+    """Turns Python's errors in reading an optimizer's files into one that names the save.
 
     Such files are nested dicts and lists of any trainer, and of any damage: not every number, list and None is looked
     at before it is used. Raises CorruptError in place of an error of Python's.
@@ -50,11 +50,11 @@ def refuse_odd_values(listing: Listing) -> Iterator[None]:
 
 
 _DEEPEST = 16
-"""Lists and mappings in each other, of a trainer's own values."""
+"""The depth to which a trainer's own lists and mappings are read."""
 
 
 def is_plain(value: object, depth: int = 0) -> bool:
-    """Whether a value is made from numbers, texts, lists and mappings alone, not of tensors or a trainer's objects."""
+    """Whether a value consists of numbers, texts, lists and mappings alone, without tensors or a trainer's objects."""
     if value is None or isinstance(value, bool | int | float | str):
         return True
     if depth == _DEEPEST or not isinstance(value, list | tuple | dict):
@@ -67,8 +67,8 @@ _CODES = {"F64": "d", "F32": "f", "I64": "q", "I32": "i"}
 
 
 def number_in(ref: TensorRef) -> int | float | bytes:
-    """The number in a tensor of one element; its bytes where it is of an unusual dtype. Raises CorruptError if the file
-    ends before it.
+    """The number in a tensor of one element; its bytes for an unusual dtype. Raises CorruptError if the file ends
+    before it.
     """
     data = locate(ref.store.fellow or ref.store.path).read(ref.dtype.itemsize, ref.byte_offset)
     if len(data) < ref.dtype.itemsize:
@@ -82,8 +82,8 @@ def number_in(ref: TensorRef) -> int | float | bytes:
 
 
 def keep_alike(kept: dict[str, object], state: str, value: object, owner: str, file: str) -> None:
-    """Keeps an optimizer's state that is one value, such as the step, which all parameters of a group have alike.
-    Raises UnsupportedError if `owner` has another one than the parameters before it.
+    """Records a state of one value, such as the step, and checks that all parameters of a group have the same. Raises
+    UnsupportedError if `owner` has another one than the parameters before it.
     """
     known = kept.setdefault(state, value)
     a, b = (number_in(v) if isinstance(v, TensorRef) else v for v in (known, value))

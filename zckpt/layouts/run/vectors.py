@@ -28,8 +28,8 @@ class VectorRun(NamedTuple):
 
 
 def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> Fragment:
-    """A piece of a parameter; its first element is number `start`, as it is stored in a rank's vector. Raises
-    InconsistentError if the vector is shorter than the piece needs.
+    """A piece of a parameter, as a fragment of a rank's vector; its first element is number `start` of the tensor.
+    Raises InconsistentError if the vector is shorter than the piece needs.
     """
     if piece.offset + piece.count > (vector.shape[0] if len(vector.shape) == 1 else vector.numel):
         raise InconsistentError(
@@ -45,7 +45,7 @@ def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> F
 def unflatten(
     shapes: Mapping[str, Shape], runs: Sequence[tuple[TensorRef, int]], role: Role = "parameter"
 ) -> dict[str, TensorEntry]:
-    """Parameters that are stored end to end in the first elements of vectors, one vector after another.
+    """The parameters that are stored end to end in the first elements of vectors, one vector after another.
 
     Args:
         shapes: name -> shape, in the order in which the parameters are stored.

@@ -13,7 +13,7 @@ from zckpt.layouts.save.trainers import FSDP_MODEL
 from zckpt.storage.location import Location
 
 PART = compile_late(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
-"""Directories of a model or an optimizer, which are parts of a save."""
+"""The pattern of directories of a model or an optimizer, which are parts of a save."""
 
 FIRST_MODEL = "pytorch_model_fsdp_0"
 FIRST_OPTIMIZER = "optimizer_0"
@@ -26,13 +26,13 @@ _OF_ADAMW: dict[str, object] = {
 
 
 def complete_settings(settings: Mapping[str, object], states: Collection[str]) -> dict[str, object]:
-    """A group's settings with all that accelerate asks for, where DeepSpeed's Adam has fewer."""
+    """A group's settings with all those that accelerate requires; DeepSpeed's Adam has fewer."""
     if {"exp_avg", "exp_avg_sq"} <= {*states} and "lr" in settings:
         return {**_OF_ADAMW, "initial_lr": settings["lr"], **settings}
     return dict(settings)
 
 
 def optimizer_beside(model: Location) -> Location | None:
-    """Where the optimizer of a model's directory is, if there is one; None for directories of other names."""
+    """The optimizer's directory beside a model's; None for directories of other names."""
     match = FSDP_MODEL.fullmatch(model.name)
     return None if match is None else model.absolute().parent / f"optimizer_{match['number']}"

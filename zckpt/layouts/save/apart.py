@@ -23,8 +23,8 @@ def saves_in(names: Iterable[str], family: Family) -> list[str]:
 
 
 def last_of(saves: list[str], directory: Location) -> str:
-    """Of saves in one directory, the one that is called the last, or has the greatest number. Raises IncompleteError if
-    their names do not say which is the last.
+    """The save, among several in one directory, that is called the last or has the greatest number. Raises
+    IncompleteError if their names do not say which is the last.
     """
     called = [save for save in saves if save.endswith("last")]
     if called or len({re.sub(r"\d+", "#", save) for save in saves}) == 1:
@@ -36,7 +36,7 @@ def last_of(saves: list[str], directory: Location) -> str:
 
 
 def one_of(listing: Listing, family: Family, save: str) -> Listing:
-    """The files of one save, with those that are of none."""
+    """The files of one save, with those that belong to no save."""
     files = {name: file for name, file in listing.files.items() if family.save_of(name) in (save, None)}
     return replace(listing, files=files)
 

@@ -19,10 +19,10 @@ from zckpt.storage.identity import leads_out_of
 from zckpt.storage.location import Location
 
 _MOST_BYTES = 16 << 20
-"""Of a config."""
+"""The most bytes of a config."""
 
 _KINDS = ("model_type", "_class_name")
-"""Keys; a model's config has one of them: of transformers, of diffusers."""
+"""Keys, one for transformers and one for diffusers; a model's config has one of them."""
 
 _INNER = ("huggingface", ".hf_metadata", "policy/huggingface")
 _TOKENIZERS = ("tokenizer", "policy/tokenizer")
@@ -112,7 +112,7 @@ def home_of(save: Location, *, plain: bool = False) -> Location:
 
 
 def _homes(save: Location, plain: bool = False) -> list[Location]:
-    """Where the config of a save may be."""
+    """The directories in which the config of a save may be."""
     above = save.absolute().parent
     homes = [save] if plain else [save / "huggingface", save, above]
     if plain and save.name == "weights":
@@ -157,7 +157,7 @@ def other_class(config: Mapping[str, object] | None, names: Iterable[str]) -> st
 
 
 def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """A model's config with its `dtype` (transformers 5) or `torch_dtype` (4) replaced, in configs nested in it too."""
+    """The config with its `dtype` (transformers 5) or `torch_dtype` (4) replaced, also in nested configs."""
     if not isinstance(config, dict):
         return config
     keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
@@ -187,7 +187,7 @@ def is_own(file: Location, home: Location, named: Location | None = None) -> boo
 
 
 def note_of_links(names: Iterable[str]) -> tuple[str, ...]:
-    """A sentence on files that are not copied since they are not the checkpoint's own; none where there are none."""
+    """A sentence on files that are not copied because they are not the checkpoint's own; empty if there are none."""
     found = sorted(set(names))
     if not found:
         return ()

@@ -53,7 +53,7 @@ class CutTensor:
 
     @property
     def whole(self) -> TensorRef | None:
-        """All of its elements, if this rank has them all."""
+        """The whole tensor, if this rank has all of its elements."""
         return self.boxes[0][1] if len(self.boxes) == 1 and self.boxes[0][1].shape == self.size else None
 
 
@@ -72,14 +72,14 @@ class Placement(NamedTuple):
 
 
 class CutPart(NamedTuple):
-    """The box that a rank has of a tensor: its first index and its size in each dimension."""
+    """The box of a tensor that a rank has: its first index and its size in each dimension."""
 
     offsets: Shape
     sizes: Shape
 
 
 def class_of(value: object) -> str:
-    """The name of the class of an object, or of the subclass of Tensor that a function rebuilds; empty for other values."""
+    """The class name of an object, or of the subclass of Tensor that a function rebuilds; empty for other values."""
     if not isinstance(value, Placeholder):
         return ""
     first = value.args[0] if value.args else None
@@ -108,18 +108,18 @@ def dense_in(value: object, dtype: DType, shape: Shape) -> object:
 
 
 _CASTING = ("torchao.float8.", "torchao.prototype.moe_training.")
-"""Modules of classes with tensors that are cast while they are used."""
+"""Modules with classes of tensors that are cast while they are used."""
 
 
 class KnownFacts:
-    """What objects of pickles say that many tensors have in common: meshes, placements, sizes. Each is looked at once."""
+    """Facts that objects of pickles share for many tensors (meshes, placements, sizes); each object is read once."""
 
     def __init__(self) -> None:
         self._by_object: dict[tuple[str, int], tuple[object, Any]] = {}
         self.parts: dict[tuple[object, ...], CutPart] = {}
 
     def of(self, kind: str, value: object, make: Callable[[Any], T]) -> T:
-        """What `make` says of an object."""
+        """The facts that `make` finds in an object."""
         known = self._by_object.get((kind, id(value)))
         if known is None:
             known = self._by_object[kind, id(value)] = value, make(value)  # with the object, whose id stays its own so
@@ -169,7 +169,7 @@ class CutReader:
         )
 
     def _facts(self, args: tuple[Any, ...]) -> tuple[DType, Shape]:
-        """The dtype and whole shape, of the arguments of `_rebuild_wrapper_subclass`."""
+        """The dtype and whole shape in the arguments of `_rebuild_wrapper_subclass`."""
         _, dtype, size, *rest = args
         layout = rest[2] if len(rest) > 2 else None
         if isinstance(layout, Placeholder) and layout.args not in ((), ("torch.strided",)):
@@ -216,14 +216,14 @@ class CutReader:
     def cut(
         self, dtype: DType, size: Shape, parts: Sequence[tuple[CutPart, object]], axes: Mapping[str, int]
     ) -> CutTensor:
-        """The tensor that has these parts; errors where a part's elements are not of its size and dtype."""
+        """The tensor with these parts; raises if a part's elements do not have its size and dtype."""
         refs = [(part.offsets, self._elements(value, dtype, part.sizes)) for part, value in parts]
         return CutTensor(dtype, size, tuple(box for box in refs if box[1].numel or not math.prod(size)), axes)
 
     def part(
         self, size: Shape, placements: Sequence[Placement], extents: Shape, coordinate: Shape, order: Order = ()
     ) -> CutPart:
-        """What the rank at `coordinate` of a mesh of `extents` has of a tensor.
+        """The box that the rank at `coordinate` of a mesh of `extents` has of a tensor.
 
         Raises:
             ValueError: these contradict each other. UnsupportedError: it is not cut by rows or columns.
@@ -326,7 +326,7 @@ def _after(cuts: Sequence[int], extents: Shape, factor: object) -> int:
 
 
 def _explicit(order: object) -> Order:
-    """(dimension, dimensions of the mesh in the order in which they cut it), where a spec says it."""
+    """(dimension, dimensions of the mesh in the order in which they cut it), if a spec gives it."""
     found: list[tuple[int, tuple[int, ...]]] = []
     for entry in order if isinstance(order, tuple | list) else ():
         dim, mesh_dims = entry.args if isinstance(entry, Placeholder) else entry

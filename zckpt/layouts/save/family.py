@@ -29,7 +29,7 @@ Record = tuple[str, int, int, int]
 
 
 _DEEPEST = 24
-"""Directories in each other, in a save that has directories of the names of its parameters."""
+"""The most directories within each other, in a save with directories that have the names of its parameters."""
 
 
 class FileKind(NamedTuple):
@@ -79,17 +79,17 @@ class RankFacts(NamedTuple):
 
 
 class Read(Protocol):
-    """Reads the catalog of a save; `allow_unknown`: go on although files hold keys that the family does not know."""
+    """A reader of a save's catalog; `allow_unknown`: go on although files hold keys that the family does not know."""
 
     def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-        """Raises what is wrong with the save."""
+        """Reads the save; raises what is wrong with it."""
 
 
 class ReadTraining(Protocol):
-    """Reads what a run needs beside the weights of a save; `allow_unknown` as in `Read`."""
+    """A reader of what a run needs beside the weights of a save; `allow_unknown` as in `Read`."""
 
     def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Training:
-        """Raises what is wrong with the save."""
+        """Reads the save; raises what is wrong with it."""
 
 
 def later(module: str, name: str) -> Callable[..., Any]:
@@ -255,7 +255,7 @@ class Family:
         return None
 
     def _above_mark(self, inner: Location) -> Location | None:
-        """The save that a path is the mark of, or in a directory of it."""
+        """The save that contains a path which is its mark, or lies in a directory of it."""
         if inner.name == self.mark and inner.is_file():
             return inner.parent
         for _ in range(_DEEPEST):
@@ -267,7 +267,7 @@ class Family:
         return None
 
     def _owns_beside(self, home: Location) -> bool:
-        """Whether files of a save by their names are in a directory, beside directories of the family."""
+        """Whether a directory holds files of a save beside the family's directories."""
         return home.is_dir() and any(kind.pattern.fullmatch(name) for kind in self.files for name in home.names())
 
     def named_files(self, names: Iterable[str]) -> Iterator[NamedFile]:
@@ -281,7 +281,9 @@ class Family:
                     break
 
     def save_of(self, name: str) -> str | None:
-        """What tells the save of a file from others in its directory; None for files of no save of its own."""
+        """The part of a file's name that tells its save from others in the directory; None for files of no save of its
+        own.
+        """
         for kind in self.files if self.apart else ():
             if match := kind.pattern.fullmatch(name):
                 return match[self.apart] or ""

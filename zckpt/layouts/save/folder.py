@@ -44,7 +44,7 @@ class Folder:
         return self.kinds.get(name) == "file"
 
     def inside(self, name: str) -> Folder | None:
-        """A directory in it, listed when it is first asked for; None for anything else, and for one that cannot be listed."""
+        """A directory in it, listed when first asked for; None for anything else, or if it cannot be listed."""
         if name not in self._inside:
             self._inside[name] = None
             if self.kinds.get(name) == "directory":

@@ -60,19 +60,19 @@ FORMATS = (
     ForeignFormat("rust-bert", "", r"rust_model\.ot", _SAVE),
     ForeignFormat("zarr", "", r"\.zarray|\.zgroup|zarr\.json", _SAVE),
 )
-"""In the order in which they are asked."""
+"""The formats, in the order in which they are tried."""
 
 _MARKS = "|".join(known.mark for known in FORMATS if known.mark)
 
 
 def foreign_save(names: Iterable[str]) -> ForeignFormat | None:
-    """The format of files or entries of these names, by marks that nothing has which zckpt reads."""
+    """The format of entries of these names, by marks that no save has which zckpt reads."""
     marks = [name for name in names if re.fullmatch(_MARKS, name)]
     return next((f for f in FORMATS if any(re.fullmatch(f.mark, name) for name in marks)), None)
 
 
 def foreign_format(names: Iterable[str]) -> ForeignFormat | None:
-    """The same by hints too: of a place where nothing is that zckpt reads."""
+    """The format of entries of these names, by hints too; for a place without anything that zckpt reads."""
     every = list(names)
     hinted = (f for f in FORMATS if f.hint and any(re.fullmatch(f.hint, name) for name in every))
     return foreign_save(every) or next(hinted, None)

@@ -58,7 +58,7 @@ def is_deepspeed_file(name: str) -> bool:
 
 
 def rank_file(rank: int) -> str:
-    """Where the trainer keeps what one rank alone has, beside the files of a DeepSpeed save."""
+    """The name of the trainer's file for what one rank alone has, beside the files of a DeepSpeed save."""
     return f"zckpt_rank_{rank}_states.pt"
 
 
@@ -68,7 +68,7 @@ def is_trainers_file(name: str) -> bool:
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key that orders numbers as numbers: rank 2 before rank 10."""
+    """A sort key that orders numbers as numbers: rank 2 before rank 10."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
@@ -135,7 +135,7 @@ class Listing:
         return cast("T", self._made[what])
 
     def where(self, name: str) -> Location:
-        """Where a file is, or would be if it is missing."""
+        """The place of a file, present or missing."""
         return self.files.get(name) or self.absent.get(name) or self.directory / name
 
     def absent_tensor(self, name: str, byte_offset: int, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
@@ -161,7 +161,7 @@ class Listing:
                 self._opened[name] = open_container(self._begun(name), alike)
 
     def _begun(self, name: str, *, later: bool = False) -> Location:
-        """Where a file is that is about to be opened; or is looked into before, and opened later."""
+        """The place of a file that is about to be opened, or that is read now and opened later."""
         location = self.files[name]
         if not location.is_remote:
             return location
@@ -172,7 +172,7 @@ class Listing:
         return self._ahead[0].beforehand(name) if later else self._ahead[0].where(name)
 
     def entry(self, name: str, key: str) -> object:
-        """What a file has under a key; None where it has no such key, or is not a mapping. Errors as in `open`."""
+        """The value of a key in a file; None if the file lacks the key, or is not a mapping. Errors as in `open`."""
         root = self.open(name).root
         return root.get(key) if isinstance(root, Mapping) else None
 
@@ -202,7 +202,7 @@ class Listing:
         return found
 
     def numbers(self, name: str, *keys: str) -> dict[str, int]:
-        """Whole numbers in a file by their keys, such as its step; those that it does not have are left out."""
+        """Key -> whole number in a file, such as its step; keys that the file lacks are left out."""
         if name not in self._opened and is_torch_zip(self.files[name]):
             return torch_zip.peek(self.files[name], keys)
         root = self.open(name).root

@@ -24,7 +24,7 @@ from zckpt.storage.json_files import read_json
 from zckpt.storage.location import locate
 
 _MOST_BYTES = 64 << 20
-"""Of a JSON file: a million names."""
+"""The most bytes of a JSON file: it then has a million names."""
 
 _STATES = ("model", "state_dict", "model_state_dict", "module")
 MAKE = (
@@ -100,7 +100,7 @@ def is_sorted(tensors: Mapping[str, TensorRef]) -> bool:
 
 
 def own_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """A parameter's name without the parts that wrappers add."""
     return WRAPPERS.sub("", name).replace("_fpw_module.", "").removeprefix("module.")
 
 

@@ -40,7 +40,7 @@ _OF_WEIGHTS = frozenset((
     *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",),
     *("shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",),
 ))  # fmt: skip
-"""Entries that follow from the weights and their sharding: a writer makes them again."""
+"""Entries that follow from the weights and their sharding; a writer computes them again."""
 
 RESERVED = _OURS | _OF_WEIGHTS
 """Names that a client state may not use."""
@@ -95,7 +95,7 @@ class ModelStates:
 
     @property
     def extras(self) -> dict[str, object]:
-        """The caller's client state: everything that is not DeepSpeed's own."""
+        """The caller's client state: every entry that is not DeepSpeed's own."""
         return {key: value for key, value in self.root.items() if key not in _OURS}
 
     @property
@@ -104,12 +104,12 @@ class ModelStates:
         return {key: value for key, value in self.root.items() if key not in _OF_WEIGHTS}
 
     def number(self, key: str) -> int | None:
-        """A whole number such as `global_steps`, or None where it is absent."""
+        """A whole number such as `global_steps`; None if it is absent."""
         value = self.root.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def ranks(self, key: str) -> int | None:
-        """As `number`, of what counts ranks. Raises UnsupportedError if there cannot be so many."""
+        """As `number`, for a number of ranks. Raises UnsupportedError if there cannot be so many."""
         return rank_count(self.number(key), key, self.file)
 
     @property
@@ -122,7 +122,7 @@ class ModelStates:
         return self.root.get("param_shapes") is not None
 
     def topology(self, dp: int) -> Topology:
-        """Ranks per axis as recorded, with what was found for data parallelism."""
+        """The ranks per axis as recorded, with `dp` data-parallel ranks."""
         dims = self.root.get("checkpoint_parallel_dimensions")
         dims = dims if isinstance(dims, Mapping) else {}
         tp, pp = (n if isinstance(n, int) and n > 0 else 1 for n in (dims.get("tp_degree"), dims.get("pp_degree")))
@@ -131,9 +131,7 @@ class ModelStates:
 
 
 def rank_count(count: int | None, what: str, file: str) -> int | None:
-    """A number of ranks that a file says, so that it can be counted up to. Raises UnsupportedError if there cannot be
-    so many.
-    """
+    """A number of ranks that a file records, within limits. Raises UnsupportedError if there cannot be so many."""
     if count is not None and count > limits.RANKS:
         raise UnsupportedError(
             "records an impossible number of ranks", file=file, found=f"{what} {count:,}", expected=f"at most {limits.RANKS:,}",
@@ -143,7 +141,7 @@ def rank_count(count: int | None, what: str, file: str) -> int | None:
 
 
 def read_model_states(listing: Listing, name: str, *, module: Mapping[str, TensorRef] | None = None) -> ModelStates:
-    """One `*_model_states.pt` file, checked.
+    """A `*_model_states.pt` file, checked.
 
     Args:
         listing: all files.
@@ -227,7 +225,7 @@ def without_shapes(model: ModelStates) -> UnsupportedError:
 def whole(
     name: str, ref: TensorRef, role: Role, shape: Shape | None = None, replicas: tuple[Replica, ...] = ()
 ) -> TensorEntry:
-    """A tensor that is whole in one file, perhaps recorded under another shape of as many elements."""
+    """A tensor that one file holds whole, perhaps recorded under another shape with as many elements."""
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
 
 
@@ -261,7 +259,7 @@ def replicas_of(name: str, shape: Shape, model: ModelStates) -> tuple[Replica, .
 
 
 _DEEPEST = 64
-"""Dots in a name. State dicts nest a few levels; a dict that holds itself would nest for ever."""
+"""The most dots in a name. State dicts nest a few levels; a dict that holds itself would nest for ever."""
 
 
 def flatten(
@@ -307,14 +305,14 @@ def _cut_tensor(value: object, name: str) -> CutTensor | None:
 
 
 def as_mapping(value: object, what: str, file: str) -> Mapping[str, object]:
-    """`value`, which must be a mapping."""
+    """The value, which must be a mapping."""
     if not isinstance(value, Mapping):
         raise CorruptError(f"{what} is not a mapping", file=file, found=type(value).__name__, remedy=COPY_AGAIN)
     return value
 
 
 def as_tensor(value: object, what: str, file: str) -> TensorRef:
-    """`value`, which must be a tensor."""
+    """The value, which must be a tensor."""
     if not isinstance(value, TensorRef):
         raise CorruptError(f"{what} is not a tensor", file=file, found=type(value).__name__, remedy=COPY_AGAIN)
     return value
@@ -360,7 +358,7 @@ def _shapes(value: object, file: str) -> dict[str, Shape]:
 
 
 def _read_shared(value: object, file: str) -> dict[str, str]:
-    """A mapping, or a list of pairs."""
+    """The shared parameters, which a file records as a mapping or as a list of pairs."""
     if isinstance(value, list | tuple):
         value = {pair[0]: pair[1] for pair in value if isinstance(pair, list | tuple) and len(pair) == 2}
     return {str(dropped): str(kept) for dropped, kept in as_mapping(value or {}, "shared_params", file).items()}

@@ -22,7 +22,7 @@ APART_S = 600
 """Ranks write at the same time: a file ten minutes older or younger than the rest was not written with them."""
 
 _MOST = 4
-"""Different values that a sentence names at most."""
+"""The most values that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
 
 
 def _find_swap_files(listing: Listing, name: str, state: object) -> Iterator[str]:
-    """The swap files of vectors that an optimizer file has no elements of, or only those of a buffer."""
+    """The names of the swap files that hold elements which an optimizer file lacks, or has only in a buffer."""
     match = SHARD_NAME.fullmatch(name)
     state = state if isinstance(state, Mapping) else {}
     vectors, base = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
@@ -112,7 +112,7 @@ def _label(value: object) -> str:
 
 
 def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:
-    """Sentences on what the files do not agree on."""
+    """Sentences on facts on which the files disagree."""
     facts: dict[str, dict[str, int | str | None]] = {
         "the step": {origin.file: origin.step for origin in origins},
         "the world size": {origin.file: origin.world_size for origin in origins},

@@ -13,7 +13,7 @@ from zckpt.storage.location import Location
 
 
 def read_pointer(path: Location) -> str:
-    """What a file such as `latest` says, whatever editor wrote it: a mark of Unicode, line ends and blanks are left out.
+    """The text of a file such as `latest`, without a byte-order mark, line ends and blanks.
 
     Raises:
         NotACheckpointError: it cannot be read. IncompleteError: it is empty.
@@ -47,5 +47,5 @@ def check_tag(tag: str, path: Location, origin: str) -> None:
 
 
 def latest_of(path: Location) -> str | None:
-    """What `latest` in a directory says; None where there is none."""
+    """The text of `latest` in a directory; None if there is no such file."""
     return read_pointer(pointer) if (pointer := path / "latest").is_file() else None

@@ -202,17 +202,18 @@ def shared_in(root: Mapping[str, object]) -> dict[str, str]:
 
 
 def mapping(value: object) -> Mapping[str, object]:
-    """The value, if it is a mapping; otherwise an empty one."""
+    """The value if it is a mapping; otherwise an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def shape_of(value: object) -> Shape:
-    """A shape that a file records; its whole numbers."""
+    """The shape that a file records: its whole numbers."""
     return tuple(dim for dim in value if isinstance(dim, int)) if isinstance(value, Iterable) else ()
 
 
 def names_in_lists(loose: Mapping[str, Shape | None], lacking: Mapping[str, Shape | None]) -> dict[str, str]:
-    """Names that only a state dict has -> names that only a model's lists have, of what is the same tensor by name and shape.
+    """Pairs of a name in the state dict alone and a name in a model's lists alone, for the same tensor by name and
+    shape.
 
     A pair is alone in that it ends with the same words; the longest such ends come first. A shape that is not known fits any.
     If all pairs begin differently in one and the same way, this holds for what is in no list too.
@@ -244,11 +245,11 @@ def names_in_lists(loose: Mapping[str, Shape | None], lacking: Mapping[str, Shap
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Words that torch puts into names."""
 _WORDS = 64
-"""Words of a name that are looked at, from its end."""
+"""The most words at a name's end that are compared."""
 
 
 def _begins_of(old: str, new: str) -> tuple[str, str]:
-    """What is left of two names without the words with which both end."""
+    """The beginnings of two names, without the words with which both end."""
     one, other = old.split("."), new.split(".")
     while one and other and one[-1] == other[-1]:
         del one[-1], other[-1]
@@ -297,7 +298,9 @@ def hold_slice(
 
 
 def fields_of(value: object) -> Mapping[str, object]:
-    """What a mapping holds, or the attributes of an object of a pickle (its `__dict__` and its slots); empty for other values."""
+    """The entries of a mapping, or the attributes of a pickled object (its `__dict__` and its slots); empty for other
+    values.
+    """
     if isinstance(value, Mapping):
         return value
     state = value.state if isinstance(value, Placeholder) else None

@@ -22,14 +22,14 @@ _PLACES = (
     r"|host|machine|process|proc|gpu|npu|device|cuda|pod|task|mp|tp|pp|dp|sdp|tensor|pipeline|consolidated"
 )
 _SURE = ("rank", "shard", "consolidated")
-"""Words of places that are used for nothing else: where 1 is, there was a 0."""
+"""Words that count places and nothing else: where there is a 1, there was a 0."""
 
 _NUMBER = compile_late(r"(?P<word>[A-Za-z]*)(?P<gap>[_\-.=: ]*)(?P<number>\d+)")
 _COMPOSER = r"ep\d+-ba\d+"
 _COUNTED = r"\d+[_\-. ]?of[_\-. ]?\d+"
-"""One of so many parts: `1_of_2`."""
+"""The pattern of `1_of_2`."""
 _ADAPTER = r"(?i:lora|loha|lokr|hada|adapter)"
-"""In names of adapters, a rank is the rank of its matrices."""
+"""The pattern of adapters' names, in which a rank is that of the adapter's matrices."""
 
 
 class NumberedWord(NamedTuple):
@@ -79,7 +79,9 @@ def _meaning_of(word: str) -> Meaning:
 
 
 def meaning_of(names: Iterable[str]) -> Meaning:
-    """What the numbers count in which names differ; unknown where they differ in more than numbers, or there is one name."""
+    """What the numbers count that differ among names; unknown if the names differ in more than numbers, or there is one
+    name.
+    """
     every = list(names)
     if len({re.sub(r"\d+", "#", name) for name in every}) != 1:
         return "unknown"

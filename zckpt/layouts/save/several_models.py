@@ -16,11 +16,11 @@ from zckpt.base.words import examples
 Shape = tuple[int, ...]
 
 _HALVES = {"encoder", "decoder"}
-"""Keys of one model's halves, which may have tensors of the same names."""
+"""Keys of the halves of one model, which may have tensors of the same names."""
 
 
 def models_among(states: Mapping[str, Mapping[str, Shape]]) -> list[str]:
-    """The keys of state dicts, where two have most of their tensors in common; none where all are parts of one model.
+    """The keys of state dicts of which two have most of their tensors in common; empty if all are parts of one model.
     `states`: key -> name -> shape.
     """
     for (one, first), (other, second) in combinations(states.items(), 2):

@@ -17,7 +17,7 @@ from zckpt.containers import TensorRef
 Shape = tuple[int, ...]
 
 WRAPPERS = compile_late(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing put into names."""
+"""The parts that torch.compile, FSDP and activation checkpointing put into names."""
 
 
 def match_names(
@@ -54,7 +54,7 @@ def match_names(
 
 
 _PARTS = 64
-"""Parts of a name that are looked at, from its end: a name of many dots must not cost more."""
+"""The most parts at a name's end that are compared: a name of many dots must not cost more."""
 
 
 def _parts(name: str) -> list[str]:
@@ -84,14 +84,14 @@ def _pairs(
 
 
 def _is_empty(ref: TensorRef) -> bool:
-    """Whether this may be the placeholder of a parameter with elements elsewhere (ZeRO-3)."""
+    """Whether a tensor may be the placeholder of a parameter with elements elsewhere (ZeRO-3)."""
     return ref.shape == (0,)
 
 
 def _has_no_shape(
     names: Mapping[tuple[object, ...], Sequence[str]], missing: Mapping[str, Shape | None], key: tuple[object, ...]
 ) -> bool:
-    """Whether the one name with these last parts is of a tensor without a recorded shape, such as a buffer's."""
+    """Whether the only name with these last parts belongs to a tensor without a recorded shape, such as a buffer."""
     found = names.get((*key[:-1], None), ())
     return len(found) == 1 and missing[found[0]] is None
 

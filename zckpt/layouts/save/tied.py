@@ -32,7 +32,7 @@ _TABLE = os.path.join(os.path.dirname(__file__), "tied_weights.json")
 _HAS_HEAD = compile_late(r".*(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)\w*")
 _HEADS_OF = {"embed_in.weight": "embed_out.weight", "tok_embeddings.weight": "output.weight"}
 _OLD = "language_model."
-"""Before transformers 4.52 the text model of a vision model was a whole one, with a head: `language_model.lm_head`."""
+"""The prefix of the text model in vision models before transformers 4.52; it had a head of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def is_tied(config: Mapping[str, object]) -> bool | None:
 
 
 def _is_tied(config: Mapping[str, object]) -> bool | None:
-    """What a config says of itself, or its class's default."""
+    """Whether a config, or its class's default, ties the weights; nested configs are not read."""
     value, kind = config.get(KEY), config.get("model_type")
     if isinstance(value, bool):
         return value
@@ -80,14 +80,14 @@ def _is_tied(config: Mapping[str, object]) -> bool | None:
 
 
 def _weights(config: Mapping[str, object]) -> tuple[str, Mapping[str, str]]:
-    """A model's class, and which of its tensors may be another one."""
+    """A model's class, and its tensors that may be another tensor."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     return name, _read_table().weights.get(name, {})
 
 
 def heads_of(config: Mapping[str, object], embedding: str) -> tuple[str, ...]:
-    """The names of tensors that are this one if a model's weights are tied; none for a model without a head."""
+    """The names of tensors that are the embedding if a model's weights are tied; empty for a model without a head."""
     name, weights = _weights(config)
     if found := tuple(other for other, kept in weights.items() if kept == embedding):
         return found
@@ -99,7 +99,7 @@ def heads_of(config: Mapping[str, object], embedding: str) -> tuple[str, ...]:
 
 
 def embedding_of(config: Mapping[str, object], head: str, names: Mapping[str, object]) -> str | None:
-    """The one of `names` that a head is if a model's weights are tied; None if it is not known."""
+    """The name, among `names`, of the tensor that a head is if a model's weights are tied; None if it is not known."""
     _, weights = _weights(config)
     if weights.get(head) in names:
         return weights[head]

@@ -27,10 +27,10 @@ STEP = compile_late(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|relea
 """Directories of a run's steps, of verl and Megatron."""
 
 ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
-"""Directories in a step of a run that hold one of its models: of verl the first three; of others the only one."""
+"""The directories, in a step of a run, that hold one of its models: verl has the first three, others only one."""
 
 INNER = "dist_ckpt"
-"""A directory in one of these that holds the save, as verl's do that Megatron-Core wrote."""
+"""The directory within one of `ROLES` that holds the save, as in verl's saves that Megatron-Core wrote."""
 
 _OTHER_STATE = compile_late(
     r"optim|sched|rng|random|loader|tokenizer|dataset|logs?$|wandb|runs$|tensorboard", re.IGNORECASE
@@ -44,7 +44,7 @@ _VERSION = compile_late(r"version_(?P<number>\d+)")
 
 
 def folder_of(names: Sequence[str]) -> str:
-    """The directory of a Lightning run to look into, of entries of these names; empty if none is one."""
+    """The directory of a Lightning run to search next, among entries of these names; empty if there is none."""
     shown = [name for name in names if not name.startswith(".")]
     versions = [name for name in shown if _VERSION.fullmatch(name)]
     if "lightning_logs" in shown:
@@ -77,12 +77,14 @@ def saves_of(names: Sequence[str]) -> list[str]:
 
 
 def may_hold_model(name: str) -> bool:
-    """Whether a directory of a run may hold a model, by its name: not that of an optimizer, of a tokenizer or of logs."""
+    """Whether a directory of a run may hold a model, by its name: not an optimizer's, a tokenizer's or a log's."""
     return not name.startswith(".") and not _OTHER_STATE.search(name)
 
 
 def newest_of(saves: Sequence[str]) -> str:
-    """The newest of several saves: what the trainer calls the last, or that of the greatest step; empty if no name says it."""
+    """The newest of several saves: the one that the trainer calls the last, or with the greatest step; empty if no name
+    says it.
+    """
     if _LATEST in saves:
         return _LATEST
     if last := [name for name in saves if _LAST.fullmatch(name)]:

@@ -23,11 +23,11 @@ INDEX = compile_late(r".+\.(?:safetensors|bin|pt|pth)\.index\.json")
 NO_WEIGHTS = (
     r"(?i:optim|sched|rng|random|scaler|sampler|loader|args|trainer|recipe|tokenizer|vocab|dataset|metrics|imatrix)"
 )
-"""In names of files that trainers write beside weights."""
+"""The pattern of files that trainers write beside weights."""
 
 _COUNTED = r"(?i)(?P<head>.*?)(?P<number>\d+)(?P<of>[-_.]of[-_.])(?P<count>\d+)(?P<tail>\D*|[-_.].*)"
 _MOMENT = r"(?i)(?:epoch|step|iter(?:ation)?)s?[-_. ]?$"
-"""Before numbers of moments: "epoch 3 of 10" is whole."""
+"""The pattern of what precedes a moment's number: "epoch 3 of 10" is a whole file."""
 
 _MOST_BYTES = 64 << 20
 
@@ -47,7 +47,7 @@ class WeightFiles(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What one of them is."""
+        """The kind of part that each file is, in words."""
         total = len(self.files) + len(self.missing)
         return f"one of {total:,} files" + (f" that {self.named_by!r} names" if self.named_by else "")
 
@@ -85,7 +85,7 @@ def files_of_index(name: str, folder: Folder) -> WeightFiles | None:
 
 
 def _named_in(index: Location) -> list[str]:
-    """The files that an index names; none if it cannot be read, which its reader tells."""
+    """The files that an index names; empty if it cannot be read, which its reader reports."""
     try:
         if index.size() > _MOST_BYTES:
             return []
@@ -96,7 +96,7 @@ def _named_in(index: Location) -> list[str]:
 
 
 def models_in(folder: Folder) -> list[WeightFiles]:
-    """The models with weights in a directory under any names."""
+    """The models in a directory, under any names of files."""
     files = [name for name in folder.names if is_weights(name) and folder.has_file(name)]
     models = list(_by_index(folder))
     files = [name for name in files if not any(name in model.files for model in models)]

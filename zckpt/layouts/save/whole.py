@@ -24,15 +24,17 @@ _BY_CONFIG = "the config.json beside it"
 _AS_PART = "Give the file or directory that holds the whole model; --as-part takes these weights as they are."
 _OTHER_RANKS = "Copy the files of the other ranks here (--also DIR lays further directories over this one)."
 _END = compile_late(r"(?:^|\.)(?:lm_head|score|classifier|cls|pooler)\.")
-"""In names of a model's last modules, which classes of one kind of model have or lack."""
+"""The pattern of a model's last modules, which only some classes of one kind of model have."""
 
 _NORM = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _OLD_NORM = compile_late(r"LayerNorm\.(?:gamma|beta)$")
-"""What the first models of BERT's kind call a norm's weight and bias. Source: transformers 4.57, modeling_utils.py."""
+"""The pattern of a norm's weight and bias as the first models of BERT's kind name them. Source: transformers 4.57,
+modeling_utils.py.
+"""
 
 
 class _Comparison(NamedTuple):
-    """How a save differs from the model of the config beside it.
+    """The differences between a save and the model of the config beside it.
 
     Attributes:
         shapes: of the model's parameters.
@@ -101,7 +103,9 @@ def find_left_out(catalog: Catalog, listing: Listing) -> Catalog:
 
 
 def _compare_with_config(catalog: Catalog, listing: Listing) -> _Comparison | None:
-    """What the config says beside a save; None where there is none, or its model is not known or another one."""
+    """The comparison of a save with the config beside it; None if there is no config, or its model is unknown or
+    another one.
+    """
     entries = {own_name(name): entry for name, entry in catalog.tensors.items()}
     entries |= {own_name(dropped): catalog.tensors[kept] for dropped, kept in catalog.aliases.items()}
     entries = {_OLD_NORM.sub(lambda old: _NORM[old[0]], name): entry for name, entry in entries.items()}
@@ -127,7 +131,7 @@ def _compare_with_config(catalog: Catalog, listing: Listing) -> _Comparison | No
 def _shapes_of_config(
     listing: Listing, names: Mapping[str, object], *, plain: bool = False
 ) -> Mapping[str, tuple[int, ...]]:
-    """The parameters of the config's model; none where it is not known."""
+    """The parameters of the config's model; empty if they are not known."""
     config = config_near(listing.directory, plain=plain)
     if other := other_class(config, names):
         config = {**config, "architectures": [other]}

@@ -127,15 +127,15 @@ class _Item:
     places: dict[int, tuple[str, str]] = field(default_factory=dict[int, "tuple[str, str]"])
 
     def ranks(self) -> set[int]:
-        """Ranks that have some of it."""
+        """The ranks that have some of the item."""
         return {rank for groups in self.groups.values() for _, ranks in groups for rank in ranks}
 
     def of(self, path: Path, rank: int) -> Mapping[str, Any] | None:
-        """How a rank has what is at a path."""
+        """The sharding metadata of a rank for the tensor at a path; None if it has none."""
         return next((said for said, ranks in self.groups.get(path, ()) if rank in ranks), None)
 
     def is_cut(self) -> bool:
-        """Whether any of its tensors is."""
+        """Whether any of the item's tensors is cut."""
         return any(not _is_whole(said) for groups in self.groups.values() for said, _ in groups)
 
 
@@ -148,7 +148,7 @@ class _Save:
         self.world_size = 0
 
     def corrupt(self, found: str) -> CorruptError:
-        """The error for metadata that cannot be."""
+        """The error for contradictory metadata."""
         return CorruptError("its metadata contradict themselves", file=self.file, found=found[:200], remedy=COPY_AGAIN)
 
     def items(self) -> dict[str, dict[int, tuple[str, str]]]:
@@ -162,7 +162,7 @@ class _Save:
         return found
 
     def files(self) -> Iterator[RankFile]:
-        """What each rank's files hold, as paths that begin with the item; of the model first."""
+        """The contents of each rank's files, under paths that begin with the item; the model's come first."""
         found = self.items()
         self.world_size = self.world_size or max((rank + 1 for places in found.values() for rank in places), default=0)
         for item in sorted(found, key=lambda item: (item != "model", item)):
@@ -181,7 +181,7 @@ class _Save:
 
     @functools.cached_property
     def described(self) -> dict[str, _Item]:
-        """What the metadata say of each item; nothing where there are none."""
+        """The metadata of each item; empty if there are none."""
         if METADATA not in self.listing.files:
             return {}
         with open_input(self.file) as source:
@@ -242,7 +242,7 @@ class _Save:
     # -- the items ---------------------------------------------------------------------------------------------------
 
     def _leaves(self, item: str, said: _Item, rank: int, path: str, form: str) -> Iterator[tuple[Path, object]]:
-        """Path -> value of all that a file holds."""
+        """Path -> value of everything in a file."""
         where = self.listing.where(path)
         if form == _TORCH:
             root = self._container(path, where).root
@@ -272,7 +272,7 @@ class _Save:
         return self.listing.open(path) if path in self.listing.files else open_container(where)
 
     def _cut(self, item: _Item, path: Path, rank: int, value: object, file: str) -> object:
-        """A tensor with its place in the whole, where only the metadata say it; anything else as it is."""
+        """A tensor with its place in the whole, where only the metadata give it; any other value as it is."""
         said = item.of(path, rank)
         if said is None or not isinstance(value, TensorRef) or (_is_whole(said) and item.is_cut()):
             return value
@@ -313,7 +313,7 @@ def _number(name: str) -> int:
 
 
 def _path(text: str) -> Path:
-    """A path that is written as JSON."""
+    """The path in a JSON text."""
     path = json.loads(text)
     if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
         raise ValueError(f"a path {text!r:.80}")
@@ -326,7 +326,7 @@ def _placement(said: Mapping[str, Any]) -> Placement:
 
 
 def _is_whole(said: Mapping[str, Any]) -> bool:
-    """Whether every rank has all of a plain tensor: such a one has no names of dimensions."""
+    """Whether every rank has all of a plain tensor: such a tensor has no names of dimensions."""
     data = said.get("data")
     if said.get("type") != "DTensorShardingMetadata" or not isinstance(data, Mapping):
         return False

@@ -52,7 +52,7 @@ def _values(listing: Listing, described: Mapping[str, object], ranks: int) -> It
 
 
 def _way_of(ways: object, rank: int) -> Mapping[str, object]:
-    """How a rank holds a tensor; empty where nothing says it."""
+    """The way in which a rank holds a tensor; empty if nothing says it."""
     for way in ways if isinstance(ways, list | tuple) else ():
         if rank in sizes_of(fields_of(way)["ranks"]):
             return fields_of(fields_of(way)["sharding_metadata"])

@@ -65,7 +65,7 @@ class _Save:
 
     @property
     def stage(self) -> int:
-        """ZeRO stage of the run: as its optimizer names it, or 1 for the bf16 optimizer."""
+        """The run's ZeRO stage: as its optimizer names it, or 1 for the bf16 optimizer."""
         stage = enum_value(self.left.get("zero_stage"))
         return stage if isinstance(stage, int) else 1
 
@@ -132,7 +132,7 @@ def _tensor(listing: Listing, file: str) -> TensorRef:
 
 
 def beside(listing: Listing) -> dict[str, TensorRef]:
-    """Frozen tensors and tied names in files of their own, which zckpt does not read, but DeepSpeed may. Raises
+    """Frozen tensors and tied names in files of their own, which DeepSpeed may read; zckpt does not. Raises
     CorruptError if a file does not hold what its name says.
     """
     save = _load(listing)
@@ -174,7 +174,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _elsewhere(save: _Save) -> Iterator[tuple[str, TensorEntry]]:
-    """Tensors that are not in the model file, since they were in files of experts; in fp32, as all without an optimizer."""
+    """Tensors that the model file lacks because they were in files of experts; in fp32, as all without an optimizer."""
     model = save.models[0]
     known = {*save.shapes, *model.module, *model.shared}
     for name, files in save.parameters.items():

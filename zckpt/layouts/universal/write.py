@@ -42,7 +42,7 @@ class UniversalTarget:
     precision: DType
 
     def as_json(self) -> dict[str, object]:
-        """Its facts for a manifest."""
+        """The target's facts for a manifest."""
         return {"precision": self.precision.torch_name}
 
 
@@ -108,7 +108,7 @@ def _check_experts(catalog: Catalog) -> None:
 
 _AS_IT_IS = Joint((), ())
 _END_TO_END = Joint((), (), words={"cat_dim": 0})
-"""What DeepSpeed's converter says of a parameter that no rule names, on one rank too."""
+"""The joint that DeepSpeed's converter records for a parameter that no rule names, also on one rank."""
 
 
 def _directory(name: str, path: str) -> str:
@@ -129,7 +129,7 @@ def _directory(name: str, path: str) -> str:
 
 
 _LONGEST = 255
-"""Bytes of a file name, on every file system that people train on."""
+"""The most bytes of a file name, on every file system that is used for training."""
 
 
 def _tensor_file(
@@ -143,7 +143,7 @@ def _tensor_file(
 
 
 def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
-    """The module's tensors that the optimizer does not own, with tied names."""
+    """The module's tensors that the optimizer does not own, including tied names."""
     for name, entry in catalog.tensors.items():
         if entry.role != "parameter":
             yield name, entry
@@ -179,7 +179,9 @@ def _without_partitions(training: Training, stage_3: bool, ranks: int) -> dict[s
 def _model_file(
     listing: Listing, name: str, path: str, stage_3: bool
 ) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
-    """A model file of a run with AutoEP, with its record where the engine looks for it; None for other runs."""
+    """A model file of a run with AutoEP, with its record in the place where the engine looks for it; None for other
+    runs.
+    """
     root = listing.open(name).root
     record = root.get("ds_autoep_layers") if isinstance(root, Mapping) else None
     if not isinstance(root, Mapping) or not isinstance(record, list):

@@ -7,7 +7,7 @@ from zckpt.layouts.save.family import Family, FileKind, later, where_there
 
 SHARD = re.compile(r"(?P<save>.+?)_rank-(?P<dp>\d{8})-of-\d{8}\.pth")
 OF_TRAINER = re.compile(r"rank(?P<dp>\d+)-of-\d+-pytorch_model\.bin")
-"""How torch_xla's own examples call the files, and how transformers' Trainer does."""
+"""The names of files in torch_xla's own examples and in transformers' Trainer."""
 
 NANOTRON = "checkpoint_metadata.json"
 SLICE = compile_late(
@@ -18,7 +18,7 @@ OPTIMIZER = compile_late(
     r"optimizer/optimizer_pp-(?P<pp>\d+)-of-(?P<pps>\d+)(?:_dp-(?P<dp>\d+)-of-(?P<dps>\d+))?_tp-(?P<tp>\d+)-of-\d+"
     r"(?:_exp-(?P<ep>\d+)-of-\d+)?\.pt"
 )
-"""Files of nanotron: the first is there in every save of it."""
+"""The pattern of nanotron's optimizer files; every save of it has the first."""
 
 LLAMA = compile_late(r"consolidated\.(\d+)\.pth")
 NEMO = compile_late(r"(?:(?:mp|tp)_rank_(?P<tp>\d+)(?:_(?:pp_rank_)?(?P<pp>\d+))?/)?model_weights\.ckpt")

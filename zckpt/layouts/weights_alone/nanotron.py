@@ -35,7 +35,7 @@ _DATA = "data"
 _CONFIG = "model_config.json"
 _MOST_BYTES = 16 << 20
 _MOST_PAIRS = 4096
-"""Of one slice; a fused matrix has three."""
+"""The most pairs of one slice; a fused matrix has three."""
 _EXTENT = re.compile(r"\s*(?:np\.int\d+\()?(\d+)\)?\s*")
 
 _LAYER = "model.decoder.{}.pp_block."
@@ -49,7 +49,7 @@ _IN_LAYER = (
     "input_layernorm.weight", "attn.qkv_proj.weight", "attn.o_proj.weight", "post_attention_layernorm.weight",
     "mlp.gate_up_proj.weight", "mlp.down_proj.weight",
 )  # fmt: skip
-"""What a layer has of nanotron's Llama and of its Qwen2 without experts."""
+"""The tensors of a layer of nanotron's Llama, and of its Qwen2 without experts."""
 
 
 class SliceFile(NamedTuple):
@@ -204,7 +204,6 @@ def _chunks(one: SliceFile, shape: Shape) -> Iterator[DcpChunk]:
 
 
 def _parse_box(text: str, shape: Shape) -> list[tuple[int, int]]:
-    """(first, one past the last) in each dimension."""
     dims = text.split("|")
     if len(dims) != len(shape):
         raise ValueError(f"{brief(text)} of a shape {list(shape)}")
@@ -219,8 +218,8 @@ def _parse_box(text: str, shape: Shape) -> list[tuple[int, int]]:
 
 
 def _by_optimizer(listing: Listing, tensors: Mapping[str, TensorEntry]) -> Evidence | None:
-    """What the optimizer's files prove, which name the parameters of each stage; None where there are none, or not all.
-    Raises IncompleteError if they name parameters that are not there.
+    """The evidence of the optimizer's files, which name the parameters of each stage; None if not all are there. Raises
+    IncompleteError if they name parameters that are not there.
     """
     files = [(match[0], match) for match in map(OPTIMIZER.fullmatch, listing.files) if match]
     first = next((match for _, match in files), None)
@@ -241,8 +240,8 @@ def _by_optimizer(listing: Listing, tensors: Mapping[str, TensorEntry]) -> Evide
 
 
 def _by_config(listing: Listing, tensors: Mapping[str, TensorEntry]) -> Evidence:
-    """What `model_config.json` proves of a model of a known kind. Raises IncompleteError if tensors of its model are
-    not there.
+    """The evidence of `model_config.json`, for a model of a known kind. Raises IncompleteError if tensors of its model
+    are not there.
     """
     unknown = Evidence(
         "unknown", "no file says which parameters the model has", "the optimizer's files, or model_config.json"

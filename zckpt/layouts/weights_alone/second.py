@@ -33,7 +33,9 @@ from zckpt.layouts.save.second import (
 
 
 def find_xla(listing: Listing) -> SecondLook:
-    """As torch_xla's consolidation: all ranks' tensors of one key behind each other, what is behind the size cut off."""
+    """Finds the tensors as torch_xla's consolidation does: it joins all ranks' tensors of one key, and cuts off the
+    padding.
+    """
     by_rank: dict[int, Mapping[str, Any]] = {}
     for name in listing.files:
         root = mapping(listing.open(name).root) if name.endswith((".pth", ".bin")) else {}
@@ -84,7 +86,9 @@ def _plain(name: str) -> str:
 
 
 def find_nanotron(listing: Listing) -> SecondLook:
-    """As nanotron's loader, which assigns `whole[global slices] = file[local slices]` of every file `model_<name>*`."""
+    """Finds the tensors as nanotron's loader does: `whole[global slices] = file[local slices]` for every file
+    `model_<name>*`.
+    """
     names: dict[str, Shape | None] = {}
     runs: list[HeldRun] = []
     for path in listing.files:
@@ -119,7 +123,9 @@ def _number(text: str) -> int | None:
 
 
 def find_llama(listing: Listing) -> SecondLook:
-    """As transformers' script for Llama's original files, which puts the ranks' tensors together by `torch.cat`."""
+    """Finds the tensors as transformers' script for Llama's original files does: it joins the ranks' tensors by
+    `torch.cat`.
+    """
     params = json.loads(listing.files["params.json"].read())
     params = params.get("model", params)
     heads = params["n_heads"]
@@ -147,7 +153,9 @@ def find_llama(listing: Listing) -> SecondLook:
 
 
 def find_nemo(listing: Listing) -> SecondLook:
-    """As NeMo's model of one rank would have it: slices of Megatron's parallel layers, layers counted over all stages."""
+    """Finds the tensors as NeMo's model of one rank has them: slices of Megatron's parallel layers, layers counted over
+    all stages.
+    """
     archive = len(listing.files) == 1
     container = listing.open(next(iter(listing.files))) if archive else None
     config = (
@@ -188,7 +196,9 @@ def find_nemo(listing: Listing) -> SecondLook:
 
 
 def find_nxd(listing: Listing) -> SecondLook:
-    """As NxD's own parallel layers, which transformers' names stand for; rules of a user's own are not looked at."""
+    """Finds the tensors as NxD's own parallel layers cut them, by transformers' names; a user's own rules are not
+    applied.
+    """
     if listing.options.tp_rules:
         raise ValueError("slices were joined by the rules of --tp-rules")
     ranks: dict[tuple[int, int], Mapping[str, TensorRef]] = {}
@@ -227,7 +237,9 @@ def _tensors_in(root: object) -> dict[str, TensorRef]:
 def _concatenate(
     name: str, refs: list[TensorRef], dim: int, names: dict[str, Shape | None], pieces: int = 1
 ) -> Iterator[HeldRun]:
-    """What ranks hold of a tensor that is cut in a dimension, in so many pieces each; a negative one: all hold the same."""
+    """The runs of a tensor that is cut in a dimension, in `pieces` pieces on each rank; a negative dimension: all ranks
+    hold the same.
+    """
     first = refs[0].shape
     if dim < 0 or len(refs) == 1:
         names[name] = first

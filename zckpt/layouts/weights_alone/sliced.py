@@ -43,7 +43,7 @@ _IN_LAYER = (
 )  # fmt: skip
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 _SETTING = re.compile(r"^([a-z_]+):[ \t]*['\"]?([\w.-]+)['\"]?[ \t]*(?:#.*)?$", re.MULTILINE)
-"""A setting at the top of a YAML file that is one word; others are not asked for."""
+"""The pattern of a setting at the top of a YAML file that is one word; others are not needed."""
 
 
 class RankState(NamedTuple):
@@ -145,7 +145,7 @@ def read_llama(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 class _Params(NamedTuple):
-    """What `params.json` says of a model."""
+    """The facts of a model in `params.json`."""
 
     dim: int
     layers: int
@@ -335,7 +335,7 @@ def read_nxd(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _with_tensors(listing: Listing, name: str, state: Mapping[str, object]) -> dict[str, object]:
-    """A state dict with the tensors that it has numbers of: `xser` puts each into a file of its own. Raises
+    """The state dict with tensors in place of their numbers: `xser` puts each tensor into a file of its own. Raises
     IncompleteError if such a file is missing.
     """
     found: dict[str, object] = {}

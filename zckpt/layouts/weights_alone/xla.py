@@ -74,7 +74,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def facts(listing: Listing, name: str) -> RankFacts:
-    """The world size that one file says."""
+    """The world size that a file records."""
     return RankFacts(_read_rank(listing, name).metadata.get("world_size"))
 
 
@@ -121,7 +121,7 @@ def _read_rank(listing: Listing, name: str) -> ShardFile:
 
 
 def _entries(ranks: Sequence[ShardFile], key: str) -> Iterator[TensorEntry]:
-    """The model's tensors in one entry of the state dicts."""
+    """The model's tensors under one key of the state dicts."""
     first = ranks[0]
     words = key.split(".")
     at = next((n for n, word in enumerate(words) if word.startswith(_MARK)), None)
@@ -160,7 +160,7 @@ def _inside(rank: ShardFile, name: str, shape: Shape) -> list[tuple[str, Shape]]
 
 
 def _parts(ranks: Sequence[ShardFile], key: str, numel: int) -> list[TensorRef]:
-    """Every rank's part, which are of one size and dtype, and together are the whole with its padding."""
+    """Every rank's part; all have one size and dtype, and together are the whole with its padding."""
     parts = [as_tensor(rank.model[key], repr(key), rank.file) for rank in ranks]
     size, dtype = parts[0].numel, parts[0].dtype
     for rank, part in zip(ranks, parts, strict=True):
@@ -178,7 +178,7 @@ def _parts(ranks: Sequence[ShardFile], key: str, numel: int) -> list[TensorRef]:
 
 
 def _clip_parts(parts: Sequence[TensorRef], start: int, numel: int) -> Iterator[Fragment]:
-    """Where elements [start, start + numel) of parts that lie end to end are."""
+    """The fragments of elements [start, start + numel) of parts that lie end to end."""
     size = parts[0].numel
     for number, part in enumerate(parts):
         low, high = max(start, number * size), min(start + numel, (number + 1) * size)

@@ -30,7 +30,7 @@ def source_of(
     notes: tuple[str, ...] = (),
     layout: str = "",
 ) -> Source:
-    """Where a DeepSpeed save comes from.
+    """The origin of a DeepSpeed save.
 
     Args:
         listing: the files.
@@ -74,7 +74,7 @@ def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: i
 
 
 _PEFT = compile_late(r"(?:^|\.)(?:base_model|prompt_encoder)\.")
-"""What every name in a model of PEFT has."""
+"""The prefixes, one of which every name in a model of PEFT has."""
 
 
 def assemble(

@@ -57,7 +57,7 @@ class OptimizerShard:
 
     @property
     def name(self) -> str:
-        """Its name, for a person."""
+        """The file's name, for a person."""
         return os.path.basename(self.file)
 
     @property
@@ -163,7 +163,7 @@ def _paddings(value: object, file: str) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], ...], tuple[Mapping[str, object], ...]]:
-    """States per flat group and parameter groups of the wrapped torch optimizer.
+    """The states of each flat group, and the parameter groups of the wrapped torch optimizer.
 
     The rigid form is a torch state dict, with states numbered as the parameter groups list them; the elastic one is
     a list of states per group.
@@ -247,12 +247,12 @@ def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_gr
 
 
 def scaler_of(shard: OptimizerShard) -> dict[str, object]:
-    """The loss scaler, and the values that are stored beside it."""
+    """The loss scaler, with the values that are stored beside it."""
     return {key: shard.root[key] for key in SCALER if key in shard.root}
 
 
 def precision_of(model: ModelStates) -> DType:
-    """The dtype of the module's trained weights or their placeholders; from the config if they are not in the file."""
+    """The dtype of the module's trained weights or their placeholders; by the config if the file does not hold them."""
     for name in (name for shapes in model.param_shapes for name in shapes):
         if name in model.module:
             return model.module[name].dtype

@@ -59,7 +59,7 @@ def round_robin(count: int, world_size: int) -> list[int]:
 
 
 def in_order(order: Sequence[int], names: Sequence[Name]) -> list[Name]:
-    """`names` in an order given by their numbers."""
+    """The names in an order that their numbers give."""
     return [names[number] for number in order]
 
 
@@ -124,7 +124,7 @@ def partition_of(numel: int, world_size: int, rank: int) -> range:
 
 
 class SubGroups:
-    """Finds places in the vectors (sub-groups) of a rank, which its run of pieces is cut into."""
+    """The places of elements in the vectors (sub-groups) of one rank, into which its run of pieces is cut."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
@@ -134,7 +134,7 @@ class SubGroups:
 
     @classmethod
     def of_ranks(cls, lengths: Iterable[Sequence[int]]) -> list[SubGroups]:
-        """Those of each rank; ranks that are cut alike share one."""
+        """The sub-groups of each rank; ranks that are cut alike share one object."""
         known: dict[tuple[int, ...], SubGroups] = {}
         return [known.get(key) or known.setdefault(key, cls(key)) for key in map(tuple, lengths)]
 

@@ -18,7 +18,9 @@ from zckpt.layouts.save.module_states import ModelStates
 
 
 def has_unknown_weights(model: ModelStates) -> bool:
-    """Whether the state dict has names of no list, while it lacks a trained parameter, or a frozen one that the file has."""
+    """Whether the state dict has names that are in no list, and lacks a trained parameter or a frozen one that the file
+    has.
+    """
     if model.root.get("num_experts") or model.root.get("ds_autoep_layers"):
         return False  # experts are in other files, under names that `moe` knows
     listed = (*model.param_shapes, model.frozen_fragments)

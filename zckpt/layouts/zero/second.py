@@ -43,7 +43,7 @@ _SWAPPED = re.compile(r"offloaded_tensors/rank(?P<rank>\d+)/(?P<label>.+)\.tenso
 _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
 
 Line = Sequence[tuple[TensorRef, Mapping[str, TensorRef]]]
-"""Vectors with the states that go with them."""
+"""Vectors, each with the states that belong to it."""
 
 
 class VectorPart(NamedTuple):
@@ -107,7 +107,7 @@ def hold_all(found: RankTensors) -> Iterator[HeldRun]:
 
 
 def hold_states(found: RankTensors) -> Iterator[HeldRun]:
-    """The runs of the states that lie beside them."""
+    """The runs of the states that lie beside a rank's tensors."""
     for name, parts in found.held.items():
         for _, states, first, count, start in parts:
             for key, ref in states.items():
@@ -115,7 +115,7 @@ def hold_states(found: RankTensors) -> Iterator[HeldRun]:
 
 
 def _begin(vector: TensorRef) -> tuple[str, int, int]:
-    """File, first byte, and bytes of an element of a vector without gaps."""
+    """The file, the first byte, and the bytes of an element of a vector without gaps."""
     if not vector.is_contiguous:
         raise ValueError("a vector with gaps")
     return vector.store.path, vector.byte_offset, vector.dtype.itemsize
@@ -184,7 +184,9 @@ def add_module(found: RankTensors, roots: Iterable[Mapping[str, object]], *, is_
 
 
 def add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], *, is_stage_3: bool) -> None:
-    """Frozen parameters: whole in the first file, or in pieces of all ranks' files. What is tied to nothing here is left out."""
+    """Adds frozen parameters: whole in the first file, or in pieces of all ranks' files. Tied names without a kept one
+    are left out.
+    """
     for name, shape in mapping(roots[0].get("frozen_param_shapes")).items():
         own = shape_of(shape)
         found.shapes[name] = own
@@ -214,7 +216,7 @@ def add_frozen(found: RankTensors, roots: Sequence[Mapping[str, object]], *, is_
 
 
 def pairs_of(line: Line) -> Iterator[BesideMaster]:
-    """Each vector with each of its states."""
+    """Pairs of each vector with each of its states."""
     return (BesideMaster(vector, name, ref) for vector, states in line for name, ref in states.items())
 
 
@@ -257,7 +259,7 @@ def _stage_3(
 
 
 def cut_line(line: Line, begin: int, end: int, start: int = 0) -> Iterator[VectorPart]:
-    """Elements [begin, end) of vectors laid end to end, which are those from `start` on of a tensor."""
+    """Elements [begin, end) of vectors laid end to end, as elements from `start` on of a tensor."""
     before = 0
     for vector, state in line:
         low, high = max(begin, before), min(end, before + vector.numel)
@@ -288,7 +290,7 @@ def vectors_of(rank: Mapping[str, object]) -> Line:
 
 
 def _weights(root: Mapping[str, object], optimizer: Mapping[str, object]) -> Line:
-    """The weights of an fp32 run without ZeRO, each with its states, where all are of one group."""
+    """The weights of an fp32 run without ZeRO, each with its states, if all are in one group."""
     states, groups, seen = mapping(optimizer.get("state")), optimizer.get("param_groups"), _parameters(root)
     if not isinstance(groups, list) or len(groups) != 1 or len(states) != len(seen):
         return []
@@ -299,7 +301,7 @@ def _weights(root: Mapping[str, object], optimizer: Mapping[str, object]) -> Lin
 
 
 def _parameters(root: Mapping[str, object]) -> dict[str, TensorRef]:
-    """The weights of a model file in the order of the model, tied ones once."""
+    """The weights of a model file in the model's order, tied ones once."""
     buffers, seen = root.get("buffer_names"), dict[object, tuple[str, TensorRef]]()
     for name, ref in mapping(root.get("module")).items():
         is_buffer = isinstance(buffers, list | tuple | set) and name in buffers
@@ -309,7 +311,7 @@ def _parameters(root: Mapping[str, object]) -> dict[str, TensorRef]:
 
 
 def _of_one_group(masters: Line, weights: Mapping[str, TensorRef]) -> dict[str, list[VectorPart]]:
-    """The masters of a run without ZeRO by names, where one group has all weights, in the order of the model."""
+    """The masters of a run without ZeRO by names, if one group has all weights, in the model's order."""
     found: dict[str, list[VectorPart]] = {}
     at = 0
     if sum(vector.numel for vector, _ in masters) != sum(ref.numel for ref in weights.values()) or (
@@ -325,7 +327,9 @@ def _of_one_group(masters: Line, weights: Mapping[str, TensorRef]) -> dict[str, 
 def _of_shapes(
     optimizer: Mapping[str, object], masters: Line, weights: Mapping[str, TensorRef]
 ) -> dict[str, list[VectorPart]]:
-    """The same where each weight has a master of its own, and one group has all of a shape: it has the model's order."""
+    """The masters by names, if each weight has a master of its own and one group has all of a shape, in the model's
+    order.
+    """
     held = next((optimizer[key] for key in _FLAT if key in optimizer), None)
     groups = [group for group in held if isinstance(group, list | tuple)] if isinstance(held, list | tuple) else []
     numbers = [number for number, group in enumerate(groups) for _ in group]
@@ -339,7 +343,7 @@ def _of_shapes(
 
 
 def optimizer_of(listing: Listing, name: str) -> Mapping[str, object]:
-    """What a file has of an optimizer; tensors without elements are those of the swap files that they name, up to their ends."""
+    """The optimizer's state in a file; tensors without elements are replaced by those of the swap files that they name."""
     root = mapping(listing.open(name).root)
     held = mapping(root.get("optimizer_state_dict", root.get("optimizer")))
     match = FILE.fullmatch(name)
@@ -376,7 +380,9 @@ def _label(value: object) -> str:
 
 
 def _is_large(vector: object, root: Mapping[str, object]) -> bool:
-    """Whether a run with its optimizer on NVMe, by the config in its file, swapped a vector even if the file has elements."""
+    """Whether a run with its optimizer on NVMe, by the config in its file, swapped a vector, even if the file has
+    elements.
+    """
     config = mapping(root.get("ds_config"))
     offload = mapping(mapping(config.get("zero_optimization")).get("offload_optimizer"))
     block = mapping(config.get("aio")).get("block_size")
@@ -385,7 +391,7 @@ def _is_large(vector: object, root: Mapping[str, object]) -> bool:
 
 
 def _without_ends(line: Line, groups: Sequence[Mapping[str, int]], world: int) -> Line:
-    """A rank's vectors; those in swap files without what is behind their group's pieces."""
+    """A rank's vectors, without what follows their group's pieces in swap files."""
     if len(line) != len(groups):
         return line
     pieces = [sum(-(-numel // world) for numel in group.values()) for group in groups]

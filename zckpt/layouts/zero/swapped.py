@@ -50,7 +50,7 @@ _HALF_MASTERS = (("bf16", "bf16_master_weights_and_grads", BF16), ("fp16", "fp16
 def with_swapped(
     listing: Listing, shard: OptimizerShard, model: ModelStates, mp_rank: int, world_size: int
 ) -> OptimizerShard:
-    """The rank's file with the vectors in swap files in place of those that stand for them.
+    """The rank's file, with the vectors of swap files in place of those that stand for them.
 
     Args:
         listing: all files.
@@ -116,7 +116,7 @@ def _is_swapped(number: int, shard: OptimizerShard, model: ModelStates) -> bool:
 
 
 def _ranks_of(number: int, shard: OptimizerShard, model: ModelStates, world_size: int) -> int:
-    """How many ranks share a sub-group: all, but fewer of experts and under MiCS."""
+    """The number of ranks that share a sub-group: all, or fewer for experts and under MiCS."""
     recorded = shard.root.get("ds_zero_partition_groups")
     for entry in recorded if isinstance(recorded, list) else ():
         if isinstance(entry, Mapping) and entry.get("sub_group") == number:
@@ -127,7 +127,7 @@ def _ranks_of(number: int, shard: OptimizerShard, model: ModelStates, world_size
 
 
 def _dtype_of_masters(model: ModelStates) -> DType:
-    """By the config: of vectors without elements, DeepSpeed keeps no dtype."""
+    """The dtype of masters by the config: DeepSpeed records none for vectors without elements."""
     for name, key, dtype in _HALF_MASTERS:
         section = model.config.get(name)
         if isinstance(section, Mapping) and section.get(key) is True:
@@ -136,7 +136,7 @@ def _dtype_of_masters(model: ModelStates) -> DType:
 
 
 class _SwapFiles:
-    """Those of one sub-group of one rank."""
+    """The swap files of one sub-group of one rank."""
 
     def __init__(self, listing: Listing, shard: OptimizerShard, mp_rank: int, number: int, numel: int) -> None:
         self.listing = listing
@@ -146,8 +146,8 @@ class _SwapFiles:
         self.numel = numel
 
     def vector(self, stands_for: TensorRef, state: str, dtype: DType) -> TensorRef:
-        """The elements of the masters, or of a state, that the optimizer file has a tensor for. Raises IncompleteError,
-        UnsafeError, UnsupportedError as in `with_swapped`.
+        """The elements of the masters, or of a state, that a tensor of the optimizer file stands for. Raises
+        IncompleteError, UnsafeError, UnsupportedError as in `with_swapped`.
         """
         label = _label(stands_for)
         if not _LABEL.fullmatch(label):
@@ -189,7 +189,7 @@ class _SwapFiles:
 
 
 def tail_of(vector: TensorRef) -> Iterator[Padding]:
-    """What is behind the elements of a vector in a swap file; nothing for any other vector."""
+    """The elements behind the end of a vector in a swap file; nothing for any other vector."""
     rest = (vector.storage_nbytes - vector.nbytes) // vector.dtype.itemsize
     if vector.storage_key.endswith(_SUFFIX) and rest:
         fragment = Fragment(vector.store, vector.byte_stop, 0, rest)

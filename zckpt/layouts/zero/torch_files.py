@@ -51,7 +51,7 @@ class Filling(NamedTuple):
 
 
 _LOOKED_AT = 64
-"""Parts of a record, and pieces of each, that say where in a page it begins."""
+"""The most parts of a record, and pieces of each, that decide where in a page it begins."""
 
 
 class TorchFile:
@@ -146,7 +146,7 @@ class TorchFile:
         return (output, store), pairs
 
     def _phases(self) -> dict[str, int]:
-        """Where in a page long records begin: as most of their elements do in the files that they come from."""
+        """The places in a page at which long records begin: those of most of their elements in the source files."""
         return {
             spec.name: phase
             for spec in self._specs
@@ -155,7 +155,7 @@ class TorchFile:
 
 
 def plan_copy(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-    """A file that becomes what another one is."""
+    """A file that is a copy of another one."""
     made = FileStore(path, store.size)
     if not store.size:
         return (OutputFile(path, 0), made), []

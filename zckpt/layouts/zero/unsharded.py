@@ -62,7 +62,7 @@ def stage_of(model: ModelStates) -> int:
 
 
 def lost_masters(weights: Mapping[str, TensorEntry], world_size: int) -> str:
-    """The note on a save of ZeRO without any optimizer file."""
+    """The note on a ZeRO save without any optimizer file."""
     dtypes = sorted({entry.dtype.name for entry in weights.values()})
     return (
         f"There is no optimizer file of the run's {count(world_size, 'rank')}: its fp32 master weights and the optimizer's "
@@ -71,7 +71,7 @@ def lost_masters(weights: Mapping[str, TensorEntry], world_size: int) -> str:
 
 
 def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) -> Catalog:
-    """The catalog of a run with masters, in which parameters without a master are frozen."""
+    """The catalog of a run with masters; parameters without a master are frozen."""
     tensors = {
         name: replace(entry, role="frozen") if entry.role == "parameter" and name not in masters else entry
         for name, entry in catalog.tensors.items()
@@ -100,7 +100,7 @@ def without_masters(model: ModelStates) -> tuple[str, ...]:
 
 
 def masters_by_group(model: ModelStates) -> list[list[str]]:
-    """The names of the parameters of each of the optimizer's groups, in the order of its masters. Raises
+    """The names of the parameters in each of the optimizer's groups, in the order of its masters. Raises
     InconsistentError if they fit no parameters.
     """
     groups = master_groups(model.root.get("optimizer"), model.file) or []
@@ -116,7 +116,7 @@ def masters_by_group(model: ModelStates) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class GroupMasters:
-    """Masters of one group: one tensor per parameter, or one vector for all."""
+    """The masters of one group: one tensor per parameter, or one vector for all."""
 
     tensors: tuple[TensorRef, ...]
     is_flat: bool
@@ -171,8 +171,8 @@ def candidates(model: ModelStates) -> list[TensorEntry]:
 
 
 def assign(weights: Sequence[TensorEntry], groups: Sequence[GroupMasters], file: str) -> dict[str, TensorEntry]:
-    """The masters by name, found by comparing them with the weights. Raises InconsistentError if no assignment, or more
-    than one, agrees with the weights.
+    """The masters by name, which a comparison with the weights finds. Raises InconsistentError if no assignment, or
+    more than one, agrees with the weights.
     """
     with ElementReader() as reader:
         solutions = _solutions(reader, weights, groups, skipping=False)

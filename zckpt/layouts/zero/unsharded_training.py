@@ -39,7 +39,7 @@ def read_training(listing: Listing, names: Names | None = None) -> Training:
 
 
 def training_of(model: ModelStates, names: Names | None = None) -> Training:
-    """The same from a model file; arguments and errors as in `read_training`."""
+    """As `read_training`, from a model file."""
     optimizer = model.root.get("optimizer")
     inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, Mapping) else None
     if not isinstance(optimizer, Mapping) or not isinstance(inner, Mapping) or "param_groups" not in inner:
@@ -86,7 +86,7 @@ _ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
 
 
 def _is_of(value: TensorRef, name: str) -> bool:
-    """Whether a state has a number per element."""
+    """Whether a state has a number for each element."""
     return name not in _ONE_NUMBER or bool(value.shape)
 
 
@@ -103,7 +103,7 @@ def _shape(model: ModelStates, name: str) -> tuple[int, ...]:
 def _names(
     model: ModelStates, optimizer: Mapping[str, Any], counts: Sequence[int] | None, groups: int, given: Names | None
 ) -> list[list[str]]:
-    """The parameters of each group. Raises UnsupportedError if they cannot be found."""
+    """The names of the parameters in each group. Raises UnsupportedError if they cannot be found."""
     own = model.root.get("zckpt")
     candidates: list[Names] = []
     if isinstance(own, Mapping) and isinstance(own.get("groups"), list):
@@ -137,7 +137,7 @@ def _cut_states(
     model: ModelStates, names: Sequence[str], shapes: Sequence[tuple[int, ...]], state: Mapping[str, object],
     per_element: Sequence[str],
 ) -> Iterator[tuple[str, dict[str, TensorEntry]]]:  # fmt: skip
-    """The states of a group with parameters end to end in one vector."""
+    """The states of a group with parameters that lie end to end in one vector."""
     refs = {key: as_tensor(state[key], key, model.file) for key in per_element}
     held = {key: unflatten(dict(zip(names, shapes, strict=True)), [(ref, ref.numel)]) for key, ref in refs.items()}
     for name in names:

@@ -76,11 +76,11 @@ class ZeroTarget:
     no_frozen: bool = False
 
     def as_json(self) -> dict[str, object]:
-        """Its facts for a manifest."""
+        """The target's facts for a manifest."""
         return {"stage": self.stage, "world_size": self.world_size, "precision": self.precision.torch_name}
 
     def file_of(self, rank: int, kind: str) -> str:
-        """A rank's `model` or `optim` file."""
+        """The name of a rank's `model` or `optim` file."""
         prefix = "bf16_" if self.precision == BF16 and kind == "optim" else ""
         return f"{self.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
 
@@ -231,7 +231,7 @@ class _ZeroWriter:
 
 
 class _Stage12(_ZeroWriter):
-    """One model file; flat groups cut into partitions."""
+    """Stages 1 and 2: one model file, and flat groups cut into partitions."""
 
     def _order(self, names: Sequence[str]) -> Sequence[str]:
         return in_order(round_robin(len(names), self.target.world_size), names) if self.target.round_robin else names
@@ -303,7 +303,7 @@ class _Stage12(_ZeroWriter):
 
 
 _ZERO_ONLY = ("loss_scaler", "dynamic_loss_scale", "overflow")
-"""What the bf16 optimizer does not keep."""
+"""The entries that the bf16 optimizer does not keep."""
 
 
 def _address(numel: int, start: int) -> Placeholder:
@@ -312,7 +312,7 @@ def _address(numel: int, start: int) -> Placeholder:
 
 
 class _Stage3(_ZeroWriter):
-    """A model file per rank; each parameter cut by itself."""
+    """Stage 3: a model file for each rank, and each parameter cut by itself."""
 
     def __init__(self, catalog: Catalog, training: Training, target: ZeroTarget) -> None:
         super().__init__(catalog, training, target)

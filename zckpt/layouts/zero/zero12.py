@@ -49,7 +49,7 @@ class Zero12Save:
 
     @property
     def stage(self) -> int:
-        """Stage of ZeRO, 1 or 2."""
+        """The stage of ZeRO, 1 or 2."""
         return self.shards[0].stage or _configured_stage(self.model)
 
     @property
@@ -93,7 +93,7 @@ def load(
 
 
 def _configured_stage(model: ModelStates) -> int:
-    """The stage of the bf16 optimizer, with files that do not name it: from the config, which can only say 1."""
+    """The stage of the bf16 optimizer, which its files do not name; the config can only give 1."""
     stage = model.zero_config.get("stage")
     return stage if isinstance(stage, int) and stage in (1, 2) else 1
 
@@ -115,7 +115,7 @@ class _Group:
             yield from flat_pieces(stop, start - stop, self.size)
 
     def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[VectorRun]:
-        """Elements that fill up the group, so that all ranks share it evenly; states may have them where masters do
+        """The elements that fill up the group, so that all ranks share it evenly; states may have them where masters do
         not. Raises InconsistentError if there are more than that needs.
         """
         real = [max(0, min(self.size, self.total - rank * self.size)) for rank in range(len(vectors))]
@@ -134,7 +134,7 @@ class _Group:
     def entries(
         self, vectors: Sequence[TensorRef], files: Sequence[str], model: ModelStates | None = None
     ) -> Iterator[TensorEntry]:
-        """The parameters in vectors with the layout of the masters: an optimizer state, or the masters, replicas of a model's."""
+        """The parameters in vectors with the layout of the masters: the masters, a state, or replicas."""
         dtype = vectors[0].dtype
         for (name, shape), offset in zip(self.shapes.items(), self.offsets, strict=True):
             pieces = flat_pieces(offset, math.prod(shape), self.size)

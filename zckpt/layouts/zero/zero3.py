@@ -191,7 +191,7 @@ def padding(save: Zero3Save) -> Iterator[Padding]:
 def _padding(
     place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
 ) -> Iterator[Padding]:
-    """As `_pieces`: the elements that fill up the last pieces of a parameter."""
+    """The elements that fill up the last pieces of a parameter; arguments as in `_pieces`."""
     numel = math.prod(place.shape)
     size = partition_numel(numel, len(shards))
     fragments: list[Fragment] = []
@@ -207,7 +207,7 @@ def _padding(
 
 
 def _copies(save: Zero3Save) -> Iterator[Padding]:
-    """The states of further groups of ranks; they are not read, but their masters are compared."""
+    """The states of further groups of ranks, which are not read; their masters are compared."""
     for shard in save.shards[save.shard_size :]:
         for vector in (ref for states in shard.states for ref in per_element(states).values()):
             yield Padding(vector.dtype, vector.fragments(), "the same states in another MiCS group", zero=False)
@@ -268,7 +268,7 @@ def owners(shard: OptimizerShard) -> dict[int, int]:
 
 
 def _on_nvme(name: str, model: ModelStates) -> IncompleteError:
-    """Of a frozen parameter that was on NVMe, DeepSpeed saves a number that stands for nothing."""
+    """The error for a frozen parameter that was on NVMe: DeepSpeed saves a number that stands for nothing."""
     return IncompleteError(
         f"does not hold the frozen parameter {name!r}", file=model.file, found="one number in place of its elements",
         expected="the rank's part of it, which DeepSpeed leaves out if offload_param keeps it on NVMe",
