@@ -51,7 +51,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 572,
-    "lines": 102_313,
+    "lines": 102_226,
     "lines of the trainer": 17_621,
     "classes": 789,
     "functions named by one participle": 0,

@@ -1,4 +1,4 @@
-"""An adapter in a checkpoint: which one is meant, its config, and what its numbers are.
+"""Finds the adapter in a checkpoint that is meant, its config, and facts about its numbers.
 
 For `to_peft` and `merged`.
 """
@@ -22,15 +22,11 @@ from zckpt.storage.json_files import read_json
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _AT_ONCE = 1 << 20
-"""Elements of an adapter that are looked at together."""
+"""Elements of an adapter that are read together."""
 
 
 def choose_adapter(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
-    """The adapter to write.
-
-    Raises:
-        UsageError: there is none, or none of that name, or several.
-    """
+    """The adapter to write. Raises UsageError if there is none, or none of that name, or several."""
     if not names:
         raise UsageError(
             "the checkpoint has no adapter", file=catalog.source.path,
@@ -54,7 +50,9 @@ def choose_adapter(adapter: str | None, names: Sequence[str], catalog: Catalog) 
 
 
 def find_adapter(opened: Opened) -> Opened:
-    """The adapter in a directory that holds a model too, as torchtune's epochs do: of `adapter_model.*` alone; else the same."""
+    """The adapter in a directory that also holds a model, as torchtune's epochs do: `adapter_model.*` alone; else the
+    same checkpoint.
+    """
     names = {name for name in opened.catalog if found_in(name)}
     directory = opened.place.listing.directory
     if names or is_adapter_file(opened.catalog) or not (directory / CONFIG).is_file():
@@ -64,7 +62,9 @@ def find_adapter(opened: Opened) -> Opened:
 
 
 def config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
-    """The adapter's `adapter_config.json`: of any but the default one, in a sub-directory of its name."""
+    """The path of the adapter's `adapter_config.json`, which is in a sub-directory of its name for any but the default
+    one.
+    """
     homes = dict.fromkeys((opened.place.home, opened.place.listing.directory))
     places = [home / adapter / CONFIG for home in homes if os.path.basename(adapter) == adapter]
     if alone or adapter == "default":
@@ -73,11 +73,7 @@ def config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
 
 
 def read_adapter_config(path: str) -> Mapping[str, object]:
-    """What an `adapter_config.json` says.
-
-    Raises:
-        CorruptError: it is not a JSON object.
-    """
+    """The contents of an `adapter_config.json`. Raises CorruptError if it is not a JSON object."""
     config = read_json(path, 16 << 20, f"an {CONFIG}")
     if not isinstance(config, dict):
         raise CorruptError(f"{CONFIG} is not an object", file=path, found=type(config).__name__)
@@ -87,7 +83,7 @@ def read_adapter_config(path: str) -> Mapping[str, object]:
 def made_config(
     opened: Opened, adapter: str, selected: Mapping[str, TensorEntry], found: Mapping[str, Found]
 ) -> tuple[str, str] | None:
-    """A sentence and a config, from what verl keeps of a LoRA; None where it kept nothing. Errors as in `config_of_meta`."""
+    """A sentence and a config, from what verl keeps of a LoRA; None if it kept nothing. Errors as in `config_of_meta`."""
     path = opened.place.listing.directory / META
     if not path.is_file():
         return None
@@ -98,7 +94,9 @@ def made_config(
 
 
 def looked_at(adapter: AdapterWeights) -> tuple[str, int, list[str]]:
-    """A SHA-256 of an adapter and of what lies beside it, how many tensors begin as zeros, and names of those still zero."""
+    """Reads an adapter: a SHA-256 of it and the tensors beside it, how many tensors begin as zeros, and names of those
+    still zero.
+    """
     from hashlib import sha256
 
     begin_as_zeros = {(one.a if one.embedding else one.b).name: None for one in adapter.factors.values()}

@@ -54,7 +54,7 @@ Pair = tuple[TensorEntry, TensorEntry]
 """A tensor of the old version, and its place in the output."""
 
 _RECORDED = "version"
-"""Under `options` of the manifest: the version of the weights."""
+"""The key under `options` of the manifest for the version of the weights."""
 
 
 def apply_delta(
@@ -153,7 +153,7 @@ def prepare(
     out: str | os.PathLike[str],
     asked: Asked[None],
 ) -> PlannedApply:
-    """Everything but the work: opens all, lays the output out, and refuses what cannot succeed. Writes nothing."""
+    """Opens everything, lays the output out, and refuses what cannot succeed. Writes nothing."""
     if not deltas:
         raise UsageError("there is no delta to apply", remedy="Give at least one, between OLD and OUT.")
     place, places = locate(out), [locate(path) for path in deltas]
@@ -199,7 +199,7 @@ def prepare(
 
 
 def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:
-    """Refuses deltas that do not follow each other, and a first one that is not for this version, where that is known."""
+    """Refuses deltas that do not follow each other, and a first one that is known to be for another version."""
     at, where = _version_of(old), old.catalog.source.path
     for delta in deltas:
         if at is not None and delta.form.base_version != at:
@@ -212,24 +212,22 @@ def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:
 
 
 def _version_of(old: WeightsVersion) -> int | None:
-    """The version of weights that `apply_delta` wrote; None for others."""
+    """The version of weights that `apply_delta` wrote; None for other weights."""
     place = manifests.find(old.opened.place.home)
     said = manifests.read(place).options.get(_RECORDED) if place is not None else None
     return said if isinstance(said, int) else None
 
 
 def _recorded_dtype(place: Location) -> DType | None:
-    """The dtype that was asked for when a delta was made."""
+    """The dtype that was asked for when a delta was made; None if it is not recorded."""
     found = manifests.find(place)
     said = manifests.read(found).dtype if found is not None else ""
     return to_dtype(said) if said in SHORT_NAMES.values() else None
 
 
 def _names(old: WeightsVersion, delta: DeltaDirectory) -> dict[str, str]:
-    """Name in the old version -> name in the delta, of all tensors that the delta knows.
-
-    Raises:
-        InconsistentError: the old version lacks some, or has others.
+    """Name in the old version -> name in the delta, of all tensors that the delta knows. Raises InconsistentError if
+    the old version lacks some, or has others.
     """
     known = {**delta.unchanged, **delta.changed}
     lacking = [name for name in known if name not in old.catalog.tensors and name not in old.catalog.aliases]
@@ -309,7 +307,7 @@ def _files_of(job: PlannedApply) -> list[tuple[str, Location]]:
 
 
 def _proof(job: PlannedApply) -> list[str]:
-    """A note for deltas that do not say the checksums of tensors that did not change."""
+    """The note for deltas without checksums of tensors that did not change."""
     silent = [one.place.path for one in job.deltas if not one.unchanged and len(one.changed) < len(job.old.catalog)]
     return [f"{path} has no checksums of unchanged tensors, so only the changed ones were proved." for path in silent]
 
@@ -361,7 +359,7 @@ class Renewal:
 
 
 class _Step:
-    """One delta's work on one tensor."""
+    """The work of one delta on one tensor."""
 
     def __init__(
         self, delta: DeltaDirectory, name: str | None, stack: ExitStack, entry: TensorEntry, dtype: DType
@@ -374,14 +372,16 @@ class _Step:
             self._decoder = stack.enter_context(delta.decoder(name, entry, dtype))
 
     def take(self, data: Bytes) -> None:
-        """Makes the next bytes new."""
+        """Changes the next bytes to the new version's."""
         if self._decoder is not None:
             self._decoder.renew(data)
         if self._hash is not None:
             self._hash.update(data.data)
 
     def prove(self) -> None:
-        """Raises InconsistentError unless the tensor has the checksum that the delta says, CorruptError if it says more."""
+        """Checks the tensor: raises InconsistentError for another checksum than the delta's, CorruptError if the delta
+        has bytes left.
+        """
         if self._decoder is not None:
             self._decoder.end()
         found = self._hash.hexdigest() if self._hash is not None else None

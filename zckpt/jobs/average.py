@@ -60,7 +60,7 @@ class PlannedAverage(PlannedConversion):
 
     @property
     def made_from(self) -> tuple[Opened, ...]:
-        """As in `Planned`: all of them."""
+        """As `Planned.made_from`: all checkpoints."""
         return self.checkpoints
 
     @property
@@ -131,7 +131,7 @@ def average(
 def prepare(
     checkpoints: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], asked: Asked[Average]
 ) -> PlannedAverage:
-    """Everything but the work; arguments as for `average`. Writes nothing."""
+    """Plans an average; arguments as for `average`. Writes nothing."""
     said = _yaml_of(checkpoints, asked.own)
     named = (
         [_split_tag(os.fspath(path)) for path in checkpoints] if said is None else [(path, None) for path in said.paths]
@@ -189,7 +189,7 @@ def prepare(
 
 
 def _is_tied(name: str, kept: str, catalog: Catalog) -> bool:
-    """Whether a tensor is no other than `kept`: it is an alias of it, or there is none of this name."""
+    """Whether a tensor is `kept` itself: an alias of it, or a name that does not exist."""
     return name not in catalog.tensors and catalog.aliases.get(name, kept) == kept
 
 
@@ -203,10 +203,8 @@ def _split_tag(path: str) -> tuple[str, str | None]:
 
 
 def _last_of(named: Sequence[tuple[str, str | None]], wanted: int) -> list[tuple[str, str | None]]:
-    """The last saves of the only checkpoint directory.
-
-    Raises:
-        UsageError: there are several directories, or fewer saves.
+    """The last saves of the only checkpoint directory. Raises UsageError if there are several directories, or fewer
+    saves.
     """
     if len(named) != 1 or named[0][1] is not None:
         raise UsageError(
@@ -226,10 +224,8 @@ def _last_of(named: Sequence[tuple[str, str | None]], wanted: int) -> list[tuple
 
 
 def _weights(number: int, how: Average, out: str) -> tuple[float, ...] | None:
-    """What each checkpoint counts; None where that is not said.
-
-    Raises:
-        UsageError: options contradict each other or the number of checkpoints.
+    """The weight of each checkpoint; None if none is given. Raises UsageError if options contradict each other or the
+    number of checkpoints.
     """
     given = {
         "--weights": how.weights is not None, "--ema": how.ema is not None,
@@ -273,10 +269,8 @@ def _weights(number: int, how: Average, out: str) -> tuple[float, ...] | None:
 
 
 def _yaml_of(checkpoints: Sequence[str | os.PathLike[str]], how: Average) -> Mergekit | None:
-    """What a YAML of mergekit says, where it stands in the place of checkpoints.
-
-    Raises:
-        UsageError: it does not stand there alone, or options say how too.
+    """The YAML of mergekit, if it was given in place of checkpoints. Raises UsageError if it does not stand there
+    alone, or options say how too.
     """
     paths = [os.fspath(path) for path in checkpoints]
     found = [path for path in paths if path.endswith((".yaml", ".yml")) and locate(path).is_file()]
@@ -294,10 +288,8 @@ def _yaml_of(checkpoints: Sequence[str | os.PathLike[str]], how: Average) -> Mer
 
 
 def _sparsity(number: int, how: Average, weights: tuple[float, ...] | None) -> Sparsity | None:
-    """How differences from the base are thinned out; None for not at all.
-
-    Raises:
-        UsageError: the densities do not fit.
+    """The rule by which differences from the base are thinned out; None for no thinning. Raises UsageError if the
+    densities do not fit.
     """
     if how.method is None:
         if how.density is not None:
@@ -332,10 +324,8 @@ def _recipe(
 
 
 def _check_same(catalogs: Sequence[Catalog], names: Sequence[str]) -> None:
-    """Makes sure that all catalogs hold tensors of these names, and of the same shapes.
-
-    Raises:
-        InconsistentError: one does not.
+    """Makes sure that all catalogs hold tensors of these names, and of the same shapes. Raises InconsistentError if one
+    does not.
     """
     last = catalogs[-1]
     for one in catalogs[:-1]:
@@ -361,7 +351,7 @@ def _check_same(catalogs: Sequence[Catalog], names: Sequence[str]) -> None:
 
 
 def _differing(copied: Sequence[tuple[TensorEntry, ...]]) -> Iterator[str]:
-    """A sentence on tensors that cannot be averaged and are not the same in all checkpoints."""
+    """A sentence on tensors that cannot be averaged and differ among the checkpoints."""
     requests = (
         request
         for number, inputs in enumerate(copied)

@@ -19,7 +19,7 @@ from zckpt.jobs.open import Opened, strip_wrappers
 from zckpt.naming.adapter_names import adapters_in
 
 RECORDED = "base"
-"""The entry of a manifest's options that says what was taken from a base model."""
+"""The entry of a manifest's options that names what was taken from a base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Completion:
 
 
 def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
-    """The checkpoint, with the tensors of a base model that it does not have.
+    """The checkpoint, with the tensors of a base model that it lacks.
 
     Args:
         catalog: the checkpoint's tensors, under the model's own names.
@@ -96,7 +96,7 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
 
 
 def refuse_no_base(path: object) -> UsageError:
-    """The error for an output that was completed from a base model, where it is not said where that is."""
+    """The error for an output that was completed from a base model, if that model is not given."""
     return UsageError(
         "the output was made from more than the checkpoint", file=str(path), found="no --base",
         expected="the same base model as when it was made", remedy="Pass --base as to the command that made it.",

@@ -1,4 +1,4 @@
-"""Which dtype a tensor gets in an output.
+"""Decides which dtype a tensor gets in an output.
 
 For every job that writes tensors, and for what says beforehand what it would write.
 """
@@ -22,7 +22,7 @@ _DTYPES = {
 
 
 def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
-    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
+    """The dtype that a tensor gets: floating parameters take the one asked for, if any; buffers keep theirs.
 
     Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
     """
@@ -34,10 +34,8 @@ def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
 
 
 def to_dtype(dtype: str | DType) -> DType:
-    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16"; "half" is fp16.
-
-    Raises:
-        UsageError: weights cannot be cast to it, or no dtype is called so.
+    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16"; "half" is fp16. Raises UsageError if
+    weights cannot be cast to it, or no dtype is called so.
     """
     if isinstance(dtype, DType):
         return dtype
@@ -66,11 +64,7 @@ def dtype_of(entry: TensorEntry, casting: Casting, *, is_merged: bool = False) -
 
 
 def check_kept(names: Collection[str], casting: Casting) -> None:
-    """Makes sure that every glob of `keep_dtype` matches a name.
-
-    Raises:
-        UsageError: one does not.
-    """
+    """Makes sure that every glob of `keep_dtype` matches a name. Raises UsageError if one does not."""
     for glob in casting.keep_dtype:
         if not any(matches(name, [glob]) for name in names):
             raise UsageError(

@@ -54,11 +54,11 @@ class PlannedConversion(Planned):
 
     @property
     def made_from(self) -> tuple[Opened, ...]:
-        """As in `Planned`."""
+        """As `Planned.made_from`."""
         return (self.opened, *self.beside)
 
     def check(self) -> tuple[str, ...]:
-        """As in `Planned`; with `allow_unknown_layout`, a contradiction is a sentence and not an error."""
+        """As `Planned.check`; with `allow_unknown_layout`, a contradiction is a sentence and not an error."""
         if not self.asked.reading.allow_unknown_layout:
             for source in self.sources:
                 replicas.check(source)
@@ -143,7 +143,7 @@ def convert(
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[object], opened: Opened | None = None
 ) -> PlannedConversion:
-    """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
+    """Opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
 
     Args:
         checkpoint: as for `convert`.
@@ -215,7 +215,7 @@ _OTHER_CLASS = "The config names a causal language model; the weights have the h
 
 
 def _note_misfits(model: WorkingModel, catalog: Catalog, opened: Opened) -> tuple[str, ...]:
-    """What a loader would miss or ignore in the output, by its config; nothing where most names are not those of the config."""
+    """Sentences on tensors that a loader would miss or ignore, by the config; empty if most names are not the config's."""
     config = opened.config(model.config)
     if config is None or opened.quantization is not None or opened.packed is not None:
         return ()
@@ -241,7 +241,7 @@ def _check_output(place: Location, asked: Asked[object], inputs: set[Location], 
 
 
 def _config_of(model: WorkingModel, dtype: DType) -> tuple[OutputFile, FileStore] | None:
-    """The model's config, with the dtype of its weights; None where there is none."""
+    """The model's `config.json` with the dtype of its weights; None if there is no config."""
     known = model.opened.config(model.config)
     if model.is_merged:
         home = model.place

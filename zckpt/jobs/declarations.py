@@ -55,10 +55,8 @@ A = TypeVar("A", bound="Asked[Any]")
 
 @dataclass(frozen=True, kw_only=True)
 class Asked(Generic[Own]):
-    """What a job is asked to do: a value of each shared group, at its defaults where the job does not take it.
-
-    Attributes:
-        own: the group that only this job has.
+    """What a job is asked to do: a value of each shared group, with defaults for groups that the job does not take.
+    `own`: the group that only this job has.
     """
 
     own: Own
@@ -73,7 +71,7 @@ class Asked(Generic[Own]):
     signing_key: SigningKey = SigningKey()
 
     def having(self: A, **values: object) -> A:
-        """The same with other values of fields, whichever groups these are in."""
+        """The same request with other values of fields, whichever groups these are in."""
         changed: dict[str, Any] = {}
         for kind in SHARED:
             name = place_of(kind)
@@ -108,11 +106,11 @@ class Job(Generic[Own]):
 
     @cached_property
     def takes(self) -> frozenset[str]:
-        """The fields that have a meaning for it."""
+        """The fields that have a meaning for the job."""
         return frozenset(one.name for kind in self.groups for one in fields(kind)) - self.without
 
     def ask(self, **values: Any) -> Asked[Own]:
-        """What it is asked, of values of fields; those that are not given are as usual.
+        """The request with these values of fields; fields that are not given have the job's defaults.
 
         Raises:
             TypeError: it takes no such field. UsageError: a value makes no sense.
@@ -127,7 +125,7 @@ class Job(Generic[Own]):
         return Asked(**made)
 
     def prepare(self, *arguments: Any) -> Any:
-        """Plans it; arguments and result are those of `prepare` in its module.
+        """Plans the job; arguments and result are those of `prepare` in its module.
 
         Raises:
             UsageError: of a job that reads one checkpoint, CKPT and OUT seem to be swapped. ZckptError: as in its module.

@@ -1,4 +1,4 @@
-"""`zckpt delta`: what has changed in a model's weights since an older version, as SGLang's weight pull reads it.
+"""`zckpt delta`: the changes in a model's weights since an older version, as SGLang's weight pull reads them.
 
 Both versions are read once, side by side, in constant memory.
 """
@@ -71,12 +71,12 @@ class DeltaReport:
 
     @property
     def ratio(self) -> float:
-        """The delta's bytes to those of the weights."""
+        """The delta's bytes divided by those of the weights."""
         return self.nbytes / max(1, self.counts.nbytes)
 
     @property
     def density(self) -> float:
-        """Elements that changed, of all."""
+        """The fraction of elements that changed."""
         return self.counts.changed / max(1, self.counts.numel)
 
 
@@ -173,7 +173,7 @@ class PlannedDelta:
 def prepare(
     old: str | os.PathLike[str], new: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Delta]
 ) -> PlannedDelta:
-    """Everything but the work: opens both versions, and refuses what cannot succeed. Writes nothing; errors as in `delta`."""
+    """Opens both versions, and refuses what cannot succeed. Writes nothing; errors as in `delta`."""
     place = locate(out)
     form = form_for(place, asked.own.version, asked.own.encoding, asked.own.checksum)
     hasher_of(form.checksum)
@@ -196,11 +196,7 @@ def prepare(
 
 
 def form_for(out: Location, version: int | None, encoding: Encoding, checksum: Checksum) -> DeltaForm:
-    """The form of the delta in a directory.
-
-    Raises:
-        UsageError: the directory's name says another version.
-    """
+    """The form of the delta in a directory. Raises UsageError if the directory's name says another version."""
     named = version_in(out.absolute().name)
     if version is not None and named not in (None, version):
         raise UsageError(
@@ -280,6 +276,6 @@ def _encode_change(reader: PieceReader, pair: TensorPair, form: DeltaForm, direc
 
 
 def _counts(out: Location) -> DeltaCounts:
-    """What the manifest of a delta that was made before says of it."""
+    """The counts in the manifest of a delta that exists already."""
     said: Any = manifests.read(out.refreshed() / manifests.NAME).options["delta"]
     return DeltaCounts(*(int(said[key]) for key in ("tensors", "changed_tensors", "numel", "changed", "nbytes")))

@@ -31,7 +31,9 @@ _COLUMNS = "    {:<28}{:>10}{:>11}{:>11}{:>13}"
 
 
 _SIGNIFICANT_BITS = {"BF16": 8, "F16": 11, "F8_E4M3": 4, "F8_E5M2": 3}
-"""Dtype -> bits of its numbers' fractions, the leading one counted: rounding changes a number by 2**-bits of it at most."""
+"""Dtype -> significant bits of its numbers, the leading one included: rounding changes a number by at most 2**-bits of
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class TensorDiff:
         return facts
 
     def rows(self, width: int | None = None) -> Iterator[str]:
-        """The name, what is known without values, and below them the numbers under the columns of `_HEADING`."""
+        """The name and the facts that need no values, and below them the numbers under the columns of `_HEADING`."""
         facts = [
             f"{what}{shown[0]} in A, {shown[1]} in B"
             for what, shown in (("shape ", [str(list(shape)) for shape in self.shapes]), ("", self.dtypes))
@@ -166,7 +168,7 @@ class Diff(Printed):
         return f"different: {', '.join(words)}{self._tolerance()}"
 
     def _tolerance(self) -> str:
-        """The tolerance under which they are equal, where rounding to another dtype explains every difference."""
+        """The tolerance at which they are equal, if rounding to another dtype explains every difference."""
         told = [t for t in self.tensors if not t.same]
         coarse = [_SIGNIFICANT_BITS[d.name] for t in told for d in t.dtypes if d.name in _SIGNIFICANT_BITS]
         if self.only_a or self.only_b or not coarse:
@@ -202,7 +204,7 @@ def diff(
         b: anything zckpt reads, in any other layout.
         atol: absolute tolerance.
         rtol: relative tolerance.
-        read_options: how tensor- and pipeline-parallel files are join_words, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         as_part: take one part of a save (a shard, one rank's file or directory) as a side.
         spreads: count for each tensor how far its numbers are apart.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
@@ -255,7 +257,7 @@ def diff(
 def _both(
     a: str | os.PathLike[str], b: str | os.PathLike[str], reading: Reading
 ) -> tuple[tuple[Catalog, tuple[str, ...]], tuple[Catalog, tuple[str, ...]]]:
-    """Both sides' tensors and notes; if one of them alone is GGUF, its tensors have transformers' names."""
+    """The tensors and notes of both sides; if only one is GGUF, its tensors get transformers' names."""
     left, right = _open_side(a, reading), _open_side(b, reading)
     if (METADATA in left[0].extras) == (METADATA in right[0].extras):
         return left, right

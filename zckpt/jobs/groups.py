@@ -31,10 +31,10 @@ Precision = Literal["keep", "fp32", "fp16", "bf16"]
 
 SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")
 QUANTISED = ("fp8", "nvfp4", "mxfp4", "mxfp8", "int4", "int8")
-"""Forms of quantised weights that are written."""
+"""Forms of quantised weights that zckpt writes."""
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
 DROPPED = ("optimizer", "module-weights", "frozen")
-"""What `slim` may leave out."""
+"""Parts of a save that `slim` can leave out."""
 
 WHICH, SPLIT = "Which checkpoint", "Models split over ranks (tensor and pipeline parallelism)"
 WHAT, TENSORS, NAMES, LORA, SPEED, OUTPUT = (
@@ -75,7 +75,7 @@ def family_option() -> dict[str, Any]:
 
 
 def know_family(said: str | Mapping[str, Any] | None) -> None:
-    """Makes a family known, if one is given. Errors as in `naming.schemes.add_family`."""
+    """Registers a family, if one is given. Errors as in `naming.schemes.add_family`."""
     if said is not None:
         from zckpt.naming.schemes import add_family
 
@@ -131,7 +131,7 @@ class Joining:
     )
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields of `Reading` that it says."""
+        """The field of `Naming` for this form, by name."""
         if not (self.tp_rules or self.tp or self.pp or self.key or self.shapes):
             return {}
         from zckpt.layouts.save.listing import ReadOptions
@@ -387,10 +387,8 @@ class MergeAsked:
     )
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields of `Merging` that it says.
-
-        Raises:
-            UsageError: adapters are named, and not to be merged.
+        """The fields of `Merging` that these options set. Raises UsageError if adapters are named, and not to be
+        merged.
         """
         if self.merge_lora:
             lora = LoraMerge(
@@ -523,17 +521,13 @@ class Pacing:
 
     @property
     def pace(self) -> Pace:
-        """How hard to work, as engines take it."""
+        """The pace, in the form that engines take."""
         return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SigningKey:
-    """With what the output is signed.
-
-    Attributes:
-        sign: file with a private key; None for no signature.
-    """
+    """The key with which the output is signed. `sign`: file with a private key; None for no signature."""
 
     sign: AnyPath | None = field(
         default=None,
@@ -549,7 +543,7 @@ class SigningKey:
             signer_of(self.sign)
 
     def signing(self, provenance: Callable[[], Mapping[str, object]] = dict) -> Signing | None:
-        """Signing with the key, of what `provenance` returns; None without one. Errors as in `signature.signer_of`."""
+        """The order to sign, with what `provenance` returns; None without a key. Errors as in `signature.signer_of`."""
         if self.sign is None:
             return None
         from zckpt.output.signature import Signing, signer_of
@@ -557,7 +551,7 @@ class SigningKey:
         return Signing(signer_of(self.sign), provenance())
 
     def known_as(self) -> str:
-        """By which verifiers know the key; empty without one. Errors as in `signature.signer_of`."""
+        """The hint by which verifiers know the key; empty without one. Errors as in `signature.signer_of`."""
         if self.sign is None:
             return ""
         from zckpt.output.signature import signer_of

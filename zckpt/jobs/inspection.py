@@ -36,7 +36,7 @@ _ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Yes or no, and why."""
+    """An answer, yes or no, with its reason."""
 
     ok: bool
     reason: str
@@ -149,7 +149,7 @@ class Inspection(words.Printed):
 
 
 def _catalog_rows(catalog: Catalog, numbers: Catalog, place: Place, width: int | None) -> Iterator[str]:
-    """What the tensors are, and what the run was that saved them."""
+    """Rows on the tensors, and on the run that saved them."""
     source, topology = catalog.source, catalog.topology
     writer = " ".join(source.framework).strip()
     layout = [source.layout, *([f"written by {writer}"] if writer else [])]
@@ -273,7 +273,7 @@ def _refusal(error: ZckptError, place: Place) -> Verdict:
 
 
 def _judge_packed(numbers: Opened) -> Verdict | None:
-    """Why consolidated weights cannot be made, if that is because of how they are quantised; None if that is not a hindrance."""
+    """Why consolidated weights cannot be made, if their quantisation is the reason; None if it is not."""
     try:
         numbers.check_read(numbers.catalog.tensors.values())
     except ZckptError as error:
@@ -313,7 +313,7 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
 
 
 def _resumable_elsewhere(family: Family, place: Place, catalog: Catalog) -> Verdict:
-    """Of a save that is not DeepSpeed's."""
+    """Whether training can resume from a save of another framework than DeepSpeed."""
     if catalog.source.optimizer_states:
         return Verdict(bool(family.resumes), family.resumes or f"no program is known that resumes from {family.name}")
     try:
@@ -327,7 +327,7 @@ def _resumable_elsewhere(family: Family, place: Place, catalog: Catalog) -> Verd
 
 
 def _resumable_universal(place: Place, catalog: Catalog) -> str:
-    """How a run resumes from a universal checkpoint."""
+    """How training resumes from a universal checkpoint, in words."""
     stages = "ZeRO stage 3" if catalog.source.zero_stage == 3 else "ZeRO stages 1 and 2"
     has_pointer = (place.home / UNIVERSAL_POINTER).is_file()
     how = "" if has_pointer else f"; there is no {UNIVERSAL_POINTER!r}, so pass the tag to load_checkpoint"

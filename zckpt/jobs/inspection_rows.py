@@ -1,4 +1,4 @@
-"""What `zckpt inspect` prints of a save's files, experts and slices; the values are those of `rank_files`.
+"""Formats a save's files, experts and slices for `zckpt inspect`; the values are those of `rank_files`.
 
 For `inspection`. Ranks with files in the same state share a line, so that a save of a thousand ranks takes a few lines.
 """
@@ -50,7 +50,7 @@ def file_rows(grid: Grid, listing: Listing, topology: Topology | None, width: in
 
 
 def _alike(grid: Grid) -> Iterator[tuple[list[int], dict[tuple[int, ...], list[str]]]]:
-    """Runs of model-parallel ranks with files in the same states: data-parallel ranks -> states."""
+    """Runs of model-parallel ranks with files in the same states: the ranks, and their data-parallel ranks -> states."""
     found: list[tuple[list[int], dict[tuple[int, ...], list[str]]]] = []
     for mp_rank, rows in grid.items():
         runs = _runs(rows)
@@ -68,7 +68,7 @@ def _runs(rows: Rows) -> dict[tuple[int, ...], list[str]]:
 
 
 def _states(cells: Mapping[str, Cell]) -> list[str]:
-    """Of each kind of file: what it is, and its state if that is not "ok"; sound data files of DCP and swap files are counted."""
+    """The state of each kind of file; sound data files of DCP and swap files are counted."""
     sound = [kind for kind, cell in cells.items() if kind not in _KINDS and cell.state == "ok"]
     swapped = sum(kind.startswith(f"{SWAP} ") for kind in sound)
     states = [count(len(sound) - swapped, "data file")] if len(sound) > swapped else []
@@ -82,7 +82,7 @@ def _states(cells: Mapping[str, Cell]) -> list[str]:
 
 
 def _numbering(topology: Topology) -> str:
-    """What the number of a model-parallel rank means."""
+    """The meaning of a model-parallel rank's number, in words."""
     if topology.tp == 1:
         return "the pipeline stage"
     return "the tensor rank" if topology.pp == 1 else f"{topology.tp} x the pipeline stage + the tensor rank"
@@ -110,7 +110,7 @@ def slice_lines(entry: TensorEntry) -> Iterator[str]:
 
 
 def _part(fragment: Fragment, shape: Sequence[int]) -> str:
-    """What of a tensor a fragment holds: a box of several dimensions such as `[0:4, 2:5]`, or runs of elements."""
+    """The part of a tensor that a fragment holds: a box such as `[0:4, 2:5]`, or runs of elements."""
     low, high = _indexes(fragment.start, shape), _indexes(fragment.stop - 1, shape)
     extents = [last - first + 1 for first, last in zip(low, high, strict=True)]
     if len(shape) > 1 and min(extents) > 0 and math.prod(extents) == fragment.numel:
@@ -122,7 +122,7 @@ def _part(fragment: Fragment, shape: Sequence[int]) -> str:
 
 
 def _indexes(number: int, shape: Sequence[int]) -> list[int]:
-    """Of an element, by its number."""
+    """The indexes of an element, from its number."""
     indexes: list[int] = []
     for extent in reversed(shape):
         number, index = divmod(number, extent)

@@ -1,4 +1,5 @@
-"""Which tensors of a checkpoint an output leaves out, and why: the ledger of a job, closed before anything is written.
+"""Finds which tensors of a checkpoint an output leaves out, and why: the ledger of a job, closed before anything is
+written.
 
 For the jobs that write weights; the manifest records it, and a dry run prints it.
 """

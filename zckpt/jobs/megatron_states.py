@@ -86,7 +86,7 @@ def _check(training: Training, path: str) -> None:
 
 
 def _untrained_error(weights: Catalog) -> UnsupportedError | None:
-    """The error for parameters without states, if there are any."""
+    """The error for parameters without states; None if every parameter has some."""
     frozen = [entry.name for entry in weights.tensors.values() if entry.role == "frozen"]
     return UnsupportedError(
         "some parameters were not trained, and have no states", file=weights.source.path, found=examples(frozen),
@@ -95,7 +95,7 @@ def _untrained_error(weights: Catalog) -> UnsupportedError | None:
 
 
 def _settings(training: Training) -> tuple[dict[str, object], tuple[str, ...]]:
-    """The settings that all of Megatron-Core's groups get, and notes where the run's groups differ."""
+    """The settings that all of Megatron-Core's groups get, with notes where the run's groups differ."""
     decays = [
         number for group in training.groups if (number := _number(group.settings.get("weight_decay"))) is not None
     ]
@@ -122,7 +122,7 @@ def _number(value: object) -> float | None:
 
 
 def _step(training: Training, path: str) -> int:
-    """How many steps the optimizer made."""
+    """The number of steps of the optimizer."""
     steps: set[int] = set()
     for group in training.groups:
         scalars: Mapping[str, object] = group.scalars

@@ -49,10 +49,8 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Takes what the checkpoint lacks from the model that the run began with.
-
-    Attributes:
-        base: where that is; None for nobody knows, which is an error.
+    """Takes what the checkpoint lacks from the model that the run began with. `base`: where that is; None for nobody
+    knows, which is an error.
     """
 
     base: str | os.PathLike[str] | None

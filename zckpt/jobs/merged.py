@@ -198,11 +198,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
 
 
 def _combine(adapters: list[AdapterWeights], lora: LoraMerge) -> list[AdapterWeights]:
-    """The adapters, or one for all of them.
-
-    Raises:
-        ZckptError: they cannot be combined so.
-    """
+    """The adapters, or one that combines them. Raises ZckptError if they cannot be combined so."""
     if lora.combine is None:
         if lora.density is not None:
             raise UsageError(
@@ -270,18 +266,14 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
 
 
 def _facts(adapter: AdapterWeights, digest: str) -> dict[str, object]:
-    """What the manifest says of an adapter."""
+    """The facts of an adapter for the manifest."""
     keys = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     config = {key: adapter.config[key] for key in keys if adapter.config.get(key)}
     return {"name": adapter.name, "weight": adapter.weight, **config, "tensors": len(adapter.tensors), "sha256": digest}
 
 
 def _check_base(weights: Catalog, adapters: Sequence[AdapterWeights], opened: Opened) -> None:
-    """Makes sure that there are base weights at all.
-
-    Raises:
-        IncompleteError: there are none, and `--base` was not given.
-    """
+    """Checks that there are base weights. Raises IncompleteError if there are none, and `--base` was not given."""
     first = next((one for one in adapters if one.factors or one.tokens), None)
     if first is None or weights.tensors.keys() & {
         f"{bare(module)}.weight" for module in (*first.factors, *first.tokens)
@@ -300,10 +292,8 @@ def _check_base(weights: Catalog, adapters: Sequence[AdapterWeights], opened: Op
 
 
 def open_base(base: str | os.PathLike[str]) -> Opened:
-    """The base model: a directory of weights in any layout, or a model in the local cache of the hub.
-
-    Raises:
-        UsageError: it is neither, or it has adapters itself.
+    """The base model: a directory of weights in any layout, or a model in the local cache of the hub. Raises UsageError
+    if it is neither, or it has adapters itself.
     """
     place = locate(find_model(os.fspath(base)))
     opened = open_catalog(place)
@@ -317,7 +307,7 @@ def open_base(base: str | os.PathLike[str]) -> Opened:
 
 
 def find_model(name: str, what: str = "the base model", said: str = "--base") -> str:
-    """The path of a model: `name` itself, or its directory in the hub's cache on this machine; nothing is fetched.
+    """The path of a model: `name` itself, or its directory in the hub's cache on this machine; nothing is downloaded.
 
     Args:
         name: a path, or a name on the hub.
@@ -350,7 +340,7 @@ def find_model(name: str, what: str = "the base model", said: str = "--base") ->
 def _adapters(
     opened: Opened, catalog: Catalog, lora: LoraMerge, *, with_base: bool
 ) -> tuple[list[AdapterWeights], list[Opened]]:
-    """The adapters to merge, in order, and where those are from that lie in a directory of their own."""
+    """The adapters to merge, in order, and the checkpoints of those in directories of their own."""
     found = adapters_in(catalog)
     names = sorted({it.adapter for it in found.values()})
     if not lora.adapters:
@@ -388,7 +378,7 @@ def _adapters(
 def _parse_weight(
     said: str | os.PathLike[str] | tuple[str | os.PathLike[str], float], names: Sequence[str]
 ) -> tuple[str, float]:
-    """A path or an adapter's name, and its weight: of `out/style:0.5`, and of a pair."""
+    """The path or name of an adapter, and its weight, from `out/style:0.5` or a pair."""
     if isinstance(said, tuple):
         return os.fspath(said[0]), float(said[1])
     text = os.fspath(said)
@@ -412,11 +402,7 @@ def _opened_adapter(path: str, names: Sequence[str]) -> Opened:
 def _of_checkpoint(
     opened: Opened, catalog: Catalog, found: Mapping[str, Found], name: str, weight: float, *, with_base: bool
 ) -> AdapterWeights:
-    """An adapter in a checkpoint of a PEFT model.
-
-    Raises:
-        IncompleteError: there is no config of it.
-    """
+    """An adapter in a checkpoint of a PEFT model. Raises IncompleteError if there is no config of it."""
     names = {it.adapter for it in found.values()}
     path = config_path(opened, name, alone=len(names) == 1)
     where = opened.place.listing.directory.path

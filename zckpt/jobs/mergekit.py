@@ -76,21 +76,19 @@ class Mergekit:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What the manifest says of it."""
+        """The facts for the manifest."""
         models = [{"path": model.path, "parameters": dict(model.parameters)} for model in self.models]
         return {"method": self.method, "models": models, "base": self.base, "parameters": [*map(dict, self.shared)]}
 
     @property
     def paths(self) -> list[str]:
-        """All models; that with the output's config and tokenizer comes last."""
+        """The paths of all models; the one with the output's config and tokenizer comes last."""
         others = [model.path for model in self.models]
         return [*others[1:], others[0]] if self.base is None else [*others, self.base]
 
     def recipe(self, inputs: tuple[TensorEntry, ...], layers: int, seed: int) -> Recipe:
-        """How a tensor is computed; `inputs` are in the order of `paths`, `layers` is how many the model has.
-
-        Raises:
-            CorruptError: a parameter is missing, or no number.
+        """The recipe of a tensor; `inputs` are in the order of `paths`, `layers` is the model's number of layers.
+        Raises CorruptError if a parameter is missing, or no number.
         """
         name = inputs[-1].name
         match = _LAYER.match(name)
@@ -115,10 +113,8 @@ class Mergekit:
         return SparseSum((inputs[-1], *others), how)
 
     def check_layers(self, names: Iterable[str]) -> int:
-        """How many layers a model with tensors of these names has.
-
-        Raises:
-            UnsupportedError: the YAML takes only some of them, or there are layers of two kinds and it tells one from the next.
+        """The number of layers of a model with tensors of these names. Raises UnsupportedError if the YAML takes only
+        some of them, or there are layers of two kinds and it tells one from the next.
         """
         found = [match for name in names if (match := _LAYER.match(name))]
         number = max((int(match[2]) + 1 for match in found), default=0)
@@ -139,7 +135,9 @@ class Mergekit:
         return usual
 
     def _evaluate(self, key: str, said: object, name: str, t: float) -> float | None:
-        """A setting's number for a tensor: the number, that of the first filter that fits, or one between those of a gradient."""
+        """The number of a setting for a tensor: the number itself, that of the first filter that matches, or a point of
+        a gradient.
+        """
         if isinstance(said, Mapping):
             said = [said]
         if isinstance(said, list) and any(isinstance(one, Mapping) for one in said):
@@ -177,7 +175,7 @@ def _has_gradient(said: object) -> bool:
 
 
 def refuse(file: str, what: str, found: str, expected: str) -> UnsupportedError:
-    """The error for what mergekit has and `average` has not."""
+    """The error for a feature of mergekit that `average` lacks."""
     return UnsupportedError(
         f"{what} of mergekit is not done here", file=file, found=found, expected=expected,
         remedy="Change the YAML, or merge with mergekit itself.",
@@ -185,7 +183,7 @@ def refuse(file: str, what: str, found: str, expected: str) -> UnsupportedError:
 
 
 def read_mergekit(path: str) -> Mergekit:
-    """What a YAML of mergekit asks for.
+    """The request in a YAML of mergekit.
 
     Raises:
         CorruptError: it is not YAML, or lacks what it needs. UnsupportedError: it asks for more than `average` does.

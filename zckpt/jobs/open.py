@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _SHOWN_TENSORS = 20
 _COMPARED_NAMES = 10_000
-"""How many names are compared with a wrong one, to find the nearest; it takes a tenth of a second."""
+"""The most names that are compared with a wrong one to find the nearest; it takes a tenth of a second."""
 
 
 def open_catalog(
@@ -76,12 +76,12 @@ def open_catalog(
 
 
 def open_asked(path: str | os.PathLike[str], asked: Asked[object]) -> Opened:
-    """The same for what a job is asked."""
+    """As `open_catalog`, with the options of a request."""
     return open_catalog(path, asked.reading, keeps_dtypes=asked.casting.dtype is None)
 
 
 def open_place(place: Place, reading: Reading, *, as_stored: bool = False, keeps_dtypes: bool = False) -> Opened:
-    """As `open_catalog`, of a save that was found."""
+    """As `open_catalog`, for a save that was found."""
     if reading.read_options is not None:
         place = replace(place, listing=replace(place.listing, options=reading.read_options))
     catalog = layouts.read(place.listing, allow_unknown=reading.allow_unknown_layout, as_part=reading.as_part)
@@ -94,7 +94,7 @@ def open_place(place: Place, reading: Reading, *, as_stored: bool = False, keeps
 
 
 def strip_wrappers(catalog: Catalog, *, of_trl: bool = True) -> tuple[Catalog, tuple[str, ...]]:
-    """Names without what torch's wrappers put in, and without `module.` or `_forward_module.` where all have it.
+    """The names without the parts of torch's wrappers, and without `module.` or `_forward_module.` where all have it.
 
     Args:
         catalog: of a save.
@@ -128,14 +128,14 @@ def strip_wrappers(catalog: Catalog, *, of_trl: bool = True) -> tuple[Catalog, t
 
 
 _VALUE_HEAD = ("pretrained_model.", "v_head.")
-"""How names of TRL's model with a value head begin. Source: TRL 0.29, experimental/ppo/modeling_value_head.py `state_dict`."""
+"""The beginnings of names in TRL's model with a value head. Source: TRL 0.29, experimental/ppo/modeling_value_head.py
+`state_dict`.
+"""
 
 
 def states_of(opened: Opened, *, allow_unknown: bool = False) -> NamedStates:
-    """The optimizer's states of an open checkpoint, under the names that `strip_wrappers` gives the weights.
-
-    Raises:
-        UnsupportedError: the checkpoint names no states, or none that zckpt reads; it says why.
+    """The optimizer's states of an open checkpoint, under the names that `strip_wrappers` gives the weights. Raises
+    UnsupportedError if the checkpoint names no states, or none that zckpt reads; it says why.
     """
     stripped, _ = strip_wrappers(opened.catalog)
     names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
@@ -145,7 +145,7 @@ def states_of(opened: Opened, *, allow_unknown: bool = False) -> NamedStates:
 
 
 _PREFIXES = ("module.", "_forward_module.")
-"""What DDP, DeepSpeed's engine and Lightning put before every name."""
+"""The prefixes that DDP, DeepSpeed's engine and Lightning put before every name."""
 
 
 def as_named_by(names: Iterable[str], catalog: Catalog) -> tuple[Catalog, dict[str, str]]:
@@ -373,11 +373,7 @@ class TensorSlice:
 
 
 def read_tensor(entry: TensorEntry, framework: Literal["pt", "np"]) -> Tensor:
-    """One tensor, whole, in its own dtype.
-
-    Raises:
-        UsageError: numpy lacks the dtype (bf16, fp8).
-    """
+    """One tensor, whole, in its own dtype. Raises UsageError if numpy lacks the dtype (bf16, fp8)."""
     if framework == "np":
         import numpy
 

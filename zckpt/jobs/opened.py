@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from zckpt.quantized.packed import Packed
 
 _MOST_BYTES = 16 << 20
-"""Of a config of quantised weights alone."""
+"""The most bytes of a config of quantised weights in a file of its own."""
 
 _CODES = ("U8", "I8", "I32", "U32")
-"""Dtypes of what is packed where such a config is."""
+"""Dtypes of packed weights with such a config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Opened:
     is_plain: bool = False
 
     def config(self, given: Mapping[str, object] | None = None) -> Mapping[str, object] | None:
-        """The config for weights that are written from the catalog, or `given`; None where there is none."""
+        """The config for weights that are written from the catalog, or `given`; None if there is none."""
         known = read_own_config(self.place.home, self.place.named) if given is None else given
         if other := other_class(known, self.catalog.tensors):
             known = {**(known or {}), "architectures": [other]}
@@ -66,17 +66,13 @@ class Opened:
 
     @property
     def other_class(self) -> str:
-        """The transformers class that the weights have, where the config beside them names another; else empty."""
+        """The transformers class of the weights, if the config beside them names another; else empty."""
         return other_class(config_beside(self.place), self.catalog.tensors)
 
     def check_read(self, entries: Iterable[TensorEntry]) -> None:
         """Makes sure that none of these tensors holds packed numbers of a quantisation that zckpt does not read.
-
-        Args:
-            entries: tensors of the catalog, under any names, or what is computed from them.
-
-        Raises:
-            UnsupportedError: one does; it names the quantisation.
+        `entries`: tensors of the catalog, under any names, or what is computed from them. Raises UnsupportedError if
+        one does; it names the quantisation.
         """
         if self.packed is not None or self.quantization is not None:
             from zckpt.quantized.packed import check_unpacked
@@ -84,7 +80,7 @@ class Opened:
             check_unpacked(entries, self.packed, self.quantization, self.catalog.source.path)
 
     def without_packed(self, catalog: Catalog) -> Catalog:
-        """The tensors of it that are not packed; the catalog is this one's, under any names."""
+        """The tensors of a catalog, which has this one's tensors under any names, without packed ones."""
         if self.packed is None:
             return catalog
         places = self.packed.places
@@ -92,7 +88,7 @@ class Opened:
 
 
 def config_beside(place: Place) -> dict[str, object] | None:
-    """The config beside a checkpoint; None where there is none, or none that can be read, an error where it is written."""
+    """The config beside a checkpoint; None if there is none that can be read, which is an error where it is written."""
     try:
         return read_config(place.home)
     except ZckptError:
@@ -116,7 +112,7 @@ def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
 
 
 def _may_be_packed(name: str, entry: TensorEntry) -> bool:
-    """Whether `quantized.forms` may know packed weights by a tensor: integers, fp8, a column, or one of its names."""
+    """Whether a tensor may be packed, as `quantized.forms` knows it: integers, fp8, a column, or one of its names."""
     kind = entry.dtype.name
     return (
         (entry.dtype.kind != "float" and kind != "BOOL" and (kind != "I64" or bool(entry.shape)))
@@ -127,7 +123,7 @@ def _may_be_packed(name: str, entry: TensorEntry) -> bool:
 
 
 def _said_beside(place: Place) -> Quantization | None:
-    """What a file of its own says of the weights; None where there is none, or none that can be read."""
+    """The quantisation in a file of its own; None if there is none that can be read."""
     from zckpt.quantized.configs import OWN_FILES
 
     for name, meaning in OWN_FILES.items():
@@ -190,7 +186,7 @@ def dequantise(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
 
 
 def about(opened: Opened, found: Collection[str]) -> str:
-    """How a checkpoint's weights are quantised, for a person; empty if they are not.
+    """The quantisation of a checkpoint's weights, in words; empty if there is none.
 
     Args:
         opened: as stored.

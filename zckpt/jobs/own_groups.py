@@ -253,7 +253,7 @@ class Fp8:
 
     @property
     def group_size(self) -> None:
-        """Its schemes have none."""
+        """Returns None: these schemes have no groups."""
 
     flags: ClassVar[tuple[str, str]] = ("--quantize", "--keep")
 
@@ -303,7 +303,7 @@ class Quantize:
 
     @property
     def scheme(self) -> Scheme:
-        """The same form, as `Fp8` and the config know it."""
+        """The same form, by the name that `Fp8` and the config have for it."""
         return "block128" if self.target == "fp8" else self.target  # type: ignore[return-value]
 
 
@@ -373,11 +373,7 @@ class Gguf:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Which adapter `to_peft` writes.
-
-    Attributes:
-        adapter: its name, where there are several.
-    """
+    """Which adapter `to_peft` writes. `adapter`: its name, where there are several."""
 
     adapter: str | None = field(
         default=None, metadata=option("--adapter", "text", "Which adapter, if there are several.", metavar="NAME")
@@ -417,11 +413,7 @@ class TargetWorld:
 
 @dataclass(frozen=True, kw_only=True)
 class Slim:
-    """What `slim` leaves out.
-
-    Attributes:
-        drop: kinds, of `DROPPED`.
-    """
+    """What `slim` leaves out. `drop`: kinds, of `DROPPED`."""
 
     drop: Sequence[str] = field(
         default=(),
@@ -483,7 +475,7 @@ class MergedWith:
 
     @property
     def lora(self) -> LoraMerge | None:
-        """The same as `verify` takes it."""
+        """The merge, in the form that `verify` takes."""
         return (
             None if self.base is None and not self.adapter else LoraMerge(base=self.base, adapters=tuple(self.adapter))
         )

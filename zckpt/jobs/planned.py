@@ -64,7 +64,7 @@ class Planned:
         return (self.opened,)
 
     def signing(self) -> Signing | None:
-        """With which key the output is signed, and what its signature says of the sources; None for no signature."""
+        """The key that signs the output, and what the signature says of the sources; None for no signature."""
         signing = self.order.signing
         if signing is None:
             return None
@@ -74,10 +74,8 @@ class Planned:
         return replace(signing, provenance=provenance(sources))
 
     def check(self) -> tuple[str, ...]:
-        """Makes sure that the checkpoint does not contradict itself; returns sentences that a person should see.
-
-        Raises:
-            InconsistentError: it does.
+        """Makes sure that the checkpoint does not contradict itself; returns sentences that a person should see. Raises
+        InconsistentError if it does.
         """
         replicas.check(self.catalog)
         return ()
@@ -104,7 +102,9 @@ class Report(OutputReport):
         return self.line(count(self.tensors, "tensor"))
 
     def line(self, what: str) -> str:
-        """What was written, and how fast, as a command prints it; `what`: the output, as in "2 tensors as bf16"."""
+        """The line that a command prints: what was written, and how fast; `what`: the output, as in "2 tensors as
+        bf16".
+        """
         if self.already_done:
             return f"{self.out}: already done; every file matches its checksum, and nothing was written"
         files = f"{size(self.bytes_written)} in {count(len(self.files), 'file')}"
@@ -140,7 +140,7 @@ def execute(
 
 
 def carried_out(planned: Planned, progress: Progress, label: str, began: float) -> Report:
-    """The same for a public function, which began at `began` (of `time.perf_counter`), with its progress."""
+    """As `execute`, for a public function that began at `began` (of `time.perf_counter`), with its progress."""
     with watch_progress(progress, planned.plan.bytes_written, label) as watch:
         return replace(execute(planned, watch), seconds=time.perf_counter() - began)
 

@@ -22,13 +22,13 @@ from zckpt.storage.location import Location
 
 _WHOLE_BYTES = 1 << 20
 _MOST_BYTES = 64 << 20
-"""Of files that are hashed whole because they are not weights; larger ones are named with their sizes only."""
+"""The most bytes of files that are not weights and are hashed whole; of larger ones, only the size is recorded."""
 
 
 def provenance(
     sources: Iterable[tuple[Listing, Catalog]], others: Iterable[tuple[str, Location]] = ()
 ) -> dict[str, object]:
-    """What the signature of an output says of its sources: of each, the facts of `zckpt.json`, and its files.
+    """The sources of an output for its signature: the facts of `zckpt.json` and the files of each.
 
     Args:
         sources: what weights were read from.
@@ -49,7 +49,7 @@ def provenance(
 
 
 def _facts(name: str, file: Location) -> dict[str, object]:
-    """One file: its name, its bytes, and its index's SHA-256; see [Note: indexes]."""
+    """The facts of one file: its name, its bytes, and its index's SHA-256; see [Note: indexes]."""
     nbytes = file.size()
     facts: dict[str, object] = {"name": name, "bytes": nbytes}
     kind, data = "", b""

@@ -86,7 +86,9 @@ class PlannedFp8(PlannedConversion):
     carried: int = field(kw_only=True)
 
     def tensors(self) -> list[dict[str, object]]:
-        """What quantising did to each tensor, for `--json`; numbers are None where others made some of the elements."""
+        """The effect of quantising on each tensor, for `--json`; numbers are None where others made some of the
+        elements.
+        """
         return [_describe_quantiser(name, self.quantisers[name]) for name in self.quantisers]
 
 
@@ -211,7 +213,7 @@ def quantize(
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize]
 ) -> PlannedFp8:
-    """Everything but the work; arguments as for `to_fp8`. Writes nothing."""
+    """Plans a quantisation; arguments as for `to_fp8`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     if place.path.lower().startswith("hf://") or place.name.endswith((".safetensors", ".bin", ".pt")):
         raise UsageError(
@@ -366,13 +368,13 @@ def fp8_weights(
 
 
 def target_of(scheme: str, group_size: int | None) -> Target | None:
-    """The form of compressed-tensors that is asked for; None for fp8."""
+    """The form of compressed-tensors to write; None for fp8."""
     target = TARGETS.get(scheme)
     return target if target is None or group_size is None else replace(target, group=group_size)
 
 
 def _check_groups(catalog: Catalog, chosen: Iterable[str], target: Target) -> None:
-    """Makes sure that groups divide the columns of all matrices; raises UsageError."""
+    """Checks that groups divide the columns of all matrices; raises UsageError."""
     ragged = [name for name in sorted(chosen) if target.group and catalog.tensors[name].shape[-1] % target.group]
     if ragged:
         raise UsageError(
@@ -463,7 +465,7 @@ def _is_matrix(entry: TensorEntry) -> bool:
 
 
 def _check_experts(chosen: Iterable[str], can: Iterable[str], path: str, flags: tuple[str, str]) -> None:
-    """Makes sure that of a layer's experts all are quantised, or none: loaders keep them in one tensor."""
+    """Checks that either all or none of a layer's experts are quantised: loaders keep them in one tensor."""
     mixed: dict[str, set[bool]] = defaultdict(set)
     is_chosen = set(chosen)
     for name in can:

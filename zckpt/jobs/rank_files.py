@@ -1,4 +1,4 @@
-"""Which file of a save holds which part: data x tensor x pipeline x expert, and the state each file is in.
+"""Finds which file of a save holds which part (data x tensor x pipeline x expert), and the state of each file.
 
 For `inspection`. Also of a checkpoint that cannot be read: which files are missing, damaged, left over, or of another save.
 """
@@ -22,7 +22,7 @@ from zckpt.layouts.save.family import Family, NamedFile, RankFacts
 from zckpt.layouts.save.listing import Listing
 
 SWAP = "swap"
-"""What kinds of swap files begin with; their names follow."""
+"""The beginning of the kinds of swap files; their names follow."""
 
 Rows = Mapping[int, Mapping[str, "Cell"]]
 """Data-parallel rank -> kind of file ("model", "optim") -> its state."""
@@ -83,7 +83,7 @@ def grid_of(listing: Listing, catalog: Catalog | None, lost: Iterable[str] = ())
 
 
 def _with_swapped(listing: Listing, files: Sequence[_RankFile], rows: Rows) -> Rows:
-    """The same, with the swap files that optimizer files name."""
+    """The rows, with the swap files that optimizer files name."""
     swapped = {file.rank: file.facts.swapped for file in files if file.facts.swapped}
     return {
         rank: {
@@ -136,7 +136,7 @@ def _present(files: Sequence[_RankFile]) -> Rows:
 
 
 def lost_files(listing: Listing) -> dict[str, list[str]]:
-    """Files that the save names and that are missing, each with the tensors that are known by name only.
+    """The missing files that the save names, each with the tensors that are known by name only.
 
     Nothing where it cannot be read which files it names.
     """
@@ -148,7 +148,7 @@ def lost_files(listing: Listing) -> dict[str, list[str]]:
 
 
 def _lost_name(family: Family, fellows: Iterable[str], axis: str, number: int) -> str:
-    """The name of a file with this number of an axis, by those of its kind that are there, with numbers of as many digits."""
+    """The name of a file with this number of an axis, like its kind's other files, with as many digits."""
     digits, made = 0, ""
     for name in fellows:
         for _, pattern, _ in family.files:
@@ -161,7 +161,7 @@ def _lost_name(family: Family, fellows: Iterable[str], axis: str, number: int) -
 
 
 def _with_names(grid: Mapping[int, Rows], family: Family) -> dict[int, Rows]:
-    """The same, where missing files that data ranks share have names, by those of other model-parallel ranks."""
+    """The grid, with names for missing files that data ranks share, like those of other model-parallel ranks."""
     there: dict[str, list[str]] = {}
     for rows in grid.values():
         for kind, cell in rows.get(0, {}).items():
@@ -180,7 +180,7 @@ def _with_names(grid: Mapping[int, Rows], family: Family) -> dict[int, Rows]:
 
 
 def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topology | None, family: Family) -> Rows:
-    """The files of one model-parallel rank, with those that should be there; `shared`: kinds that all data ranks share."""
+    """The files of one model-parallel rank, present or missing; `shared`: kinds that all data ranks share."""
     own = {(file.rank, file.kind): file for file in files if file.rank is not None}
     if not own:
         return _present(files)
@@ -203,7 +203,7 @@ def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topol
 
 
 def _world_size(files: Sequence[_RankFile], topology: Topology | None) -> int:
-    """Data-parallel ranks of the save: as it was read, or as most files say, or as many as there are files of."""
+    """The number of data-parallel ranks: as read, as most files record it, or as many as have files."""
     said = [file.facts.world_size for file in files if file.facts.world_size]
     if topology is not None:
         return min(topology.dp, limits.RANKS)
@@ -216,7 +216,7 @@ def _usual(values: Iterable[int | None]) -> int | None:
 
 
 def _judge_file(file: _RankFile, rank: int, world_size: int, usual_step: int | None) -> Cell:
-    """The file's state, now that the world size and the step of the save are known."""
+    """The state of a file, given the world size and the step of the save."""
     cell, count, step = file.cell, file.facts.world_size, file.facts.step
     if cell.state != "ok":
         return cell
@@ -237,7 +237,7 @@ def other_files(listing: Listing) -> list[NamedFile]:
 
 
 def bad_ranks(grid: Grid) -> list[int]:
-    """Data-parallel ranks with a file that is not as it should be."""
+    """Data-parallel ranks with a file that is missing or bad."""
     return sorted(
         {n for rows in grid.values() for n, cells in rows.items() if any(c.state != "ok" for c in cells.values())}
     )

@@ -39,18 +39,18 @@ _STEP = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]?(?P<step>\d{1,18})
 
 
 class CheckpointTarget(Protocol):
-    """What every form of checkpoint says of itself."""
+    """The facts that every form of checkpoint has."""
 
     @property
     def tag(self) -> str:
-        """Its tag directory."""
+        """The name of its tag directory."""
 
     @property
     def precision(self) -> DType:
-        """Names the dtype of the module's own weights."""
+        """The dtype of the module's own weights."""
 
     def as_json(self) -> dict[str, object]:
-        """What a manifest says of it."""
+        """The facts for a manifest."""
 
 
 T = TypeVar("T", bound=CheckpointTarget)
@@ -59,20 +59,16 @@ T_co = TypeVar("T_co", bound=CheckpointTarget, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class PlannedReshard(Planned, Generic[T_co]):
-    """A checkpoint in another form that is planned but not begun; further attributes as in `Planned`.
-
-    Attributes:
-        target: the form of the new one.
+    """A checkpoint in another form that is planned but not begun; further attributes as in `Planned`. `target`: the
+    form of the new one.
     """
 
     target: T_co
 
 
 def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[Opened, Training]:
-    """A checkpoint with all that a run needs to resume, once it is clear that `out` may be written.
-
-    Raises:
-        ZckptError: one of its kinds says what is wrong.
+    """Opens a checkpoint with all that a run needs to resume, after a check that `out` may be written. Raises
+    ZckptError if one of its kinds says what is wrong.
     """
     opened = open_asked(source, asked)
     training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
@@ -83,7 +79,7 @@ def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[O
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[TargetWorld]
 ) -> PlannedReshard[ZeroTarget]:
-    """Everything but the work. Writes nothing.
+    """Plans a resharding. Writes nothing.
 
     Args:
         checkpoint: any form of a ZeRO checkpoint.
@@ -100,11 +96,7 @@ def prepare(
 
 
 def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[ZeroTarget, Laid]:
-    """The save that is asked for, and its files.
-
-    Raises:
-        ZckptError: one of its kinds says why there can be none.
-    """
+    """The save that is asked for, and its files. Raises ZckptError if one of its kinds says why there can be none."""
     target = target_of(opened.catalog, training, world.world_size, world.stage, world.precision or training.precision)
     target = replace(target, no_frozen=_has_no_frozen(opened))
     training = replace(training, model=_with_config(training.model, target, training.precision))
@@ -145,7 +137,8 @@ def plan_reshard(
 
 
 def _has_no_frozen(opened: Opened) -> bool:
-    """Whether there are no frozen parameters, for the run saved none, though its model may have some, as PEFT's does.
+    """Whether the save has no frozen parameters because the run saved none, though its model may have some, as with
+    PEFT.
 
     DeepSpeed's engine looks for every frozen parameter in a dict, even an empty one; where there is no dict, it looks for none.
     Source: DeepSpeed 0.19.8, runtime/engine.py `load_module_state_dict`; transformers passes `exclude_frozen_parameters`.
@@ -169,7 +162,7 @@ def tag_of(source: Source, training: Training) -> str:
 
 
 def _step_in(path: str) -> int:
-    """The step in the name of a save's directory or of the one above it, as trainers name these; 0 if there is none."""
+    """The step in the name of a save's directory or its parent's, as trainers name these; 0 if there is none."""
     for name in path.rstrip("/").split("/")[:-3:-1]:
         if match := _STEP.fullmatch(name):
             return int(match["step"])
@@ -196,7 +189,7 @@ def target_of(catalog: Catalog, training: Training, world_size: int, stage: int 
 
 
 def _with_config(model: Mapping[str, object], target: ZeroTarget, before: DType) -> dict[str, object]:
-    """The config that the files carry, made true."""
+    """The config in the files, adapted to the target."""
     config = model.get("ds_config")
     if not isinstance(config, Mapping):
         return dict(model)

@@ -1,4 +1,5 @@
-"""What the options for names and tensors mean for one checkpoint: the prefix that `auto` finds, and wishes that match nothing.
+"""Resolves the options for names and tensors for one checkpoint: the prefix that `auto` finds, and options that match
+nothing.
 
 For the jobs that take `--strip-prefix`, `--rename`, `--include` and `--exclude`.
 """
@@ -19,12 +20,12 @@ AUTO = "auto"
 """The value of `strip_prefix` for which the prefix is found; a prefix of this word would be `auto.`."""
 
 _WRAPPERS = ("module.", "_forward_module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "pl_module.")
-"""What DDP, DeepSpeed's engine and Lightning's, torch.compile, FSDP and PEFT put before all names."""
+"""The prefixes that DDP, DeepSpeed's and Lightning's engines, torch.compile, FSDP and PEFT put before all names."""
 
 _BODIES = frozenset(
     ("model", "transformer", "gpt_neox", "language_model", "bert", "roberta", "encoder", "decoder", "backbone")
 )
-"""What models call the part that holds their layers: a prefix that belongs to them."""
+"""The names that models give the part with their layers: a prefix that belongs to them."""
 
 
 def resolve_selection(
@@ -59,7 +60,7 @@ def resolve_selection(
 
 
 def _unused_renames(names: Collection[str], naming: Naming) -> Iterable[str]:
-    """Sentences on patterns of `rename` that replace nothing in any name; what is not a pattern, `select` refuses."""
+    """Sentences on patterns of `rename` that replace nothing in any name; `select` refuses invalid patterns."""
     renamed = [name.removeprefix(naming.strip_prefix) for name in names]
     for text, new in naming.rename:
         try:
@@ -107,7 +108,7 @@ def select(catalog: Catalog, selecting: Selecting, naming: Naming | None = None)
 
 
 def is_wanted(entry: TensorEntry, selecting: Selecting) -> bool:
-    """Whether an output has a tensor."""
+    """Whether an output has this tensor."""
     if selecting.exclude_frozen and entry.role == "frozen":
         return False
     if selecting.include and not matches(entry.name, selecting.include):
@@ -130,7 +131,7 @@ def check_wanted(opened: Opened, catalog: Catalog, selecting: Selecting) -> None
 
 
 def common_prefix(names: Collection[str]) -> str:
-    """What wraps all names: prefixes of known wrappers, and further parts that all of them begin with.
+    """The prefix that wraps all names: known wrappers' prefixes, and further parts that all names begin with.
 
     A part that models themselves call their body, such as `model.`, stays where the layers are directly below it.
     """

@@ -106,7 +106,7 @@ def slim(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Slim]) -> PlannedSlim:
-    """Everything but the work. Writes nothing.
+    """Plans a smaller save. Writes nothing.
 
     Args:
         checkpoint: of DeepSpeed, torch.distributed.checkpoint, rank files of FSDP, or torch files of weights.
@@ -179,7 +179,7 @@ def execute(
     progress: Callable[[int], None] | None = None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Report:
-    """Makes sure that nothing is lost, and writes the save; arguments as of `jobs.planned.execute`.
+    """Checks that nothing is lost, and writes the save; arguments as of `jobs.planned.execute`.
 
     Raises:
         InconsistentError: what is left out is not given back by what stays; nothing was written.
@@ -207,11 +207,7 @@ def _notes(cut: Cut) -> Iterator[str]:
 
 
 def _containers(opened: Opened, asked: Asked[Slim]) -> dict[str, Container]:
-    """The torch files of the save by name.
-
-    Raises:
-        UnsupportedError: the layout keeps its elements elsewhere.
-    """
+    """The torch files of the save by name. Raises UnsupportedError if the layout keeps its elements elsewhere."""
     listing = opened.place.listing
     family = family_of(listing)
     if family is universal.FAMILY:
@@ -263,7 +259,7 @@ def _containers(opened: Opened, asked: Asked[Slim]) -> dict[str, Container]:
 
 
 def _has_objects(root: object) -> bool:
-    """Whether tensors are inside objects of classes, such as DTensors: these are left as they are."""
+    """Whether tensors are inside objects of classes, such as DTensors, which stay as they are."""
     return any(True for inner in placeholders_in(root) for _ in tensors_in(inner))
 
 
@@ -307,17 +303,15 @@ def _choose_tensors(
 
 
 def _are_copies(a: TensorRef, b: TensorRef) -> bool:
-    """Whether two tensors in different places may be the same one."""
+    """Whether two tensors in different places may be copies."""
     return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.place != b.place
 
 
 def _module_weights(
     catalog: Catalog, listing: Listing, roots: Sequence[Mapping[object, object]], cut: Cut
 ) -> Iterator[tuple[TensorEntry, TensorEntry]]:
-    """Marks the module's own weights that masters give back.
-
-    Raises:
-        UnsupportedError: the masters' names, or what is tied, would be lost with them.
+    """Marks the module's own weights that masters give back. Raises UnsupportedError if the masters' names, or what is
+    tied, would be lost with them.
     """
     if catalog.source.zero_stage not in (1, 2):
         raise UnsupportedError(
@@ -341,7 +335,7 @@ def _module_weights(
 
 
 def _check_dropped(opened: Opened, asked: Asked[Slim], cut: Cut, left_out: set[str]) -> None:
-    """Raises UsageError for what you want to leave out and is not there."""
+    """Raises UsageError for a part to leave out that does not exist."""
     for what in asked.own.drop:
         if not cut.bytes.get(what) and not (what == "optimizer" and left_out):
             raise UsageError(
@@ -356,6 +350,6 @@ def _check_dropped(opened: Opened, asked: Asked[Slim], cut: Cut, left_out: set[s
 
 
 def describe_plan(planned: PlannedSlim) -> str:
-    """What a command says of the new save."""
+    """The text of a command on the new save."""
     without = join_words([f"{what.replace('-', ' ')} ({size(nbytes)})" for what, nbytes in planned.dropped.items()])
     return f"a save that is {size(planned.saved_bytes)} smaller" + (f", without {without}" if without else "")

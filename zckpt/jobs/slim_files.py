@@ -51,7 +51,7 @@ class Cut:
     bytes: dict[str, int] = field(default_factory=dict[str, int])
 
     def what(self, ref: TensorRef) -> str:
-        """Why a tensor is left out; empty if it stays."""
+        """The reason why a tensor is left out; empty if it stays."""
         place = place_of(ref)
         return next((what for what, places in self.places.items() if place in places), "")
 
@@ -115,9 +115,7 @@ def swapped_in(listing: Listing, name: str) -> Callable[[str], bool]:
 
 def is_copied(place: Place, name: str) -> bool:
     """Whether a file of a save is copied as it is: not if it is a link out of it to something that is not a container.
-
-    Raises:
-        UnsafeError: the save would be none without it.
+    Raises UnsafeError if the save would be none without it.
     """
     file = place.listing.files[name]
     if is_own(file, place.home, place.named) or is_own(file, file.parent):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor | numpy.ndarray[Any, Any]
 
 SEPARATOR = "/"
-"""Between a state and its parameter in the name of a tensor; names of parameters have dots."""
+"""The separator of a state and its parameter in a tensor's name; names of parameters have dots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class NamedStates:
     groups: tuple[Mapping[str, object], ...]
 
     def as_json(self) -> dict[str, object]:
-        """What `zckpt inspect --states --json` adds, as a dict."""
+        """The part of `zckpt inspect --states --json` on states, as a dict."""
         return {
             "states": [
                 {
@@ -65,7 +65,7 @@ class NamedStates:
         }
 
     def lines(self) -> Iterator[str]:
-        """What `zckpt inspect --states` adds: a line for each state and each parameter group."""
+        """The part of `zckpt inspect --states` on states: a line for each state and each parameter group."""
         width = max(map(len, (*self.entries, "state")))
         yield f"  {'state':<{width}}  {'parameters':>10}  {'elements':>15}  {'size':>9}  dtype"
         for state, own in self.entries.items():
@@ -80,10 +80,8 @@ class NamedStates:
             yield f"  group {number}: {', '.join([count(len(params), 'parameter'), *said])}"
 
     def catalog(self, weights: Catalog) -> Catalog:
-        """All states as tensors `STATE/PARAMETER`; those that several parameters share, such as tables, are aliases of one.
-
-        Raises:
-            UnsupportedError: the optimizer keeps no tensors, as SGD without momentum.
+        """All states as tensors `STATE/PARAMETER`; those that several parameters share, such as tables, are aliases of
+        one. Raises UnsupportedError if the optimizer keeps no tensors, as SGD without momentum.
         """
         tensors: dict[str, TensorEntry] = {}
         aliases: dict[str, str] = {}
@@ -146,7 +144,9 @@ def _groups(training: Training, names: Mapping[str, str]) -> tuple[Mapping[str, 
 
 
 def plain(value: object) -> object:
-    """A setting as numbers, texts and lists of such; a tensor of one element as its number, anything else as a text."""
+    """The value as numbers, texts and lists of these; a tensor of one element becomes its number, any other value a
+    text.
+    """
     if isinstance(value, TensorRef) and value.numel == 1:
         number = number_in(value)
         return number if isinstance(number, int | float) else str(value.dtype)
@@ -160,7 +160,7 @@ def plain(value: object) -> object:
 
 
 class StateTensors(Mapping[str, "Tensor"]):
-    """One state of all parameters that have it, read when it is asked for; tied names give the same."""
+    """One state of all parameters that have it, read on access; tied names give equal tensors."""
 
     def __init__(
         self,
@@ -189,10 +189,8 @@ class StateTensors(Mapping[str, "Tensor"]):
         return self._read(self.entry(name))
 
     def entry(self, name: str) -> TensorEntry:
-        """Shape, dtype and places of a parameter's state.
-
-        Raises:
-            NoTensorError: the parameter has none, which is a KeyError too.
+        """Shape, dtype and places of a parameter's state. Raises NoTensorError if the parameter has none, which is a
+        KeyError too.
         """
         found = self._entries.get(self._aliases.get(name, name))
         if found is None:
@@ -204,7 +202,7 @@ class StateTensors(Mapping[str, "Tensor"]):
 
 
 class OptimizerStates(Mapping[str, StateTensors]):
-    """State -> parameter -> tensor, of an open checkpoint."""
+    """The states of an open checkpoint: state -> parameter -> tensor."""
 
     def __init__(self, named: NamedStates, read: Callable[[TensorEntry], Tensor]) -> None:
         self._named, self._read = named, read

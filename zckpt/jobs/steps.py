@@ -21,10 +21,10 @@ from zckpt.layouts.save.companions import read_config
 
 
 class ModelStep(Protocol):
-    """One thing that is done to a model; it writes into the model what it did."""
+    """One change of a model; it records in the model what it did."""
 
     def apply(self, model: WorkingModel) -> WorkingModel:
-        """The model after it."""
+        """The changed model."""
         ...
 
 
@@ -48,7 +48,7 @@ def open_model(opened: Opened) -> WorkingModel:
 
 @dataclass(frozen=True, slots=True)
 class NoteAdapters:
-    """Says that there are adapters which are not merged."""
+    """Notes that there are adapters which are not merged."""
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
         if not any(".lora_" in name for name in (*model.catalog, *model.catalog.aliases)):
@@ -104,13 +104,13 @@ class Reform:
 
 
 def _gguf_in(catalog: Catalog) -> object:
-    """What a GGUF file says of itself; None for another checkpoint."""
+    """The metadata of a GGUF file; None for another checkpoint."""
     return catalog.extras.get("gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Leaves out what is not wanted, and renames the rest."""
+    """Leaves out tensors that are not wanted, and renames the rest."""
 
     selecting: Selecting
     naming: Naming
@@ -168,7 +168,7 @@ class WriteNames:
 
 @dataclass(frozen=True, slots=True)
 class TakeStates:
-    """Leaves the optimizer's states that are wanted, and no weight."""
+    """Leaves only the optimizer's states that are wanted, and no weight."""
 
     selecting: Selecting
 
@@ -185,11 +185,11 @@ RECORDED = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "o
 """Fields of groups that a manifest records under their own names, in this order."""
 
 OTHERS = ("wishes", "form", "base", "fp8", "states")
-"""What else a manifest may record: how the checkpoint was read, and what steps did."""
+"""Other entries of a manifest: how the checkpoint was read, and what steps did."""
 
 
 def record_of(asked: Asked[object]) -> dict[str, object]:
-    """What the manifest says was asked for: all that changes tensors, and is not as it always is."""
+    """The manifest's record of the options: all that change tensors and differ from the defaults."""
     found: dict[str, object] = {}
     for name in RECORDED:
         group = next(group for group in (asked.selecting, asked.naming, asked.casting) if hasattr(group, name))
@@ -200,7 +200,7 @@ def record_of(asked: Asked[object]) -> dict[str, object]:
 
 
 def steps_again(recorded: Mapping[str, Any], given: LoraMerge | None) -> tuple[ModelStep, ...]:
-    """The steps that made an output, by what its manifest records.
+    """The steps that made an output, by the record in its manifest.
 
     Args:
         recorded: the options in the manifest.

@@ -109,7 +109,7 @@ def to_dcp(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Dcp]) -> PlannedConversion:
-    """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
+    """Plans a conversion; arguments as for `to_dcp`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_asked(source, asked)
     inputs = protected_places(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))
@@ -156,10 +156,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
 
 
 def _rename(catalog: Catalog, opened: Opened, asked: Asked[Dcp]) -> tuple[Formed, Naming]:
-    """The tensors that are wanted, under the names that are wanted, and the option with the prefix that was found.
-
-    Raises:
-        UsageError: the optimizer's states are wanted too, or no scheme is called so.
+    """The tensors that are wanted, under the names that are wanted, with the option for the prefix that was found.
+    Raises UsageError if the optimizer's states are wanted too, or no scheme is called so.
     """
     names = asked.own.names
     if names is None:
@@ -213,7 +211,7 @@ def _add_optimizer(
     catalog: Catalog,
     asked: Asked[Dcp],
 ) -> None:
-    """The optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
+    """Adds the optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
 
     Raises:
         UsageError: it would be among the weights, or the weights are not all there under their own names.
@@ -249,7 +247,9 @@ def _add_optimizer(
 
 
 def _settings(group: ParameterGroup, *, complete: bool) -> dict[str, object]:
-    """A group's settings without its parameters; `complete`: with all that accelerate asks for, if DeepSpeed's Adam has fewer."""
+    """A group's settings without its parameters; `complete`: with all that accelerate requires, where DeepSpeed's Adam
+    has fewer.
+    """
     found = {setting: value for setting, value in group.settings.items() if setting != "params"}
     return complete_settings(found, group.states) if complete else found
 
@@ -257,7 +257,7 @@ def _settings(group: ParameterGroup, *, complete: bool) -> dict[str, object]:
 def _add_states(
     save: DcpWriter, key: Path, group: ParameterGroup, training: Training, names: Mapping[str, str]
 ) -> None:
-    """Each parameter's states; what is one value for the whole group stands once in the files."""
+    """Adds each parameter's states; a value for the whole group is in the files once."""
     known: dict[str, Path] = {}
     for name in group.names:
         for state in group.states:
@@ -283,7 +283,7 @@ def _number(value: object) -> float:
 
 
 def _add_value(save: DcpWriter, path: Path, value: object) -> None:
-    """A setting: a tensor as such, anything else pickled."""
+    """Adds a setting: a tensor as a tensor, any other value pickled."""
     if isinstance(value, TensorRef):
         save.tensor(path, whole(str(path[-1]), value, "buffer"), value.dtype)
     else:

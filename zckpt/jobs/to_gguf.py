@@ -102,7 +102,7 @@ def to_gguf(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Gguf]) -> PlannedConversion:
-    """Everything but the work; arguments as for `to_gguf`. Writes nothing."""
+    """Plans a conversion; arguments as for `to_gguf`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     single = _is_single(place)
     library()
@@ -168,7 +168,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
 
 
 def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    """The tensors, and in the place of those that are computed what they are computed of."""
+    """The tensors, with computed ones replaced by their inputs."""
     for entry in entries:
         recipes = {id(f.store): f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)}
         if not recipes:
@@ -178,11 +178,7 @@ def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
 
 
 def _is_single(out: Location) -> bool:
-    """Whether OUT is one file.
-
-    Raises:
-        UsageError: it has the suffix of something else, or is a page of the hub.
-    """
+    """Whether OUT is one file. Raises UsageError if it has the suffix of something else, or is a page of the hub."""
     if out.path.lower().startswith("hf://"):
         raise UsageError(
             "OUT cannot be a page of the hub here",
@@ -199,11 +195,7 @@ def _is_single(out: Location) -> bool:
 
 
 def _tokenizer_of(opened: Opened, wanted: str | None) -> Location | None:
-    """The directory with the tokenizer; None for no vocabulary.
-
-    Raises:
-        UsageError: there is no such directory.
-    """
+    """The directory with the tokenizer; None for no vocabulary. Raises UsageError if there is no such directory."""
     if wanted is None:
         return opened.place.home
     if wanted == NO_VOCABULARY:

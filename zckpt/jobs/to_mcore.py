@@ -101,7 +101,7 @@ def to_mcore(
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Megatron]
 ) -> PlannedConversion:
-    """Everything but the work; arguments as for `to_mcore`. Writes nothing."""
+    """Plans a conversion; arguments as for `to_mcore`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_asked(source, asked)
     inputs = protected_places(opened, source, beside=asked.publishing.beside, named=(asked.own.config,))

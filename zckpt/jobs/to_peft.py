@@ -44,21 +44,21 @@ from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
 _BORN_ZERO = re.compile(r".*\.(?:lora_B\.weight|lora_embedding_A)")
-"""What a LoRA begins with as zeros, so that it changes nothing; zeros after training mean that nothing was learned."""
+"""The LoRA matrices that begin as zeros, so that the adapter changes nothing; zeros after training mean that nothing
+was learned.
+"""
 
 _TYPES = frozenset((
     *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "MISS", "C3A", "LN_TUNING", "TRAINABLE_TOKENS"),
     *("VERA", "ROAD", "WAVEFT", "GRALORA", "DELORA", "PROMPT_TUNING", "PREFIX_TUNING"),
 ))  # fmt: skip
-"""Methods with tensors that are saved as they lie in the model; the tests hold each to what PEFT itself writes."""
+"""Methods with tensors that are saved as they are in the model; tests compare each with what PEFT itself writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAdapter(PlannedConversion):
-    """An adapter that is planned but not begun; further attributes as in `PlannedConversion`.
-
-    Attributes:
-        adapter: its name in the checkpoint.
+    """An adapter that is planned but not begun; further attributes as in `PlannedConversion`. `adapter`: its name in
+    the checkpoint.
     """
 
     adapter: str
@@ -122,7 +122,7 @@ def to_peft(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Adapter]) -> PlannedAdapter:
-    """Everything but the work. Writes nothing."""
+    """Plans the adapter's output. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     whole = open_asked(source, asked)
     opened = find_adapter(whole)
@@ -174,7 +174,7 @@ def carry_out(
     progress: Callable[[int], None] | None = None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> AdapterReport:
-    """Checks, moves and commits, and looks whether the adapter was trained; arguments as for `planned.execute`."""
+    """Checks, moves and commits, and checks whether the adapter was trained; arguments as for `planned.execute`."""
     report = execute(planned, progress, on_note)
     untrained = tuple(_zeros(planned))
     notes = report.notes
@@ -191,11 +191,7 @@ def _with_config(destination: LaidOutFiles, text: bytes) -> LaidOutFiles:
 
 
 def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:
-    """Refuses methods with files that are not the model's tensors, but made from them.
-
-    Raises:
-        UnsupportedError: this is one.
-    """
+    """Refuses methods with files that are computed from the model's tensors. Raises UnsupportedError if this is one."""
     method = config.get("peft_type")
     ranks = config.get("rank_pattern") if method == "ADALORA" else None
     encoder = [name for name, it in found.items() if it.adapter == adapter and not it.saved]
@@ -209,7 +205,7 @@ def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str,
 
 
 def _loose(catalog: Catalog, found: Mapping[str, Found], others: Sequence[str]) -> Iterator[str]:
-    """A sentence on parameters that were trained, but belong to no adapter."""
+    """A sentence on trained parameters that belong to no adapter."""
     if not catalog.source.zero_stage:
         return
     loose = [name for name in others if name not in found and catalog.tensors[name].role == "parameter"]
@@ -218,7 +214,7 @@ def _loose(catalog: Catalog, found: Mapping[str, Found], others: Sequence[str]) 
 
 
 def _without_config(adapter: str, selected: Mapping[str, TensorEntry]) -> str:
-    """A sentence on what a person has to write, with what the tensors say of it."""
+    """A sentence on the config that a person has to write, with what the tensors tell about it."""
     facts = ""
     ranks = sorted({e.shape[0] for n, e in selected.items() if n.endswith(".lora_A.weight") and e.shape})
     if ranks:
@@ -228,7 +224,7 @@ def _without_config(adapter: str, selected: Mapping[str, TensorEntry]) -> str:
 
 
 def _zeros(prepared: PlannedConversion) -> Iterator[str]:
-    """LoRA matrices that are still zeros. A look at what was written ends at the first number that is not."""
+    """The LoRA matrices that are still zeros. Reading a matrix ends at its first other number."""
     with open(os.path.join(prepared.out, WEIGHTS), "rb") as file:
         for _, entry in prepared.plan.pairs:
             if _BORN_ZERO.fullmatch(entry.name) and entry.fragments:

@@ -25,7 +25,7 @@ from zckpt.output.publish import check_output
 from zckpt.storage.location import locate
 
 GROUPS = f"{OPTIMIZER}.json"
-"""Steps and parameter groups."""
+"""The file of steps and parameter groups."""
 
 
 def to_states(
@@ -65,7 +65,7 @@ def to_states(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[None]) -> PlannedConversion:
-    """Everything but the work; arguments as for `to_states`. Writes nothing."""
+    """Plans a conversion; arguments as for `to_states`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     if os.path.splitext(place.name)[1] in (".safetensors", ".bin", ".pt"):
         raise UsageError(

@@ -21,13 +21,13 @@ from zckpt.layouts.universal.write import UniversalTarget, lay_out
 from zckpt.storage.location import locate
 
 _ACCELERATE = re.compile(r"pytorch_model(?:_\d+)?")
-"""Tags that accelerate's `load_state` asks for by name, whatever `latest` says; an output keeps them."""
+"""Tags that accelerate's `load_state` requests by name, whatever `latest` names; an output keeps them."""
 
 
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[object]
 ) -> PlannedReshard[UniversalTarget]:
-    """Everything but the work. Writes nothing.
+    """Plans a conversion. Writes nothing.
 
     Args:
         checkpoint: any form of a ZeRO checkpoint.

@@ -30,16 +30,20 @@ _TRAINED = re.compile(
     r"non_lora_trainables\.bin|non_lora_state_dict\.bin|vit\.safetensors|value_head\.(?:safetensors|bin)|mm_projector\.bin"
 )
 _OF_TRL = "pytorch_model.bin"
-"""Where TRL puts the value head beside the adapter of a PEFT model. Source: TRL 0.29, experimental/ppo/modeling_value_head.py."""
+"""The file for the value head that TRL writes beside the adapter of a PEFT model. Source: TRL 0.29,
+experimental/ppo/modeling_value_head.py.
+"""
 _WEIGHTS = re.compile(r"[\w.-]+\.(?:safetensors|bin|pt|pth|ckpt|pkl|npz|npy|msgpack|h5|gguf)")
 _OTHER = re.compile(
     r"(?:adapter_model|optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict|tokenizer)[\w.-]*"
 )
-"""Files that are read otherwise, or are not weights."""
+"""Files that are read in another way, or are not weights."""
 
 
 def trained_with(adapter: AdapterWeights, other: Opened, base: Catalog) -> tuple[Mapping[str, TensorEntry], list[str]]:
-    """What was trained with an adapter that has a place of its own, and sentences on what is used and what is not read."""
+    """The trained tensors beside an adapter that has a place of its own, with sentences on what is used and what is not
+    read.
+    """
     catalog, _ = strip_wrappers(other.catalog)
     if adapters_in(catalog):
         found, unread = trained_in(catalog, base), list[str]()
@@ -63,12 +67,10 @@ def trained_with(adapter: AdapterWeights, other: Opened, base: Catalog) -> tuple
 def trained_in(catalog: Catalog, base: Catalog) -> dict[str, TensorEntry]:
     """The tensors of a checkpoint that were trained beside its adapters, by their names in the base model.
 
-    Many checkpoints say which parameters were frozen. Of one that does not, all tensors count if it lacks some of the base's,
-    since only what is trained was saved then. If it holds all of them, those count that the base lacks, and the others have to
-    be the base's.
-
-    Raises:
-        InconsistentError: the checkpoint holds another number in a tensor of the base, and does not say whether it trained it.
+    Many checkpoints say which parameters were frozen. Of one that does not, all tensors count if it lacks some of the
+    base's, since only what is trained was saved then. If it holds all of them, those count that the base lacks, and the
+    others have to be the base's. Raises InconsistentError if the checkpoint holds another number in a tensor of the
+    base, and does not say whether it trained it.
     """
     own = base_of(catalog)
     roles = {entry.role for entry in catalog.tensors.values()}
@@ -168,7 +170,7 @@ def without_copies(adapter: AdapterWeights, base: Catalog, config: Mapping[str, 
 
 
 def check_copies(copies: Iterable[tuple[TensorEntry, TensorEntry]], adapters: Sequence[AdapterWeights]) -> None:
-    """Makes sure that tensors of adapters which are not merged are others once more.
+    """Checks that tensors of adapters that are not merged equal the tensors that are merged.
 
     Args:
         copies: each with the tensor that it must equal.

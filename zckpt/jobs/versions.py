@@ -62,15 +62,13 @@ class TensorPair:
 
 
 def is_plain(version: WeightsVersion) -> bool:
-    """Whether it is consolidated weights, which have the names and dtypes that somebody uses."""
+    """Whether it is consolidated weights, with the names and dtypes that a user has."""
     return version.opened.catalog.source.layout == "plain"
 
 
 def opened_version(path: str, asked: Asked[object]) -> WeightsVersion:
-    """Opens a version. Names, rows and selection that the options ask for are those of checkpoints: plain weights keep theirs.
-
-    Raises:
-        ZckptError: it cannot be read, contradicts itself, or the options do not fit it.
+    """Opens a version. Names, rows and selection that the options ask for are those of checkpoints: plain weights keep
+    theirs. Raises ZckptError if it cannot be read, contradicts itself, or the options do not fit it.
     """
     opened = open_catalog(path, asked.reading, as_stored=True)
     catalog, stripped = strip_wrappers(opened.catalog)
@@ -118,7 +116,7 @@ def paired_with(
     where: str,
     wanted: DType | None,
 ) -> list[TensorPair]:
-    """The same, of a new version that is `tensors` with `aliases`, which `where` names in errors."""
+    """As `pair_tensors`, for a new version of `tensors` with `aliases`, which `where` names in errors."""
     known = {*old.catalog, *old.catalog.aliases}
     names = {name: {name} for name in tensors}
     for dropped, kept in aliases.items():

@@ -59,7 +59,7 @@ class WorkingModel:
 
 
 def with_form(recorded: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:
-    """Facts for the manifest, with further ones of the output's form."""
+    """Facts for the manifest, with further facts of the output's form."""
     both = [form for facts in (more, recorded) if isinstance(form := facts.get("form"), Mapping)]
     form = {key: value for one in both for key, value in one.items()}
     return {**recorded, **more, **({"form": form} if form else {})}

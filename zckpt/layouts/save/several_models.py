@@ -20,7 +20,7 @@ _HALVES = {"encoder", "decoder"}
 
 
 def models_among(states: Mapping[str, Mapping[str, Shape]]) -> list[str]:
-    """The keys of state dicts of which two have most of their tensors in common; empty if all are parts of one model.
+    """The keys of all state dicts if two have most of their tensors in common; empty if all are parts of one model.
     `states`: key -> name -> shape.
     """
     for (one, first), (other, second) in combinations(states.items(), 2):

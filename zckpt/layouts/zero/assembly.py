@@ -74,7 +74,7 @@ def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: i
 
 
 _PEFT = compile_late(r"(?:^|\.)(?:base_model|prompt_encoder)\.")
-"""The prefixes, one of which every name in a model of PEFT has."""
+"""The prefixes of names in a model of PEFT; every name has one of them."""
 
 
 def assemble(
