@@ -100,6 +100,10 @@ loaders: .make/test interop .make/loaders
 .make/mergekit:
 	$(PIP) --no-deps --target .make/mergekit.new mergekit==0.1.5 immutables==0.21 && mv .make/mergekit.new $@
 
+# mlx and mlx-lm, which run on CPUs too: the test of to-mlx compares with them, and fixtures/generate_mlx.py asks them.
+.make/mlx:
+	$(PIP) --no-deps --target .make/mlx.new mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2 && mv .make/mlx.new $@
+
 bench: .make/zckpt .make/test interop .make/verl .make/mergekit
 	$(BIN)/python benchmarks/run.py
 
@@ -121,7 +125,7 @@ GPU_VERSION ?= 3.12
 gpu-wheels:
 	$(PYTHON) -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version $(GPU_VERSION) -d .make/wheels $(GPU_NEEDS)
 
-fixtures: .make/zckpt .make/test interop
+fixtures: .make/zckpt .make/test interop .make/mlx
 	for script in fixtures/generate*.py; do $(BIN)/python $$script || exit 1; done
 
 # Damages files of every kind in new ways each time: about FUZZ_EXAMPLES x 10 of them; then those that are read byte by byte, for

@@ -88,6 +88,7 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
         "to_fp8": lambda: zckpt.to_fp8(OnlyPathLike(LLAMA), out, also=[more]),
         "quantize": lambda: zckpt.quantize(OnlyPathLike(LLAMA), out, to="int8", also=[more]),
         "to_gguf": lambda: zckpt.to_gguf(OnlyPathLike(LLAMA), out, tokenizer="none", also=[more]),
+        "to_mlx": lambda: zckpt.to_mlx(OnlyPathLike(LLAMA), out, also=[more]),
         "to_mcore": lambda: zckpt.to_mcore(OnlyPathLike(LLAMA), out, also=[more]),
         "to_peft": lambda: zckpt.to_peft(OnlyPathLike(LORA), out, also=[more]),
         "to_universal": lambda: zckpt.to_universal(given, out, also=[more]),

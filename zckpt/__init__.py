@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.to_dcp import to_dcp
     from zckpt.jobs.to_gguf import to_gguf
     from zckpt.jobs.to_mcore import to_mcore
+    from zckpt.jobs.to_mlx import to_mlx
     from zckpt.jobs.to_peft import AdapterReport, to_peft
     from zckpt.jobs.to_states import to_states
     from zckpt.jobs.to_universal import to_universal
@@ -117,6 +118,7 @@ __all__ = [
     "to_fp8",
     "to_gguf",
     "to_mcore",
+    "to_mlx",
     "to_peft",
     "to_states",
     "to_universal",
@@ -164,6 +166,7 @@ _HOMES = {
     "to_fp8": "jobs.quantize",
     "to_gguf": "jobs.to_gguf",
     "to_mcore": "jobs.to_mcore",
+    "to_mlx": "jobs.to_mlx",
     "to_peft": "jobs.to_peft",
     "to_states": "jobs.to_states",
     "to_universal": "jobs.to_universal",

@@ -37,6 +37,7 @@ def test_commands_that_write(tmp_path: Path) -> None:
         ("to-peft", ADAPTER, tmp_path / "adapter"),
         ("to-fp8", LLAMA, tmp_path / "fp8"),
         ("quantize", LLAMA, tmp_path / "int8", "--to", "int8"),
+        ("to-mlx", LLAMA, tmp_path / "mlx"),
         ("to-dcp", CHECKPOINT, tmp_path / "dcp", "--optimizer", "optim"),
         ("average", CHECKPOINT, CHECKPOINT, tmp_path / "averaged"),
         ("to-universal", CHECKPOINT, tmp_path / "universal"),

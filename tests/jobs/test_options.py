@@ -26,6 +26,7 @@ from zckpt.jobs.declarations import (
     TO_FP8,
     TO_GGUF,
     TO_MCORE,
+    TO_MLX,
     TO_STATES,
     Asked,
     Job,
@@ -39,7 +40,7 @@ MODEL = FIXTURES / "transformers" / "llama_zero2" / "checkpoint"
 
 JOBS: dict[str, Job[Any]] = {
     "convert": CONVERT, "to_dcp": TO_DCP, "to_mcore": TO_MCORE, "to_fp8": TO_FP8, "to_gguf": TO_GGUF, "to_states": TO_STATES,
-    "quantize": QUANTIZE, "average": AVERAGE, "push_to_hub": PUSH, "delta": DELTA, "apply_delta": APPLY,
+    "to_mlx": TO_MLX, "quantize": QUANTIZE, "average": AVERAGE, "push_to_hub": PUSH, "delta": DELTA, "apply_delta": APPLY,
 }  # fmt: skip
 PLANNED = ("convert", "to_dcp", "to_mcore", "to_fp8", "quantize", "to_gguf", "to_states", "average")
 VALUES: dict[str, object] = {

@@ -93,6 +93,8 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
         output: where it is; its config says of what family the model is.
         facts: its manifest.
     """
+    if facts is not None and isinstance(said := facts.options.get("mlx"), Mapping):
+        return _expect_mlx(wanted, output, facts, said)
     said = facts.options.get(RECORDED) if facts is not None else None
     if facts is None or not isinstance(said, Mapping):
         return Expected(wanted)
@@ -114,3 +116,18 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
         tensors |= again
     dtypes = {**weights.dtypes, **{name: tensors[name].dtype for name in weights.dtypes.keys() - wanted.tensors.keys()}}
     return Expected(replace(weights.catalog, tensors=tensors), dtypes)
+
+
+def _expect_mlx(wanted: Catalog, output: Place, facts: Manifest, said: Mapping[str, Any]) -> Expected:
+    """The tensors of an output in MLX's form."""
+    from zckpt.jobs.to_mlx import mlx_tensors
+    from zckpt.naming.mlx_names import in_mlx_form
+    from zckpt.quantized.second_affine import affine_again
+
+    dtype = to_dtype(facts.dtype)
+    form = in_mlx_form(wanted, read_config(output.home) or {}, said.get("bits"), int(said.get("group_size", 64)))
+    made, dtypes = mlx_tensors(form, dtype)
+    tensors = dict(made.tensors)
+    for name, width in form.widths.items():
+        tensors |= affine_again(form.catalog.tensors[name], *width, dtype)
+    return Expected(replace(made, tensors=tensors), dtypes)

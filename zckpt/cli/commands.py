@@ -27,6 +27,7 @@ GROUPS = {
         "quantize": ("quantize", "Write weights of 4 or 8 bits, which vLLM loads."),
         "to-fp8": ("quantize", "Write fp8 weights (E4M3) with scales."),
         "to-gguf": ("gguf", "Write a model as GGUF, which llama.cpp runs."),
+        "to-mlx": ("mlx", "Write a model that mlx-lm loads, of 4 or 8 bits."),
         "to-peft": ("convert", "Write the adapter alone (LoRA and other PEFT methods)."),
         "push": ("push", "Upload weights with a model card to the Hugging Face hub."),
     },

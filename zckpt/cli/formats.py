@@ -94,6 +94,7 @@ def _models() -> dict[str, Any]:
     """The schemes of names: of transformers' families, and of other writers."""
     from zckpt.naming.families import architecture_of, model_types
     from zckpt.naming.gguf_metadata import ARCHITECTURES
+    from zckpt.naming.mlx_names import MLX_MODELS
     from zckpt.naming.schemes import scheme, schemes
 
     known = [scheme(name) for name in schemes()]
@@ -107,6 +108,7 @@ def _models() -> dict[str, Any]:
                 "model_types": model_types(one),
                 "megatron_core": _has_place(one, placed),
                 "gguf": not ARCHITECTURES.keys().isdisjoint(model_types(one)),
+                "mlx": not MLX_MODELS.keys().isdisjoint(model_types(one)),
             }
             for one in families
         ],
@@ -134,8 +136,8 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     yield from ("", "Single files, and the types of what is written:")
     keys = ("files", "dtypes", "fp8", "quantized", "gguf_types")
     yield from _entries({key: ", ".join(writes[key]) for key in keys}, width)
-    yield from ("", "Models with tensors that it renames (+: to GGUF too; *: to Megatron-Core):")
-    signs = {one["name"]: " +" * one["gguf"] + " *" * one["megatron_core"] for one in models}
+    yield from ("", "Models with tensors that it renames (+: to GGUF too; ^: to MLX; *: to Megatron-Core):")
+    signs = {one["name"]: " +" * one["gguf"] + " ^" * one["mlx"] + " *" * one["megatron_core"] for one in models}
     yield from _entries({f"{one['name']}{signs[one['name']]}": one["class"] for one in models}, width)
     yield from ("", "Writers, besides transformers, with names of tensors that it knows:")
     yield from _entries({one["name"]: one["about"] for one in found["names"]}, width)

@@ -31,6 +31,7 @@ _WORDS = {
     **dict.fromkeys(("compare", "cmp"), ("diff",)),
     **dict.fromkeys(("clean", "delete", "rm", "gc"), ("prune", "slim")),
     **dict.fromkeys(("quantise", "to-nvfp4", "to-mxfp4", "to-int4", "to-int8"), ("quantize", "to-gguf")),
+    **dict.fromkeys(("mlx", "mlx-lm"), ("to-mlx",)),
     **dict.fromkeys(("gguf", "to-llama-cpp"), ("to-gguf",)),
     **dict.fromkeys(("to-fsdp", "to-torch-dist", "dcp"), ("to-dcp",)),
     **dict.fromkeys(("to-megatron", "megatron"), ("to-mcore",)),

@@ -7,7 +7,7 @@ meaning for both.
 
 [Note: order of tensors] They are written by size of element, largest first: as the data begins at a multiple of 64
 bytes and every tensor is a multiple of its own element, each then begins at a multiple of its element. Example: F32
-(3,), BF16 (5,), U8 (1,) begin at 0, 12, 22; in another order an F32 could begin at an odd byte. With `narrow_first` the
+(3,), BF16 (5,), U8 (1,) begin at 0, 12, 22; in another order an F32 could begin at an odd byte. With "narrow first" the
 order is the other one where that does not happen: for outputs in which wide tensors (scales) are found while narrow ones
 are computed.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from zckpt.base import limits
 from zckpt.base.errors import CorruptError, UnsupportedError
@@ -30,6 +30,8 @@ from zckpt.containers.skeleton import Skeleton, TensorSpec, check_names
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef, contiguous_stride
 from zckpt.core.dtypes import BY_NAME, IN_SAFETENSORS
 from zckpt.core.stores import FileStore
+
+Order = Literal["wide first", "narrow first", "as given"]
 
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
@@ -146,7 +148,7 @@ def skeleton(
     *,
     metadata: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
-    narrow_first: bool = False,
+    order: Order = "wide first",
 ) -> Skeleton:
     """A safetensors file without its elements; see the module's notes for the order and tied weights.
 
@@ -154,7 +156,7 @@ def skeleton(
         specs: the tensors, in the state dict's order.
         metadata: text for `__metadata__`, beside `format: pt`.
         aliases: dropped name -> kept name.
-        narrow_first: put tensors of narrower dtypes before those of wider ones, if all keep their alignment so.
+        order: those of wider dtypes first; of narrower ones, if all keep their alignment so; or as they are given.
 
     Raises:
         UnsupportedError: the format cannot hold a dtype or name.
@@ -169,8 +171,8 @@ def skeleton(
             found=examples(unfit),
             remedy="Write a .bin file instead (--format bin).",
         )
-    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    if narrow_first and _is_aligned(rising := sorted(specs, key=lambda spec: spec.dtype.itemsize)):
+    ordered = [*specs] if order == "as given" else sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    if order == "narrow first" and _is_aligned(rising := sorted(specs, key=lambda spec: spec.dtype.itemsize)):
         ordered = rising
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
     relative: dict[str, int] = {}

@@ -125,6 +125,12 @@ class Kernels(Protocol):
         stays NaN in E4M3, and is 0 elsewhere.
         """
 
+    def to_affine(self, numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
+        """Quantises groups of so many numbers as MLX does: codes of 2 to 8 bits in one stream, a scale and a bias for each.
+
+        Returns how many groups have none: they hold NaN or infinity, or are so large that a scale is none.
+        """
+
     def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
         """Puts codes of 1 to 8 bits that lie one behind the other, least significant bits first, into `codes`, a byte each.
 

@@ -295,6 +295,13 @@ nb::tuple to_codes(int grid, uintptr_t x, const std::array<size_t, 5>& blocks, u
   return nb::make_tuple(found.saturated, found.underflowed, found.error);
 }
 
+size_t to_affine(uintptr_t x, size_t groups, size_t size, unsigned bits, uintptr_t packed, uintptr_t scales, uintptr_t biases) {
+  if (!size || size % 32 || size > 1024 || bits < 2 || bits > 8) throw std::invalid_argument("groups or bits");
+  nb::gil_scoped_release release;
+  return zckpt::to_affine(reinterpret_cast<const float*>(x), groups, size, bits, reinterpret_cast<uint8_t*>(packed),  // NOLINT
+                          reinterpret_cast<float*>(scales), reinterpret_cast<float*>(biases));                        // NOLINT
+}
+
 void of_ggml(int kind, uintptr_t blocks, size_t count, uintptr_t x) {
   if (kind < 0 || kind >= static_cast<int>(zckpt::GgmlBlocks::kTypes)) throw std::invalid_argument("a type of ggml");
   nb::gil_scoped_release release;
@@ -403,6 +410,7 @@ NB_MODULE(_core, m) {
   m.def("join_codes", &join_codes, "codes"_a, "rows"_a, "columns"_a, "pitch"_a, "rest"_a, "out"_a);
   m.def("of_codes", &of_codes, "codes"_a, "table"_a, "blocks"_a, "zeros"_a, "factors"_a, "numbers"_a);
   m.def("to_codes", &to_codes, "grid"_a, "x"_a, "blocks"_a, "factors"_a, "out"_a);
+  m.def("to_affine", &to_affine, "x"_a, "groups"_a, "size"_a, "bits"_a, "packed"_a, "scales"_a, "biases"_a);
   m.def("of_ggml", &of_ggml, "kind"_a, "blocks"_a, "count"_a, "numbers"_a);
   m.def("to_ggml", &to_ggml, "kind"_a, "numbers"_a, "rows"_a, "columns"_a, "weights"_a, "blocks"_a);
   m.def("to_q8_0", &to_q8_0, "numbers"_a, "blocks"_a, "count"_a);

@@ -1,6 +1,9 @@
 #include "codes.h"
 
 #include <algorithm>
+#include <array>
+#include <cfloat>
+#include <cmath>
 #include <cstring>
 
 #include "floats.h"
@@ -164,7 +167,121 @@ ZCKPT_FOR("avx2,fma") void round_fused(const float* x, size_t n, float factor, u
 constexpr RoundRun kWithVectors[] = {round_fused<E4M3>, round_fused<E2M1>, round_fused<Whole<8, 0>>, round_fused<Whole<4, 8>>};
 #endif
 
+// ---- groups with a scale and a bias --------------------------------------------------------------------------------------------
+
+// One group. The edge is its number of larger magnitude, which gets a code of its own: the scale is the edge by that code. Every step is
+// rounded to fp32.
+// Source: mlx 0.32, backend/cpu/quantized.cpp `quantize`.
+struct Edges {
+  float low, high;
+  uint32_t largest;
+};
+
+ZCKPT_INLINE Edges edges_of(const float* x, size_t n) {
+  Edges found{x[0], x[0], 0};
+  for (size_t i = 0; i < n; ++i) {
+    found.low = x[i] < found.low ? x[i] : found.low;
+    found.high = x[i] > found.high ? x[i] : found.high;
+    found.largest = std::max(found.largest, as<uint32_t>(x[i]) & 0x7FFFFFFF);
+  }
+  return found;
+}
+
+ZCKPT_INLINE bool line_of(const Edges& edges, float most, float* scale, float* bias) {
+  const bool is_low = std::fabs(edges.low) > std::fabs(edges.high);
+  const float edge = is_low ? edges.low : edges.high, step = std::max((edges.high - edges.low) / most, 1e-7F);
+  float s = is_low ? step : -step, b = 0;
+  const float first = std::rint(edge / s);
+  if (first != 0) s = edge / first, b = edge;
+  *scale = s, *bias = b;
+  return edges.largest < 0x7F800000 && s != 0 && std::fabs(s) <= FLT_MAX;
+}
+
+size_t affine_anywhere(const float* x, size_t groups, size_t size, unsigned bits, uint8_t* codes, float* scales, float* biases) {
+  size_t bad = 0;
+  const float most = static_cast<float>((1U << bits) - 1);
+  for (size_t g = 0; g < groups; ++g, x += size, codes += size) {
+    bad += !line_of(edges_of(x, size), most, scales + g, biases + g);
+    for (size_t i = 0; i < size; ++i) {
+      float q = (x[i] - biases[g]) / scales[g];
+      q = q > 0 ? q : 0;
+      q = q < most ? q : most;
+      codes[i] = static_cast<uint8_t>(as<uint32_t>(q + 8388608.0F));
+    }
+  }
+  return bad;
+}
+
+#ifdef ZCKPT_X86
+ZCKPT_FOR("avx2") size_t affine_with_vectors(const float* x, size_t groups, size_t size, unsigned bits, uint8_t* codes, float* scales, float* biases) {
+  size_t bad = 0;
+  const float most = static_cast<float>((1U << bits) - 1);
+  const __m256 top = _mm256_set1_ps(most), zero = _mm256_setzero_ps();
+  const __m256i sizes = _mm256_set1_epi32(0x7FFFFFFF), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (size_t g = 0; g < groups; ++g, x += size, codes += size) {
+    __m256 low = _mm256_loadu_ps(x), high = low;
+    __m256i largest = _mm256_setzero_si256();
+    for (size_t i = 0; i < size; i += 8) {
+      const __m256 one = _mm256_loadu_ps(x + i);
+      low = _mm256_min_ps(one, low), high = _mm256_max_ps(one, high);
+      largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(one), sizes));
+    }
+    float lows[8], highs[8];
+    uint32_t all[8];
+    _mm256_storeu_ps(lows, low), _mm256_storeu_ps(highs, high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(all), largest);
+    Edges edges{lows[0], highs[0], all[0]};
+    for (size_t j = 1; j < 8; ++j) {
+      edges.low = lows[j] < edges.low ? lows[j] : edges.low;
+      edges.high = highs[j] > edges.high ? highs[j] : edges.high;
+      edges.largest = std::max(edges.largest, all[j]);
+    }
+    bad += !line_of(edges, most, scales + g, biases + g);
+    const __m256 s = _mm256_set1_ps(scales[g]), b = _mm256_set1_ps(biases[g]);
+    const auto eight = [&](size_t i) __attribute__((target("avx2"))) {
+      const __m256 q = _mm256_div_ps(_mm256_sub_ps(_mm256_loadu_ps(x + i), b), s);
+      return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(q, zero), top));
+    };
+    for (size_t i = 0; i < size; i += 32) {
+      const __m256i first = _mm256_packus_epi32(eight(i), eight(i + 8)), second = _mm256_packus_epi32(eight(i + 16), eight(i + 24));
+      const __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), packed);
+    }
+  }
+  return bad;
+}
+#endif
+
+void join_stream(const uint8_t* codes, size_t n, unsigned bits, uint8_t* out) {
+  for (size_t i = 0; i < n; i += 8, out += bits) {
+    uint64_t all = 0;
+    for (unsigned j = 0; j < 8; ++j) all |= static_cast<uint64_t>(codes[i + j]) << (j * bits);
+    for (unsigned j = 0; j < bits; ++j) out[j] = static_cast<uint8_t>(all >> (8 * j));
+  }
+}
+
 }  // namespace
+
+size_t to_affine(const float* x, size_t groups, size_t size, unsigned bits, uint8_t* packed, float* scales, float* biases) {
+  const PlainFloats floats;
+  auto quantise = affine_anywhere;
+#ifdef ZCKPT_X86
+  if (has(Unit::kMultiplyAdd)) quantise = affine_with_vectors;
+#endif
+  constexpr size_t kAtOnce = 4096;  // codes of a byte each
+  std::array<uint8_t, kAtOnce> codes;
+  size_t bad = 0;
+  for (size_t done = 0, step = kAtOnce / size; done < groups; done += step) {
+    const size_t here = std::min(step, groups - done), n = here * size;
+    uint8_t* const out = packed + done * size * bits / 8;
+    bad += quantise(x + done * size, here, size, bits, bits == 8 ? out : codes.data(), scales + done, biases + done);
+    if (bits == 4)
+      join_halves(codes.data(), n / 2, out);
+    else if (bits != 8)
+      join_stream(codes.data(), n, bits, out);
+  }
+  return bad;
+}
 
 void split_codes(const uint8_t* raw, size_t pitch, size_t rows, size_t columns, unsigned bits, bool high_first, uint8_t* codes) {
   for (size_t row = 0; row < rows; ++row, raw += pitch, codes += columns) {

@@ -28,4 +28,9 @@ enum class NumberGrid { kE4M3, kE2M1, kInt8, kInt4, kGrids };
 // elsewhere. Codes of int4 begin with 0 for -8.
 Rounded to_codes(NumberGrid grid, const float* x, const Blocks& blocks, const float* factors, uint8_t* out);
 
+// Groups of `size` numbers, a multiple of 32, as MLX quantises them: codes of 2 to 8 bits in one stream, least significant bits first, and
+// a scale and a bias for each group; code * scale + bias is the number. Returns how many groups have no such numbers: they hold NaN or
+// infinity, or are so large that a scale is none.
+size_t to_affine(const float* x, size_t groups, size_t size, unsigned bits, uint8_t* packed, float* scales, float* biases);
+
 }  // namespace zckpt

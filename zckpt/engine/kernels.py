@@ -54,6 +54,12 @@ class NativeKernels:
         kernels_blocks.check(numbers, blocks, factors, out)
         return Rounded(*_core.to_codes(int(grid), _address(numbers), blocks, _address(factors), _address(out)))
 
+    def to_affine(self, numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
+        """As `Kernels.to_affine`."""
+        groups = kernels_codes.check_affine(numbers, size, bits, packed, scales, biases)
+        addresses = _address(packed), _address(scales), _address(biases)
+        return _core.to_affine(_address(numbers), groups, size, bits, *addresses)
+
     def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
         pitch = kernels_codes.pitch_of(raw, bits, codes)
         rows, columns = codes.shape
@@ -144,6 +150,10 @@ class ReferenceKernels:
 
     def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
         return kernels_codes.to_codes(grid, numbers, blocks, factors, out)
+
+    def to_affine(self, numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
+        """As `Kernels.to_affine`."""
+        return kernels_codes.to_affine(numbers, size, bits, packed, scales, biases)
 
     def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
         kernels_codes.split_codes(raw, bits, codes, high_first=high_first)

@@ -66,6 +66,14 @@ def check_joined(codes: Matrix, out: Matrix) -> None:
         raise ValueError(f"{codes.shape} codes of 4 bits for {out.shape} bytes")
 
 
+def check_affine(numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
+    """The number of groups; raises ValueError if arrays have other sizes than they need."""
+    groups: int = len(scales)
+    if (groups * size, groups * size * bits // 8, groups) != (len(numbers), len(packed), len(biases)):
+        raise ValueError(f"{len(numbers)} numbers and {len(packed)} bytes for {groups} groups of {size}, {bits} bits")
+    return groups
+
+
 def split_codes(raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
     import numpy as np
 
@@ -75,6 +83,34 @@ def split_codes(raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> No
         spread = spread.reshape(len(codes), -1, 2, 4)[:, :, ::-1].reshape(len(codes), -1)
     own = spread[:, : codes.shape[1] * bits].reshape(*codes.shape, bits)
     codes[...] = np.packbits(own, axis=2, bitorder="little").reshape(codes.shape)
+
+
+def to_affine(numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
+    """As `Kernels.to_affine`.
+
+    Source: mlx 0.32, backend/cpu/quantized.cpp `quantize`.
+    """
+    import numpy as np
+
+    x, most = (
+        numbers.reshape(check_affine(numbers, size, bits, packed, scales, biases), size),
+        np.float32((1 << bits) - 1),
+    )
+    low, high = x.min(axis=1), x.max(axis=1)
+    with np.errstate(all="ignore"):
+        is_low = np.abs(low) > np.abs(high)
+        edge = np.where(is_low, low, high)
+        step = np.maximum((high - low) / most, np.float32(1e-7))
+        step = np.where(is_low, step, -step)
+        first = np.rint(edge / step)
+        scales[:] = np.where(first != 0, edge / first, step)
+        biases[:] = np.where(first != 0, edge, np.float32(0))
+        codes = np.clip(np.rint((x - biases[:, None]) / scales[:, None]), 0, most)
+        spread = np.nan_to_num(codes).astype(np.uint8)[:, :, None]
+    packed[:] = np.packbits(
+        np.unpackbits(spread, axis=2, bitorder="little")[:, :, :bits].reshape(-1), bitorder="little"
+    )
+    return int((~np.isfinite(x).all(axis=1) | (scales == 0) | ~np.isfinite(scales)).sum())
 
 
 def split_down(words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:

@@ -36,6 +36,7 @@ from zckpt.jobs.own_groups import (
     Gguf,
     Megatron,
     MergedWith,
+    Mlx,
     Quantize,
     Slim,
     TargetWorld,
@@ -171,6 +172,10 @@ TO_FP8: Job[Fp8] = Job(
 QUANTIZE: Job[Quantize] = Job(
     "quantize", (Quantize, Casting, Sharding, Naming, *_OUTPUT), "quantize", Quantize, frozenset({"format", "form"}) | _CAST,
     {"dtype": BF16}, {"dtype": ("Of what is not quantised.",)},
+)  # fmt: skip
+TO_MLX: Job[Mlx] = Job(
+    "to_mlx", (Mlx, Casting, Sharding, *_NAMED), "to_mlx", Mlx, frozenset({"format"}) | _CAST, {"dtype": None},
+    {"dtype": ("Of scales and of what is not quantised; by default what the config says.",)},
 )  # fmt: skip
 TO_GGUF: Job[Gguf] = Job(
     "to_gguf", (Gguf, Casting, *_NAMED), "to_gguf", Gguf, frozenset({"dtype", "merge", "form"}) | _CAST, {"dtype": None},

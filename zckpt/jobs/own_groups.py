@@ -372,6 +372,34 @@ class Gguf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mlx:
+    """How `to_mlx` quantises.
+
+    Attributes:
+        bits: of a weight; None leaves weights as they are.
+        group_size: columns that have a scale and a bias.
+    """
+
+    bits: int | None = field(
+        default=None,
+        metadata=option(
+            "--bits", "positive", "Bits of a weight: 2, 3, 4, 5, 6 or 8; by default all stay.", metavar="N"
+        ),
+    )
+    group_size: int = field(
+        default=64,
+        metadata=option("--group-size", "positive", "Columns with one scale and bias: 32, 64 or 128.", metavar="N"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.bits not in (None, 2, 3, 4, 5, 6, 8) or self.group_size not in (32, 64, 128):
+            raise UsageError(
+                "MLX has no such form", found=f"{self.bits} bits in groups of {self.group_size}",
+                expected="2, 3, 4, 5, 6 or 8 bits, in groups of 32, 64 or 128", remedy="Choose one of these.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Adapter:
     """Which adapter `to_peft` writes. `adapter`: its name, where there are several."""
 

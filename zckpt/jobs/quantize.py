@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
@@ -24,7 +24,7 @@ from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import open_asked, strip_wrappers
+from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
 from zckpt.jobs.planned import Report, carried_out, protected_places
@@ -33,7 +33,7 @@ from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
-from zckpt.naming.transform import apply_form
+from zckpt.naming.transform import Formed, apply_form
 from zckpt.output.publish import check_output
 from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, quantization_config, without
 from zckpt.quantized.grids import Grid, as_matrices, blocks_of
@@ -47,7 +47,7 @@ from zckpt.quantized.quantise import (
     target_entries,
 )
 from zckpt.quantized.targets import TARGETS, Target
-from zckpt.storage.location import locate
+from zckpt.storage.location import Location, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +210,32 @@ def quantize(
     return carried_out(prepare(checkpoint, out, asked), progress, f"to {to}", began)
 
 
-def prepare(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize]
-) -> PlannedFp8:
-    """Plans a quantisation; arguments as for `to_fp8`. Writes nothing."""
+class Ready(NamedTuple):
+    """A model that is open, and chosen from, for an output that is a directory.
+
+    Attributes:
+        opened: the checkpoint.
+        place: of the output.
+        bare: the checkpoint's tensors, without wrappers in names.
+        stripped: sentences on these.
+        form: the model with the names that are asked for.
+        catalog: what was chosen of it.
+        config: of the model.
+    """
+
+    opened: Opened
+    place: Location
+    bare: Catalog
+    stripped: Sequence[str]
+    form: Formed
+    catalog: Catalog
+    config: Mapping[str, Any]
+
+
+def open_model_for(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Any], why: str
+) -> Ready:
+    """Opens a checkpoint for a job that writes a directory with a config; `why` says what is wrong if there is none."""
     source, place = locate(checkpoint), locate(out)
     if place.path.lower().startswith("hf://") or place.name.endswith((".safetensors", ".bin", ".pt")):
         raise UsageError(
@@ -235,16 +257,27 @@ def prepare(
     config = opened.config(form.config)
     if config is None:
         raise IncompleteError(
-            "there is no config.json, which must say that the weights are quantised", file=opened.place.home,
+            why, file=opened.place.home,
             found="no config.json", expected="the model's config.json beside the checkpoint",
             remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
         )  # fmt: skip
+    return Ready(opened, place, bare, stripped, form, catalog, config)
+
+
+def prepare(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize]
+) -> PlannedFp8:
+    """Plans a quantisation; arguments as for `to_fp8`. Writes nothing."""
+    ready = open_model_for(
+        checkpoint, out, asked, "there is no config.json, which must say that the weights are quantised"
+    )
+    opened, place, bare, stripped, form, catalog, config = ready
     weights = fp8_weights(
         catalog, config, asked.own.scheme, asked.own.quantize, asked.own.keep, asked.casting.dtype or BF16,
         asked.own.group_size, asked.own.flags,
     )  # fmt: skip
     wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
-    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, narrow_first=True)
+    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, order="narrow first")
     destination = lay_out(wanted, weights.catalog.aliases, target)
     config = {
         **without(config),

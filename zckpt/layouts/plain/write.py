@@ -14,6 +14,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.base.sizes import file_bytes, to_bytes
 from zckpt.base.words import examples
 from zckpt.containers import safetensors_file, torch_zip
+from zckpt.containers.safetensors_file import Order
 from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import IN_SAFETENSORS, DType
@@ -34,14 +35,16 @@ class WeightsTarget:
         file: name of the only file; empty for a directory of shards and an index.
         max_shard_size: for a directory, e.g. "5GB" or a number of bytes.
         stem: of the files' names in a directory; empty for those of weights.
-        narrow_first: in files of safetensors, put tensors of the narrowest dtype first where the others keep their alignment.
+        order: in files of safetensors, of the tensors: as in `containers.safetensors_file.skeleton`.
+        framework: what the metadata of these files says.
     """
 
     format: Format
     file: str = ""
     max_shard_size: int | str = "5GB"
     stem: str = ""
-    narrow_first: bool = False
+    order: Order = "wide first"
+    framework: str = "pt"
 
     @property
     def pattern(self) -> str:
@@ -93,7 +96,7 @@ def lay_out(
         chosen = [specs[name] for name in names]
         if target.format == "safetensors":
             skeleton = safetensors_file.skeleton(
-                chosen, metadata={"format": "pt"}, aliases=tied, narrow_first=target.narrow_first
+                chosen, metadata={"format": target.framework}, aliases=tied, order=target.order
             )
         else:
             skeleton = torch_zip.skeleton(chosen, aliases=tied)

@@ -1,0 +1,190 @@
+"""MLX's quantised weights: codes, and a scale and a bias for each group of columns.
+
+For `jobs.to_mlx`. A number is code * scale + bias. Scales and biases are rounded to the model's dtype after the codes were
+computed with them. They are kept until they are written, which follows at once in the file; those of very large tensors are
+computed twice.
+Source: mlx 0.32.4, backend/cpu/quantized.cpp.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import CastError
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import BF16, U32, DType
+from zckpt.core.recipes import derive_entry
+from zckpt.quantized.dequantise import Narrowed
+from zckpt.quantized.targets import rounded_to, stored_bits
+
+if TYPE_CHECKING:
+    from zckpt.core.folds import Array, Bytes, Floats, Tools
+
+_AT_ONCE = 1 << 21
+"""Numbers that are computed at once."""
+_MOST_KEPT = 1 << 23
+"""Groups of a tensor with scales and biases that are kept."""
+
+
+class Affine:
+    """One tensor's way to MLX's form; its three recipes share what they find.
+
+    Args:
+        entry: of floats, in the dtype of the model.
+        group: columns of a group.
+        bits: of a code.
+        dtype: of scales and biases.
+    """
+
+    def __init__(self, entry: TensorEntry, group: int, bits: int, dtype: DType) -> None:
+        self.entry = entry
+        self.group = group
+        self.bits = bits
+        self.dtype = dtype
+        self._lock = Lock()
+        self._kept: list[Any] = []
+        self._is_known: Any = None
+        self._given = 0
+
+    @property
+    def columns(self) -> int:
+        """Of a row."""
+        return self.entry.shape[-1]
+
+    @property
+    def _rows(self) -> int:
+        return self.entry.numel // self.columns
+
+    @property
+    def words(self) -> int:
+        """Elements of a row of codes as they are stored."""
+        return self.columns * self.bits // 32
+
+    @property
+    def across(self) -> int:
+        """Groups of a row."""
+        return self.columns // self.group
+
+    def packed(self, first: int, last: int, tools: Tools) -> Bytes:
+        """The codes of rows [first, last)."""
+        import numpy as np
+
+        found = np.empty((last - first) * self.words * 4, np.uint8)
+        step = max(1, _AT_ONCE // self.columns)
+        for row in range(first, last, step):
+            stop = min(row + step, last)
+            part = found[(row - first) * self.words * 4 : (stop - first) * self.words * 4]
+            self._keep(row, stop, self._compute(row, stop, tools, part))
+        return found
+
+    def beside(self, first: int, last: int, which: int, tools: Tools) -> Array:
+        """The scales (0) or the biases (1) of rows [first, last), as they are stored; when all were given, none is kept."""
+        import numpy as np
+
+        with self._lock:
+            if self._kept and self._is_known[first:last].all():
+                found: Array = self._kept[which][first:last].reshape(-1).copy()
+                self._given += last - first
+                if self._given >= 2 * self._rows:
+                    self._kept, self._given = [], 0
+                return found
+        step = max(1, _AT_ONCE // self.columns)
+        rows = [(row, min(row + step, last)) for row in range(first, last, step)]
+        parts = [self._compute(*part, tools, np.empty((part[1] - part[0]) * self.words * 4, np.uint8)) for part in rows]
+        return np.concatenate([part[which] for part in parts])
+
+    def _compute(self, first: int, last: int, tools: Tools, packed: Bytes) -> tuple[Any, Any]:
+        """Rows as codes, which are put into `packed`; their scales and biases as they are stored.
+
+        Raises:
+            CastError: there is NaN, infinity, or a number that is too large.
+        """
+        import numpy as np
+
+        numbers = tools.read_floats(self.entry, first * self.columns, last * self.columns)
+        scales, biases = np.empty((2, (last - first) * self.across), np.float32)
+        bad = tools.kernels.to_affine(numbers, self.group, self.bits, packed, scales, biases)
+        stored = self._stored(scales, tools), self._stored(biases, tools)
+        if bad or any(not np.isfinite(rounded_to(each, self.dtype)).all() for each in (scales, biases)):
+            raise CastError(
+                f"tensor {self.entry.name!r} holds NaN, infinity or numbers that are too large for MLX's form",
+                found=f"{bad or 1:,} of the groups that were looked at hold one", expected="finite numbers",
+                remedy="Look at it with `zckpt verify CKPT --deep`; without --bits it is written as it is.",
+            )  # fmt: skip
+        return stored
+
+    def _keep(self, first: int, last: int, stored: tuple[Any, Any]) -> None:
+        """Keeps scales and biases of rows, if they are not too many."""
+        import numpy as np
+
+        if self._rows * self.across > _MOST_KEPT:
+            return
+        with self._lock:
+            if not self._kept:
+                self._kept = [np.empty((self._rows, self.across), each.dtype) for each in stored]
+                self._is_known = np.zeros(self._rows, np.bool_)
+            for kept, each in zip(self._kept, stored):
+                kept[first:last] = each.reshape(last - first, self.across)
+            self._is_known[first:last] = True
+
+    def _stored(self, numbers: Floats, tools: Tools) -> Any:
+        if self.dtype == BF16:  # biases may be negative
+            sizes = rounded_to(abs(numbers), BF16)
+            signs = numbers.view("uint32") >> 16 & 0x8000
+            return stored_bits(sizes, BF16, tools) | signs.astype("uint16")
+        return stored_bits(numbers, self.dtype, tools)
+
+
+@dataclass(frozen=True, slots=True)
+class AffinePart:
+    """A recipe (`core.recipes`): the codes of a tensor, its scales or its biases.
+
+    Attributes:
+        affine: the tensor.
+        name: "weight", "scales" or "biases".
+    """
+
+    affine: Affine
+    name: str
+
+    @property
+    def inputs(self) -> tuple[TensorEntry, ...]:
+        """The tensor."""
+        return (self.affine.entry,)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """How it becomes codes."""
+        return ("affine", self.name, self.affine.group, self.affine.bits, self.affine.dtype.name)
+
+    @property
+    def unit(self) -> int:
+        """A row."""
+        return self.affine.words if self.name == "weight" else self.affine.across
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; bits of dtypes that numpy lacks."""
+        first, last = start // self.unit, stop // self.unit
+        if self.name == "weight":
+            return self.affine.packed(first, last, tools).view("<u4")
+        return self.affine.beside(first, last, int(self.name == "biases"), tools)
+
+
+def affine_entries(entry: TensorEntry, group: int, bits: int, dtype: DType) -> dict[str, TensorEntry]:
+    """The tensors that stand for one, `X.weight`, in MLX's form: name -> tensor, in the order of a file."""
+    affine = Affine(narrowed(entry, dtype), group, bits, dtype)
+    module, lead = entry.name.removesuffix(".weight"), entry.shape[:-1]
+    sizes = {"weight": (affine.words, U32), "scales": (affine.across, dtype), "biases": (affine.across, dtype)}
+    return {
+        f"{module}.{name}": derive_entry(f"{module}.{name}", (*lead, size), of, AffinePart(affine, name), entry.role)
+        for name, (size, of) in sizes.items()
+    }
+
+
+def narrowed(entry: TensorEntry, dtype: DType) -> TensorEntry:
+    """A tensor in a dtype, rounded once."""
+    if entry.dtype == dtype:
+        return entry
+    return derive_entry(entry.name, entry.shape, dtype, Narrowed((entry,), dtype), entry.role)
