@@ -136,7 +136,7 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     yield from ("", "Single files, and the types of what is written:")
     keys = ("files", "dtypes", "fp8", "quantized", "gguf_types")
     yield from _entries({key: ", ".join(writes[key]) for key in keys}, width)
-    yield from ("", "Models with tensors that it renames (+: to GGUF too; ^: to MLX; *: to Megatron-Core):")
+    yield from ("", "Models that it renames (+: to GGUF too; ^: to MLX; *: to Megatron-Core):")
     signs = {one["name"]: " +" * one["gguf"] + " ^" * one["mlx"] + " *" * one["megatron_core"] for one in models}
     yield from _entries({f"{one['name']}{signs[one['name']]}": one["class"] for one in models}, width)
     yield from ("", "Writers, besides transformers, with names of tensors that it knows:")

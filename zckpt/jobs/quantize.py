@@ -210,7 +210,7 @@ def quantize(
     return carried_out(prepare(checkpoint, out, asked), progress, f"to {to}", began)
 
 
-class Ready(NamedTuple):
+class OpenModel(NamedTuple):
     """A model that is open, and chosen from, for an output that is a directory.
 
     Attributes:
@@ -234,7 +234,7 @@ class Ready(NamedTuple):
 
 def open_model_for(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Any], why: str
-) -> Ready:
+) -> OpenModel:
     """Opens a checkpoint for a job that writes a directory with a config; `why` says what is wrong if there is none."""
     source, place = locate(checkpoint), locate(out)
     if place.path.lower().startswith("hf://") or place.name.endswith((".safetensors", ".bin", ".pt")):
@@ -261,7 +261,7 @@ def open_model_for(
             found="no config.json", expected="the model's config.json beside the checkpoint",
             remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
         )  # fmt: skip
-    return Ready(opened, place, bare, stripped, form, catalog, config)
+    return OpenModel(opened, place, bare, stripped, form, catalog, config)
 
 
 def prepare(

@@ -157,7 +157,7 @@ def _split_heads(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) 
         heads, keys, values = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
         if not heads or not keys or not values or entry.shape[0] != heads * (keys + values):
             raise UsageError(
-                f"the config does not say what {name!r} is made of", found=f"{entry.shape[0]:,} rows, and {sizes}",
+                f"the config does not say what {name!r} consists of", found=f"{entry.shape[0]:,} rows, and {sizes}",
                 expected="num_attention_heads times the sum of qk_nope_head_dim and v_head_dim",
                 remedy="Copy the model's own config.json to it.",
             )  # fmt: skip
