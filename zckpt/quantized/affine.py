@@ -174,7 +174,7 @@ class AffinePart:
 
 def affine_entries(entry: TensorEntry, group: int, bits: int, dtype: DType) -> dict[str, TensorEntry]:
     """The tensors that stand for one, `X.weight`, in MLX's form: name -> tensor, in the order of a file."""
-    affine = Affine(narrowed(entry, dtype), group, bits, dtype)
+    affine = Affine(in_dtype(entry, dtype), group, bits, dtype)
     module, lead = entry.name.removesuffix(".weight"), entry.shape[:-1]
     sizes = {"weight": (affine.words, U32), "scales": (affine.across, dtype), "biases": (affine.across, dtype)}
     return {
@@ -183,7 +183,7 @@ def affine_entries(entry: TensorEntry, group: int, bits: int, dtype: DType) -> d
     }
 
 
-def narrowed(entry: TensorEntry, dtype: DType) -> TensorEntry:
+def in_dtype(entry: TensorEntry, dtype: DType) -> TensorEntry:
     """A tensor in a dtype, rounded once."""
     if entry.dtype == dtype:
         return entry
