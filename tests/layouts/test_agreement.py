@@ -172,3 +172,17 @@ def test_states_that_are_none(junk: Any, tmp_path: Path) -> None:
     with pytest.raises(ZckptError):
         zckpt.reshard(checkpoint, tmp_path / "out", world_size=2)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("key", "name"), [("param_shapes", "adapter.weight"), ("frozen_param_shapes", "norm.bias")])
+def test_shapes_that_one_rank_lists_otherwise(key: str, name: str, tmp_path: Path) -> None:
+    """Both shapes have parts of the same size on two ranks, so that no count of elements tells them apart."""
+    checkpoint = Path(shutil.copytree(FIXTURES / "zero3" / "lora_w2" / "checkpoint", tmp_path / "ckpt"))
+    file = next(checkpoint.glob("*/zero_pp_rank_1_*model_states.pt"))
+    root = torch.load(file, weights_only=False)
+    shapes = root[key][0] if isinstance(root[key], list) else root[key]
+    *outer, last = shapes[name]
+    shapes[name] = torch.Size([*outer, last + 1])
+    torch.save(root, file)
+    problems = str([check.problems for check in zckpt.verify(checkpoint, progress=False).checks if not check.ok])
+    assert f"{key} of {file.name!r}" in problems, problems

@@ -21,6 +21,7 @@ from zckpt.layouts.save.module_states import as_mapping
 APART_S = 600
 """Ranks write at the same time: a file ten minutes older or younger than the rest was not written with them."""
 
+_SHAPES = ("param_shapes", "frozen_param_shapes")
 _MOST = 4
 """The most values that a sentence names."""
 
@@ -35,7 +36,8 @@ class FileOrigin:
         world_size: data-parallel ranks, or None.
         version: DeepSpeed's, or None.
         written_s: modification time, in seconds; None behind an address, where it is that of the upload.
-        shapes: `param_shapes` of a model file of stage 3, which every data-parallel rank has; None elsewhere.
+        shapes: `param_shapes` and `frozen_param_shapes` of a model file of stage 3, which every data-parallel rank has; None
+            elsewhere.
         mp_rank: its model-parallel rank.
     """
 
@@ -44,7 +46,7 @@ class FileOrigin:
     world_size: int | None
     version: str | None
     written_s: float | None
-    shapes: object = None
+    shapes: list[object] | None = None
     mp_rank: int = 0
 
 
@@ -62,7 +64,7 @@ def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
         _whole(root.get("dp_world_size")),
         version if isinstance(version, str) else None,
         listing.files[name].written_s(),
-        root.get("param_shapes") if rank is not None and rank["kind"] == "model" and not has_experts else None,
+        [root.get(key) for key in _SHAPES] if rank is not None and rank["kind"] == "model" and not has_experts else None,
         int(rank["mp"]) if rank is not None else 0,
     )
 
@@ -124,8 +126,9 @@ def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:
     first: dict[int, FileOrigin] = {}
     for origin in origins:
         known = first.setdefault(origin.mp_rank, origin) if origin.shapes is not None else origin
-        if known.shapes is not origin.shapes and known.shapes != origin.shapes:
-            yield f"they do not agree on the parameters' shapes: param_shapes of {origin.file!r} and of {known.file!r} differ"
+        for key, own, other in zip(_SHAPES, origin.shapes or (), known.shapes or (), strict=False):
+            if own is not other and own != other:
+                yield f"they do not agree on the parameters' shapes: {key} of {origin.file!r} and of {known.file!r} differ"
 
 
 def disagreement(fact: str, said: Mapping[str, int | str | None]) -> str:
