@@ -90,6 +90,27 @@ def test_its_names_are_written_and_read(site: Path, tmp_path: Path) -> None:
     assert back.keys() == model.keys() and all(same_bits(back[name], model[name]) for name in model)
 
 
+def test_its_quantised_weights_are_numbers_everywhere(site: Path, tmp_path: Path) -> None:
+    steps, sizes = torch.randint(0, 256, (5, 8), dtype=torch.uint8), torch.rand(5) / 64
+    save_file({"a_steps": steps, "a_size": sizes, "b": torch.ones(3)}, tmp_path / "model.safetensors")
+    out = tmp_path / "out"
+    told = said(site, "to-fp32", tmp_path / "model.safetensors", out)
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == {"a", "b"} and same_bits(found["a"], (steps.float() - 128) * sizes[:, None]), told
+    assert "zckpt_rows.steps" in told and "bytes of zckpt-rows" in said(site, "inspect", tmp_path / "model.safetensors")
+    said(
+        site, "verify", tmp_path / "model.safetensors", out, "--deep", rc=1
+    )  # one file does not say what its model has
+    found["a"][0, 0] += 1
+    save_file(found, out / "model.safetensors")
+    assert "'a'" in said(site, "verify", tmp_path / "model.safetensors", out, "--deep", rc=1)
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    text = (broken / "zckpt_rows/steps.py").read_text()
+    (broken / "zckpt_rows/steps.py").write_text(text.replace(", again=again", ""))
+    assert "without a second one" in " ".join(said(broken, "inspect", tmp_path / "model.safetensors", rc=1).split())
+
+
 def test_nothing_of_it_is_imported_for_other_saves(site: Path, tmp_path: Path) -> None:
     save = write(tmp_path / "save", {"a": torch.randn(4, 2)}, 2)
     assert "imported []" in said(site, "inspect", OF_DEEPSPEED)

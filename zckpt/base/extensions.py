@@ -1,4 +1,5 @@
-"""What other packages add to zckpt by entry points: layouts of saves (`zckpt.layouts`), names of tensors (`zckpt.schemes`).
+"""What other packages add to zckpt by entry points: layouts of saves (`zckpt.layouts`), names of tensors (`zckpt.schemes`), and
+recipes, by which quantised weights become numbers (`zckpt.recipes`).
 
 An entry point is found by reading `entry_points.txt` of what is installed, which takes a few milliseconds for hundreds of
 packages; `importlib.metadata` takes ten times as long to import. Nothing of a package is imported until something is its own.

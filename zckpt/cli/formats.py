@@ -52,7 +52,7 @@ def known_formats() -> dict[str, Any]:
     from zckpt.quantized.targets import TARGETS
 
     read = {form.about for form in FORMS if form.read}
-    added = [one for group in ("zckpt.layouts", "zckpt.schemes") for one in extensions(group)]
+    added = [one for group in ("zckpt.layouts", "zckpt.schemes", "zckpt.recipes") for one in extensions(group)]
     return {
         "version": __version__,
         "reads": {

@@ -12,9 +12,12 @@ lib/linear; SqueezeLLM, squeezellm/quant.py; Marlin 0.1, marlin/__init__.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 from zckpt.base.dataclass import dataclass
+from zckpt.base.extensions import extensions
 
 Shape = tuple[int, ...]
 
@@ -38,7 +41,9 @@ class PackedForm:
         fits: whether the shapes of all of these can belong together, the codes' first; None for any.
         others: ends of what belongs to it too, where it is there.
         by: with what it can be dequantised; empty if nothing does that.
-        read: the reader of `unpack` that knows what it stands for; empty if zckpt does not read it.
+        read: the reader of `unpack` that knows what it stands for, by its name; empty if zckpt does not read it. Of a form of
+            another package, the function itself: of a `Part`, the config and small values, to a `Recipe` with a name and a shape.
+        again: of a form of another package, the reader of `second`.
     """
 
     about: str
@@ -48,7 +53,8 @@ class PackedForm:
     fits: Callable[[Sequence[Shape]], bool] | None = None
     others: tuple[str, ...] = ()
     by: str = ""
-    read: str = ""
+    read: str | Callable[..., Any] = ""
+    again: Callable[..., Any] | None = None
 
 
 def _by_groups(per_scale: int) -> Callable[[Sequence[Shape]], bool]:
@@ -165,3 +171,21 @@ FORMS: tuple[PackedForm, ...] = (
 
 BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale", "input_scale_ub")
 """What lies beside the weight of a module with activations that are quantised too; plain weights have no use for it."""
+
+
+def forms_of_packages(names: Collection[str]) -> tuple[PackedForm, ...]:
+    """The forms that other packages add, by entry points of the group `zckpt.recipes`, of which some tensor can be.
+
+    The name of an entry point is a pattern of tensors' names: nothing of its package is imported before a tensor has such a name.
+
+    Raises:
+        UnsupportedError: such a package does not work.
+    """
+    found: list[PackedForm] = []
+    for one in extensions("zckpt.recipes"):
+        if any(fnmatchcase(name, one.name) for name in names):
+            form = one.load(PackedForm)
+            if not callable(form.read) or form.again is None:
+                raise one.broken("a form without a function to read it (read), or without a second one (again)")
+            found.append(form)
+    return tuple(found)

@@ -19,14 +19,18 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.core.recipes import DerivedStore
 from zckpt.quantized.configs import Quantization
-from zckpt.quantized.forms import BESIDE_MODULE, FLOATS, FORMS, WHOLE, PackedForm
+from zckpt.quantized.forms import BESIDE_MODULE, FLOATS, FORMS, WHOLE, PackedForm, forms_of_packages
 from zckpt.quantized.plain import is_fp8
 
 _WHOLE = frozenset(WHOLE.split())
-_TABLE = [
-    (form, {*form.dtypes.split()}, [(ends.split("|"), {*dtypes.split()}) for ends, dtypes in form.beside])
-    for form in FORMS
-]
+_Row = tuple[PackedForm, set[str], list[tuple[list[str], set[str]]]]
+
+
+def _row(form: PackedForm) -> _Row:
+    return form, {*form.dtypes.split()}, [(ends.split("|"), {*dtypes.split()}) for ends, dtypes in form.beside]
+
+
+_TABLE = list(map(_row, FORMS))
 _FLOATS = {*FLOATS.split()}
 _CODES = frozenset(dtype for form in FORMS for dtype in form.dtypes.split() if dtype not in _FLOATS)
 _NAMED = (".absmax", "W_q")
@@ -99,20 +103,22 @@ def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed |
         quantization: what the model's config says; of use only for bytes that have no scales beside them.
     """
     tensors = catalog.tensors
-    candidates = [name for name, entry in tensors.items() if _may_be_codes(name, entry)]
+    more = forms_of_packages(tensors.keys())
+    own = tuple(form.codes for form in more)
+    candidates = [name for name, entry in tensors.items() if _may_be_codes(name, entry) or (own and name.endswith(own))]
     if not candidates:
         return None
     parts: list[Part] = []
     members: set[str] = set()
-    for form, dtypes, beside in _TABLE:
+    for form, dtypes, beside in (*map(_row, more), *_TABLE):
         for name in candidates:
             if name.endswith(form.codes) and tensors[name].dtype.name in dtypes and name not in members:
                 stem = name.removesuffix(form.codes)
                 found = [name, *(_find_beside(tensors, stem, ends, theirs) for ends, theirs in beside)]
                 if all(found) and (form.fits is None or form.fits([tensors[one].shape for one in found])):
-                    own, *more = (tensors[one] for one in found)
+                    codes, *around = (tensors[one] for one in found)
                     others = {end: tensors[stem + end] for end in form.others if stem + end in tensors}
-                    parts.append(Part(form, stem, own, tuple(more), others))
+                    parts.append(Part(form, stem, codes, tuple(around), others))
                     members |= parts[-1].names
     rest = [name for name in candidates if name not in members]
     parts += [Part(_COLUMNS, name, tensors[name]) for name in _find_columns(tensors, rest, quantization)]

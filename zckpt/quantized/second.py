@@ -19,6 +19,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.folds import Tools
 from zckpt.core.recipes import DerivedStore, derive_entry
+from zckpt.quantized.forms import forms_of_packages
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array
@@ -104,8 +105,9 @@ def derive_again(
         values: reads a small tensor whole.
     """
     found: dict[str, TensorEntry] = {}
+    of_packages = [(form.codes, form.again) for form in forms_of_packages(tensors.keys()) if form.again is not None]
     for name, entry in tensors.items():
-        for end, read in _ENDS:
+        for end, read in (*of_packages, *_ENDS):
             if (
                 name.endswith(end)
                 and (made := read(tensors, name.removesuffix(end), entry, config, values)) is not None

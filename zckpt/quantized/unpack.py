@@ -65,7 +65,8 @@ def unpack(
     known = quantization or Quantization("", "", is_read=False)
     found: dict[str, TensorEntry] = {}
     for part in parts:
-        recipe = _READERS[part.form.read](part, known, values)
+        read = part.form.read
+        recipe = (_READERS[read] if isinstance(read, str) else read)(part, known, values)
         if recipe is None:
             continue
         shape, name = recipe.shape, recipe.name

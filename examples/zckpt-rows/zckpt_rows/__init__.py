@@ -1,1 +1,1 @@
-"""Saves of rows, for zckpt: `layout` and `second`, and the names of their tensors in `rows.json`."""
+"""Saves of rows, for zckpt: `layout` and `second`, names of tensors in `rows.json`, a form of quantised weights in `steps`."""

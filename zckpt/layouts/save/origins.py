@@ -64,7 +64,9 @@ def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
         _whole(root.get("dp_world_size")),
         version if isinstance(version, str) else None,
         listing.files[name].written_s(),
-        [root.get(key) for key in _SHAPES] if rank is not None and rank["kind"] == "model" and not has_experts else None,
+        [root.get(key) for key in _SHAPES]
+        if rank is not None and rank["kind"] == "model" and not has_experts
+        else None,
         int(rank["mp"]) if rank is not None else 0,
     )
 
