@@ -174,7 +174,7 @@ BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "pre_q
 
 
 def forms_of_packages(names: Collection[str]) -> tuple[PackedForm, ...]:
-    """The forms that other packages add, by entry points of the group `zckpt.recipes`, of which some tensor can be.
+    """The forms that other packages add, by entry points of the group `zckpt.recipes`, where a tensor may be in them.
 
     The name of an entry point is a pattern of tensors' names: nothing of its package is imported before a tensor has such a name.
 
