@@ -9,15 +9,18 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.base.errors import CorruptError, UsageError
 from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.jobs.open import Opened, open_catalog
-from zckpt.naming.adapter_config import META, config_of_meta
+from zckpt.layouts.save.companions import read_config
 from zckpt.naming.adapter_names import Found, found_in, is_adapter_file
 from zckpt.naming.adapter_weights import AdapterWeights
+from zckpt.naming.facts import facts_of
+from zckpt.naming.foreign_adapters import META, config_of_meta, in_peft_form, is_foreign
 from zckpt.storage.json_files import read_json
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -50,11 +53,17 @@ def choose_adapter(adapter: str | None, names: Sequence[str], catalog: Catalog) 
 
 
 def find_adapter(opened: Opened) -> Opened:
-    """The adapter in a directory that also holds a model, as torchtune's epochs do: `adapter_model.*` alone; else the
-    same checkpoint.
+    """The adapter by PEFT's names; in a directory with a model too, as torchtune's epochs are, that of `adapter_model.*`.
+
+    Raises:
+        IncompleteError: an adapter of torchtune or Megatron Bridge without what says how many heads its model has.
+        UnsupportedError: an adapter of theirs for which there are no rules.
     """
     names = {name for name in opened.catalog if found_in(name)}
     directory = opened.place.listing.directory
+    if is_foreign(opened.catalog):
+        facts = facts_of(opened.catalog, read_config(opened.place.home), directory.path)
+        return replace(opened, catalog=in_peft_form(opened.catalog, facts))
     if names or is_adapter_file(opened.catalog) or not (directory / CONFIG).is_file():
         return opened
     files = (directory / name for name in (WEIGHTS, "adapter_model.bin"))
@@ -83,14 +92,21 @@ def read_adapter_config(path: str) -> Mapping[str, object]:
 def made_config(
     opened: Opened, adapter: str, selected: Mapping[str, TensorEntry], found: Mapping[str, Found]
 ) -> tuple[str, str] | None:
-    """A sentence and a config, from what verl keeps of a LoRA; None if it kept nothing. Errors as in `config_of_meta`."""
+    """A sentence and a config, from what verl or Bridge keeps of a LoRA; None for nothing. Errors as in `config_of_meta`."""
     path = opened.place.listing.directory / META
-    if not path.is_file():
+    config = opened.catalog.extras.get("run_config")
+    run = config.get("peft") if isinstance(config, Mapping) else None
+    if isinstance(run, Mapping):  # of Megatron Bridge
+        meta: object = {"r": run.get("dim"), "lora_alpha": run.get("alpha"), "task_type": "CAUSAL_LM"}
+        name, file = "run_config.yaml", opened.place.listing.directory.path
+    elif path.is_file():
+        meta, name, file = read_json(path.path, 1 << 20, f"a {META}"), META, path.path
+    else:
         return None
     whole = [name for name, it in found.items() if it.adapter == adapter and ".modules_to_save." in name]
-    config = config_of_meta(read_json(path.path, 1 << 20, f"a {META}"), path.path, selected, whole, opened.catalog)
-    note = f"{CONFIG} is made from {META!r} and the tensors: it names no base model, and no lora_dropout."
-    return note, json.dumps(config, indent=2) + "\n"
+    made = config_of_meta(meta, file, selected, whole, opened.catalog)
+    note = f"{CONFIG} is made from {name!r} and the tensors: it names no base model, and no lora_dropout."
+    return note, json.dumps(made, indent=2) + "\n"
 
 
 def looked_at(adapter: AdapterWeights) -> tuple[str, int, list[str]]:

@@ -173,7 +173,10 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         copies |= {name: file for file, name in small}
         notes += more
     place = opened.place if base is None else replace(opened.place, home=base.place.home, named=base.place.named)
-    sources = [weights, *(Catalog(one.tensors, opened.catalog.source, opened.catalog.evidence) for one in adapters)]
+    read = (catalog, *([weights] if base is not None else ()), *(one.catalog for one in others))
+    views = tuple(view for one in read for view in one.views)
+    whole = Catalog({}, opened.catalog.source, opened.catalog.evidence, views=views)
+    sources = [weights, *(replace(whole, tensors=one.tensors) for one in adapters)]
     merged = undo(model.catalog)
     tensors, aliases = merged.tensors, merged.aliases
     is_other = bool(model.untied or model.kind or model.rows is not None)
@@ -182,7 +185,6 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         changed_config = change_config(
             config, untied=bool(model.untied), kind=model.kind, tensors=tensors, rows=model.rows
         )
-    views = (*catalog.views, *(weights.views if base is not None else ()))
     return Merged(
         catalog=replace(catalog, tensors=tensors, aliases=aliases, padding=(), views=views),
         place=place,
@@ -432,6 +434,8 @@ def _of_directory(opened: Opened, catalog: Catalog, weight: float) -> AdapterWei
     config = next(
         (place for place in (home / CONFIG, opened.place.listing.directory / CONFIG) if place.is_file()), None
     )
+    if config is None and (made := made_config(opened, home.name, catalog.tensors, {})) is not None:
+        return AdapterWeights(home.name, file, dict(catalog.tensors), json.loads(made[1]), file, weight)
     if config is None:
         raise _no_config(home.name, file, home.path)
     return AdapterWeights(home.name, file, dict(catalog.tensors), read_adapter_config(config.path), config.path, weight)
