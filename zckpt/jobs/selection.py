@@ -1,5 +1,4 @@
-"""Resolves the options for names and tensors for one checkpoint: the prefix that `auto` finds, and options that match
-nothing.
+"""Resolves the options for names and tensors for one checkpoint: the prefix of `auto`, and options that match nothing.
 
 For the jobs that take `--strip-prefix`, `--rename`, `--include` and `--exclude`.
 """
