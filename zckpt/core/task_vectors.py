@@ -7,7 +7,7 @@ Source: mergekit 0.1.5, merge_methods/generalized_task_arithmetic.py, sparsify.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,9 +22,14 @@ if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
 
     Bools = NDArray[np.bool_]
-    Whole = NDArray[np.int64]
+    Whole = NDArray[np.int64 | np.uint32]
 
-_AT_ONCE = 1 << 20
+_AT_ONCE, _IN_CACHE = 1 << 18, 1 << 14
+_SAMPLES, _SAMPLED = 64, 1 << 10
+"""Places in a large tensor at which magnitudes are looked at first, and elements at each."""
+_MOST_KEPT = 1 << 22
+"""Magnitudes near the smallest that stays, which are kept in memory."""
+_MOST = 0x7FFFFFFF
 _SMALL = 1e-7
 """Sums of magnitudes below which nothing is multiplied."""
 _DRAWS = 1 << 24
@@ -97,30 +102,42 @@ class SparseSum:
         with self._lock:
             if self._chosen is None:
                 self._chosen = [self._choose(number, tools) for number in range(len(how.weights))]
-        base = tools.read_floats(self.inputs[0], start, stop)
+        moved: Floats = tools.read_floats(self.inputs[0], start, stop)
+        others = [tools.read_floats(entry, start, stop) for entry in self.inputs[1:]]
         with np.errstate(all="ignore"):
-            terms: list[Floats] = []
-            for number, weight in enumerate(how.weights):
-                term = self._difference(number, start, stop, tools)
-                stays, scale = self._stays(number, term, start), np.float32(self._chosen[number].scale)
-                terms.append((term * stays if scale == 1 else term * stays * scale) * np.float32(weight))
-            total = sum(terms[1:], terms[0].copy())
-            divisor: Floats = np.full_like(total, sum(map(np.float32, how.weights)))
-            if how.elects:
-                sign = np.where(total >= 0, np.float32(1), np.float32(-1))
-                counts = [np.sign(term) == sign for term in terms]
-                total = sum((term * one for term, one in zip(terms, counts, strict=True)), np.zeros_like(total))
-                weighed = (np.float32(w) * one for w, one in zip(how.weights, counts, strict=True))
-                divisor = sum(weighed, np.zeros_like(total))
-                divisor[divisor == 0] = 1
-            elif abs(float(divisor.flat[0]) if divisor.size else 1) < _NOTHING:
-                divisor[:] = 1
-            if how.normalises:
-                total = total / divisor
-            if how.factor != 1:
-                total = total * np.float32(how.factor)
-            moved: Floats = base + total
-            return moved
+            for at in range(0, stop - start, _IN_CACHE):
+                base = moved[at : at + _IN_CACHE]
+                terms: list[Floats] = []
+                for number, weight in enumerate(how.weights):
+                    term = others[number][at : at + _IN_CACHE] - base
+                    stays, scale = self._stays(number, term, start + at), np.float32(self._chosen[number].scale)
+                    terms.append((term * stays if scale == 1 else term * stays * scale) * np.float32(weight))
+                base += self._sum(terms)
+        return moved
+
+    def _sum(self, terms: Sequence[Floats]) -> Floats:
+        """The sum of the terms that count, divided and multiplied as is asked."""
+        import numpy as np
+
+        how = self._how
+        total = sum(terms[1:], terms[0].copy())
+        divisor: Floats = np.full_like(total, sum(map(np.float32, how.weights)))
+        if how.elects:
+            up = total >= 0
+            down, is_finite = ~up, np.isfinite(total).all()
+            positive, negative, divisor = np.zeros_like(total), np.zeros_like(total), np.zeros_like(total)
+            for term, weight in zip(terms, how.weights, strict=True):
+                counts = ((term > 0) & up) | ((term < 0) & down)
+                divisor += np.float32(weight) * counts
+                positive += np.maximum(term, 0) if is_finite else term * counts
+                negative += np.minimum(term, 0)
+            total = positive * up + negative * down if is_finite else positive
+            divisor += divisor == 0
+        elif abs(float(divisor.flat[0]) if divisor.size else 1) < _NOTHING:
+            divisor[:] = 1
+        if how.normalises:
+            total = total / divisor
+        return total * np.float32(how.factor) if how.factor != 1 else total
 
     def _difference(self, number: int, start: int, stop: int, tools: Tools) -> Floats:
         return tools.read_floats(self.inputs[number + 1], start, stop) - tools.read_floats(self.inputs[0], start, stop)
@@ -140,8 +157,8 @@ class SparseSum:
         assert self._chosen is not None
         chosen, bits = self._chosen[number], _magnitudes(difference)
         stays = bits > chosen.least
-        if start < chosen.last:
-            stays |= (bits == chosen.least) & (np.arange(start, start + len(bits)) < chosen.last)
+        early = max(0, chosen.last - start)
+        stays[:early] |= bits[:early] == chosen.least
         return stays
 
     def _choose(self, number: int, tools: Tools) -> _Chosen:
@@ -160,25 +177,72 @@ class SparseSum:
             yield start, self._difference(number, start, min(start + _AT_ONCE, self.inputs[0].numel), tools)
 
     def _threshold(self, number: int, wanted: int, tools: Tools) -> _Chosen:
+        """The `wanted`th largest magnitude, of those around it; of equal ones, up to which element they are wanted."""
+        import numpy as np
+
+        low, high = self._around(number, wanted, tools)
+        near: list[tuple[int, Whole]] = []
+        for start, part in self._parts(number, tools):
+            bits = _magnitudes(part)
+            wanted -= int(np.count_nonzero(bits > high))
+            near.append((start, bits[(bits >= low) & (bits <= high)]))
+            if sum(len(found) for _, found in near) > _MOST_KEPT:
+                break
+        found = np.concatenate([found for _, found in near])
+        if not 1 <= wanted <= len(found) <= _MOST_KEPT:
+            return self._threshold_of_all(
+                number, max(1, int(self._how.densities[number] * self.inputs[0].numel)), tools
+            )
+        found.partition(len(found) - wanted)
+        least = int(found[len(found) - wanted])
+        wanted -= int(np.count_nonzero(found > least))
+        for start, found in near:
+            wanted -= (equal := int(np.count_nonzero(found == least)))
+            if wanted <= 0:
+                return _Chosen(least, self._last(number, start, least, wanted + equal, tools), 1.0)
+        raise AssertionError
+
+    def _last(self, number: int, start: int, least: int, wanted: int, tools: Tools) -> int:
+        """One past the `wanted`th element with this magnitude in the part from `start` on."""
+        import numpy as np
+
+        part = self._difference(number, start, min(start + _AT_ONCE, self.inputs[0].numel), tools)
+        return start + int(np.flatnonzero(_magnitudes(part) == least)[wanted - 1]) + 1
+
+    def _around(self, number: int, wanted: int, tools: Tools) -> tuple[int, int]:
+        """Magnitudes below and above the `wanted`th largest one, by a sample; of few elements, all."""
+        import numpy as np
+
+        numel = self.inputs[0].numel
+        if numel <= _AT_ONCE:
+            return 0, _MOST
+        apart = numel // _SAMPLES
+        starts = range(0, apart * _SAMPLES, apart)
+        bits = [_magnitudes(self._difference(number, at, at + _SAMPLED, tools)) for at in starts]
+        sample = np.sort(np.concatenate(bits))
+        at, width = len(sample) - int(wanted / numel * len(sample)), len(sample) // 50
+        low = int(sample[at - width]) if at > width else 0
+        return low, int(sample[at + width]) if at + width < len(sample) else _MOST
+
+    def _threshold_of_all(self, number: int, wanted: int, tools: Tools) -> _Chosen:
+        """The same, by counting magnitudes in two passes."""
         import numpy as np
 
         high, low = np.zeros(1 << 16, np.int64), np.zeros(1 << 16, np.int64)
         for _, part in self._parts(number, tools):
-            high += np.bincount(_magnitudes(part) >> 16, minlength=1 << 16)
+            high += np.bincount(_magnitudes(part) >> np.uint32(16), minlength=1 << 16)
         top, wanted = _bin_of(high, wanted)
         for _, part in self._parts(number, tools):
             bits = _magnitudes(part)
-            low += np.bincount(bits[bits >> 16 == top] & 0xFFFF, minlength=1 << 16)
+            low += np.bincount(bits[bits >> np.uint32(16) == top] & np.uint32(0xFFFF), minlength=1 << 16)
         rest, wanted = _bin_of(low, wanted)
-        least, last = top << 16 | rest, self.inputs[0].numel
-        if wanted < low[rest]:  # of those that are equal, the first
-            for start, part in self._parts(number, tools):
-                equal = np.flatnonzero(_magnitudes(part) == least)
-                if len(equal) >= wanted:
-                    last = start + int(equal[wanted - 1]) + 1
-                    break
-                wanted -= len(equal)
-        return _Chosen(least, last, 1.0)
+        least = top << 16 | rest
+        for start, part in self._parts(number, tools):
+            equal = int(np.count_nonzero(_magnitudes(part) == least))
+            if equal >= wanted:
+                return _Chosen(least, self._last(number, start, least, wanted, tools), 1.0)
+            wanted -= equal
+        raise AssertionError
 
     def _scale(self, number: int, chosen: _Chosen, tools: Tools) -> float:
         import numpy as np
@@ -200,7 +264,8 @@ def _magnitudes(numbers: Floats) -> Whole:
     """The bits of the absolute values, which as whole numbers are in the same order."""
     import numpy as np
 
-    return np.abs(np.ascontiguousarray(numbers)).view(np.uint32).astype(np.int64)
+    bits: Whole = np.ascontiguousarray(numbers).view(np.uint32) & np.uint32(_MOST)
+    return bits
 
 
 def _bin_of(counts: Whole, wanted: int) -> tuple[int, int]:
