@@ -50,8 +50,8 @@ _BLOCK = 4096
 
 
 def thread_count(wanted: int | None) -> int:
-    """The number of threads: `wanted`, or the default for None. Raises UsageError if fewer than one, or more than
-    `MOST_THREADS`.
+    """The number of threads: `wanted`, or the default for None. Raises UsageError if it is less than 1, or
+    more than `MOST_THREADS`.
     """
     if wanted is None:
         return THREADS

@@ -21,7 +21,8 @@ def to_bytes(size: int | str) -> int:
 
 def file_bytes(size: int | str, option: str) -> int:
     """The largest size of a file, in bytes, at least one; `option` is the name of the option that says it, for the
-    error. Raises UsageError if it is less, or of another form.
+    error. Raises UsageError for a smaller one,
+    or a text of another form.
     """
     nbytes = to_bytes(size)
     if nbytes < 1:

@@ -1,7 +1,4 @@
-"""Finds what an output must hold of a checkpoint with quantised weights, or of one with weights that it quantises.
-
-For `verify`.
-"""
+"""Finds what an output must hold of a checkpoint with quantised weights, or of one with weights that it quantises."""
 
 from __future__ import annotations
 
@@ -46,12 +43,6 @@ class Expected:
 def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest | None) -> Catalog:
     """The checkpoint's tensors, with quantised ones as the numbers that they stand for, unless the output holds them as
     stored.
-
-    Args:
-        catalog: the checkpoint, as stored.
-        place: where it is.
-        output: the output, as stored.
-        facts: the output's manifest.
     """
     if METADATA in catalog.extras:
         from zckpt.layouts.gguf.blocks import read_again

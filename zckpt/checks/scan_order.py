@@ -1,7 +1,4 @@
-"""Orders what a scan reads of files: tensors for statistics, and everything for checksums.
-
-For `integrity`.
-"""
+"""Orders what a scan reads of files: tensors for statistics, and everything for checksums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads a checkpoint and its output once, side by side: whether they are equal, and whether each of them is intact.
-
-For `verify`.
-"""
+"""Reads a checkpoint and its output once, side by side: whether they are equal, and whether each of them is intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `zckpt --version` prints, and with `--verbose` what a bug report needs.
+"""Makes the lines of `zckpt --version`, and with `--verbose` those that a bug report needs.
 
 Nothing of it says who the user is: no paths, no names of machines, no values of variables.
 """
@@ -13,7 +13,7 @@ from importlib import metadata
 from zckpt.base.version import __version__
 
 _PACKAGES = ("torch", "numpy", "safetensors", "huggingface_hub", "fsspec", "typer", "transformers", "deepspeed", "peft")
-"""Those with a version that can matter; only their metadata is read."""
+"""Packages with versions that can matter; only their metadata is read."""
 
 
 def lines(verbose: bool) -> list[str]:
@@ -45,7 +45,7 @@ def _libc() -> str:
 
 
 def _processors() -> int:
-    """Those that this process may use, where the system says so."""
+    """The number of processors that this process may use, where the system records it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

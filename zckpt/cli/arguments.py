@@ -1,4 +1,4 @@
-"""Arguments and options that many commands have, beside those of their jobs: where from, where to, and what is printed."""
+"""Arguments and options that many commands share, beside those of their jobs: input, output, and what is printed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Shown:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ShownProgress(Shown):
-    """The same of commands that work for long, and show how far they are."""
+    """As `Shown`, for commands that run for long and show their progress."""
 
     progress_form: Annotated[
         ProgressForm, output("--progress", help="A bar in a terminal, or JSON lines on stderr for programs.")

@@ -61,7 +61,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 class Commands(TyperGroup):
-    """All of them. Each is built from its declaration when `get_command` is first asked for it."""
+    """All commands. Each is built from its declaration when `get_command` is first asked for it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -75,8 +75,8 @@ class Commands(TyperGroup):
         return self._declared.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names, with the other words; `help` and `version` mean the options of these
-        names. Raises UsageError if it names none; the error says what was meant.
+        """The command that the first word names, with the other words; `help` and `version` stand for these options.
+        Raises UsageError if it names none; the error says what was meant.
         """
         if args[0] == "help" and len(args) > 1:
             args = [args[1], "--help"]
@@ -92,7 +92,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the table; names stand in one column in all groups."""
+        """Writes the table of commands; names have one column in all groups."""
         width = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):

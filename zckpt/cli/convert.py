@@ -133,12 +133,12 @@ def to_peft(
 
 
 def name_of(dtype: DType | None) -> str:
-    """A dtype in a sentence about weights; None leaves them as they were saved."""
+    """The name of a dtype in a sentence about weights; None leaves weights as they were saved."""
     return "saved" if dtype is None else SHORT_NAMES[dtype]
 
 
 def words_of(planned: PlannedConversion, dtype: str) -> Words:
-    """How to speak of weights that were written in this dtype."""
+    """The words for weights that were written in this dtype."""
     what = f"{count(len(planned.catalog), 'tensor')} as {dtype}"
     if part := planned.opened.catalog.source.part:
         return Words(what, lambda files: f"it is {part}, and no whole model: nothing loads it as one", {"dtype": dtype})
@@ -152,7 +152,7 @@ def words_of(planned: PlannedConversion, dtype: str) -> Words:
 
 
 def _loader(planned: PlannedConversion, files: set[str]) -> str:
-    """How a person loads the output."""
+    """The code with which a person loads the output."""
     from zckpt.layouts.save.accelerate import FIRST_OPTIMIZER
 
     out = planned.out.rstrip("/") or "/"

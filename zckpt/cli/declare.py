@@ -112,7 +112,7 @@ def command(
 
 @dataclasses.dataclass
 class _Option:
-    """An option of a job: the class that has it, its field, and what typer is told."""
+    """An option of a job: the class that declares it, its field, and its declaration for typer."""
 
     holder: type
     field: dataclasses.Field[Any]
@@ -151,7 +151,7 @@ def expand_groups(
 
 
 def _hints_of(function: Callable[..., None]) -> dict[str, Any]:
-    """The types of a function's parameters but `asked`, which is none of typer's."""
+    """The types of a function's parameters, without `asked`, which typer does not see."""
     scope = inspect.unwrap(function).__globals__
     return {
         name: eval(of, scope) if isinstance(of, str) else of
@@ -161,7 +161,7 @@ def _hints_of(function: Callable[..., None]) -> dict[str, Any]:
 
 
 def _fields_of(options: list[_Option], values: Mapping[str, object]) -> dict[str, Any]:
-    """Fields of a job's groups, by what was given on the command line."""
+    """The fields of a job's groups, by the values on the command line."""
     found: dict[str, Any] = {}
     parts: dict[type, dict[str, Any]] = {}
     for one in options:
@@ -173,11 +173,13 @@ def _fields_of(options: list[_Option], values: Mapping[str, object]) -> dict[str
 
 
 _LATE = ("overflow", "layer_names", "dry_run", "overwrite", "allow_unknown_layout", "sign")
-"""Options that come last under their heading, in this order; what is printed comes after them."""
+"""Options that come last under their heading, in this order; the options of printing come after them."""
 
 
 def _in_order(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
-    """Options under their headings: these in the order of their first options, those of reading that are on the output aside."""
+    """The options sorted by heading, headings in the order of their first options; `allow_unknown_layout` counts for no
+    heading.
+    """
     panels = [_panel_of(one) for one in parameters if one.name != "allow_unknown_layout"]
 
     def place(one: inspect.Parameter) -> tuple[int, int]:
@@ -196,7 +198,7 @@ def _panel_of(parameter: inspect.Parameter) -> str:
 
 @lru_cache
 def _words(*words: str) -> Any:
-    """What typer takes as a choice of words."""
+    """The type of an option that takes a choice of words, for typer."""
     return Enum("Choice", {word.replace("-", "_"): word for word in words}, type=str)
 
 
@@ -211,7 +213,7 @@ _KINDS: Mapping[str, tuple[Any, dict[str, Any], Callable[[Any], object]]] = {
     "size": (int, {"parser": size_in_bytes, "show_default": False}, lambda value: value),
     "renames": (list[str], {}, lambda value: tuple(map(split_rename, value))),
 }
-"""What an option takes -> its type, what typer is told of it, and its value for the job."""
+"""Kind of value -> its type, its declaration for typer, and the function that gives its value for the job."""
 
 
 def _option_of(job: Job[Any], holder: type, field: dataclasses.Field[Any]) -> _Option:
@@ -237,7 +239,7 @@ def _option_of(job: Job[Any], holder: type, field: dataclasses.Field[Any]) -> _O
 
 
 def _choice(of: Any, default: Any) -> tuple[Any, dict[str, Any], Callable[[Any], object], Any]:
-    """The same of an option that takes words: one of them, several where the last is `...`, or names of dtypes."""
+    """As `_KINDS`, for an option that takes words: one of them, several if the last is `...`, or names of dtypes."""
     if of == "dtype":
         kind = _words("fp32", "fp16", "bf16")
         return kind, {}, _dtype, None if default is None else kind(SHORT_NAMES[default])

@@ -24,7 +24,7 @@ _ClickError = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasa
 """The base of the errors that typer raises for a wrong command line."""
 
 python_format = warnings.formatwarning
-"""Kept before `main` sets the command line's own."""
+"""Python's own format of warnings, kept before `main` sets the command line's."""
 
 
 class Interrupted(BaseException):
@@ -62,7 +62,7 @@ def report(error: BaseException) -> int:
 
 
 def _as_typed(file: str | None) -> str | None:
-    """A path below the current directory without it, unless the command line has it."""
+    """A path below the current directory in its short form, unless the command line has the long one."""
     with contextlib.suppress(OSError):  # the current directory is gone
         here = os.path.join(os.getcwd(), "")
         if file and file.startswith(here) and not any(here in word for word in sys.argv[1:]):
@@ -97,7 +97,7 @@ def _as_zckpt_error(error: BaseException) -> tuple[str, ZckptError]:
 
 
 def _wrong_usage(error: BaseException) -> UsageError:
-    """What typer says of a wrong command line: an unknown option, a missing argument, a wrong value."""
+    """The error for a wrong command line: an unknown option, a missing argument, a wrong value."""
     first, *others = error.format_message().split(". ")  # type: ignore[attr-defined]
     what = re.sub(r"^Got unexpected", "unexpected", first.rstrip("."))
     context = getattr(error, "ctx", None)
@@ -129,7 +129,7 @@ def _paint(line: str) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """A text without secrets: those that were given, and what looks like one."""
+    """A text without secrets: those that were given, and texts that look like one."""
     return redact(text, *_secrets_given())
 
 

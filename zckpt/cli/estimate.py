@@ -26,7 +26,7 @@ _memory = partial(typer.Option, rich_help_panel="Memory")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PlannedRun:
-    """What is estimated for."""
+    """The run that is estimated."""
 
     gpus: Annotated[int, _run("--gpus", metavar="N", callback=positive, help="GPUs per node.")] = 1
     nodes: Annotated[int, _run("--nodes", metavar="M", callback=positive, help="Nodes.")] = 1
@@ -56,7 +56,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MemoryGiven:
-    """The memory that there is."""
+    """The memory that is given."""
 
     memory: Annotated[str | None, _memory("--memory", metavar="SIZE", help="Of a GPU, to say what fits.")] = None
     cpu_memory: Annotated[str | None, _memory("--cpu-memory", metavar="SIZE", help="Of a node, likewise.")] = None

@@ -1,4 +1,4 @@
-"""`zckpt formats`: what this version reads and writes, by the tables that reading and writing themselves go by."""
+"""`zckpt formats`: what this version reads and writes, from the tables that reading and writing use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def formats(shown: Shown) -> None:
 
 
 def known_formats() -> dict[str, Any]:
-    """What is read and written, as `--json` has it."""
+    """The formats, models and families, as `--json` has them."""
     from zckpt.containers.container import Kind
     from zckpt.containers.gguf_file import BY_NUMBER
     from zckpt.core.dtypes import ALL, SHORT_NAMES
@@ -80,7 +80,7 @@ def known_formats() -> dict[str, Any]:
 
 
 def _layouts() -> list[dict[str, Any]]:
-    """The families of `layouts`, each with what it or its package says of itself."""
+    """The families of `layouts`, each with its own description or its package's."""
     from zckpt import layouts
 
     packages = [one for one in vars(layouts).values() if isinstance(one, ModuleType) and hasattr(one, "FAMILY")]
@@ -117,7 +117,7 @@ def _models() -> dict[str, Any]:
 
 
 def _has_place(family: Scheme, placed: set[str]) -> bool:
-    """Whether Megatron-Core computes models of a family, and has a place for all that these need."""
+    """Whether Megatron-Core computes models of a family, and has a place for every tensor of theirs."""
     needed = {part for rule in family.rules if not rule.optional for part in rule.parts or ()}
     return family.megatron is not None and "cannot" not in family.megatron and needed <= placed
 

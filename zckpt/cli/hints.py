@@ -1,4 +1,4 @@
-"""What a person meant who typed a word that is not a command, or an option that a command does not have.
+"""Finds the line that a person meant who typed an unknown command or option.
 
 For `commands` and `desk`, which import it only when something is wrong. Words of the field, of other tools
 and of `zero_to_fp32.py` lead to the line to type; a word that is close to a command's name leads to that command.
@@ -45,7 +45,7 @@ _WORDS = {
     "merge": (*_EXPORT, "average"), "merge-lora": ("to-bf16",), "merge-and-unload": ("to-bf16",),
     "list": ("inspect", "du"), "size": ("du",),
 }  # fmt: skip
-"""A word that is not a command -> the commands that do what it says, the likeliest first."""
+"""A word that is not a command -> the commands for it, the most likely first."""
 
 _MORE = {
     "to-hf": "--to hf",
@@ -53,7 +53,7 @@ _MORE = {
     "merge-lora": "--merge-lora",
     "merge-and-unload": "--merge-lora",
 }
-"""A word -> what its command line needs beside."""
+"""A word -> the options that its command needs for it."""
 
 _OUT_OPTIONS = ("output", "out", "o", "output-dir", "output-file", "outdir", "out-dir", "save-path", "dest")
 _OPTIONS = {
@@ -64,7 +64,7 @@ _OPTIONS = {
     **dict.fromkeys(("key-prefix", "prefix", "remove-prefix"), "--strip-prefix"),
     **dict.fromkeys(("lora", "merge"), "--merge-lora"), **dict.fromkeys(("base-model",), "--base"),
 }  # fmt: skip
-"""A name of an option that other tools have, without dashes -> what it is called here."""
+"""An option of other tools, without dashes -> the option of zckpt."""
 
 
 _TORCHRUN = "Start it with torchrun, which has it: torchrun ... -m zckpt run SCRIPT."
@@ -115,7 +115,7 @@ def check_command(words: Sequence[str], known: Iterable[str]) -> None:
 
 
 def value_meant(what: str) -> str:
-    """A sentence about a value that an option does not take, of what typer says about it; empty if there is none."""
+    """A sentence about a value that an option does not take, from typer's message; empty if there is none."""
     if re.search(r"'--type': '(i?q|tq)\d\w*' is", what, re.IGNORECASE):
         return "llama.cpp's llama-quantize makes other types of a file that has f16 or bf16."
     return ""

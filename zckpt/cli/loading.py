@@ -1,4 +1,4 @@
-"""How a person loads an output with transformers: derived from the config.json that lies in it and from the tensors' names.
+"""Derives how transformers loads an output, from the config.json in it and from the tensors' names.
 
 For the commands that write weights. What is not known is not promised.
 Source: transformers 5.23, models/auto/modeling_auto.py; tests/interop/test_loading.py compares every class of its mappings.
@@ -27,8 +27,9 @@ _AUTO = {
     "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForImageClassification": "AutoModelForImageClassification",
 }
-"""How the name of a class ends -> the Auto class that has it. Others are called by their own names: a class that ends in
-`ForConditionalGeneration` may read text, images or speech."""
+"""The end of a class's name -> the Auto class for it. Other classes are called by their own names: a class that ends in
+`ForConditionalGeneration` may read text, images or speech.
+"""
 
 _OWN = (
     *("BlipForQuestionAnswering", "FlaubertWithLMHeadModel", "LayoutLMForQuestionAnswering", "Mistral4ForCausalLM"),
@@ -39,7 +40,7 @@ _OWN = (
     ),
     *(f"{name}ForSequenceClassification" for name in ("Wav2Vec2", "Wav2Vec2Bert", "Wav2Vec2Conformer", "WavLM")),
 )
-"""Classes that another Auto class has than their names say: of audio and of pictures, for one."""
+"""Classes with another Auto class than their names suggest: of audio and of pictures, for example."""
 
 _BODIES = ("model", "transformer", "gpt_neox")
 _HEADS = ("lm_head", "score", "embed_out")
@@ -80,12 +81,12 @@ def loading_line(out: str, names: Iterable[str]) -> str:
 
 
 def _writes_text(family: str) -> bool:
-    """Whether the class of a family's models is a causal language model: there are others, such as BERT and Whisper."""
+    """Whether a family's class is a causal language model; those of BERT and Whisper, for example, are not."""
     return auto_class(architecture_of(scheme(f"hf-{family}"))) == "AutoModelForCausalLM"
 
 
 def _auto_by_names(config: Mapping[str, object], names: Iterable[str], *, is_known: bool) -> str:
-    """The Auto class of a model that writes text and has a config without a class; empty where nothing tells.
+    """The Auto class of a text model with a config that names no class; empty if nothing tells it.
 
     Args:
         config: the model's.
@@ -107,7 +108,7 @@ def _auto_by_names(config: Mapping[str, object], names: Iterable[str], *, is_kno
 
 
 def loader_of(config: Mapping[str, object], place: str, auto: str = "") -> str:
-    """The call that loads a model with such a config; what is known of the class, where the call is not known.
+    """The call that loads a model with this config; or what is known of the class, if the call is not known.
 
     Args:
         config: the model's.
@@ -133,12 +134,12 @@ def loader_of(config: Mapping[str, object], place: str, auto: str = "") -> str:
 
 
 def auto_class(name: str) -> str:
-    """The Auto transformers class that has a class; the class itself where its name does not say which one has it."""
+    """The Auto class for a transformers class; the class itself if its name does not determine one."""
     return name if name in _OWN else next((auto for end, auto in _AUTO.items() if name.endswith(end)), name)
 
 
 def wrong_prefix(names: Iterable[str], config: Mapping[str, object]) -> tuple[str, bool]:
-    """What the names of a Hugging Face model begin with beyond its own; and whether there are names of something else.
+    """The prefix of a Hugging Face model's names beyond its own, and whether there are names of something else.
 
     Lightning's names begin with the attribute of the module that holds the model. A model of several has them itself.
     """

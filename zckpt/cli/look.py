@@ -60,7 +60,7 @@ Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copie
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Tolerance:
-    """Which values count as equal."""
+    """The tolerance within which values count as equal."""
 
     atol: Annotated[
         float | None,
@@ -70,7 +70,7 @@ class Tolerance:
 
     @property
     def words(self) -> str:
-        """Which numbers are equal, as a sentence; empty for those that are the same bit for bit."""
+        """The tolerance as a sentence; empty for equality bit for bit."""
         if self.atol is None and self.rtol is None:
             return ""
         return f"Numbers are equal if |a - b| is at most {self.atol or 0:g} + {self.rtol or 0:g} |b|."

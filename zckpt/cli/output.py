@@ -131,7 +131,7 @@ def _advance(bar: object, done: int) -> None:
 
 
 def stderr_width() -> int | None:
-    """Columns of the terminal that stderr is; None if it is none, so that logs have one line a sentence."""
+    """The columns of stderr's terminal; None if it is not a terminal, so that logs have one line for each sentence."""
     return shutil.get_terminal_size().columns if sys.stderr.isatty() else None
 
 

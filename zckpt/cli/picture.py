@@ -23,7 +23,7 @@ _shown = partial(typer.Option, rich_help_panel="What to draw")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Drawn:
-    """What is drawn, and where to."""
+    """What is drawn, and where it goes."""
 
     html: Annotated[
         str | None, _shown("--html", metavar="FILE", help="Write the map as one HTML file, which needs no network.")
@@ -100,7 +100,7 @@ def open_page(page: str, sink: Console) -> None:
 
 
 def place_of_page(wanted: str | None, what: str) -> str:
-    """The path for a page: the one that is wanted, or else one in a new temporary directory; `what` is on it."""
+    """The path for a page: the one asked for, or one in a new temporary directory; `what` is on the page."""
     import os
     import tempfile
 

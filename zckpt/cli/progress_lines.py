@@ -1,7 +1,4 @@
-"""A line every so many steps of a run: where it is, how it goes, and how long it will take.
-
-For `train`.
-"""
+"""A line every so many steps of a run: where it is, how it goes, and how long it will take."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ RepoId = Annotated[
 
 
 class PageDtype(str, Enum):
-    """Dtypes that weights can be given."""
+    """Dtypes of a page's weights."""
 
     fp32 = "fp32"
     fp16 = "fp16"
@@ -98,7 +98,7 @@ class PageOptions:
     ] = None
 
     def target(self, repo_id: str) -> PageTarget:
-        """The same as `hub` takes it."""
+        """The target, in the form that `hub` takes."""
         from zckpt.hub import MESSAGE, PageTarget
 
         given = asdict(self)
@@ -169,7 +169,7 @@ def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *,
 
 
 def to_page(source: str, out: str, asked: Asked[None], sink: Console, *, dry_run: bool) -> None:
-    """`to-*` with an OUT such as `hf://me/my-model@main/fp32`."""
+    """Pushes for a `to-*` command with an OUT such as `hf://me/my-model@main/fp32`."""
     from zckpt.base.errors import UsageError
     from zckpt.hub import PageTarget
     from zckpt.jobs.declarations import CONVERT

@@ -66,7 +66,7 @@ def _write(planned: PlannedFp8, asked: Asked[Fp8 | Quantize], form: str, dry_run
 
 
 def _loader(planned: PlannedFp8) -> str:
-    """How a person loads the output."""
+    """The code with which a person loads the output."""
     from zckpt.cli.loading import loading_line
 
     line, place = loading_line(planned.out, planned.catalog), planned.out.rstrip("/") or "/"

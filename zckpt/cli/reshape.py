@@ -96,7 +96,7 @@ def to_states(
 
 
 def how_to_resume(planned: PlannedReshard[UniversalTarget]) -> dict[str, object]:
-    """What DeepSpeed needs to load the universal checkpoint: entries of its config, the call, and the tag."""
+    """What DeepSpeed needs to load the universal checkpoint: config entries, the call, and the tag."""
     from zckpt.core.dtypes import BF16, F16
 
     precision = planned.target.precision
@@ -111,7 +111,7 @@ def how_to_resume(planned: PlannedReshard[UniversalTarget]) -> dict[str, object]
 
 
 def _loading(planned: PlannedReshard[UniversalTarget], files: set[str]) -> str:
-    """The same in lines, and how the trainers that left the files call it."""
+    """The lines on how to resume, and on how the trainers that left the files load them."""
     found = how_to_resume(planned)
     stages = "at stage 3" if found["stages"] == [3] else "at stage 1 or 2"
     lines = [

@@ -33,12 +33,12 @@ _LAUNCHERS = (
     "accelerate",
     "torchrun",
 )
-"""Modules and programs that start the processes themselves, and are started once."""
+"""Modules and programs that start the processes themselves, and so run once."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Launch:
-    """Which processes are started, and where: options of `deepspeed` and of `torchrun`, by their names there."""
+    """The processes that are started, and where: options of `deepspeed` and of `torchrun`, by their names there."""
 
     nproc: Annotated[
         int | None,
@@ -249,8 +249,8 @@ def _launch(asked: Launch, script: Sequence[str], words: Sequence[str]) -> int |
 
 
 def _log_of(asked: Launch) -> Callable[[Iterable[Sequence[str]]], None]:
-    """What tells of commands that are started. Raises UsageError if there is no such level, or --standalone is
-    contradicted.
+    """A function that reports the commands that are started. Raises UsageError if there is no such level, or
+    --standalone is contradicted.
     """
     level = "error" if asked.quiet else asked.log_level
     if level not in ("debug", "info", "warning", "error", "critical"):
@@ -286,7 +286,7 @@ def _number(option: str, text: str | None) -> int | None:
 
 
 def _show(slots: Sequence[int]) -> None:
-    """Lets the processes see these accelerators alone, of those that are seen here."""
+    """Shows the processes these accelerators alone, among those that are visible here."""
     from zckpt.live.device import accelerator, hidden_by
 
     kind = accelerator()
@@ -304,7 +304,7 @@ def _show(slots: Sequence[int]) -> None:
 
 
 def _as_python_does() -> None:
-    """Takes back what the command line has set for itself: signals, warnings, and no garbage collector."""
+    """Undoes what the command line has set for itself: signals, warnings, and no garbage collector."""
     collector.switch_on()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -312,7 +312,7 @@ def _as_python_does() -> None:
 
 
 def _look_for_modules_in(directory: str) -> None:
-    """Puts a directory where Python puts that of a script: at the front of `sys.path`."""
+    """Puts a directory in the place of a script's: at the front of `sys.path`."""
     if not sys.flags.safe_path:
         sys.path[0] = directory
 

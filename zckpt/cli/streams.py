@@ -32,7 +32,7 @@ class UnprintedError(OutputError):
         self.done = ""
 
     def after(self, done: str) -> UnprintedError:
-        """This error, of a command that did its work all the same, as the sentence `done` says."""
+        """The same error for a command that did its work, as the sentence `done` says."""
         self.done, self.remedy = done, f"{done} Only the result was not printed." if done else self.remedy
         return self
 
@@ -49,7 +49,7 @@ class _Watched(io.FileIO):
         self._failed = False
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Writes bytes, and tells the first failure."""
+        """Writes bytes, and raises the first failure."""
         nbytes = memoryview(data).nbytes
         if nbytes and not self._failed:  # a buffer that is empty is written too, when a stream is made
             try:
@@ -62,7 +62,7 @@ class _Watched(io.FileIO):
 
 
 def guard() -> None:
-    """Puts watched streams in the places of `sys.stdout` and `sys.stderr`."""
+    """Replaces `sys.stdout` and `sys.stderr` by watched streams."""
     sys.stdout = _stream(1, sys.stdout, tells=True)
     sys.stderr = _stream(2, sys.stderr, tells=False)
 

@@ -1,4 +1,4 @@
-"""What the texts of options mean: sizes, counts, and pairs of a pattern and its replacement.
+"""Parses the texts of options: sizes, counts, and pairs of a pattern and its replacement.
 
 For `declare` and the commands.
 """

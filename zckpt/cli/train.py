@@ -115,7 +115,7 @@ def _report(step: Step, show: Callable[[int, dict[str, str]], None], lines: Prog
 
 
 def _facts(step: Step) -> dict[str, str]:
-    """What the progress bar shows."""
+    """The facts that the progress bar shows."""
     facts = {"loss": f"{step.loss:.4f}", "tok/s": f"{step.tokens_per_s:,.0f}", "lr": f"{step.lr:.3g}"}
     facts |= {"scale": f"{step.scale:g}"} if step.scale != 1 else {}
     return {**facts, "mem": size(step.memory_bytes)}

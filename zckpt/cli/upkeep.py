@@ -31,7 +31,7 @@ Deep = Annotated[bool, output("--deep", help="Read every byte of the saves that 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Kept:
-    """Which saves stay."""
+    """The rules for saves that stay."""
 
     keep_last: Annotated[int | None, _rules("--keep-last", metavar="N", help="The N newest.")] = None
     keep_every: Annotated[int | None, _rules("--keep-every", metavar="M", help="Those at a multiple of M steps.")] = (
@@ -120,7 +120,7 @@ def slim(
 
 
 def _loading_hint(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
-    """How the smaller save is loaded, as a line."""
+    """A line on how the smaller save is loaded."""
     out, layout = planned.out, planned.catalog.source.layout
     if layout == "megatron-core":
         return lambda files: f"load it with Megatron-Core, without an optimizer: --load {out} --no-load-optim"

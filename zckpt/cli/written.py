@@ -1,7 +1,4 @@
-"""What the commands that write an output do with a planned job: carry it out or print the plan, and say what was written.
-
-For `convert` and `reshape`.
-"""
+"""Carries out or prints a planned job that writes an output, and reports what was written."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _MOST_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How a command speaks of its output.
+    """The words of a command about its output.
 
     Attributes:
         what: the output, as in "OUT: 2 tensors as bf16".
@@ -83,7 +80,7 @@ def show(
     seconds: float,
     more: Callable[[Report], dict[str, object]] = lambda report: {},
 ) -> None:
-    """Says what was written: to `out`, in so many seconds; `more` are facts of the report, for `--json`."""
+    """Reports what was written: to `out`, in `seconds`; `more` are facts of the report, for `--json`."""
     sink.notes(report.notes)
     sink.notes(
         f"{name!r} has {count(number, 'element')} too large for the dtype; the largest is {largest:,}"
@@ -149,7 +146,7 @@ def _plan_lines(planned: Planned, words: Words) -> Iterator[str]:
 
 
 def _fates(planned: Planned) -> Iterator[dict[str, Any]]:
-    """What becomes of each tensor that was trained: a row of the plan of a merge."""
+    """The fate of each trained tensor: a row of the plan of a merge."""
     from zckpt.core.ledger import RULES, trace
 
     for one, to in zip(planned.trained, trace(planned.trained, planned.catalog.tensors), strict=True):
@@ -163,7 +160,7 @@ _USES = {
     "whole": "is written as",
     "left out": "is left out, since",
 }
-"""How a trained tensor is used -> a phrase for it."""
+"""How a trained tensor is used -> the phrase for it."""
 
 
 def file_lines(files: Sequence[tuple[str, int]]) -> Iterator[str]:

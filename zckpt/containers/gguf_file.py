@@ -186,11 +186,9 @@ def index_error(file: Input, found: str, expected: str = "") -> CorruptError:
 
 
 def read_input(file: Input) -> Container:
-    """The tensors of a GGUF file in its order, and its metadata as `values`.
-
-    Raises:
-        CorruptError: the index contradicts itself or the file's size.
-        UnsupportedError: the file is of another version or byte order, or a tensor's type cannot be read.
+    """The tensors of a GGUF file in its order, and its metadata as `values`. Raises CorruptError if the index
+    contradicts itself or the file's size; UnsupportedError if the file is of another version or byte order, or a
+    tensor's type cannot be read.
     """
     reader = _Reader(file)
     reader.take(4, "the magic")

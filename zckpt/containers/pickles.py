@@ -38,12 +38,8 @@ def load_pickle(
     data: bytes, *, file: str, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None,
     spent: int = 0, most: int | None = None, finishers: Finishers | None = None,
 ) -> object:  # fmt: skip
-    """The inert object in a pickle. The arguments are those of `Machine`.
-
-    Raises:
-        CorruptError: it is damaged.
-        UnsafeError: it would run code.
-        UnsupportedError: it needs parts that are not in it, or too much memory.
+    """The inert object in a pickle. The arguments are those of `Machine`. Raises CorruptError if it is damaged;
+    UnsafeError if it would run code; UnsupportedError if it needs parts that are not in it, or too much memory.
     """
     machine = Machine(
         data,
@@ -65,11 +61,8 @@ def load_pickle(
 
 
 def read_pickle(machine: Machine) -> object:
-    """The inert object in a machine's pickle, which ends at the machine's `position` then.
-
-    Raises:
-        EOFError: the data end before the pickle.
-        ZckptError: as `load_pickle`.
+    """The inert object in a machine's pickle, which ends at the machine's `position` then. Raises EOFError if the data
+    end before the pickle, ZckptError as `load_pickle`.
     """
     try:
         value = _run(machine)

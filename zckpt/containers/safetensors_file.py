@@ -40,11 +40,8 @@ MAX_UNSIGNED = 2**64 - 1
 
 
 def read_input(file: Input) -> Container:
-    """The tensors of a safetensors file, in the header's order.
-
-    Raises:
-        CorruptError: the header contradicts itself or the file's size.
-        UnsupportedError: a tensor's dtype is unknown.
+    """The tensors of a safetensors file, in the header's order. Raises CorruptError if the header contradicts itself or
+    the file's size, UnsupportedError if a tensor's dtype is unknown.
     """
     nbytes = int.from_bytes(file.read(0, 8, "the header's length"), "little")
     if nbytes > MAX_HEADER_BYTES:

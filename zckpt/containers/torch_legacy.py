@@ -36,12 +36,8 @@ FIRST_WINDOW_BYTES = 1 << 16
 
 
 def read_stream(file: Input) -> Container:
-    """The object in a stream; see [Note: how a stream is read].
-
-    Raises:
-        CorruptError: the file is damaged.
-        NotACheckpointError: it is a pickle of something else.
-        UnsafeError: its pickle would run code.
+    """The object in a stream; see [Note: how a stream is read]. Raises CorruptError if the file is damaged,
+    NotACheckpointError if it is a pickle of something else, UnsafeError if its pickle would run code.
     """
     stream = _Stream(file, 0, file.size)
     if stream.pickle() != MAGIC_NUMBER:

@@ -154,11 +154,8 @@ class _Storages:
 
 
 def storage_of(key: object, store: FileStore) -> StorageRef:
-    """The storage of a persistent id ("storage", class, key, location, numel, ..), at byte 0 until it is placed.
-
-    Raises:
-        CorruptError: `key` is not such an id.
-        UnsupportedError: zckpt does not know the storage class.
+    """The storage of a persistent id ("storage", class, key, location, numel, ..), at byte 0 until it is placed. Raises
+    CorruptError if `key` is not such an id, UnsupportedError if zckpt does not know the storage class.
     """
     if type(key) is tuple and len(key) >= 5 and key[0] == "storage" and type(key[2]) is str and type(key[4]) is int:
         _, kind, name, location, numel = key[:5]
@@ -177,11 +174,8 @@ def unknown_storage(path: str, kind: object) -> UnsupportedError:
 
 
 def records(path: str | os.PathLike[str]) -> list[tuple[str, int, int, int]]:
-    """(name, byte offset, bytes, stored CRC-32) of every record, in file order.
-
-    Raises:
-        CorruptError: the file is damaged.
-        UnsupportedError: a record is compressed.
+    """(name, byte offset, bytes, stored CRC-32) of every record, in file order. Raises CorruptError if the file is
+    damaged, UnsupportedError if a record is compressed.
     """
     with open_input(path) as file:
         return records_in(file)

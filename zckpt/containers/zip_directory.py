@@ -110,11 +110,8 @@ class Directory:
         return entries
 
     def data_offset(self, name: str) -> int:
-        """Where the bytes of a record begin.
-
-        Raises:
-            CorruptError: there is no such record, or its local header contradicts the directory.
-            UnsupportedError: it is compressed or encrypted.
+        """Where the bytes of a record begin. Raises CorruptError if there is no such record, or its local header
+        contradicts the directory; UnsupportedError if it is compressed or encrypted.
         """
         known = self._offsets.get(name)
         if known is not None:

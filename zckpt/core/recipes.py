@@ -120,7 +120,6 @@ class Mean(Fold):
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """One step of the fold for each input."""
         return Uptake(How.SET), *(Uptake(How.APPROACH, number) for number in range(2, len(self.inputs) + 1))
 
 
@@ -141,12 +140,10 @@ class MovingAverage(Fold):
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The decay."""
         return ("moving average", self.decay)
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """One step of the fold for each input."""
         return Uptake(How.SET), *((Uptake(How.BLEND, self.decay, 1 - self.decay),) * (len(self.inputs) - 1))
 
 
@@ -165,12 +162,10 @@ class WeightedSum(Fold):
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The factors."""
         return ("weighted sum", self.weights)
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """One step of the fold for each input."""
         return tuple(Uptake(How.ADD, weight) for weight in self.weights)
 
 
@@ -190,12 +185,10 @@ class Moved(Fold):
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The factors."""
         return ("moved", self.weights)
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
-        """The base, then each difference from it."""
         return Uptake(How.SET), *(Uptake(How.DIFFER, weight) for weight in self.weights)
 
 
@@ -220,7 +213,6 @@ class Interpolated:
         self._lock = Lock()
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         with self._lock:
             if self._factors is None:
                 self._factors = self._measured(tools)

@@ -61,7 +61,6 @@ class Sparsity:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """All fields, in plain values."""
         how = self.is_random, self.elects, self.normalises, self.rescales, self.factor, self.seed
         return ("sparse", self.weights, self.densities, *how)
 
@@ -95,7 +94,6 @@ class SparseSum:
         self._keys = [_key(how.seed, inputs[0].name, number) for number in range(1, len(inputs))]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         import numpy as np
 
         how = self._how

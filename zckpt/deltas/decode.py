@@ -1,4 +1,4 @@
-"""A tensor's new bytes out of its old ones and its difference, piece by piece.
+"""Computes a tensor's new bytes from its old ones and its difference, piece by piece.
 
 For `jobs.apply_delta`. Nothing is held but a piece, whatever the tensor's size.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 _POSITIONS = 1 << 16
-"""Positions that are read at once."""
+"""The number of positions that are read at once."""
 
 
 class Decoder:
@@ -48,11 +48,11 @@ class Decoder:
             self._stream = _Overwrite(*frames, nbytes, file, name)
 
     def renew(self, data: Bytes) -> None:
-        """Makes the tensor's next bytes new, in place. Raises CorruptError if the difference is damaged."""
+        """Turns the tensor's next bytes into the new ones, in place. Raises CorruptError if the difference is damaged."""
         self._stream.renew(data)
 
     def end(self) -> None:
-        """Raises CorruptError if the difference says more than the tensor has."""
+        """Raises CorruptError if the difference goes on beyond the tensor."""
         self._stream.end()
 
 
@@ -70,7 +70,7 @@ class _Xor:
 
 
 class _Overwrite:
-    """Two readers of one frame: of the positions, and of the values behind them."""
+    """A frame with two readers: of the positions, and of the values behind them."""
 
     def __init__(self, positions: Decompressor, values: Decompressor, nbytes: int, file: str, name: str) -> None:
         self._positions, self._values = positions, values
@@ -99,7 +99,7 @@ class _Overwrite:
         self._at = stop
 
     def _next(self) -> NDArray[np.int64]:
-        """The next positions, which rise; none at the end."""
+        """The next positions, in ascending order; empty at the end."""
         import numpy as np
 
         some = min(self._left, _POSITIONS)

@@ -99,7 +99,7 @@ class Encoder:
         self._stream.feed(difference.view(np.uint8), new, changed=bool(changed))
 
     def close(self) -> None:
-        """Drops everything, where no difference is wanted any more."""
+        """Drops everything when no difference is wanted any more."""
         self._stream.close()
 
     def finish(self) -> TensorChange:
@@ -113,7 +113,7 @@ class Encoder:
 
 
 class _Xor:
-    """All bytes of the difference."""
+    """The difference of all bytes."""
 
     def __init__(self, nbytes: int, hold: Callable[[], IO[bytes]]) -> None:
         self._nbytes, self._hold = nbytes, hold

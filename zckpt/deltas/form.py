@@ -37,9 +37,9 @@ INDEX = "model.safetensors.index.json"
 UNCHANGED = "zckpt-unchanged.json"
 """The file that zckpt adds; see [Note: unchanged tensors]."""
 MOST_BYTES = 256 << 20
-"""Of an index."""
+"""The most bytes of an index."""
 LEVEL = 1
-"""Of zstd: higher levels make these bytes little smaller, and take much longer."""
+"""The level of zstd: higher levels take much longer, and hardly shrink these bytes further."""
 MOST_POSITIONS = 2**32
 """Bytes of a tensor that positions of four bytes can name."""
 
@@ -49,7 +49,7 @@ _MOST_VERSION = 999_999
 
 @dataclass(frozen=True, slots=True)
 class DeltaForm:
-    """What kind of delta it is.
+    """The kind of a delta.
 
     Attributes:
         version: of the new weights.
@@ -89,11 +89,8 @@ class DeltaForm:
 
 
 def form_of(metadata: Mapping[str, object], file: str) -> DeltaForm:
-    """The form by the metadata of an index; `file` is the index, for errors.
-
-    Raises:
-        CorruptError: an entry is missing, or is not a version.
-        UnsupportedError: zckpt does not know the encoding, the compression or the checksum.
+    """The form by the metadata of an index; `file` is the index, for errors. Raises CorruptError if an entry is
+    missing, or is not a version; UnsupportedError if zckpt does not know the encoding, the compression or the checksum.
     """
     texts = {key: metadata.get(key) for key in DeltaForm(1, 0).metadata}
     versions = [texts["version"], texts["base_version"]]
@@ -117,7 +114,7 @@ def form_of(metadata: Mapping[str, object], file: str) -> DeltaForm:
 
 
 def version_in(name: str) -> int | None:
-    """The version that a directory's name says, as in `weight_v000007`; None if it says none."""
+    """The version in a directory's name, as in `weight_v000007`; None if there is none."""
     found = _DIRECTORY.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -128,7 +125,7 @@ def index_of(form: DeltaForm, weight_map: Mapping[str, str]) -> bytes:
 
 
 class Hasher(Protocol):
-    """A checksum in the making."""
+    """A checksum that is being computed."""
 
     def update(self, data: memoryview) -> object:
         """Takes the next bytes."""
@@ -149,7 +146,7 @@ class _Adler32:
 
 
 def hasher_of(checksum: Checksum) -> Callable[[], Hasher]:
-    """What begins a checksum of this kind. Raises UnsupportedError if its package is not installed."""
+    """The function that begins a checksum of this kind. Raises UnsupportedError if its package is not installed."""
     if checksum == "adler32":
         return _Adler32
     try:

@@ -40,9 +40,6 @@ class PieceReader:
     Args:
         how: threads and I/O settings.
         nbytes: that will be read and written in all.
-
-    Attributes:
-        engine: "native" or "reference".
     """
 
     def __init__(self, how: Pace, nbytes: int) -> None:
@@ -64,11 +61,8 @@ class PieceReader:
         self._bringer.__exit__(kind, error, trace)
 
     def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType) -> Bytes:
-        """The bytes of elements [start, stop), cast to `dtype`, in an array that the caller may change.
-
-        Raises:
-            CastError: a number is too large for `dtype`.
-            ZckptError: a file cannot be read.
+        """The bytes of elements [start, stop), cast to `dtype`, in an array that the caller may change. Raises
+        CastError if a number is too large for `dtype`, ZckptError if a file cannot be read.
         """
         import numpy as np
 
@@ -81,7 +75,9 @@ class PieceReader:
     def in_order(
         self, do: Callable[[T], R], items: Iterable[T], drop: Callable[[R], object] = lambda result: None
     ) -> Iterator[R]:
-        """What `do` gives for each item, in their order; several are done at once. `drop` is given what nobody takes."""
+        """The results of `do` for each item, in their order; several run at once. `drop` gets results that nobody
+        takes.
+        """
         waiting: deque[Future[R]] = deque()
         try:
             for item in items:

@@ -1,7 +1,4 @@
-"""Reads a delta directory: its form, and where each tensor's difference is. Nothing of it is trusted.
-
-For `jobs.apply_delta`.
-"""
+"""Reads a delta directory: its form, and where each tensor's difference is. Nothing of it is trusted."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ class DeltaDirectory:
 
     @contextmanager
     def decoder(self, name: str, entry: TensorEntry, dtype: DType) -> Iterator[Decoder]:
-        """What makes a changed tensor new; `dtype` is that of its bytes."""
+        """The decoder of a changed tensor; `dtype` is that of its bytes."""
         where = self.changed[name]
         with where.file.open() as file:
 
@@ -72,16 +69,14 @@ class DeltaDirectory:
             yield Decoder(self.form.encoding, entry.numel * dtype.itemsize, read, where.file.path, name)
 
     def digest_of(self, name: str) -> str | None:
-        """Checksum of a tensor in the new version; None if the delta does not say it."""
+        """The checksum of a tensor in the new version; None if the delta does not have it."""
         return self.changed[name].digest if name in self.changed else self.unchanged.get(name)
 
 
 def read_delta(place: Location) -> DeltaDirectory:
-    """Reads a delta's index, and the headers of its files.
-
-    Raises:
-        NotACheckpointError: there is no index, or it is none of a delta.
-        IncompleteError, CorruptError, UnsafeError, UnsupportedError: it is damaged, or of a form that zckpt does not know.
+    """Reads a delta's index, and the headers of its files. Raises NotACheckpointError if there is no index, or it is
+    none of a delta; IncompleteError, CorruptError, UnsafeError, UnsupportedError if it is damaged, or of a form that
+    zckpt does not know.
     """
     index = place / INDEX
     if not index.is_file():

@@ -25,7 +25,7 @@ from zckpt.output.manifest import Manifest
 
 _BLOCK = 1 << 20
 _MOST = 10**18
-"""More bytes than a difference has; the header has room for numbers of so many digits."""
+"""A number of bytes above any difference's; the header has room for numbers with as many digits."""
 
 Sized = TypeVar("Sized")
 
@@ -75,7 +75,7 @@ class DeltaCounts:
 
 
 def group_by_size(tensors: Iterable[tuple[Sized, int]], most_bytes: int) -> list[list[Sized]]:
-    """Tensors, each given with its bytes, in groups of at most so many, or of one tensor; in their order."""
+    """The tensors, each given with its bytes, in groups of at most `most_bytes` or of one tensor, in their order."""
     groups: list[list[Sized]] = []
     room = 0
     for tensor, nbytes in tensors:
@@ -93,7 +93,7 @@ def facts_name(number: int) -> str:
 
 
 def data_name(number: int, of: int) -> str:
-    """The name of a file with differences; it counts from 1."""
+    """The name of file number `number` (from 1) with differences."""
     return f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
@@ -163,7 +163,7 @@ def _header(placed: dict[str, tuple[int, int, str]]) -> bytes:
 
 
 def group_facts(directory: str, number: int) -> GroupFacts:
-    """The facts of a group that was made. Raises CorruptError if they cannot be read."""
+    """The facts of a group that was written. Raises CorruptError if they cannot be read."""
     path = os.path.join(directory, facts_name(number))
     try:
         with open(path, "rb") as file:
@@ -177,7 +177,7 @@ def group_facts(directory: str, number: int) -> GroupFacts:
 
 
 def needed_by(directory: str, name: str, of: int) -> list[str]:
-    """The file that belongs to the facts of a group; none if nothing changed in it."""
+    """The file that belongs to the facts of a group; empty if nothing changed in it."""
     number = int(name.removeprefix("group-").removesuffix(".json"))
     return [data_name(number, of)] if group_facts(directory, number).changed else []
 

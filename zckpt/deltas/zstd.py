@@ -71,19 +71,19 @@ class Decompressor:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def skip(self, nbytes: int) -> None:
-        """Leaves out the next bytes; errors as in `take`."""
+        """Skips the next bytes; errors as in `take`."""
         while nbytes:
             nbytes -= len(self.take(min(nbytes, 1 << 20)))
 
     def drain(self) -> int:
-        """How many bytes follow; errors as in `take`."""
+        """The number of bytes that follow; errors as in `take`."""
         nbytes = 0
         while part := self._some(1 << 20):
             nbytes += len(part)
         return nbytes
 
     def end(self) -> None:
-        """Raises CorruptError if anything follows what was taken."""
+        """Raises CorruptError if anything follows the bytes that were taken."""
         if self._some(1):
             raise self._damaged("a frame that is longer than its tensor")
 
@@ -104,7 +104,7 @@ class Decompressor:
 
 
 def frame_bytes(header: bytes) -> int | None:
-    """How many bytes a frame holds, by its first 18 bytes; None if it does not say that. Source: RFC 8878, 3.1.1.1."""
+    """The number of bytes in a frame, by its first 18 bytes; None if it does not record it. Source: RFC 8878, 3.1.1.1."""
     if len(header) < 5 or header[:4] != b"\x28\xb5\x2f\xfd":
         return None
     flag, single = header[4] >> 6, header[4] >> 5 & 1

@@ -1,7 +1,4 @@
-"""A plan in parts of bounded size, in the form both engines take: a plan of any size is never in memory whole.
-
-For `move`.
-"""
+"""A plan in parts of bounded size, in the form both engines take: a plan of any size is never in memory whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which of the two engines works (the native one in C++, or the slow one in Python that it must equal), and on how many threads.
-
-For `move`, `scan` and `independent`.
-"""
+"""Chooses the engine, native (C++) or reference (the slow one in Python that it must equal), and the number of threads."""
 
 from __future__ import annotations
 

@@ -60,9 +60,6 @@ class EarlyReads:
     Args:
         paths: of the files, in the order in which they are read; those that cannot be opened are left out.
         pace: nothing is read early if only one thread may work, at a given rate, or without filling the page cache.
-
-    Attributes:
-        paths: of the files.
     """
 
     def __init__(self, paths: Iterable[str], pace: Pace) -> None:

@@ -51,12 +51,9 @@ class ElementReader:
         self._files.__exit__()
 
     def read(self, wanted: Wanted) -> bytes:
-        """Elements in the machine's byte order.
-
-        Raises:
-            CorruptError: a file ends too early, or cannot be read.
-            InconsistentError: it is not what it was when the checkpoint was opened.
-            RemoteError: it could not be fetched.
+        """Elements in the machine's byte order. Raises CorruptError if a file ends too early, or cannot be read;
+        InconsistentError if it is not what it was when the checkpoint was opened; RemoteError if it could not be
+        fetched.
         """
         size, runs = wanted.dtype.itemsize, list(_runs(wanted))
         fetched = self._fetched

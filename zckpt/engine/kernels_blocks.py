@@ -1,7 +1,4 @@
-"""Loops over matrices with factors for blocks, in numpy: the reference that `csrc/kernels_blocks.cpp` must equal.
-
-For `kernels`.
-"""
+"""Loops over matrices with factors for blocks, in numpy: the reference that `csrc/kernels_blocks.cpp` must equal."""
 
 from __future__ import annotations
 

@@ -32,11 +32,8 @@ class OrderedOutput:
             self.at += len(view)
 
     def finish(self, fd: int, output: OutputFile) -> None:
-        """Hands over the rest, from the file.
-
-        Raises:
-            UnsupportedError: there is no file to read it from.
-            UsageError: the sink keeps what it was handed.
+        """Hands over the rest, from the file. Raises UnsupportedError if there is no file to read it from, UsageError
+        if the sink keeps what it was handed.
         """
         while self.at < output.size:
             data = bytearray(os.pread(fd, min(output.size - self.at, 1 << 20), self.at))

@@ -34,11 +34,8 @@ def run_batch(
     follow: Follow,
 ) -> list[tuple[int, int, float]]:
     """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is called with the bytes moved,
-    `follow` with elements that a recipe computes.
-
-    Raises:
-        CorruptError: a source ends too early.
-        OSError: a destination cannot be written.
+    `follow` with elements that a recipe computes. Raises CorruptError if a source ends too early, OSError if a
+    destination cannot be written.
     """
     overflows: list[tuple[int, int, float]] = []
     for number, offset, data in literals:

@@ -93,11 +93,12 @@ def activations_of(
 
 
 _KEY_HEADS, _HEAD_SIZES = {"mistral": 8, "qwen2": 32, "qwen3": 32}, {"qwen3": 128}
-"""What transformers takes where a config lacks the key; a null means as many as heads, and the width over these."""
+"""The values that transformers takes where a config lacks the key; null means the number of heads, and width / heads.
+"""
 
 
 def longest(config: Mapping[str, Any]) -> int | None:
-    """The tokens that a model was made for; None if its config does not say."""
+    """The largest number of tokens of a model; None if its config does not give it."""
     for key in ("max_position_embeddings", "n_positions"):
         if isinstance(value := config.get(key), int) and value > 0:
             return value
@@ -105,7 +106,7 @@ def longest(config: Mapping[str, Any]) -> int | None:
 
 
 def _llama(config: Mapping[str, Any], c: int) -> tuple[int, int]:
-    """The width, and bytes of a block per token."""
+    """The width, and the bytes of a block per token."""
     h, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kind = str(config.get("model_type"))
     size = int(config.get("head_dim", _HEAD_SIZES.get(kind)) or h // heads)
@@ -118,7 +119,7 @@ def _llama(config: Mapping[str, Any], c: int) -> tuple[int, int]:
 
 
 def _dropout(hidden: float, scores: float, *, h: int, heads: int, length: int, c: int, accelerator: bool) -> int:
-    """Bytes of masks per token, and of what attention keeps on a CPU because of dropout."""
+    """The bytes of masks per token, and of what attention keeps on a CPU because of dropout."""
     masks = 2 * h * (1 if accelerator else c) if hidden else 0
     if not scores or accelerator:
         return masks

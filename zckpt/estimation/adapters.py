@@ -1,4 +1,5 @@
-"""What PEFT's LoRA makes of a model's parameters: the base frozen, and two small matrices beside each chosen one.
+"""Computes how PEFT's LoRA changes a model's parameters: the base is frozen, and each chosen matrix gets two small
+ones.
 
 For `sources`.
 Source: peft 0.21, tuners/lora/config.py and layer.py; tests/estimation/test_adapters.py compares the counts with PEFT's own.
@@ -19,7 +20,7 @@ _NOT_COUNTED = (
     "use_dora", "exclude_modules", "layers_pattern", "target_parameters", "trainable_token_indices", "layer_replication",
     "lora_bias", "use_bdlora",
 )  # fmt: skip
-"""Keys that change how many parameters there are, in ways that are not counted here."""
+"""Keys that change the number of parameters in ways that are not counted here."""
 
 
 def with_adapter(model: ModelSize, adapter: Mapping[str, Any], file: str) -> ModelSize:

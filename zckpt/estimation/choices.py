@@ -60,7 +60,7 @@ class RunShape:
     fp32_below_2: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the numbers. Raises UsageError if one is too small, or no such optimizer."""
+        """Checks the numbers. Raises UsageError if one is too small, or the optimizer is unknown."""
         for name in ("gpus", "nodes", "micro_batch", "accumulation"):
             if getattr(self, name) < 1:
                 raise UsageError(
@@ -101,7 +101,7 @@ class Choice:
     fits: bool | None = None
 
     def describe(self) -> str:
-        """It in words: `stage 3 with offload and checkpointing`."""
+        """The choice in words: `stage 3 with offload and checkpointing`."""
         extra = [
             word
             for word, is_on in (("offload", self.offload != "none"), ("checkpointing", bool(self.checkpointing)))
@@ -139,13 +139,13 @@ class Estimate(Printed):
         return f"<zckpt.Estimate {shorten_text(self.model.name)!r}, {count(self.run.ranks, 'rank')}: fits {self.ok}>"
 
     def best(self, precision: str) -> Choice | None:
-        """The first choice that fits: without offload before with it, without checkpointing before with it, then lower stages."""
+        """The first choice that fits: first those without offload, then those without checkpointing, then lower stages."""
         fitting = [one for one in self.choices if one.fits and one.precision == precision]
         return min(fitting, key=lambda one: (one.offload != "none", bool(one.checkpointing), one.stage), default=None)
 
     @property
     def ok(self) -> bool:
-        """Whether what was asked for fits, or, if no config was given, anything; True if no memory was given."""
+        """Whether what was asked for fits; without a config, whether anything fits; True if no memory was given."""
         if self.asked is not None:
             return self.asked.fits is not False
         return not self.choices or any(one.fits is not False for one in self.choices)
@@ -234,7 +234,7 @@ def estimate_choices(
     asked: tuple[int, bool, str] | None = None,
     file: str = "",
 ) -> Estimate:
-    """What a model needs under every choice.
+    """Estimates what a model needs under every choice.
 
     Args:
         model: its parameters.
@@ -303,7 +303,7 @@ def _facts(one: Choice) -> dict[str, Any]:
 
 
 def _alike(choices: tuple[Choice, ...]) -> list[list[str]]:
-    """Precisions, those with the same numbers together."""
+    """The precisions, with those that have the same numbers together."""
     found: dict[tuple[object, ...], list[str]] = {}
     for precision in dict.fromkeys(one.precision for one in choices):
         rows = tuple((one.peak, one.stage, one.offload) for one in choices if one.precision == precision)

@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes of one rank.
+    """The bytes of one rank at the peak.
 
     Attributes:
         weights: fp32 weights of trained parameters, and frozen weights: this rank's part.
@@ -81,7 +81,7 @@ class Peak:
 
 
 class _Ledger:
-    """What is allocated on the device, by what it is, and the largest sum so far."""
+    """The memory on the device, by kind, with the largest sum so far."""
 
     def __init__(self, held: int) -> None:
         self.held = held
@@ -98,7 +98,7 @@ class _Ledger:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A unit, or what is outside of all units, as one step sees it; in bytes of the computation's dtype unless said."""
+    """A unit, or everything outside units, as one step sees it; in bytes of the computation's dtype unless noted."""
 
     whole: int
     part: int
@@ -106,7 +106,7 @@ class _Block:
     grad_elements: int
     grad_part_elements: int
     front: int = 0
-    """Of `grads`, those that the backward computes last."""
+    """The bytes of `grads` that the backward computes last."""
 
 
 def rehearse(model: ModelSize, setting: Setting, activations: Activations | None = None) -> Peak:
@@ -137,7 +137,7 @@ def rehearse(model: ModelSize, setting: Setting, activations: Activations | None
 
 
 class _Step:
-    """What one rank does in a step; see [Note: a step]."""
+    """The work of one rank in a step; see [Note: a step]."""
 
     def __init__(self, model: ModelSize, setting: Setting, activations: Activations) -> None:
         self.setting, self.activations = setting, activations
@@ -163,7 +163,9 @@ class _Step:
         )  # fmt: skip
 
     def _groups(self, model: ModelSize) -> list[list[int]]:
-        """Numbers of blocks that are gathered and reduced together, in the order of the forward; the rest goes with the root."""
+        """The numbers of blocks that are gathered and reduced together, in the order of the forward; all others belong
+        to the root.
+        """
         numbers = list(range(len(self.blocks)))
         bucket = {2: self.setting.bucket, 3: 0}.get(self.setting.stage, model.numel)
         if self.setting.accelerator or not bucket:
@@ -182,7 +184,7 @@ class _Step:
         return [group[::-1] for group in groups if group][::-1]
 
     def _gathered(self, group: Sequence[int] | None) -> _Block:
-        """A group as one; None is the root's, with the blocks that no other group has."""
+        """The blocks of a group as one; None is the root's, with the blocks outside groups."""
         if group is None:
             taken = {number for one in self.groups for number in one}
             blocks = [self.root, *(block for number, block in enumerate(self.blocks) if number not in taken)]
@@ -264,7 +266,7 @@ class _Step:
         return 0 if self.setting.shards == 1 else self._gathered(group).whole
 
     def _grow(self, ledger: _Ledger, grads: int, again: bool) -> None:
-        """Gradients appear; those of an earlier micro batch are added to, one parameter at a time."""
+        """Allocates gradients; those of an earlier micro batch are added to, one parameter at a time."""
         if again:
             ledger.add(min(grads, self.largest))
             ledger.add(-min(grads, self.largest))

@@ -34,7 +34,9 @@ class ParameterSize:
         return math.prod(self.shape)
 
     def part(self, ranks: int) -> int:
-        """Elements that one of `ranks` ranks holds: whole rows of dim 0, the same number on each, so the last is padded."""
+        """The elements that one of `ranks` ranks holds: whole rows of dim 0, the same number on each, so the last part
+        is padded.
+        """
         if not self.shape or not self.numel:
             return self.numel
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
@@ -81,7 +83,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> tuple[ParameterSize, ...]:
-        """All of them, each once."""
+        """All parameters, each once."""
         return (*self.before, *(one for unit in self.units for one in unit.parameters), *self.after)
 
     @property
@@ -108,7 +110,7 @@ _BLOCK = re.compile(r"(.*?\.)?(\d+)\.")
 
 
 def model_of(parameters: Iterable[ParameterSize], *, name: str, counted: str, **more: object) -> ModelSize:
-    """A model from its parameters' names: what lies under the same first number (`model.layers.3.`) is a unit.
+    """A model from its parameters' names: parameters under the same first number (`model.layers.3.`) are a unit.
 
     Args:
         parameters: in the model's order, tied ones once.

@@ -42,7 +42,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """What a person's word stands for.
+    """The model that a person's word stands for.
 
     Attributes:
         model: its parameters, or what is known of a model that has to be built.
@@ -110,14 +110,14 @@ def find_source(name: str, adapter: str | None = None, options: Reading | None =
 
 
 def parameters_in(text: str) -> int | None:
-    """How many parameters a text such as `7B`, `1.5b` or `350M` says; None for any other text."""
+    """The number of parameters in a text such as `7B`, `1.5b` or `350M`; None for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbt])", text.strip(), re.IGNORECASE)
     return round(float(found[1]) * 1000 ** (1 + "kmbt".index(found[2].lower()))) if found else None
 
 
 def model_of_size(numel: int) -> ModelSize:
-    """A model of Llama's kind with about so many parameters: 128 times as wide as it has layers, as common ones are
-    nearly. Raises UsageError if so few or so many parameters make no such model.
+    """A model of Llama's kind with about `numel` parameters: 128 times as wide as it has layers, as common ones nearly
+    are. Raises UsageError if so few or so many parameters make no such model.
     """
     models = (_by_config(_llama(layers), "", "A Llama") for layers in range(1, _MOST_LAYERS))
     sized = [model for model in models if isinstance(model, ModelSize)]
@@ -159,7 +159,7 @@ def _has_save(directory: Location) -> bool:
 
 
 def _from_hub(name: str) -> str:
-    """The config.json of a model of the hub, in the hub's cache."""
+    """The path of the config.json of a model of the hub, in the hub's cache."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -186,7 +186,7 @@ def _from_hub(name: str) -> str:
 
 
 def _check_reachable(endpoint: str) -> None:
-    """Connects to a hub once; its own client would try for half a minute; behind a proxy it is left to the client.
+    """Connects to a hub once: its own client would try for half a minute. Behind a proxy it is left to the client.
     Raises OSError if the hub cannot be reached.
     """
     import socket

@@ -13,7 +13,7 @@ _LARGE = "filter=lfs diff=lfs merge=lfs -text"
 
 
 def with_large(text: bytes, paths: Iterable[str]) -> bytes | None:
-    """The file with a line added for each large file that has none; None if no line is missing.
+    """The file with a line added for each large file that lacks one; None if no line is missing.
 
     Args:
         text: the file as it is; empty if it does not exist.
@@ -27,7 +27,7 @@ def with_large(text: bytes, paths: Iterable[str]) -> bytes | None:
 
 
 def _pattern(path: str) -> str:
-    """One pattern for all weights; for any other file its own path."""
+    """The pattern for a file: one for all weights, its own path for any other file."""
     if path.endswith(".safetensors"):
         return "*.safetensors"
     return "".join(f"[{c}]" if c in "*?[" else "?" if c.isspace() else c for c in path)

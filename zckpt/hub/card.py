@@ -92,12 +92,12 @@ def _checkpoint(cargo: Cargo) -> Iterator[str]:
 
 
 def _word(found: object) -> str:
-    """What a save says of itself, if it is no more than a word: a page shows what Markdown and HTML in it ask for."""
+    """A save's own statement, if it is a single word: a page renders any Markdown and HTML."""
     return str(found) if isinstance(found, str) and _WORD.fullmatch(found) else ""
 
 
 def _architecture(cargo: Cargo) -> str:
-    """The class of `transformers` that loads it; AutoModel if only its type is known, empty if there is no configuration."""
+    """The `transformers` class that loads the model; AutoModel if only its type is known, empty without a config."""
     named = cargo.config.get("architectures")
     if isinstance(named, list) and named and str(named[0]).isidentifier():
         return str(named[0])

@@ -75,7 +75,7 @@ class SmallFile:
         return hashlib.sha256(self.read()).hexdigest()
 
     def hashes(self) -> frozenset[str]:
-        """The names that the hub may give its bytes: SHA-256 as a large file, git's SHA-1 of a blob as a small one."""
+        """The hashes that the hub may give the file: SHA-256 as a large file, git's SHA-1 of a blob as a small one."""
         data = self.read()
         git = hashlib.sha1(b"blob %d\0" % len(data) + data)
         return frozenset({hashlib.sha256(data).hexdigest(), git.hexdigest()})
@@ -83,7 +83,7 @@ class SmallFile:
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """Everything that a push sends.
+    """The files that a push sends.
 
     Attributes:
         shards: the large files, in order.
@@ -187,7 +187,7 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
 
 
 def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
-    """The files of a converted directory, as they are, if the conversion would not change them; otherwise nothing."""
+    """The files of a converted directory as they are, if the conversion would not change them; otherwise empty."""
     asked, opened = prepared.asked, prepared.opened
     listing, before = opened.place.listing, opened.catalog
     changes = asked.sharding.max_shard_size != Sharding().max_shard_size or any(

@@ -1,7 +1,4 @@
-"""Checks before any work: the token, its rights, the repository's name, and what it holds.
-
-For `transfer`.
-"""
+"""Checks before any work: the token, its rights, the repository's name, and what it holds."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def check(hub: Hub, target: PageTarget, *, ask: bool = True) -> tuple[PageTarget
 
 
 def _check_page(target: PageTarget, page: Page) -> None:
-    """Checks what is asked of a repository against what it is."""
+    """Checks the request for a repository against the repository."""
     if page.exists and target.private is not None and page.private is not None and page.private != target.private:
         is_now = "private" if page.private else "public"
         raise UsageError(
@@ -81,7 +78,7 @@ def _check_page(target: PageTarget, page: Page) -> None:
 
 
 def in_the_way(page: Page, target: PageTarget) -> OutputError | None:
-    """The error of a push to a page that has files, without `yes` or `create_pr`; None if the push may go on."""
+    """The error for a push to a page that has files, without `yes` or `create_pr`; None if the push may go on."""
     there = sorted(path for path in page.files if path.startswith(target.place("")) and path not in _EMPTY)
     if not there or target.yes or target.create_pr:
         return None
@@ -93,7 +90,7 @@ def in_the_way(page: Page, target: PageTarget) -> OutputError | None:
 
 
 def input_replaced(cargo: Cargo, page: Page, removed: Iterable[str], target: PageTarget) -> OutputError | None:
-    """The error of a push over files that the checkpoint is read from; None if it touches none of them."""
+    """The error for a push over files that the checkpoint is read from; None if it touches none of them."""
     sources = {store.path for store in cargo.catalog.stores()}
     changed = [*(target.place(file.name) for file in cargo.files), *removed]
     hit = [path for path in changed if path in page.files and _is_one_of(path, target, sources)]
@@ -106,7 +103,7 @@ def input_replaced(cargo: Cargo, page: Page, removed: Iterable[str], target: Pag
 
 
 def _is_one_of(path: str, target: PageTarget, sources: Iterable[str]) -> bool:
-    """Whether a file of the target is one of some addresses."""
+    """Whether a file of the target is one of these sources."""
     place = (target.repo_id, target.revision, path)
     matches = filter(None, map(_AT_THE_HUB.fullmatch, sources))
     return any((found["repo"], found["revision"] or "main", found["path"]) == place for found in matches)
@@ -140,7 +137,7 @@ def _token_of(who: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refusal(who: Mapping[str, Any], owner: str, repo_id: str) -> str:
-    """Which token it is, if whoami says that it may not write to a repository of `owner`; empty otherwise."""
+    """A sentence on the token, if whoami says that it may not write to a repository of `owner`; empty otherwise."""
     mine, token = f"a token of {who.get('name')}", _token_of(who)
     orgs = {org.get("name"): org.get("roleInOrg") for org in who.get("orgs") or ()}
     if owner not in _owners(who):
@@ -159,7 +156,7 @@ def _refusal(who: Mapping[str, Any], owner: str, repo_id: str) -> str:
 
 
 def mistakable(page: Page, names: Iterable[str], target: PageTarget) -> tuple[str, ...]:
-    """Files of other weights in the page's directory, which `transformers` might load instead of the new ones."""
+    """Files of other weights in the page's directory that `transformers` might load instead of the new ones."""
     new, top = {target.place(name) for name in names}, target.place("")
     old = (path for path in page.files if path.startswith(top) and _WEIGHTS.fullmatch(path[len(top) :]))
     return tuple(sorted(path for path in old if path not in new))

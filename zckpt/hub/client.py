@@ -61,7 +61,7 @@ class Hub:
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     def who(self) -> dict[str, Any]:
-        """The hub's answer to whoami: the token's owner, organizations and rights. Raises AccessError if there is no
+        """The hub's answer to whoami: the token's owner, organisations and rights. Raises AccessError if there is no
         token, or the hub does not know it.
         """
         if not self.token:
@@ -90,7 +90,7 @@ class Hub:
         return True
 
     def page(self, repo_id: str, revision: str) -> Page:
-        """What a repository holds at a revision now."""
+        """The contents of a repository at a revision."""
         from huggingface_hub.utils import RepositoryNotFoundError, RevisionNotFoundError
 
         def info(at: str | None) -> Any:
@@ -151,7 +151,7 @@ class Hub:
     def present(
         self, repo_id: str, blobs: Sequence[tuple[str, int]], tell: Callable[[str], None] | None = None
     ) -> set[str]:
-        """SHA-256 of those large files, given as (SHA-256, size), that the repository's store has already."""
+        """The SHA-256 of those large files, given as (SHA-256, size), that the repository's store already has."""
         found: set[str] = set()
         for start in range(0, len(blobs), 256):
             part = blobs[start : start + 256]
@@ -281,13 +281,13 @@ class Hub:
 
 
 class MovedError(RemoteError):
-    """The revision has got another commit since the push began."""
+    """The revision has received another commit since the push began."""
 
     code = "moved"
 
 
 def _passing(error: RuntimeError, *, xet: bool) -> Passing | None:
-    """The failure to try again after: an upload link that expired, or a failure of Xet. None for any other."""
+    """The failure to retry after: an upload link that expired, or a failure of Xet. None for any other."""
     response = answer(error)
     if response is None:
         return Passing(f"Xet: {error}") if xet else None
@@ -337,7 +337,7 @@ def in_large_pieces() -> Iterator[None]:
 
 
 def valid_name(repo_id: str) -> str:
-    """Returns the name of a repository. Raises UsageError if no repository can have it."""
+    """The name of a repository, checked. Raises UsageError if no repository can have it."""
     from huggingface_hub.utils import validate_repo_id
 
     try:

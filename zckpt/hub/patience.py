@@ -1,4 +1,4 @@
-"""Which failures of a hub are tried again, after which wait, and the errors for all others.
+"""Decides which failures of a hub are retried, after which wait, and makes the errors for all others.
 
 For `client`. huggingface_hub's errors differ from version to version (requests, httpx, its own), so they are recognized by
 what they carry: an answer with a status, or none. No token and no signed address leaves this module in a message.
@@ -34,7 +34,7 @@ class Passing(ConnectionError):
 
 
 def answer(error: BaseException) -> Any:
-    """The server's answer that an error is about, or None."""
+    """The server's answer in an error; None if it has none."""
     for cause in causes_of(error):
         response = getattr(cause, "response", None)
         if getattr(response, "status_code", None) is not None:
@@ -43,13 +43,13 @@ def answer(error: BaseException) -> Any:
 
 
 def status(error: BaseException) -> int:
-    """The status of the answer that an error is about; 0 for none."""
+    """The status of the answer in an error; 0 for none."""
     response = answer(error)
     return 0 if response is None else int(response.status_code)
 
 
 def delay(error: BaseException, attempt: int) -> float | None:
-    """Seconds to wait before the next try; None for an error after which there is none."""
+    """The seconds to wait before the next try; None for an error that is not retried."""
     if isinstance(error, ZckptError):
         return None
     usual = float(DELAYS_S[min(attempt, len(DELAYS_S) - 1)])
@@ -134,7 +134,7 @@ def failure(error: Exception, what: str, token: str = "") -> ZckptError:
 
 
 def _short(error: BaseException, token: str) -> str:
-    """One line of what a server or connection said."""
+    """The message of a server or connection, as one line."""
     response = answer(error)
     if response is None:
         error = list(causes_of(error))[-1]

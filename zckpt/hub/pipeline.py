@@ -24,7 +24,7 @@ _MOST_SENDERS = 5
 
 
 class Stopped(BaseException):
-    """Ends a sender after its push has ended. No `Exception`, so that the call is not tried again."""
+    """Ends a sender after its push has ended. It is no `Exception`, so that the call is not retried."""
 
 
 class Pipeline:
@@ -62,7 +62,7 @@ class Pipeline:
         self.not_sent: set[str] = set()
 
     def again(self) -> list[SentFile]:
-        """Makes and sends the shards that were not sent; for a hub that does not have them after all."""
+        """Makes and sends the shards that were skipped, for a hub that does not have them after all."""
         lost, self.not_sent = self.not_sent, set()
         for name in lost:
             del self._done[name]

@@ -41,7 +41,7 @@ _SECRETS = {
     "a password of a .netrc": rb"\bmachine\s+\S+\s+login\s+\S+\s+password\s+\S+",
     "a private key": rb"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----",
 }
-"""What stops a push, and how it looks; of what is no more than a hexadecimal number, what is said before it counts."""
+"""Kinds of secrets that stop a push -> their patterns; for plain hexadecimal numbers, the words before them count."""
 
 _TEXTS = (".json", ".md", ".py", ".jinja", ".txt", ".yaml", ".yml")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")

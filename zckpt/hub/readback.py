@@ -1,7 +1,4 @@
-"""After the commit: sizes, hashes and the headers of the weights at the hub are compared with what was sent.
-
-For `transfer`.
-"""
+"""After the commit: sizes, hashes and the headers of the weights at the hub are compared with what was sent."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ Wanted = Mapping[str, tuple[int, frozenset[str]]]
 
 
 def differences(found: Mapping[str, PageFile], wanted: Wanted) -> list[str]:
-    """A line for each wanted file that is not at the hub, or has other bytes there."""
+    """A line for each expected file that is missing at the hub, or has other bytes there."""
     wrong: list[str] = []
     for path, (size, oids) in wanted.items():
         file = found.get(path)

@@ -87,7 +87,7 @@ def read_known_shards(directory: str, *page: object) -> dict[str, str]:
 
 
 def default_directory() -> str:
-    """The scratch directory where none is given: beside the hub's cache, which is on a disk with room for models."""
+    """The default scratch directory: beside the hub's cache, which is on a disk with room for models."""
     from huggingface_hub import constants
 
     return os.path.join(constants.HF_HOME, "zckpt")
@@ -138,7 +138,7 @@ def _lock_directory(path: str) -> int:
 
 
 def _read(path: str) -> dict[str, str]:
-    """The journal; lines that were cut short are ignored."""
+    """The entries of the journal, without lines that were cut short."""
     known: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:

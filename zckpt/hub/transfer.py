@@ -30,7 +30,7 @@ MOST_FILE_BYTES = 50_000_000_000
 
 _ATTRIBUTES = ".gitattributes"
 _GONE = "pointed to a file that does not exist"
-"""Part of the hub's answer to a commit with a large file that it does not have."""
+"""A part of the hub's answer to a commit with a large file that it does not have."""
 
 
 @public
@@ -86,7 +86,7 @@ class Ready:
 
     @property
     def already_done(self) -> bool:
-        """Whether the page holds all of this already, and no file that has to be removed."""
+        """Whether the page holds all of this already, and no file that must be removed."""
         return bool(self.there) and not self.removed and set(self.there.values()) == {"the same"}
 
 
@@ -149,12 +149,12 @@ def _scratch_room(cargo: Cargo, target: PageTarget) -> int:
 
 
 def _place(hub: Hub, target: PageTarget) -> tuple[object, ...]:
-    """Returns what identifies a page."""
+    """The identity of a page."""
     return (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
 
 
 def _there(cargo: Cargo, target: PageTarget, page: Page, known: Mapping[str, str]) -> dict[str, str]:
-    """`Ready.there`, from the hashes of shards that earlier pushes made (identity -> SHA-256)."""
+    """The value of `Ready.there`, by the hashes of shards that earlier pushes made (identity -> SHA-256)."""
     found: dict[str, str] = {}
     for file in cargo.files:
         old = page.files.get(path := target.place(file.name))
@@ -211,7 +211,7 @@ def _report(
 
 
 def _made_ready(ready: Ready) -> Page:
-    """Makes the repository and the branch, if they do not exist; returns what is there then."""
+    """Creates the repository and the branch, if they do not exist; returns the page."""
     target, hub, page = ready.target, ready.hub, ready.page
     if page.head:
         return page
@@ -237,7 +237,9 @@ def _send_and_commit(ready: Ready, page: Page, pipeline: Pipeline) -> tuple[Comm
 
 
 def _commit(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Committed, Wanted, list[str]]:
-    """The one commit, tried once more if the revision moved; with what it must hold, and notes for the user."""
+    """Makes the one commit, retried once if the revision moved; returns it, its expected contents, and notes for the
+    user.
+    """
     from huggingface_hub import CommitOperationDelete
 
     target, hub = ready.target, ready.hub

@@ -92,7 +92,7 @@ class WeightsWriter:
         return True
 
     def tell_of_failures(self) -> None:
-        """Says once more, at the end of a run, where weights are missing."""
+        """Reports again, at the end of a run, where weights are missing."""
         if self.failures and _is_first():
             number, places = count(len(self.failures), "directory", "directories"), ", ".join(self.failures)
             _log.error("Weights are missing or were not pushed in %s: %s", number, places)
@@ -127,5 +127,5 @@ def _is_first() -> bool:
 
 
 def beside(checkpoint: str) -> str:
-    """Where the weights of a checkpoint lie that is one file, or a directory of another library's: beside it."""
+    """The directory for the weights of a checkpoint that is one file, or another library's directory: beside it."""
     return f"{os.path.splitext(checkpoint)[0]}.weights"

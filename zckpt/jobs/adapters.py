@@ -1,7 +1,4 @@
-"""Finds the adapter in a checkpoint that is meant, its config, and facts about its numbers.
-
-For `to_peft` and `merged`.
-"""
+"""Finds the adapter in a checkpoint that is meant, its config, and facts about its numbers."""
 
 from __future__ import annotations
 

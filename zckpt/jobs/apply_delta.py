@@ -320,23 +320,14 @@ def _copy_file(file: Location, directory: str, name: str) -> Finished:
 
 
 class Renewal:
-    """Writes tensors of the new version to a file, each proved.
-
-    Args:
-        job: what is applied.
-        reader: of the old version.
-        fd: of the file.
-    """
+    """Writes tensors of the new version to a file, each proved."""
 
     def __init__(self, job: PlannedApply, reader: PieceReader, fd: int) -> None:
         self._job, self._reader, self._fd = job, reader, fd
 
     def write(self, pair: Pair) -> list[Partial]:
-        """Writes one tensor; returns the CRCs of its parts.
-
-        Raises:
-            InconsistentError: a checksum is another one.
-            CorruptError: a difference is damaged.
+        """Writes one tensor; returns the CRCs of its parts. Raises InconsistentError if a checksum is another one,
+        CorruptError if a difference is damaged.
         """
         old, new = pair
         [fragment] = new.fragments

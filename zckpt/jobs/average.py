@@ -103,8 +103,7 @@ def average(
         seed: of DARE's random choice.
         dtype: "fp32", "fp16" or "bf16"; None for the one that most of the last checkpoint's elements have.
         options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
-        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes written so far.
 
     Returns:
         What was written. Its notes name the tensors that cannot be averaged (integers): the last checkpoint's were taken.

@@ -24,14 +24,7 @@ RECORDED = "base"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A checkpoint with what it lacks from a base model.
-
-    Attributes:
-        catalog: the whole model.
-        base: the base model.
-        notes: sentences for the user.
-        recorded: facts for the manifest.
-    """
+    """A checkpoint with what it lacks from a base model."""
 
     catalog: Catalog
     base: Opened

@@ -208,8 +208,7 @@ def diff(
         as_part: take one part of a save (a shard, one rank's file or directory) as a side.
         spreads: count for each tensor how far its numbers are apart.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
-        progress: a function that is called with the bytes read so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes read so far.
 
     Returns:
         What differs. Its `same` says whether nothing does; `lines()` and `as_json()` say what.

@@ -387,9 +387,7 @@ class MergeAsked:
     )
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields of `Merging` that these options set. Raises UsageError if adapters are named, and not to be
-        merged.
-        """
+        """The fields of `Merging` that these options set. Raises UsageError if adapters are named without a merge."""
         if self.merge_lora:
             lora = LoraMerge(
                 base=self.base, adapters=tuple(self.adapter), allow_untrained=self.allow_untrained,

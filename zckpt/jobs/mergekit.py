@@ -88,7 +88,7 @@ class Mergekit:
 
     def recipe(self, inputs: tuple[TensorEntry, ...], layers: int, seed: int) -> Recipe:
         """The recipe of a tensor; `inputs` are in the order of `paths`, `layers` is the model's number of layers.
-        Raises CorruptError if a parameter is missing, or no number.
+        Raises CorruptError if a parameter is missing or not a number.
         """
         name = inputs[-1].name
         match = _LAYER.match(name)

@@ -163,10 +163,6 @@ def numbers_in(opened: Opened, dtype: DType | None = None) -> dict[str, TensorEn
 def dequantise(opened: Opened, *, keeps_dtypes: bool = False) -> Opened:
     """A checkpoint that was opened as stored, with the numbers that quantised tensors stand for.
 
-    Args:
-        opened: the checkpoint.
-        keeps_dtypes: as for `open_catalog`.
-
     Raises:
         InconsistentError, IncompleteError: scales do not fit, or are missing.
     """

@@ -67,8 +67,8 @@ class PlannedReshard(Planned, Generic[T_co]):
 
 
 def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[Opened, Training]:
-    """Opens a checkpoint with all that a run needs to resume, after a check that `out` may be written. Raises
-    ZckptError if one of its kinds says what is wrong.
+    """Opens a checkpoint with all that a run needs to resume, after a check that `out` may be written.
+    Raises a ZckptError that says what is wrong.
     """
     opened = open_asked(source, asked)
     training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
@@ -96,7 +96,7 @@ def prepare(
 
 
 def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[ZeroTarget, Laid]:
-    """The save that is asked for, and its files. Raises ZckptError if one of its kinds says why there can be none."""
+    """The save that is asked for, and its files. Raises a ZckptError that says why there can be none."""
     target = target_of(opened.catalog, training, world.world_size, world.stage, world.precision or training.precision)
     target = replace(target, no_frozen=_has_no_frozen(opened))
     training = replace(training, model=_with_config(training.model, target, training.precision))
@@ -233,8 +233,7 @@ def reshard(
         overwrite: replace an existing output: the files that its `zckpt.json` lists.
         allow_unknown_layout: continue although an optimizer file holds keys that zckpt does not know.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
-        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes written so far.
 
     Returns:
         What was written: files, tensors, bytes, seconds, and notes for a person.

@@ -83,8 +83,7 @@ def to_dcp(
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
-        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes written so far.
 
     Returns:
         What was written: files, tensors, bytes, seconds, and notes for a person.
@@ -211,11 +210,9 @@ def _add_optimizer(
     catalog: Catalog,
     asked: Asked[Dcp],
 ) -> None:
-    """Adds the optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
-
-    Raises:
-        UsageError: it would be among the weights, or the weights are not all there under their own names.
-        UnsupportedError: the checkpoint has no optimizer that zckpt reads.
+    """Adds the optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups. Raises
+    UsageError if it would be among the weights, or the weights are not all there under their own names;
+    UnsupportedError if the checkpoint has no optimizer that zckpt reads.
     """
     if model_key and (key == model_key[: len(key)] or model_key == key[: len(model_key)]):
         raise UsageError(

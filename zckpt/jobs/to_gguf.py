@@ -73,8 +73,7 @@ def to_gguf(
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         options: everything else, such as `Options(overwrite=True)`.
-        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes written so far.
 
     Returns:
         What was written: files, tensors, bytes, seconds, and notes for a person.

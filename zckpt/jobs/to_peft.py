@@ -99,8 +99,7 @@ def to_peft(
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         overwrite: replace an existing output: the files that its `zckpt.json` lists.
-        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes written so far.
 
     Returns:
         What was written, and which of its LoRA matrices are still all zeros.

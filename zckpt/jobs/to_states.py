@@ -46,8 +46,7 @@ def to_states(
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         options: everything else, such as `Options(include=["exp_avg/*"])`. The dtype does not count: states keep theirs.
-        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes written so far.
 
     Raises:
         UnsupportedError: the checkpoint names no states, or none that zckpt reads; it says why.

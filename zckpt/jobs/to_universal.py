@@ -72,8 +72,7 @@ def to_universal(
         overwrite: replace an existing output: the files that its `zckpt.json` lists.
         allow_unknown_layout: continue although an optimizer file holds keys that zckpt does not know.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
-        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
-            shows a bar in a terminal or notebook, False shows none.
+        progress: as for `zckpt.convert`, with the bytes written so far.
 
     Returns:
         What was written: files, tensors, bytes, seconds, and notes for a person.

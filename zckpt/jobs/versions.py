@@ -28,13 +28,7 @@ from zckpt.naming.transform import apply_form
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """One version, under the names of the output.
-
-    Attributes:
-        opened: the checkpoint or weights.
-        catalog: its tensors.
-        notes: sentences for a person.
-    """
+    """One version, under the names of the output."""
 
     opened: Opened
     catalog: Catalog
@@ -100,11 +94,9 @@ def dtype_in(version: WeightsVersion, entry: TensorEntry, wanted: DType | None) 
 
 
 def pair_tensors(old: WeightsVersion, new: WeightsVersion, wanted: DType | None) -> list[TensorPair]:
-    """Every tensor of the old version with the same of the new one, in the old one's order.
-
-    Raises:
-        InconsistentError: the versions have different tensors; it names them.
-        UnsupportedError: a tensor cannot be cast to the dtype that it has in the old version.
+    """Every tensor of the old version with the same of the new one, in the old one's order. Raises InconsistentError if
+    the versions have different tensors; it names them, UnsupportedError if a tensor cannot be cast to the dtype that it
+    has in the old version.
     """
     return paired_with(old, new.catalog.tensors, new.catalog.aliases, new.catalog.source.path, wanted)
 

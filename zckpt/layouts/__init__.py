@@ -100,11 +100,8 @@ def is_save(names: Sequence[str]) -> bool:
 
 
 def family_of(listing: Listing) -> Family:
-    """The first family that knows the files; some families have to open a file to know.
-
-    Raises:
-        NotACheckpointError: there is none; lists why not.
-        ZckptError: a file that had to be opened is damaged.
+    """The first family that knows the files; some families have to open a file to know. Raises NotACheckpointError if
+    there is none; lists why not, ZckptError if a file that had to be opened is damaged.
     """
     refusals: list[str] = []
     for family in FAMILIES:

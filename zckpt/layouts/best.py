@@ -21,15 +21,9 @@ _MOST_BYTES = 64 << 20
 
 
 def find_best(path: Location) -> Location:
-    """The folder of the best save of a run.
-
-    Args:
-        path: the run's output directory.
-
-    Raises:
-        UsageError: nothing there says which save is the best.
-        IncompleteError: the best one is not there any more.
-        ZckptError: the run's record cannot be read.
+    """The folder of the best save of a run. `path`: the run's output directory. Raises UsageError if nothing there says
+    which save is the best, IncompleteError if the best one is not there any more, ZckptError if the run's record cannot
+    be read.
     """
     folder = list_folder(path) if path.is_dir() else None
     name = None if folder is None else _best_in(folder)

@@ -96,10 +96,6 @@ def _save(path: Location) -> RunSave:
 def named_by_pointers(run: Location, names: set[str]) -> tuple[Mapping[str, str], list[str]]:
     """The saves that the run's own files name.
 
-    Args:
-        run: its directory.
-        names: of its saves.
-
     Returns:
         Name of a save -> the file that names it; and sentences about files that name none of them.
     """

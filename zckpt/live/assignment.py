@@ -84,7 +84,7 @@ class Assignment:
 
 
 def digest_of_names(held: LocalModel | Exception) -> str | None:
-    """What a rank says of the names that it offers, so that ranks which have the same know it."""
+    """A digest of the names that a rank offers, by which ranks with the same names are known; None if it offers none."""
     if isinstance(held, Exception):
         return None
     return sha256("\n".join(offer.part.name for offer in held.offers).encode()).hexdigest()
@@ -117,13 +117,15 @@ def assign(world: Ranks, offered: Sequence[Offer] | Exception) -> Assignment:
 
 
 def contributions(mine: Mapping[str, TensorPart], targets: Mapping[str, ElementPlace]) -> list[Contribution]:
-    """What a rank contributes, in the order of the targets."""
+    """The contributions of this rank, in the order of the targets."""
     parts = ((mine[name], target) for name, target in targets.items() if name in mine)
     return [Contribution(part.name, part.dtype, one, target) for part, target in parts for one in part.fragments]
 
 
 _Packed = tuple[int, str, tuple[int, ...], str, Role, bool, list[tuple[int, ...]]]
-"""An offer on its way: number, name, shape, dtype, role, `equal`, fragments. Plain values take a tenth of the time of objects."""
+"""An offer as plain values, which take a tenth of the time of objects: number, name, shape, dtype, role, `equal`,
+fragments.
+"""
 
 _Named = tuple[str, tuple[int, ...], DType, Role]
 """A tensor: name, shape, dtype, role."""
@@ -147,7 +149,9 @@ def _pack_offer(number: int, offer: Offer) -> _Packed:
 
 
 def _answers(came: Sequence[Sequence[_Packed] | Exception | None], own: Sequence[Offer]) -> list[Any]:
-    """What to say to each rank: of each of its offers, which fragments it contributes; to rank 0 also what was checked."""
+    """The answers to each rank: for each of its offers, the fragments that it contributes; to rank 0 also the checked
+    tensors.
+    """
     chosen = [[list[int]() for _ in one] if isinstance(one, list) else [] for one in came]
     checked = attempt(lambda: _check(first_error([one or [] for one in came]), chosen, _Turns(own)))
     return [(mine, [] if rank else checked) if mine or not rank else None for rank, mine in enumerate(chosen)]
@@ -167,7 +171,7 @@ def _check(came: Sequence[Sequence[_Packed]], chosen: Sequence[Sequence[list[int
 
 
 def _whole(held: Mapping[int, tuple[_Packed, list[int]]], turns: _Turns) -> _Named:
-    """One tensor with all its offers; notes who contributes what."""
+    """One tensor from all its offers; records who contributes what."""
     name, shape, dtype, role = _name_tensor({rank: offer for rank, (offer, _) in held.items()})
     holders: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, (offer, _) in held.items():
@@ -211,13 +215,13 @@ class _Turns:
         self._known: dict[int, dict[str, int]] = {}
 
     def of(self, name: str, ways: int) -> int:
-        """The number of the rank among `ways` of them."""
+        """The index, in `ways`, of the rank that contributes."""
         if ways not in self._known:
             self._known[ways] = self._spread(ways)
         return self._known[ways].get(name, zlib.crc32(name.encode()) % ways)
 
     def _spread(self, ways: int) -> dict[str, int]:
-        """Each tensor to the one that has least so far."""
+        """The assignment of each tensor to the rank that has least so far."""
         busy, found = [(0, way) for way in range(ways)], {}
         for offer in self._own:
             load, found[offer.part.name] = busy[0]

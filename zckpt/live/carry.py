@@ -73,7 +73,7 @@ class Brought:
 
 
 class ContributionSink(Protocol):
-    """Takes the bytes of pieces."""
+    """A destination of the bytes of pieces."""
 
     def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
         """Takes a piece's bytes."""
@@ -200,7 +200,7 @@ def bring(
 
 
 class PieceCaster:
-    """Gives the bytes of one piece after the other, cast, through buffers that all of them share.
+    """Casts one piece after the other, through buffers that all pieces share.
 
     Args:
         held: this rank's part of the model.
@@ -212,7 +212,7 @@ class PieceCaster:
         self._batch = _Batch(torch.empty(PIECE_BYTES, dtype=torch.uint8), False, lost)
 
     def cast(self, piece: ContributionPart) -> torch.Tensor:
-        """The piece's bytes, valid until the next one is requested."""
+        """The piece's bytes, valid until the next call."""
         self._batch.add(piece, self._held.elements(piece.of.name, piece.of.target.dtype))
         self._batch.start()
         [(_, data)] = self._batch.cast()
@@ -282,7 +282,7 @@ class _Batch:
         self._taken = self._used = 0
 
     def has_room_for(self, piece: ContributionPart) -> bool:
-        """Whether its source and its result fit in the buffers."""
+        """Whether a piece's source and result fit in the buffers."""
         source = piece.count * piece.of.source.itemsize
         return self._taken + source <= PIECE_BYTES and self._used + piece.nbytes <= PIECE_BYTES
 
@@ -327,7 +327,7 @@ class _Batch:
 
 
 def view_of(data: torch.Tensor) -> memoryview:
-    """The bytes of a vector, valid as long as it is. For a view by numpy torch would never free a storage that it shares."""
+    """A view of a vector's bytes, valid as long as the vector. torch would never free a storage that numpy shares."""
     return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()))
 
 
@@ -355,7 +355,7 @@ def fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
 def _pair(
     piece: ContributionPart, part: torch.Tensor, buffer: torch.Tensor, at: int
 ) -> tuple[TensorEntry, TensorEntry]:
-    """A piece as a move from the elements `part` to byte `at` of the buffer."""
+    """The move of a piece from the elements `part` to byte `at` of the buffer."""
     of, count = piece.of, piece.count
     source = MemoryStore(part.data_ptr(), part.numel() * part.element_size(), part)
     target = MemoryStore(buffer.data_ptr(), buffer.numel(), buffer)

@@ -171,7 +171,7 @@ def export_delta(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One tensor: who encodes it, and who sends what of it.
+    """One tensor, with the ranks that encode and send it.
 
     Attributes:
         name: in the older version.
@@ -188,7 +188,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What rank 0 tells all ranks.
+    """The plan that rank 0 sends to all ranks.
 
     Attributes:
         directory: that the delta is staged in.
@@ -229,7 +229,7 @@ def _tasks(world: Ranks, share: _Share, assigned: Assignment) -> list[_Task]:
 
 
 def _first_lost(one: Lost | Exception, later: Lost | Exception) -> Lost:
-    """What casts changed on the first rank on which they changed something; or the first rank's error."""
+    """The first rank's losses in casts, or its error."""
     first, second = first_error([one, later])
     return first or second
 
@@ -244,7 +244,7 @@ def _refuse_blind(blind: list[int], out: str, size: int) -> None:
 
 
 class _Work:
-    """What a rank does: sends its elements, receives those of the tensors that it encodes, and encodes them."""
+    """The work of one rank: it sends its elements, and receives and encodes those of its own tensors."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class _Work:
         self.engine = self._reader.engine
 
     def carry_out(self) -> Lost:
-        """Goes through all tensors; returns numbers that casts changed."""
+        """Goes through all tensors; returns the numbers that casts changed."""
         with self._reader:
             encoding = threading.Thread(target=self._encode_all, name="delta", daemon=True)
             encoding.start()
@@ -281,7 +281,7 @@ class _Work:
         return self._lost
 
     def keep(self) -> None:
-        """Makes the new version the one that is held."""
+        """Makes the new version the held one."""
         if self._held is not None:
             self._held.tensors.update(self._new)
 
@@ -319,7 +319,7 @@ class _Work:
         return torch.zeros(piece.nbytes, dtype=torch.uint8)
 
     def _encode_all(self) -> None:
-        """Makes this rank's files; after an error, takes the rest of the queue all the same."""
+        """Encodes this rank's files; after an error, still takes everything from the queue."""
         left = sum(len(names) for names in self._mine.values())
         taken = 0
 

@@ -31,7 +31,7 @@ def device_count() -> int:
 
 
 def hidden_by(kind: torch.device) -> str | None:
-    """The setting in the environment with which a process sees no accelerator of this kind; None if there is none."""
+    """The variable in the environment that hides accelerators of this kind; None if there is none."""
     return _HIDDEN_BY.get(kind.type)
 
 
@@ -71,7 +71,7 @@ def _backends(group: Any) -> dict[str, str]:
 
 
 def has_fused_kernels(device: torch.device, optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Whether torch updates parameters on this device in one kernel, for an optimizer that has the argument `fused`."""
+    """Whether torch updates parameters on this device in one kernel, for an optimizer with the argument `fused`."""
     return device.type in _FUSED and (device.type == "cpu" or optimizer is not torch.optim.Adagrad)
 
 
@@ -91,7 +91,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def copies_of(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """A function that waits until everything is done that `copy` has been asked for on these devices by now."""
+    """A function that waits for all copies that were begun on these devices so far."""
     marks: list[torch.Event] = []
     for device in {device for device in devices if device.type != "cpu"}:
         mark = torch.Event(device)
@@ -106,13 +106,13 @@ def copies_of(devices: Iterable[torch.device]) -> Callable[[], None]:
 
 
 def synchronize() -> None:
-    """Waits until the accelerator has done all that this process asked of it; without one does nothing."""
+    """Waits for all work of this process on the accelerator; without one, does nothing."""
     if accelerator() is not None:
         torch.accelerator.synchronize()
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has had: of the accelerator's memory by tensors, or of host memory for the CPU."""
+    """The most bytes that this process has used: of the accelerator's memory by tensors, or of host memory for the CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(torch.get_device_module(device).max_memory_allocated(device))
@@ -130,7 +130,7 @@ def generator_state() -> tuple[str, torch.Tensor] | None:
 
 
 def set_generator_state(states: Mapping[str, Any]) -> None:
-    """Gives the accelerator's random generator the state that is kept for its kind; without an accelerator does nothing."""
+    """Restores the accelerator's random generator to the state for its kind; without an accelerator, does nothing."""
     kind = accelerator()
     if kind is not None and kind.type in states:
         torch.get_device_module(kind).set_rng_state(states[kind.type])

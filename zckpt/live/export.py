@@ -198,7 +198,7 @@ def _usual(entries: Mapping[str, TensorEntry]) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What rank 0 tells all ranks: the paths of all files, their ranges of elements, and where tensors go."""
+    """The plan that rank 0 sends to all ranks: the files' paths, their ranges of elements, and where tensors go."""
 
     paths: list[str]
     ranges: list[list[tuple[int, int]]]
@@ -207,7 +207,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What rank 0 plans: the files, their staging, and where tensors go in them."""
+    """The work that rank 0 plans: the files, their staging, and where tensors go in them."""
 
     plan: Plan
     staging: LocalDestination
@@ -262,7 +262,8 @@ def _refuse_other_weights(out: str, names: Collection[str]) -> None:
 
 
 def small_files(model: nn.Module, dtype: str | DType) -> dict[str, str]:
-    """What makes a directory of weights loadable: `config.json`, with the dtype of the weights, and `generation_config.json`.
+    """The files that make a directory of weights loadable: `config.json`, with the dtype of the weights, and
+    `generation_config.json`.
 
     Args:
         model: one with a config as transformers' have it; others give nothing.
@@ -293,8 +294,8 @@ def _end(
     overflow: Overflow,
     dtype: DType | None,
 ) -> None:
-    """Rank 0 publishes if no rank failed, with the checksums of all ranks; every rank learns the result. Raises
-    ZckptError if the first rank's error, on every rank.
+    """Rank 0 publishes if no rank failed, with the checksums of all ranks; every rank learns the result. Raises the
+    first rank's error on every rank.
     """
     together = world.fold(outcome, lambda one, later: attempt(lambda: Brought.and_of(*first_error([one, later]))))
 

@@ -100,7 +100,9 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
 
 
 def _here(entry: TensorEntry, tensor: torch.Tensor) -> list[tuple[TensorEntry, torch.Tensor]]:
-    """What this process fills of a tensor: all of it or its part, and its fp32 master weight if that is other memory."""
+    """The parts of a tensor that this process fills: all or its part, and its fp32 master weight if that is other
+    memory.
+    """
     if isinstance(tensor, DTensor):
         local, fragments = local_part(entry.name, tensor)
         parts = [_cut_out(entry, fragment, local.element_size()) for fragment in fragments]
@@ -192,7 +194,9 @@ def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType]]) -
 
 
 class _Buffer:
-    """Memory of `BUFFER_BYTES` on the way to tensors. There are two: one leaves for a device while the other is filled."""
+    """A buffer of `BUFFER_BYTES` on the way to tensors. There are two: one is copied to a device while the other is
+    filled.
+    """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
@@ -202,7 +206,7 @@ class _Buffer:
         self.wait: Callable[[], None] = lambda: None
 
     def has_room_for(self, nbytes: int) -> bool:
-        """Whether so many bytes fit in beside those that were added."""
+        """Whether `nbytes` more bytes fit in."""
         return self._used + nbytes <= BUFFER_BYTES
 
     def add(self, entry: TensorEntry, start: int, part: torch.Tensor, dtype: DType) -> None:
@@ -219,8 +223,8 @@ class _Buffer:
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def empty(self) -> set[str]:
-        """Reads what was added, as soon as the copies before have left, and begins to copy it to the tensors. Returns
-        the names of tensors in which numbers became infinite.
+        """Reads the elements that were added, when the copies before have ended, and begins to copy them to the
+        tensors. Returns the names of tensors in which numbers became infinite.
         """
         self.wait()
         too_large = _run(self._pairs)
@@ -249,7 +253,9 @@ def _parts(tensor: torch.Tensor, most: int, start: int = 0) -> Iterator[tuple[in
 
 
 def tensors_of(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Parameters and persistent buffers with all their names, in the state dict's order: who shares memory is one."""
+    """Parameters and persistent buffers with all their names, in the state dict's order; names that share memory are
+    one tensor.
+    """
     groups: dict[object, tuple[list[str], torch.Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own: dict[str, torch.Tensor | None] = dict(module._parameters)

@@ -67,7 +67,7 @@ class LocalModel:
     _rounded: dict[str, torch.Tensor | None] = field(default_factory=dict[str, "torch.Tensor | None"])
 
     def elements(self, name: str, dtype: DType) -> torch.Tensor:
-        """The elements offered of a tensor that shall have a dtype: in that one, if a whole copy has them so, bit for bit.
+        """The elements of a tensor that this process offers; in `dtype` if a whole copy has them so, bit for bit.
 
         A copy is taken up only here: its elements are in the processor's cache then, when they are written.
         """
@@ -92,11 +92,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def local_model(model: nn.Module) -> LocalModel:
-    """What this process has of a model, between two steps. Copies nothing, and calls no other rank.
-
-    Raises:
-        UnsupportedError: zckpt does not know how a tensor is cut.
-        UsageError: the model is on the meta device.
+    """The part of a model that this process has, between two steps. Copies nothing, and calls no other rank. Raises
+    UnsupportedError if zckpt does not know how a tensor is cut, UsageError if the model is on the meta device.
     """
     _refuse_parallel(model)
     engine, model = model, unwrap(model)
@@ -133,7 +130,9 @@ Found = tuple[tuple[int, ...], torch.dtype, tuple[Fragment, ...], bool, Callable
 
 
 def _elements(name: str, tensor: torch.Tensor, places: Places) -> Found:
-    """Shape, dtype, fragments (maybe none), whether equal on all ranks, and how to read them."""
+    """The shape, dtype and fragments of a tensor, whether they are equal on all ranks, and the function that reads
+    them.
+    """
     master = master_of(tensor)
     if isinstance(tensor, DTensor):
         return _of_dtensor(name, tensor)
@@ -163,7 +162,7 @@ def _of_dtensor(name: str, tensor: DTensor) -> Found:
 
 
 def _of_stage_3(name: str, parameter: Any) -> Found:
-    """DeepSpeed stage 3: the flat parameter in as many parts as ranks share it, the last ones padded."""
+    """The offer at DeepSpeed's stage 3: the flat parameter is in as many parts as ranks share it, the last ones padded."""
     shape, numel = tuple(parameter.ds_shape), int(parameter.ds_numel)
     engine = getattr(parameter, "_z3_optimizer", None)
     step = int(parameter.ds_tensor.ds_numel)
@@ -191,7 +190,7 @@ def _of_stage_3(name: str, parameter: Any) -> Found:
 
 
 def _of_stage_1_and_2(parameter: Any, places: Places) -> Found:
-    """DeepSpeed stages 1 and 2: the run of elements that lies in this rank's partition of the flat group."""
+    """The offer at DeepSpeed's stages 1 and 2: the run of elements in this rank's partition of the flat group."""
     shape, mapping = tuple(parameter.shape), parameter._hp_mapping
     start, part = 0, parameter.detach().view(-1)[:0]
     if id(parameter) in places:
@@ -242,7 +241,7 @@ def _dtype(name: str, dtype: torch.dtype) -> DType:
 
 
 def _refuse_parallel(engine: Any) -> None:
-    """DeepSpeed's tensor, pipeline and expert parallelism: ranks hold different tensors under the same names."""
+    """Refuses DeepSpeed's tensor, pipeline and expert parallelism: ranks hold different tensors under the same names."""
     stage = getattr(engine, "zero_optimization_stage", None)
     if stage is None or not type(engine).__module__.startswith("deepspeed"):
         return

@@ -59,7 +59,7 @@ class Ranks:
         self.alike = all(one == words[0] for one in words)
 
     def swap(self, values: Sequence[Any]) -> list[Any]:
-        """Gives each rank its value of `values`; returns what each gives this one. None costs nothing."""
+        """Sends each rank its value of `values`; returns the values for this rank. None costs nothing."""
         if self.size == 1:
             return list(values)
         packed = [b"" if value is None else pickle.dumps(value) for value in values]
@@ -74,7 +74,7 @@ class Ranks:
         return [pickle.loads(data[a:b]) if a < b else None for a, b in pairwise(accumulate(lengths, initial=0))]
 
     def fold(self, value: Value, join: Callable[[Value, Value], Value]) -> Value | None:
-        """On rank 0 the values of all ranks, joined in their order; None on others. A rank gets a few, however many there are.
+        """Joins the values of all ranks in their order on rank 0; None on others. Every rank receives only a few.
 
         Args:
             value: of this rank.
@@ -91,7 +91,7 @@ class Ranks:
         return value
 
     def tell(self, value: Value | Exception | None) -> Value:
-        """Rank 0's value on every rank; or its error, raised on all."""
+        """Returns rank 0's value on every rank, or raises its error on all."""
         told: list[Any] = [value]
         if self.size > 1:
             dist.broadcast_object_list(told, src=0)

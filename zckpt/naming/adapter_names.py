@@ -30,19 +30,16 @@ _BASE = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One tensor of an adapter.
-
-    Attributes:
-        adapter: the adapter's name.
-        saved: its name in `adapter_model.safetensors`.
-    """
+    """One tensor of an adapter."""
 
     adapter: str
     saved: str
 
 
 def found_in(name: str) -> Found | None:
-    """A tensor of the model as one of an adapter; None if it is not one; see [Note: an adapter's names]."""
+    """The adapter's tensor with this name in the model; None if the name is not one of an adapter's; see [Note: an
+    adapter's names].
+    """
     if match := _PROMPT.fullmatch(name):
         return Found(match["adapter"], "prompt_embeddings" if match["rest"] == "embedding.weight" else "")
     if match := _WHOLE.fullmatch(name):
@@ -57,7 +54,7 @@ def found_in(name: str) -> Found | None:
 
 
 def _add_root(name: str) -> str:
-    """The name from `base_model.` on, which is added if it is missing."""
+    """The name with `base_model.` at its beginning, which is added if it is missing."""
     at = f".{name}".find(".base_model.")
     return name[at:] if at >= 0 else _BASE + name
 
@@ -78,12 +75,14 @@ _IN_FILE = compile_late(
 
 
 def is_adapter_file(catalog: Catalog) -> bool:
-    """Whether these are the tensors of an `adapter_model.safetensors` of any method, with names without an adapter's."""
+    """Whether these are the tensors of an `adapter_model.safetensors` of any method, with names that lack an adapter's
+    name.
+    """
     return not adapters_in(catalog) and any(map(_IN_FILE.fullmatch, catalog))
 
 
 def note_unmerged(catalog: Catalog) -> str:
-    """A sentence where a checkpoint's weights have LoRA adapters beside them, or are adapters alone; "" where they have none."""
+    """A sentence on adapters that a checkpoint has beside its weights, or instead of them; "" where it has none."""
     modules = {name.partition(".lora_")[0]: name for name in (*catalog, *catalog.aliases) if _LORA.search(name)}
     if not modules:
         return ""

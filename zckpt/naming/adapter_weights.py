@@ -49,21 +49,21 @@ _METHODS = {
     "velora_config": "VeLoRA",
     "layer_replication": "layer replication",
 }
-"""Keys of a config that mean another method, which has no merged weights or others than these."""
+"""Keys of a config that stand for another method, with other merged weights or none."""
 _OTHER_SERIES = (0, 18)
 """The version of PEFT since which OFT's series ends as it does. Source: PEFT 0.21.2, tuners/oft/config.py `check_kwargs`."""
 _CHANGING = re.compile(r"pissa.*|corda|olora|loftq|lora_ga|mica")
-"""`init_lora_weights` that take what the adapter begins with out of the base weights."""
+"""Values of `init_lora_weights` that derive the adapter's start from the base weights, and change these."""
 
 
 def version_of(said: object) -> tuple[int, ...] | None:
-    """The numbers of a version: (4, 57, 6) of "4.57.6"; None for anything else."""
+    """The numbers of a version: (4, 57, 6) for "4.57.6"; None for anything else."""
     match = re.match(r"\d+(?:\.\d+)+", said) if isinstance(said, str) else None
     return tuple(map(int, match[0].split("."))) if match else None
 
 
 def bare(name: str) -> str:
-    """A tensor's or module's name in the base model: without what PEFT's wrappers put in."""
+    """A tensor's or module's name in the base model, without the parts that PEFT's wrappers add."""
     at = f".{name}".find(f".{ROOT}")
     return _WRAPPED.sub("", name[at + len(ROOT) :] if at >= 0 else name)
 
@@ -90,7 +90,7 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        """Rows of A; of experts in one parameter, times their number."""
+        """The rows of A; for experts in one parameter, the rows times their number."""
         return self.a.shape[0] if self.a.shape else 0
 
 
@@ -238,7 +238,7 @@ class AdapterWeights:
         return self.weight * alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
 
     def scaling_of_product(self, key: str) -> float:
-        """What the product of a LoHa's or LoKr's matrices is multiplied by; arguments and errors as for `scaling`."""
+        """The factor of the product of a LoHa's or LoKr's matrices; arguments and errors as for `scaling`."""
         return self.weight * self._number("alpha_pattern", "alpha", key) / self._number("rank_pattern", "r", key)
 
     def _number(self, patterns: str, usual: str, key: str) -> float:
@@ -265,10 +265,8 @@ class AdapterWeights:
         )  # fmt: skip
 
     def rows_of(self, module: str) -> list[int]:
-        """The tokens that were trained, row for row of the adapter's tensor.
-
-        Raises:
-            CorruptError: the config does not say them.
+        """The tokens that were trained, row for row of the adapter's tensor. Raises CorruptError if the config does not
+        say them.
         """
         said = self.config.get("trainable_token_indices") or self.config.get("token_indices")
         if isinstance(said, Mapping):
@@ -283,7 +281,7 @@ class AdapterWeights:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Parameters that have a LoRA although they are not a module's weight, as the config names them."""
+        """Parameters with a LoRA that are not a module's weight, as the config names them."""
         found = self.config.get("target_parameters")
         return tuple(map(str, found)) if isinstance(found, list) else ()
 

@@ -46,11 +46,9 @@ class ThinnedFactors:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else the result depends on."""
         return ("thinned", self.weights, self.density, self.elects)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         whole: Floats = KEPT.get((self,), lambda: self._whole(tools))
         return whole[start:stop].copy()
 
@@ -94,16 +92,13 @@ class JoinedFactors:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else the result depends on."""
         return ("joined", self.scales, self.ranks, self.by_row)
 
     @property
     def unit(self) -> int:
-        """A row."""
         return math.prod(self.inputs[0].shape[1:]) if self.by_row else self.ranks
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         import numpy as np
 
         first, last = start // self.unit, stop // self.unit
@@ -164,7 +159,7 @@ def combine(adapters: Sequence[AdapterWeights], how: Combination, density: float
 
 
 def _check(adapter: AdapterWeights, how: str) -> None:
-    """Makes sure that PEFT's combination means the model that was trained."""
+    """Checks that PEFT's combination gives the model that was trained."""
     found = [what for what, there in (
         ("another method than LoRA", adapter.products), ("modules that were trained whole", adapter.whole or adapter.beside),
         ("tokens that were trained alone", adapter.tokens), ("parameters of experts", adapter.targets),

@@ -17,7 +17,7 @@ from zckpt.naming.schemes import NamingRule, Scheme
 
 _Numbers = tuple[int, int]
 _Held = dict[str, dict[_Numbers, TensorEntry]]
-"""Template of a part -> its block and expert -> the part. What is used is taken out."""
+"""Template of a part -> its block and expert -> the part. Parts are removed when they are used."""
 
 
 class _Made(NamedTuple):
@@ -73,7 +73,7 @@ def compose(parts: Catalog, scheme: Scheme, facts: Facts, origins: Mapping[str, 
 
 
 def _as_written(facts: Facts, scheme: Scheme) -> Facts:
-    """The facts, with those that the scheme gives values for writing."""
+    """The facts, with the values that the scheme sets for writing."""
     return facts.having(
         **{
             fact: facts.number(value) if isinstance(value, str) else value
@@ -92,7 +92,7 @@ def _tie(held: _Held, facts: Facts) -> None:
 
 
 def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Facts, first: int) -> Iterator[_Made]:
-    """The tensors that a rule makes of the parts that are there, which it takes out of `held`."""
+    """The tensors that a rule makes from the parts in `held`, which it removes."""
     own = [held.get(template) for template in templates]
     there = [parts for parts in own if parts]
     if len(there) < len(templates):
@@ -126,11 +126,7 @@ def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Fac
 
 
 def _lead(rule: NamingRule, numbers: Sequence[_Numbers], facts: Facts) -> tuple[int, ...]:
-    """The extents of a stack's leading axes.
-
-    Raises:
-        InconsistentError: a block or expert in it is missing.
-    """
+    """The extents of a stack's leading axes. Raises InconsistentError if a block or expert in it is missing."""
     axes = [sorted({at["be".index(axis)] for at in numbers}) for axis in rule.stack]
     lead = tuple(len(axis) for axis in axes)
     full = 1
@@ -146,7 +142,7 @@ def _lead(rule: NamingRule, numbers: Sequence[_Numbers], facts: Facts) -> tuple[
 
 
 def _fuse_parts(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts: Facts) -> TensorEntry:
-    """One tensor, without its leading axes."""
+    """A tensor of several parts, without its leading axes."""
     if rule.vocabulary and (rows := facts.whole("padded_vocabulary")):
         parts = [with_rows(part, max(rows, part.shape[0])) for part in parts]
     if rule.pairs:
@@ -161,11 +157,8 @@ def _fuse_parts(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts
 
 
 def _check_used(held: _Held, scheme: Scheme, parts: Catalog, facts: Facts, origins: Mapping[str, str]) -> None:
-    """Checks that every part was used.
-
-    Raises:
-        IncompleteError: a part was not, since another part of its tensor is missing.
-        UnsupportedError: no rule takes it.
+    """Checks that every part was used. Raises IncompleteError if a part was not, since another part of its tensor is
+    missing; UnsupportedError if no rule takes it.
     """
     left = [fill_template(template, *at) for template, own in held.items() for at in own]
     if not left:
@@ -198,10 +191,8 @@ def _is_there(rule: NamingRule, routed: bool) -> bool:
 
 
 def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed: frozenset[int]) -> None:
-    """Checks that a Hugging Face model has all tensors that none is without.
-
-    Raises:
-        IncompleteError: some are missing everywhere.
+    """Checks that a Hugging Face model has all tensors that every such model has. Raises IncompleteError if some are
+    missing everywhere.
     """
     found = {part for one in made for part in one.rule.parts or ()}
     blocks = {one.block for one in made if one.block >= 0}
@@ -231,10 +222,8 @@ def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed:
 
 
 def _check_blocks(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed: frozenset[int]) -> None:
-    """Checks that every block holds the same tensors as the others of its kind, and all experts.
-
-    Raises:
-        InconsistentError: tensors are missing in some.
+    """Checks that every block holds the same tensors as the others of its kind, and all experts. Raises
+    InconsistentError if tensors are missing in some.
     """
     kinds: dict[int, set[str]] = {}
     for one in made:

@@ -57,10 +57,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _THETA = {"mixtral": 1e6}
 _OTHER_NAMES = {"mixtral": "num_local_experts", "qwen3_moe": "num_local_experts"}
-"""`model_type` -> what a model's `num_experts` is called."""
+"""`model_type` -> the key for `num_experts`."""
 _FLOATS = frozenset({"rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"})
 _MOST = 1 << 31
-"""More than any model counts of anything."""
+"""A number above any count in a model."""
 _SCALED = ("llama3", "yarn", "longrope")
 
 
@@ -99,7 +99,7 @@ def filled_in(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _check(key: str, value: object, usual: object, path: str) -> None:
-    """Makes sure that a value is of the kind that it has to be; numbers that count something are greater than 0."""
+    """Checks that a value is of the kind that it has to be; counts are greater than 0."""
     can_lack = usual is None or key in ("sliding_window", "num_key_value_heads")
     if value is None and can_lack:
         return
@@ -120,7 +120,7 @@ def _check(key: str, value: object, usual: object, path: str) -> None:
 
 
 def _check_rotary(key: str, value: object, path: str) -> None:
-    """Makes sure that parameters of rotary embeddings are a JSON object with numbers greater than 0."""
+    """Checks that parameters of rotary embeddings are a JSON object with numbers greater than 0."""
     numbers = [value] if isinstance(value, int | float) else value.values() if isinstance(value, Mapping) else ()
     for one in numbers:
         if isinstance(one, Mapping):
@@ -134,7 +134,7 @@ def _check_rotary(key: str, value: object, path: str) -> None:
 
 
 def _rotary(config: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """The parameters of rotary embeddings, whatever a config calls them."""
+    """The parameters of rotary embeddings, from any of the keys that a config may have for them."""
     found = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     found.setdefault("rope_theta", config.get("rope_theta", theta))
     found.setdefault("rope_type", found.get("type", "default"))
@@ -144,7 +144,7 @@ def _rotary(config: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
 
 def _both_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of Gemma 3, which has one set for layers with a window and one for the others."""
+    """The parameters for Gemma 3, which has one set for layers with a window and one for the others."""
     given = dict(config.get("rope_parameters") or {})
     whole = {"rope_type": "default", **(given.get("full_attention") or {})}
     whole |= config.get("rope_scaling") or {}

@@ -84,7 +84,9 @@ def fields_of(model_type: object) -> Mapping[str, Any]:
 
 
 def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the values of the class where it says none, under the class's own names, the text model's at its top."""
+    """A config with the class's defaults for what it leaves out, under the class's own keys, with the text model's at
+    its top.
+    """
     text = config.get("text_config")
     if isinstance(text, Mapping) and family_of(config.get("model_type")) is None:
         config = {**{key: value for key, value in config.items() if key != "text_config"}, **text}
@@ -95,7 +97,7 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(config: Mapping[str, Any], keys: Mapping[str, Keys], writer: str, path: str, remedy: str) -> None:
-    """Makes sure that a writer's form of the model can say all that changes what the model computes.
+    """Checks that a writer's form of the model can express all that changes what the model computes.
 
     Args:
         config: as `whole_config` makes it.
@@ -125,7 +127,7 @@ def check_keys(config: Mapping[str, Any], keys: Mapping[str, Keys], writer: str,
 
 
 def _why_not(key: str, value: object, keys: Keys, fields: Mapping[str, Any]) -> str | None:
-    """Why a value cannot be said, to be read on after it; None if it can be."""
+    """Why a value cannot be expressed, as the end of a sentence; None if it can."""
     if key in FREE or key in SHOWN or key in keys.said or key.startswith(_FREE_BEGINNINGS):
         return None
     if key in keys.only:
@@ -138,7 +140,7 @@ def _why_not(key: str, value: object, keys: Keys, fields: Mapping[str, Any]) -> 
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Whether two values of a config are the same; true is no 1."""
+    """Whether two values of a config are equal; true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -53,12 +53,9 @@ class Decomposed:
 
 
 def decompose_with_origins(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
-    """Takes the tensors of a writer's scheme apart into the parts of the model; says where each comes from and what was left out.
-
-    Raises:
-        UnsupportedError: no rule takes some tensors.
-        InconsistentError: a tensor's rows do not fit the facts, or two tensors that are one part have different shapes.
-        UsageError: a fact that is needed is not known.
+    """Takes the tensors of a writer's scheme apart into the parts of the model; says where each comes from and what was
+    left out. Raises UnsupportedError if no rule takes some tensors; InconsistentError if a tensor's rows do not fit the
+    facts, or two tensors that are one part have different shapes; UsageError if a fact that is needed is not known.
     """
     fits = _all_fit(catalog, scheme)
     facts = _complete_facts(catalog, scheme, fits, facts)
@@ -112,7 +109,8 @@ def _refusal_of(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:
 
 
 def same(first: TensorEntry, other: TensorEntry) -> TensorEntry:
-    """One entry for a tensor that the checkpoint holds twice, as tied embeddings of a pipeline; checks compare the two.
+    """One entry for a tensor that the checkpoint holds twice, as pipelines do with tied embeddings; checks compare the
+    two.
 
     Of two floating dtypes, as of an fp32 weight of the optimizer and a model's own, the wider one is kept.
     """
@@ -131,11 +129,7 @@ def same(first: TensorEntry, other: TensorEntry) -> TensorEntry:
 
 
 def _all_fit(catalog: Catalog, scheme: Scheme) -> dict[str, Fit]:
-    """The rules that take each tensor, and each alias.
-
-    Raises:
-        UnsupportedError: no rule takes some tensors.
-    """
+    """The rules that take each tensor, and each alias. Raises UnsupportedError if no rule takes some tensors."""
     fits = scheme.fits(catalog.tensors)
     left = [name for name, fit in fits.items() if fit is None]
     if left:
@@ -147,7 +141,7 @@ def _all_fit(catalog: Catalog, scheme: Scheme) -> dict[str, Fit]:
 
 
 def _rule_of(name: str, fit: Fit, facts: Facts) -> NamingRule:
-    """The first rule that takes a tensor and has facts that fit."""
+    """The first rule that takes a tensor and fits the facts."""
     for rule in fit.rules:
         if facts.meet(rule.when):
             return rule
@@ -216,11 +210,7 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
 
 
 def _in_shape(entry: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry:
-    """The same elements in the shape that the rule says.
-
-    Raises:
-        InconsistentError: they do not fit it.
-    """
+    """The same elements in the shape that the rule says. Raises InconsistentError if they do not fit it."""
     if not rule.shape:
         return entry
     known = math.prod(facts.number(fact) for fact in rule.shape if fact)
@@ -231,7 +221,7 @@ def _in_shape(entry: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry
 
 
 def in_pairs(part: TensorEntry, rule: NamingRule, facts: Facts, number: int, *, apart: bool) -> TensorEntry:
-    """A part with a rule that has rotary pairs, with them in halves (`apart`), or the other way; `number` is its
+    """A part with its rotary pairs in halves (`apart`) or side by side, if the rule has pairs; `number` is the part's
     place in the rule.
     """
     kind = rule.pairs if rule.pairs != "both" else (rule.parts or ())[number].split(".")[-2]
@@ -239,7 +229,7 @@ def in_pairs(part: TensorEntry, rule: NamingRule, facts: Facts, number: int, *, 
 
 
 def _numbers(stack: Sequence[str], index: Sequence[int], fit: Fit) -> tuple[int, int]:
-    """Block and expert of one place in a stack."""
+    """The block and expert at one place in a stack."""
     own = dict(zip(stack, index))
     return own.get("b", fit.block), own.get("e", fit.expert)
 
@@ -261,7 +251,7 @@ def _split_fused(item: TensorEntry, rule: NamingRule, names: Sequence[str], fact
 
 
 def _widths(entry: TensorEntry, rule: NamingRule, shape: Sequence[int], facts: Facts) -> list[int]:
-    """The rows of each part in a tensor of a shape; parts other than queries, keys and values have equally many."""
+    """The rows of each part in a tensor of this shape; parts other than queries, keys and values have equal numbers."""
     words = [template.split(".")[-2] for template in rule.parts or ()]
     if rule.widths:
         shares = [math.prod(map(facts.number, product.split("*"))) for product in rule.widths]
@@ -289,7 +279,7 @@ def _unfit(entry: TensorEntry, found: str, facts: Facts) -> InconsistentError:
 
 
 def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts) -> Facts:
-    """The facts, with those that names and fused tensors' shapes show: key_heads, head_size, gated, latent (MLA)."""
+    """The facts, with those that names and shapes of fused tensors show: key_heads, head_size, gated, latent (MLA)."""
     for name, fit in fits.items():
         if fit.rules[0].parts == ("blocks.{b}.router.weight",) and len(catalog.tensors[name].shape) > 1:
             facts = facts.having(experts=catalog.tensors[name].shape[-2], hidden=catalog.tensors[name].shape[-1])
@@ -329,10 +319,8 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
 
 
 def _with_heads(facts: Facts, entry: TensorEntry, rows: int, columns: int) -> Facts:
-    """How attention is divided, from the number of query heads and the shape of a fused weight.
-
-    Raises:
-        InconsistentError: they do not fit each other.
+    """The facts of attention heads, from the number of query heads and the shape of a fused weight. Raises
+    InconsistentError if they do not fit each other.
     """
     query = facts.number("query_heads")
     known = facts.whole("key_heads")

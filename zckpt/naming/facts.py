@@ -22,7 +22,7 @@ from zckpt.storage.location import locate
 _PLAIN = (str, int, float, bool, type(None))
 
 _MOST_BYTES = 1 << 20
-"""The most of a GPT-NeoX config file that is read; theirs have a few thousand."""
+"""The most bytes of a GPT-NeoX config file; real ones have a few thousand."""
 
 _KEYS = {
     "query_heads": ("num_attention_heads", "n_head"),
@@ -35,7 +35,7 @@ _KEYS = {
     "linear_key_size": ("linear_key_head_dim",),
     "linear_value_size": ("linear_value_head_dim",),
 }
-"""Fact -> keys of a config or arguments of a run that say it."""
+"""Fact -> the keys for it in a config, or in the arguments of a run."""
 
 SHAPES = {
     "vocabulary": ("embedding.weight", 0),
@@ -50,7 +50,7 @@ SHAPES = {
     "key_value_rank": ("blocks.{b}.attention.key_value_up.weight", 1),
     "linear_filter": ("blocks.{b}.linear.query_filter.weight", 2),
 }
-"""Fact -> a part, and the dimension of it that is the fact."""
+"""Fact -> a part, and the dimension of the part that equals the fact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,7 @@ class Facts:
         return value if type(value) is int and value > 0 else None
 
     def number(self, name: str) -> int:
-        """A fact that is a number of things.
-
-        Raises:
-            UsageError: it is not known.
-        """
+        """A fact that is a positive whole number. Raises UsageError if it is not known."""
         value = self.whole(name)
         if value is None:
             raise UsageError(
@@ -95,22 +91,24 @@ class Facts:
         return value
 
     def meet(self, when: Mapping[str, tuple[object, ...]]) -> bool:
-        """Whether each fact has one of the values; a fact that is not known is false."""
+        """Whether every fact has one of the given values; an unknown fact has none."""
         return all((self._said(name) or False) in values for name, values in when.items())
 
     def contradict(self, when: Mapping[str, tuple[object, ...]]) -> bool:
-        """Whether a fact that is known has none of the values."""
+        """Whether a known fact has none of the given values."""
         return any(self._said(name) is not None and self._said(name) not in values for name, values in when.items())
 
     def _said(self, name: str) -> object:
-        """A fact, or what the config or the run's arguments have under that name."""
+        """The value of a fact, of a key of the config, or of an argument of the run, in this order; None if there is
+        none.
+        """
         for where in (self.values, self.config or {}, self.arguments):
             if (value := where.get(name)) is not None:
                 return value
         return None
 
     def having(self, **more: object) -> Facts:
-        """These and others; a None changes nothing."""
+        """The facts with these values changed; None leaves a value as it is."""
         return replace(self, values={**self.values, **{k: v for k, v in more.items() if v is not None}})
 
 
@@ -126,7 +124,7 @@ def facts_of(
     home: str | None = None,
     vocab_size: int | None = None,
 ) -> Facts:
-    """What a checkpoint and a config say of the model, before its tensors are taken apart.
+    """The facts that a checkpoint and a config record, before the tensors are taken apart.
 
     Args:
         catalog: the checkpoint.
@@ -208,7 +206,7 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
 
 
 def _with_falcon(facts: Facts) -> Facts:
-    """The facts, with those by which transformers tells the forms of Falcon apart, unless a config says them.
+    """The facts with those by which transformers tells the forms of Falcon apart, unless a config has them.
 
     Source: transformers 5.23, models/falcon/modeling_falcon.py `FalconAttention`, `FalconDecoderLayer`.
     """
@@ -234,17 +232,15 @@ def _latent(shapes: Mapping[str, tuple[int, ...]], heads: int | None) -> dict[st
 
 
 def _times(whole: object, part: object) -> int | None:
-    """How often a size is in another; None if it is not a whole number of times."""
+    """How many times one size is in another; None if that is not a whole number."""
     if not isinstance(whole, int) or not isinstance(part, int) or part == 0 or whole % part:
         return None
     return whole // part
 
 
 def run_arguments(catalog: Catalog, directory: str | None) -> dict[str, object]:
-    """The arguments of the run, as far as the checkpoint kept them, with `_` in their names.
-
-    Raises:
-        CorruptError: one of GPT-NeoX's config files cannot be read.
+    """The arguments of the run, as far as the checkpoint kept them, with `_` in their names. Raises CorruptError if one
+    of GPT-NeoX's config files cannot be read.
     """
     arguments: dict[str, object] = {}
     for key in ("run_config", "args"):
@@ -284,7 +280,7 @@ def _is_of_megatron_llm(arguments: Mapping[str, object]) -> bool:
 
 
 def _of_megatron_llm(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of Megatron-LLM under the names that other programs have for them.
+    """The arguments of Megatron-LLM, under the names that other programs have for them.
 
     Source: Megatron-LLM, megatron/arguments.py, megatron/model/{glu_activations,positional_embeddings}.py.
     """
@@ -304,7 +300,7 @@ def _of_megatron_llm(arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def _parallel(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
-    """Whether attention and MLP of a block are side by side, as far as a config or the arguments say it.
+    """Whether attention and MLP of a block are parallel, as far as a config or the arguments record it.
 
     Of programs that can have them so, only those that have them so say it; other programs have one after the other. Falcon and
     GPT-NeoX of transformers have them so where their config lacks the key.
@@ -316,33 +312,33 @@ def _parallel(config: Mapping[str, object], arguments: Mapping[str, object]) -> 
 
 
 def _window(arguments: Mapping[str, object]) -> int | None:
-    """How many tokens a window of attention has; Megatron's `window_size` counts those before the token itself."""
+    """The tokens in a window of attention; Megatron's `window_size` counts those before the token itself."""
     said = arguments.get("window_size")
     before = said[0] if isinstance(said, list | tuple) and said else None
     return before + 1 if isinstance(before, int) else None
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is one that a config may have, or a list of such."""
+    """Whether a value is one that a config may have, or a list of these."""
     if isinstance(value, list | tuple):
         return all(isinstance(one, _PLAIN) for one in value)
     return isinstance(value, _PLAIN)
 
 
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config with the keys of the text model that is nested in it."""
+    """A config with the keys of its nested text model at the top."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else config
 
 
 def _number(keys: Sequence[str], *places: Mapping[str, object]) -> int | None:
-    """The first positive whole number that one of the keys has in one of the places."""
+    """The first positive whole number under one of the keys, in one of the mappings."""
     values = (place.get(key) for place in places for key in keys)
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _key_heads(config: Mapping[str, object], arguments: Mapping[str, object]) -> int | None:
-    """The number of key heads, where a config or the arguments say it for certain.
+    """The number of key heads, where a config or the arguments record it for certain.
 
     Falcon says it by `multi_query` and `new_decoder_architecture`; Megatron's `num_query_groups` counts only with
     `group_query_attention`.
@@ -357,7 +353,7 @@ def _key_heads(config: Mapping[str, object], arguments: Mapping[str, object]) ->
 
 
 def _is_head_tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
-    """Whether the head is the embedding, as far as it is said."""
+    """Whether the head is the embedding; None if nothing records it."""
     if isinstance(said := config.get("tie_word_embeddings"), bool):
         return said
     if isinstance(said := arguments.get("share_embeddings_and_output_weights"), bool):

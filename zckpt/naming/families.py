@@ -77,7 +77,7 @@ OFF_WITH_EXPERTS: dict[str, tuple[object, ...]] = {
     "moe_router_topk_limited_devices": (),
     "moe_router_topk_scaling_factor": (1.0,),
 }
-"""The same, of those that count only in a model with experts."""
+"""As `OFF`, for arguments that count only in a model with experts."""
 
 _ALL_ATTENTION = ("flash", "global")
 """Values in GPT-NeoX's `attention_config` that look at all tokens before."""
@@ -89,7 +89,7 @@ def architecture_of(family: Scheme) -> str:
 
 
 def refusals(family: Scheme, facts: Facts) -> list[str]:
-    """What the run used, or the model has, that the family does not have."""
+    """The features of the run or the model that the family lacks, in words."""
     arguments = {**facts.values, **facts.arguments}
     refused = [
         f"{name} {arguments[name]} ({why})"
@@ -105,7 +105,7 @@ def refusals(family: Scheme, facts: Facts) -> list[str]:
 
 
 def mapped_arguments(family: Scheme) -> set[str]:
-    """The arguments of a run that a family's configs say something about, or which it refuses itself."""
+    """The arguments of a run that a family's config uses, or that the family refuses."""
     data = family.config
     found = {*data.get("refused", ()), *data.get("required", ()), *family.recognised.get("when", ())}
     found |= {name for names, _ in data.get("args", {}).values() for name in names} | {*data.get("layers", {}).values()}
@@ -119,7 +119,7 @@ def mapped_arguments(family: Scheme) -> set[str]:
 
 
 def _arguments_in(value: Any) -> set[str]:
-    """The arguments that stand in a value of a config."""
+    """The arguments that occur in a value of a config."""
     if isinstance(value, dict):
         return {name for inner in value.values() for name in _arguments_in(inner)}
     if isinstance(value, list) and value[:1] == ["arg"]:
@@ -155,7 +155,7 @@ def _is_off(value: object, values: tuple[object, ...]) -> bool:
 
 
 def _scaled_attention(family: Scheme, facts: Facts) -> list[str]:
-    """The scale of attention's scores, where it is another one than the family has."""
+    """The scale of attention's scores, in words, if it differs from the family's."""
     scale = facts.arguments.get("softmax_scale")
     if not isinstance(scale, int | float) or "softmax_scale" in mapped_arguments(family):
         return []
@@ -213,7 +213,7 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
 
 
 def _each_layer(said: object, blocks: int) -> list[int]:
-    """Of each layer, what an argument does not say of it: 0 for those that it lists with 1, or that are every so manieth."""
+    """For each layer, 0 where the argument applies: to layers that it lists with 1, or to every `said`-th one; else 1."""
     if isinstance(said, list | tuple):
         return [int(not one) for one in said]
     each = said if isinstance(said, int) and said > 0 else 0
@@ -221,7 +221,7 @@ def _each_layer(said: object, blocks: int) -> list[int]:
 
 
 def _value(value: Any, arguments: Mapping[str, object]) -> Any:
-    """A value of a config, in which `["arg", name, default]` is an argument of the run."""
+    """The value of a config's key, with `["arg", name, default]` replaced by that argument of the run."""
     if isinstance(value, dict):
         return {key: _value(inner, arguments) for key, inner in value.items()}
     if isinstance(value, list) and value[:1] == ["arg"]:
@@ -231,11 +231,8 @@ def _value(value: Any, arguments: Mapping[str, object]) -> Any:
 
 
 def _from_facts(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, object]:
-    """The values of a config that are facts.
-
-    Raises:
-        IncompleteError: a part is missing that shows one.
-        UsageError: one is not known.
+    """The values of a config that follow from facts. Raises IncompleteError if a part is missing that shows one,
+    UsageError if one is not known.
     """
     found: dict[str, object] = {}
     missing: list[str] = []
@@ -261,15 +258,13 @@ def _from_facts(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
 
 
 def _is_shown(said: Any, facts: Facts) -> bool:
-    """Whether a value of a config is a fact that is known, and no default."""
+    """Whether a value of a config is a known fact, and not a default."""
     return not isinstance(said, list) or facts.get(said[0]) is not None
 
 
 def check_config(config: Mapping[str, object], family: Scheme, parts: Catalog, facts: Facts) -> None:
-    """Checks that a config is of the family and has the tensors' sizes.
-
-    Raises:
-        InconsistentError: it is of another model.
+    """Checks that a config is the family's and has the tensors' sizes. Raises InconsistentError if it is of another
+    model.
     """
     types = model_types(family)
     if config.get("model_type") not in types:

@@ -43,7 +43,7 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     "blocks.{b}.experts.{e}.up.weight": ("expert_intermediate", "hidden"),
     "blocks.{b}.experts.{e}.down.weight": ("hidden", "expert_intermediate"),
 }
-"""Part -> its extents, as facts that a config says; what it does not say is not compared."""
+"""Part -> its extents, as facts of a config; extents with unknown facts are not compared."""
 
 
 class Misfits(NamedTuple):
@@ -65,7 +65,7 @@ class Misfits(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What a loader would do with such weights, in one sentence; empty where all is well."""
+        """A sentence on what a loader would do with such weights; empty if they fit."""
         found = [f"lacks {examples(sorted(self.missing))}"] if self.missing else []
         found += [f"does not read {examples(self.ignored)}"] if self.ignored else []
         found += [f"has other shapes for {examples(self.shapes)}"] if self.shapes else []
@@ -73,7 +73,7 @@ class Misfits(NamedTuple):
 
 
 def find_misfits(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
-    """What of a model's tensors does not fit its config; None where its class is none that zckpt knows.
+    """Compares a model's tensors with its config; None if zckpt does not know its class.
 
     Args:
         catalog: the tensors under the hub's names; its aliases are not looked at.
@@ -90,7 +90,7 @@ def find_misfits(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
 
 
 def compare_shapes(here: Mapping[str, Shape], wanted: Mapping[str, Shape], by: str, *, tied: bool) -> Misfits:
-    """What a loader that looks for exactly these tensors finds; a head that the model ties may be there or not."""
+    """Compares tensors with those that a loader expects; a head that the model ties may be missing."""
     neither = (*(_HEADS if tied else ()), *_BUFFERS)
     missing = [name for name in wanted if name not in here and not name.endswith(neither)]
     ignored = [name for name in here if name not in wanted and not name.endswith(neither)]
@@ -100,7 +100,7 @@ def compare_shapes(here: Mapping[str, Shape], wanted: Mapping[str, Shape], by: s
 
 _HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight")
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""Ends of names of what a model computes itself, which older versions of transformers saved."""
+"""Ends of names of tensors that a model computes itself, and that older versions of transformers saved."""
 
 
 def _misfits_of_family(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
@@ -135,7 +135,7 @@ def _misfits_of_family(catalog: Catalog, config: Mapping[str, Any]) -> Misfits |
 
 
 def _read_facts(family: Scheme, config: Mapping[str, Any]) -> dict[str, int]:
-    """The facts that a config says in numbers."""
+    """The numbers of a config, as facts."""
     found = {
         said if isinstance(said, str) else said[0]: config[key]
         for key, said in family.config["facts"].items()
@@ -205,7 +205,7 @@ def _is_there(part: str, routed: bool) -> bool:
 def _find_shapes(
     parts: Catalog, origins: Mapping[str, str], wanted: Mapping[str, int]
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Tensors with a part that has other extents than the config says, or than it has in most blocks."""
+    """Tensors with a part with other extents than the config gives, or than the part has in most blocks."""
     found: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, Counter[Shape]] = {}
     for name, entry in parts.tensors.items():
@@ -221,7 +221,7 @@ def _find_shapes(
 
 
 def _extent(text: str, wanted: Mapping[str, int], here: int) -> int:
-    """What facts say of an extent; `here` where they say nothing."""
+    """The value of an extent by the facts; `here` if they do not give it."""
     product = 1
     for fact in text.split("*"):
         value = wanted.get(fact)

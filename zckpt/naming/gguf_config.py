@@ -34,7 +34,7 @@ _KNOWN_SCALINGS = tuple(
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for factor in (8.0, 32.0)
 )
-"""Of Llama 3.1 and 3.3, and of 3.2."""
+"""The scalings of Llama 3.1 and 3.3, and of 3.2."""
 
 
 def is_known(metadata: Mapping[str, object]) -> bool:
@@ -86,7 +86,7 @@ def config_of_gguf(catalog: Catalog, metadata: Mapping[str, object], family: str
 
 
 class _Metadata:
-    """Values of an architecture's keys."""
+    """The values of an architecture's keys."""
 
     def __init__(self, values: Mapping[str, object], path: str) -> None:
         self._values = values
@@ -105,7 +105,7 @@ class _Metadata:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A number of fp32, with as few digits as tell it from its neighbours."""
+        """A number of fp32, with the fewest digits that tell it from its neighbours."""
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float):
@@ -130,7 +130,7 @@ def _rows(catalog: Catalog) -> int | None:
 
 
 def _of_kind(kind: str, config: Mapping[str, object], catalog: Catalog, read: _Metadata) -> dict[str, object]:
-    """What only models of some kinds have."""
+    """The keys that only some kinds of models have."""
     found: dict[str, object] = {"hidden_act": "silu"}
     if kind == "llama":
         found["attention_bias"] = "blk.0.attn_q.bias" in catalog.tensors
@@ -167,7 +167,7 @@ def _of_kind(kind: str, config: Mapping[str, object], catalog: Catalog, read: _M
 
 
 def _scaling(config: Mapping[str, object], catalog: Catalog, read: _Metadata) -> dict[str, object]:
-    """How rotary embeddings are scaled; empty if they are not."""
+    """The scaling of rotary embeddings; empty if they are not scaled."""
     if (factors := catalog.tensors.get(FACTORS)) is not None:
         return _llama3(config, factors, read.path)
     kind = read.get("rope.scaling.type")
@@ -187,7 +187,7 @@ def _scaling(config: Mapping[str, object], catalog: Catalog, read: _Metadata) ->
 
 
 def _llama3(config: Mapping[str, Any], factors: TensorEntry, path: str) -> dict[str, object]:
-    """The parameters with the factors that are in the file."""
+    """The parameters of the known scaling with the factors in the file."""
     found = ElementReader().read(elements(factors, 0, factors.numel))
     for known in _KNOWN_SCALINGS:
         own = llama3_factors({**known, "rope_theta": config["rope_theta"]}, config["head_dim"])

@@ -17,7 +17,7 @@ BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
 """`model_type` -> blocks of the model of that family with queries scaled by another number than the size of a head."""
 
 SUMS_OF_EXPERTS = {"qwen2_moe": False, "qwen3_moe": True}
-"""Whether the weights of a token's experts are made to add up to one in llama.cpp."""
+"""Whether llama.cpp makes the weights of a token's experts add up to one."""
 
 _SAID = (ROTARY - {"partial_rotary_factor", "rotary_emb_base", "rotary_pct"}) | {
     "max_position_embeddings",
@@ -46,7 +46,7 @@ KEYS = {
 """Model type -> the keys of its config that the file says, and the values of others that llama.cpp has."""
 
 _NEAR_EACH = {"gemma2": 2, "gemma3_text": 6}
-"""`model_type` -> every so many layers attention looks back to the beginning, in llama.cpp."""
+"""`model_type` -> the period of layers with full attention in llama.cpp."""
 _UNBIASED = ("gemma2", "gemma3_text", "qwen3", "qwen3_moe")
 """Types of models with attention that has no biases in llama.cpp."""
 
@@ -72,7 +72,7 @@ _REMEDY = (
 
 
 def check_config(config: Mapping[str, Any], filled: Mapping[str, Any], path: str) -> None:
-    """Makes sure that a GGUF file and llama.cpp compute what a model's config says.
+    """Checks that a GGUF file and llama.cpp express what a model's config says.
 
     Args:
         config: transformers' config of the model.
@@ -93,7 +93,7 @@ def check_config(config: Mapping[str, Any], filled: Mapping[str, Any], path: str
 
 
 def _of_family(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """What of a config the family has otherwise in llama.cpp."""
+    """The differences between a config and the family in llama.cpp."""
     blocks, heads = config["num_hidden_layers"], config["num_attention_heads"]
     if kind in _UNBIASED and config.get("attention_bias"):
         yield "attention_bias True (only False)"
@@ -113,7 +113,7 @@ def _of_family(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_positions(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """What of rotary positions the file does not say, and llama.cpp has otherwise."""
+    """The rotary positions that the file does not express, and that llama.cpp has otherwise."""
     rope = config["rope_parameters"]
     both = [rope["full_attention"], rope["sliding_attention"]] if "full_attention" in rope else [rope]
     for number, one in enumerate(both):

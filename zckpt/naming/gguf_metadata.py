@@ -39,10 +39,10 @@ ARCHITECTURES = {
 """A config's `model_type` -> llama.cpp's architecture."""
 
 _MOST_BYTES = 1 << 28
-"""Of a tokenizer's file; the largest that models have are a tenth of it."""
+"""The most bytes of a tokenizer's file; the largest real ones have a tenth of it."""
 _MOST_CARD_BYTES, _DEEPEST = 1 << 20, 100
 _MOST_WORDS = 1 << 22
-"""Of a model when its embedding is left out."""
+"""The most words of a model if its embedding is left out."""
 
 NO_VOCABULARY = "none"
 """As `--tokenizer`: the file gets no vocabulary, and its reader takes tokens by number."""
@@ -76,11 +76,7 @@ class GgufModel:
 
 
 def architecture_of(config: Mapping[str, object], path: str) -> str:
-    """llama.cpp's architecture of a model.
-
-    Raises:
-        UnsupportedError: zckpt does not write it.
-    """
+    """llama.cpp's architecture of a model. Raises UnsupportedError if zckpt does not write it."""
     kind = config.get("model_type")
     found = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if found is None:
@@ -93,11 +89,7 @@ def architecture_of(config: Mapping[str, object], path: str) -> str:
 
 
 def library() -> Any:
-    """The `gguf` package.
-
-    Raises:
-        UnsupportedError: it is not installed.
-    """
+    """The `gguf` package. Raises UnsupportedError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -111,12 +103,9 @@ def library() -> Any:
 
 
 def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...], str]:
-    """The metadata by keys, notes for a person, and the name that llama.cpp's conventions give the file (without suffix).
-
-    Raises:
-        UnsupportedError: packages are missing, or the tokenizer is of a kind that is not known.
-        UsageError: there is no tokenizer.
-        CorruptError: one of the files cannot be read.
+    """The metadata by keys, notes for a person, and the name that llama.cpp's conventions give the file (without
+    suffix). Raises UnsupportedError if packages are missing, or the tokenizer is of a kind that is not known;
+    UsageError if there is no tokenizer; CorruptError if one of the files cannot be read.
     """
     package = library()
     with _quiet(), _stage_model(model) as directory:
@@ -145,7 +134,7 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
 
 
 def _check_words(config: Mapping[str, Any], model: GgufModel) -> None:
-    """Makes sure that the embedding has a row for each word; raises InconsistentError."""
+    """Checks that the embedding has a row for each word; raises InconsistentError."""
     rows = next((shape[0] for name, shape, _ in model.tensors if name == "token_embd.weight"), _MOST_WORDS)
     if config["vocab_size"] > rows:
         raise InconsistentError(
@@ -156,7 +145,7 @@ def _check_words(config: Mapping[str, Any], model: GgufModel) -> None:
 
 
 def _not_recorded(config: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on what a config says, and llama.cpp does otherwise for long texts."""
+    """Sentences on settings of a config that llama.cpp ignores for long texts."""
     window = config.get("sliding_window")
     if (
         config["model_type"].startswith(("mistral", "mixtral", "qwen"))
@@ -174,7 +163,7 @@ def _type_name(model: GgufModel, package: Any) -> str:
 
 
 def _stand_in(kind: str) -> Any:
-    """A dtype that makes the package take a shape in elements."""
+    """A dtype with which the package takes a shape in elements."""
     import numpy as np
 
     return np.dtype(np.float16 if kind == "F16" else np.float32)
@@ -202,7 +191,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stage_model(model: GgufModel) -> Iterator[Path]:
-    """A directory with the model's small files, called as the one that they are from; it is removed at the end."""
+    """Makes a temporary directory with the model's small files, named as their own directory; it is removed at the end."""
     name = "model" if model.home is None else os.path.basename(os.path.abspath(model.home.path)) or "model"
     with tempfile.TemporaryDirectory(prefix="zckpt-gguf-") as scratch:
         directory = Path(scratch) / name
@@ -219,10 +208,8 @@ def _stage_model(model: GgufModel) -> Iterator[Path]:
 
 
 def _small(place: Location) -> bytes:
-    """A file that the package reads whole.
-
-    Raises:
-        UnsupportedError: it is too large for what it is called.
+    """The contents of a file that the package reads whole. Raises UnsupportedError if it is too large for what it is
+    called.
     """
     if place.size() > _MOST_BYTES:
         raise UnsupportedError(
@@ -233,11 +220,9 @@ def _small(place: Location) -> bytes:
 
 
 def _facts_of(card: Location) -> str:
-    """The YAML at the beginning of a model card, between two lines of dashes; nothing where there is none.
-
-    Raises:
-        UsageError: it is not YAML, or it repeats parts of itself or has very many levels, which takes more time and memory than
-            there may be.
+    """The YAML at the beginning of a model card, between two lines of dashes; empty if there is none. Raises UsageError
+    if it is not YAML, or it repeats parts of itself or has very many levels, which takes more time and memory than
+    there may be.
     """
     import yaml
 
@@ -268,7 +253,7 @@ def _bad_card(card: Location, found: str) -> UsageError:
 
 
 def _add_title(writer: gguf.GGUFWriter, directory: Path, model: GgufModel, package: Any) -> Any:
-    """What the model is called, and by whom it is, as the package finds it in the config, the card and the directory's name."""
+    """Adds the model's name and author, as the package finds them in the config, the card and the directory's name."""
     total, shared, expert, experts = writer.get_total_parameter_count()
     try:
         title = package.Metadata.load(None, directory, model.name or None, total)
@@ -286,7 +271,7 @@ def _add_title(writer: gguf.GGUFWriter, directory: Path, model: GgufModel, packa
 
 
 def _add_parameters(writer: gguf.GGUFWriter, config: Mapping[str, Any], model: GgufModel, package: Any) -> None:
-    """The sizes and constants of the model."""
+    """Adds the sizes and constants of the model."""
     kind, heads = str(model.config["model_type"]), config["num_attention_heads"]
     gemma2 = kind == "gemma2"
     writer.add_block_count(config["num_hidden_layers"])
@@ -334,7 +319,7 @@ def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_rotary(writer: gguf.GGUFWriter, config: Mapping[str, Any], package: Any) -> None:
-    """Rotary embeddings; what Llama 3 scales is a tensor (`rope_freqs.weight`)."""
+    """Adds the keys of rotary embeddings; the scaling of Llama 3 is a tensor (`rope_freqs.weight`)."""
     both = rotary_of(config)
     rotary = both.get("full_attention", both)
     kind, factor = str(rotary.get("rope_type") or "default"), rotary.get("factor")

@@ -34,7 +34,7 @@ from zckpt.storage.location import Location, locate
 FACTORS = "rope_freqs.weight"
 _EMBEDDING = "token_embd.weight"
 _MOST_BYTES = 64 << 20
-"""Of a tokenizer.json that is read for its number of tokens."""
+"""The most bytes of a tokenizer.json that is read for its number of tokens."""
 
 
 def add_frequency_factors(
@@ -98,7 +98,7 @@ def as_read(catalog: Catalog, config: Mapping[str, Any], recorded: Mapping[str, 
 
 
 def mixed_of(config: Mapping[str, Any], matrix: ImportanceMatrix | None) -> Mixed:
-    """What a mixture of types depends on, by a model's config."""
+    """The facts that a mixture of types depends on, from a model's config."""
     full = filled_in(config, "")
     layers, heads = full["num_hidden_layers"], full["num_attention_heads"]
     experts = full.get("num_local_experts", full.get("num_experts")) or 0
@@ -108,10 +108,8 @@ def mixed_of(config: Mapping[str, Any], matrix: ImportanceMatrix | None) -> Mixe
 
 
 def _matrix_again(path: str, digest: str) -> ImportanceMatrix:
-    """The importance matrix with which an output was made.
-
-    Raises:
-        UsageError: it is not there any more, or is another one.
+    """The importance matrix with which an output was made. Raises UsageError if it is not there any more, or is another
+    one.
     """
     there = locate(path)
     found = digest_of(there) if there.is_file() else "no such file"
@@ -124,7 +122,7 @@ def _matrix_again(path: str, digest: str) -> ImportanceMatrix:
 
 
 def digest_of(file: Location) -> str:
-    """Of a file's bytes: its SHA-256."""
+    """The SHA-256 of a file's bytes."""
     found = hashlib.sha256()
     with file.open() as opened:
         for start in range(0, opened.size, 1 << 20):
@@ -143,7 +141,7 @@ def _factors(config: Mapping[str, Any], rotary: Mapping[str, Any]) -> TensorEntr
 
 
 def llama3_factors(rotary: Mapping[str, Any], size: int) -> list[float]:
-    """By how much each frequency of heads of a size is divided."""
+    """The divisor of each frequency for heads of this size."""
     import numpy as np
 
     one = np.float32(1)

@@ -92,7 +92,9 @@ def tokens_of(directory: Path, *, alone: bool = True) -> Tokens:
 def _as_tokens(
     tokenizer: Any, numbers: Mapping[str, int], base: int, added: Mapping[int, Any], special: frozenset[str]
 ) -> Tokens:
-    """What transformers' or tokenizers' tokenizer holds; both have `encode` and `decode`, with results that differ in form."""
+    """The tokens of a transformers or tokenizers tokenizer; both have `encode` and `decode`, with results that differ
+    in form.
+    """
 
     def encode(text: str, *, around: bool = True) -> list[int]:
         found = tokenizer.encode(text, add_special_tokens=around)
@@ -117,7 +119,7 @@ def _missing(error: ImportError, name: str) -> UnsupportedError:
 
 
 def _by_tokenizers(directory: Path) -> Tokens | None:
-    """The same by tokenizer.json alone; None where the files beside it say more."""
+    """The tokens by tokenizer.json alone; None if the files beside it add to it."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -150,13 +152,9 @@ def _by_tokenizers(directory: Path) -> Tokens | None:
 
 
 def _in_parts(said: Mapping[str, Any], special: frozenset[str]) -> Tokens | None:
-    """Of pairs of bytes or characters (BPE), what `tokenizers` finds, which is given only the tokens that can be in a text.
+    """The tokens of a BPE tokenizer by `tokenizers`, which is given only the tokens that can be in a text.
 
     All tokens at once take it more memory than the rest of a conversion. None where a token's number is not certain.
-
-    Args:
-        said: what tokenizer.json holds.
-        special: as in `Tokens`.
     """
     from tokenizers import Tokenizer
 
@@ -208,7 +206,7 @@ def json_in(path: Path) -> dict[str, Any]:
 
 
 def _special(said: Mapping[str, Any], beside: Mapping[str, Any]) -> frozenset[str] | None:
-    """What the files name as special tokens; None where they disagree, or the class of the tokenizer is not known here."""
+    """The special tokens that the files name; None if they disagree, or the class of the tokenizer is not known here."""
     usual = _CLASSES.get(str(said.get("tokenizer_class")).removesuffix("Fast"))
     if usual is None:
         return None
@@ -224,7 +222,7 @@ def _special(said: Mapping[str, Any], beside: Mapping[str, Any]) -> frozenset[st
 
 
 def _text(token: object) -> str | None:
-    """A token's text, where a file gives it alone or with what goes with it."""
+    """A token's text, which a file gives alone or in an object."""
     return str(token["content"]) if isinstance(token, dict) else None if token is None else str(token)
 
 

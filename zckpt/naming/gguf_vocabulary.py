@@ -29,7 +29,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Kinds of tokens, as llama.cpp numbers them."""
 
 _CODE_LLAMA, _GRANITE = 32016, 49152
-"""Sizes of vocabularies by which the converter knows models that need something of their own."""
+"""Sizes of vocabularies by which the converter recognises models with special needs."""
 
 
 def add_vocabulary(
@@ -90,7 +90,7 @@ def _add(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pr
 
 
 def _looks_special(token: str) -> bool:
-    """Whether a token that is not marked as special is one all the same, by how it is written."""
+    """Whether a token that is not marked as special looks like one."""
     marks = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
     return token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
         token.startswith(begin) and token.endswith(end) for begin, end in marks
@@ -98,7 +98,7 @@ def _looks_special(token: str) -> bool:
 
 
 def _add_pieces(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """A sentencepiece model, with the tokens that tokenizer_config.json and added_tokens.json add to it."""
+    """Adds a sentencepiece model, with the tokens that tokenizer_config.json and added_tokens.json add to it."""
     import gguf
 
     try:
@@ -140,7 +140,7 @@ def _add_pieces(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, A
 
 
 def _add_fast_pieces(writer: gguf.GGUFWriter, directory: Path) -> bool:
-    """A sentencepiece vocabulary with only its tokenizer.json; False if it is of another kind."""
+    """Adds a sentencepiece vocabulary from its tokenizer.json alone; returns False if it is of another kind."""
     import gguf
 
     said = json_in(directory / "tokenizer.json")
@@ -175,7 +175,7 @@ def _piece_kind(text: str, special: Collection[str], *, is_behind: bool) -> int:
 def _add_bytes(
     writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pre_tokenizer: str, home: str
 ) -> None:
-    """A vocabulary of pairs of bytes, as in GPT-2."""
+    """Adds a vocabulary of byte pairs, as in GPT-2."""
     import gguf
 
     found = tokens_of(directory)
@@ -217,9 +217,7 @@ def _pre_tokenizer(found: Tokens, directory: Path, home: str) -> str:
     """llama.cpp's name of a tokenizer's pre-tokenizer.
 
     What `tokenizers` alone makes of the text is enough if it is known; else transformers may make something else of it.
-
-    Raises:
-        UnsupportedError: it is none of those that llama.cpp's converter knew.
+    Raises UnsupportedError if it is none of those that llama.cpp's converter knew.
     """
     with open(_TABLE, encoding="utf-8") as file:
         table = json.load(file)
@@ -242,7 +240,7 @@ def _digest(found: Tokens, text: str) -> str:
 
 
 def _add_infill(writer: gguf.GGUFWriter, directory: Path) -> None:
-    """The tokens by which Code Llama fills in text."""
+    """Adds the tokens by which Code Llama fills in text."""
     import gguf
 
     special = gguf.SpecialVocab(directory, load_merges=False, special_token_types=["prefix", "suffix", "middle", "eot"])

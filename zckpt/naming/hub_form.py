@@ -63,7 +63,7 @@ def _is_converted(config: Mapping[str, object]) -> bool:
 
 
 def _kinds(config: Mapping[str, object]) -> Iterator[str]:
-    """The names of a mapping: model types, nested ones too, and classes."""
+    """The keys of a mapping: model types, nested ones too, and classes."""
     architectures = config.get("architectures")
     yield from (str(name) for name in architectures) if isinstance(architectures, list) else ()
     if isinstance(kind := config.get("model_type"), str):
@@ -102,7 +102,7 @@ def _revert_names(catalog: Catalog, config: Mapping[str, Any]) -> Catalog | None
 
 @contextlib.contextmanager
 def _views_only() -> Iterator[None]:
-    """Inside, `contiguous` copies nothing and returns the view itself."""
+    """Makes `contiguous` copy nothing and return the view itself, while the context lasts."""
     from torch.overrides import TorchFunctionMode
 
     class Mode(TorchFunctionMode):
@@ -114,11 +114,7 @@ def _views_only() -> Iterator[None]:
 
 
 def _entry(name: str, view: torch.Tensor, catalog: Catalog, origin: Mapping[int, str]) -> TensorEntry:
-    """The entry of a view.
-
-    Raises:
-        ValueError: it is not a view of one of the tensors.
-    """
+    """The entry of a view. Raises ValueError if it is not a view of one of the tensors."""
     source = catalog.tensors.get(origin.get(view.untyped_storage()._cdata, ""))
     if source is None:
         raise ValueError(f"{examples([name])} is computed from others")

@@ -23,11 +23,7 @@ _LAYER = re.compile(r"(?:sequential\.)?(?P<layer>\d+|tied_modules\.[^.]+)\.(?P<l
 
 
 def read_layer_names(path: str) -> dict[str, str]:
-    """Reads a file of layer names: layer -> beginning of its names.
-
-    Raises:
-        UsageError: the file cannot be understood.
-    """
+    """Reads a file of layer names: layer -> beginning of its names. Raises UsageError if the file cannot be understood."""
     try:
         with open(path, "rb") as file:
             listed = json.load(file)
@@ -61,11 +57,8 @@ def read_layer_names(path: str) -> dict[str, str]:
 
 
 def with_layer_names(catalog: Catalog, prefixes: Mapping[str, str]) -> Catalog:
-    """The catalog with names for its layers, as `read_layer_names` returns them.
-
-    Raises:
-        UsageError: the catalog has none of these layers.
-        InconsistentError: two tensors would have the same name.
+    """The catalog with names for its layers, as `read_layer_names` returns them. Raises UsageError if the catalog has
+    none of these layers, InconsistentError if two tensors would have the same name.
     """
     layers = {match["layer"] for name in (*catalog, *catalog.aliases) if (match := _LAYER.fullmatch(name))}
     if not layers & prefixes.keys():

@@ -32,7 +32,7 @@ _JOINED = (
     ("shared.gate", "shared.up"),
     ("experts.{e}.gate", "experts.{e}.up"),
 )
-"""Parts that servers of models load into one matrix, in its order (vLLM 0.11, models/*.py `packed_modules_mapping`)."""
+"""Parts that servers of models load as one matrix, in its order (vLLM 0.11, models/*.py `packed_modules_mapping`)."""
 _CORRECTION = "blocks.{b}.router.correction"
 
 
@@ -58,7 +58,7 @@ class LinearLayers:
 
 
 def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers | None:
-    """What the tensors of a model are; None for a family that zckpt does not know, or with layers of another class.
+    """The tensors of a model, by kind; None for a family that zckpt does not know, or with layers of another class.
 
     Args:
         names: of all tensors.
@@ -91,7 +91,7 @@ def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers |
 
 
 def _joined_place(rule: NamingRule) -> tuple[int, int] | None:
-    """The number of the group of parts that a tensor is one of, and its place there."""
+    """The number of the joined group that a tensor belongs to, and its place there; None if it is not in one."""
     if rule.parts is None or len(rule.parts) != 1:
         return None
     part = rule.parts[0].removeprefix("blocks.{b}.").removesuffix(".weight")
@@ -103,5 +103,5 @@ def _is_linear(rule: NamingRule) -> bool:
 
 
 def _is_no_layer(rule: NamingRule) -> bool:
-    """Whether it is of embeddings, positions or norms."""
+    """Whether a rule is of embeddings, positions or norms."""
     return all("embedding" in part or "positions" in part or "_norm" in part for part in rule.parts or ())

@@ -48,7 +48,7 @@ _SAME = {
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-"""Argument -> keys of a config that have its value; the first that is there counts."""
+"""Argument -> keys of a config with the same value; the first that exists counts."""
 
 _ALWAYS: dict[str, object] = {
     "tensor_model_parallel_size": 1,
@@ -123,7 +123,7 @@ Source: Megatron-LM (core 0.20), megatron/training/checkpointing.py `load_args_f
 
 
 def check_computed(config: Mapping[str, object] | None, path: str) -> None:
-    """Makes sure that Megatron-Core computes such models, as far as the family's file says that it does not.
+    """Checks that Megatron-Core computes such models, by the family's file.
 
     Args:
         config: transformers' config of the model, if there is one.
@@ -210,7 +210,7 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
 
 
 def megatron_notes(arguments: Mapping[str, object], model_type: object) -> tuple[str, ...]:
-    """Sentences for a person on what a run of Megatron-LM does not do by itself with such arguments."""
+    """Sentences for a person on what a run of Megatron-LM does not set by itself for such arguments."""
     notes: tuple[str, ...] = ()
     family = family_of(model_type)
     beyond, when = ((family and family.megatron) or {}).get("beyond", ("", {}))
@@ -230,7 +230,7 @@ def megatron_notes(arguments: Mapping[str, object], model_type: object) -> tuple
 
 
 def _said_by(value: Any, config: Mapping[str, Any], facts: Facts) -> object:
-    """The value of an argument: as it is, or that of a fact or of a key of the config."""
+    """The value of an argument: a constant, a fact, or a key of the config."""
     if not isinstance(value, list):
         return value
     found, blocks = facts.get(value[1]) if value[0] == "fact" else config.get(value[1]), facts.whole("blocks") or 0
@@ -243,7 +243,9 @@ def _said_by(value: Any, config: Mapping[str, Any], facts: Facts) -> object:
 
 
 def _rope_of(config: Mapping[str, Any], *, near: bool) -> tuple[dict[str, Any], list[str]]:
-    """The rotary positions of a model, and what of them cannot be said. Gemma 3 has two kinds; one is always the same."""
+    """The rotary positions of a model, and what Megatron cannot express of them. Gemma 3 has two kinds; one is always
+    the same.
+    """
     if not near:
         return rotary_of(config), []
     nested = config.get("rope_parameters")
@@ -270,7 +272,7 @@ def _read_arguments(keys: Mapping[str, tuple[str, ...]], config: Mapping[str, ob
 
 
 def _window(kind: str, config: Mapping[str, Any], blocks: int, own: Mapping[str, Any]) -> dict[str, object]:
-    """How far attention looks back, and in which layers it looks back to the beginning.
+    """The window of attention, and the layers with full attention.
 
     Source: transformers 5.23, the classes' `__post_init__`.
     """
@@ -291,7 +293,7 @@ def _window(kind: str, config: Mapping[str, Any], blocks: int, own: Mapping[str,
 
 
 def _windows(own: Mapping[str, Any], config: Mapping[str, Any], blocks: int) -> list[bool]:
-    """Whether each layer of a model has a window, if its config does not list them."""
+    """Whether each layer of a model has a window, if its config does not list the layers."""
     most = config.get(own.get("behind", own.get("even_before", "")))
     most = most if isinstance(most, int) else 0
     if "behind" in own:
@@ -306,7 +308,7 @@ def _windows(own: Mapping[str, Any], config: Mapping[str, Any], blocks: int) -> 
 
 
 def _unsaid_routing(own: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What of the way in which experts are chosen and weighed Megatron-Core's router does not have."""
+    """The settings of expert routing that Megatron-Core's router lacks."""
     chosen, sums = config.get("num_experts_per_tok"), config.get("norm_topk_prob")
     wrong = []
     if "sigmoid" in own and isinstance(chosen, int) and sums is not (chosen > 1):
@@ -324,7 +326,7 @@ def _unsaid_routing(own: Mapping[str, Any], config: Mapping[str, Any]) -> list[s
 
 
 def _has_groups(own: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether the groups of experts have a part in which ones are chosen."""
+    """Whether groups of experts take part in the choice."""
     if "best_of_group" not in own or config.get("topk_method") == "greedy":
         return False
     return config.get("n_group") != config.get("topk_group")
@@ -333,7 +335,7 @@ def _has_groups(own: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 def _experts(
     facts: Facts, parts: Catalog, config: Mapping[str, object], there: set[str], own: Mapping[str, Any]
 ) -> dict[str, object]:
-    """What describes experts and their router."""
+    """The arguments of experts and their router."""
     routed = {
         block
         for name in parts.tensors

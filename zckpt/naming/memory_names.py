@@ -34,7 +34,7 @@ _KINS: tuple[_Rules, ...] = (
     ),
     (("visual.", "model.visual."), ("model.", "model.language_model.")),
 )  # fmt: skip
-"""How names begin on the hub, and in memory: of LLaVA and its kin, of Qwen2-VL and its kin."""
+"""The beginnings of names on the hub and in memory: for LLaVA and similar models, and for Qwen2-VL and similar ones."""
 
 _INNER = ("", ""), ("_tower.vision_model.", "_tower."), ("_tower.", "_tower.vision_model.")
 """Since version 5 the towers of CLIP and SigLIP have one level less."""
@@ -82,7 +82,7 @@ def _find_names(base: Iterable[str], sought: Set[str]) -> Mapping[str, str]:
 
 
 def _rename(name: str, rules: _Rules) -> str:
-    """The name with another beginning, which ends with a part of the name; that which has such a beginning already keeps it."""
+    """The name with its beginning replaced; a name that already has the new beginning stays."""
     if rules and rules[-1][0] == "model." and name.startswith(tuple(new for _, new in rules)):
         return name
     for old, new in rules:

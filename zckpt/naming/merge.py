@@ -184,7 +184,7 @@ def _merge_products(model: ModelTensors, adapters: Sequence[AdapterWeights], upd
 def _recipe(
     model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, parts: Mapping[str, TensorEntry]
 ) -> Recipe:
-    """How a weight with a LoHa, LoKr, VeRA, OFT or BOFT is computed."""
+    """The recipe of a weight with a LoHa, LoKr, VeRA, OFT or BOFT."""
     kind = adapter.config.get("peft_type")
     odd = next(iter(parts.values()))
     if kind in SUMS:
@@ -225,7 +225,9 @@ def _recipe_of_vera(
 
 
 def _scale(model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, factors: TensorEntry) -> None:
-    """Multiplies a weight by an IA3's numbers, (1 x in) of a feed-forward layer or (out x 1), and in the latter case its bias."""
+    """Multiplies a weight by an IA3's numbers, (1 x in) for a feed-forward layer or (out x 1), and in the latter case
+    its bias.
+    """
     is_input = len(factors.shape) == 2 and factors.shape[0] == 1 and factors.shape[1] != 1
     rows, columns = base.shape[0], math.prod(base.shape[1:])
     is_square = rows == columns
@@ -243,10 +245,8 @@ def _scale(model: ModelTensors, adapter: AdapterWeights, name: str, base: Tensor
 
 
 def _put_trained(model: ModelTensors, name: str, entry: TensorEntry, file: str) -> None:
-    """Puts in a tensor that was trained beside the adapters; the base model may lack it.
-
-    Raises:
-        InconsistentError: the base model has the tensor under another name, so there would be two of it.
+    """Puts in a tensor that was trained beside the adapters; the base model may lack it. Raises InconsistentError if
+    the base model has the tensor under another name, so there would be two of it.
     """
     if name in model.tensors or name in model.aliases:
         model.put(name, entry, tied=name in model.tensors)  # a tie is one parameter, and that was trained
@@ -309,10 +309,8 @@ def _no_class(adapter: AdapterWeights, entry: TensorEntry) -> IncompleteError:
 
 
 def _rows_of_tokens(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> int | None:
-    """The number of tokens, where an adapter has another one than the base.
-
-    Raises:
-        InconsistentError: head and embedding have different ones: the run changed one that the adapter does not hold.
+    """The number of tokens, if an adapter has another number than the base. Raises InconsistentError if head and
+    embedding have different ones: the run changed one that the adapter does not hold.
     """
     found = next(((one, name) for name in model.resized for one in adapters if name in one.whole), None)
     if found is None:
@@ -331,7 +329,7 @@ def _loras(adapter: AdapterWeights) -> dict[str, Factors]:
 
 
 def _ties(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> dict[str, str]:
-    """As `_trained_together`, for all adapters: without those that one of them changes apart."""
+    """As `_trained_together`, for all adapters, without tensors that one of them changes apart."""
     each = [({*adapter.whole, *_loras(adapter)}, _trained_together(model, adapter)) for adapter in adapters]
     found = {name: kept for _, own in each for name, kept in own.items()}
     apart = {found[name] for changed, own in each for name in changed & found.keys() if name not in own}
@@ -339,7 +337,8 @@ def _ties(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> dict[str, 
 
 
 def _copies(adapter: AdapterWeights, ties: Mapping[str, str]) -> Iterator[tuple[TensorEntry, TensorEntry]]:
-    """The tensors of an adapter that are not used, since they are others once more; and these, turned to their shapes.
+    """The tensors of an adapter that are not used because they are copies, each with the tensor that it copies, in its
+    shape.
 
     PEFT's LoRA of a tied head is the embedding's, turned round. Source: PEFT 0.21.2, tuners/lora/model.py `tied_adapter`.
     """
@@ -366,7 +365,7 @@ def _transpose(entry: TensorEntry) -> TensorEntry:
 
 
 def _trained_together(model: ModelTensors, adapter: AdapterWeights) -> dict[str, str]:
-    """Name -> the name under which it is stored, for tensors that are tied in the base model and in the adapter."""
+    """Name -> stored name, for tensors that are tied in both the base model and the adapter."""
     same: dict[object, list[str]] = {}
     for name, entry in adapter.whole.items():
         same.setdefault(entry.fragments, []).append(name)
@@ -387,7 +386,7 @@ def _trained_together(model: ModelTensors, adapter: AdapterWeights) -> dict[str,
 def _replace_tokens(
     model: ModelTensors, adapters: Sequence[AdapterWeights], updates: Mapping[str, object]
 ) -> Iterator[tuple[TensorEntry, TensorEntry]]:
-    """Puts in the rows of tokens that were trained alone. Gives those of a tied layer that are another one's, with these.
+    """Puts in the rows of tokens that were trained alone. Yields those of a tied layer, with the rows that they copy.
 
     In PEFT a tied layer takes the tokens too, unless it has tokens of its own.
     Source: PEFT 0.21.2, utils/other.py `set_additional_trainable_modules`.

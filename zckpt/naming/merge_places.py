@@ -33,7 +33,7 @@ OTHER_BASE = "Pass with --base the model that the adapter was trained on."
 
 
 class ModelTensors:
-    """The model in the making."""
+    """The tensors of the model while adapters are merged."""
 
     def __init__(self, base: Catalog, config: Mapping[str, object] | None) -> None:
         self.tensors = dict(base.tensors)
@@ -49,24 +49,22 @@ class ModelTensors:
         )  # files of weights have tied ones once; a run's save names them all
 
     def find(self, name: str) -> TensorEntry | None:
-        """A tensor of the base model, also one that is stored under another name."""
+        """A tensor of the base model, also if it is stored under another name."""
         if name in self.tensors or name in self.aliases:
             return self.tensors[self.aliases.get(name, name)]
         kept = self.stored(name)
         return replace_name(self.tensors[kept], name) if kept in self.tensors else None
 
     def stored(self, name: str) -> str:
-        """The name under which a tensor is stored: its own, or that of the one that it is."""
+        """The name under which a tensor is stored: its own, or that of the tensor it is tied to."""
         if name in self.tensors or name in self.aliases:
             return self.aliases.get(name, name)
         kept = embedding_of(self.config, name, self.tensors)
         return kept if kept is not None and is_tied(self.config) else name
 
     def put(self, name: str, entry: TensorEntry, *, tied: bool = False) -> None:
-        """Another tensor of this name; what was tied to it keeps what it was, unless `tied` says that it is to follow.
-
-        Raises:
-            UnsupportedError: it is not known whether another tensor is tied to it, or many are.
+        """Replaces a tensor; tensors tied to it keep their old values, unless `tied` says that they follow. Raises
+        UnsupportedError if it is not known whether another tensor is tied to it, or many are.
         """
         self.changed[name] = None
         if tied:
@@ -88,7 +86,7 @@ class ModelTensors:
         self.tensors[name] = replace_name(entry, name)
 
     def _heads_of(self, name: str) -> list[str]:
-        """The heads' names, where they are stored only as this embedding."""
+        """The names of heads that are stored only as this embedding."""
         heads = heads_of(self.config, name)
         if not heads or any(own in heads or own.endswith(HEADS) for own in (*self.tensors, *self.aliases)):
             return []
@@ -200,7 +198,9 @@ def _is_for_first(config: Mapping[str, object], adapter: AdapterWeights) -> bool
 
 
 def _fits(entry: TensorEntry, factors: Factors) -> tuple[int, tuple[bool, ...]]:
-    """Experts of a parameter, and whether it may have a row for each input: which of no and yes the factors' shapes allow."""
+    """The number of experts in a parameter, and whether it may have a row for each input: the answers that the factors'
+    shapes allow.
+    """
     a, b = factors.a.shape, factors.b.shape
     if len(entry.shape) not in (2, 3) or len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return 1, ()
@@ -219,7 +219,9 @@ def _sides(factors: Factors) -> tuple[int, int]:
 
 
 def _transposed_blocks(model: ModelTensors, adapter: AdapterWeights) -> bool | None:
-    """Whether weights of the model's blocks are Conv1D's (in x out), by those that are not square; None if all are."""
+    """Whether weights of the model's blocks are Conv1D's (in x out), by those that are not square; None if all are
+    square.
+    """
     for module, factors in adapter.factors.items():
         entry = model.find(f"{bare(module)}.weight")
         if entry is None or factors.embedding or len(entry.shape) != 2 or entry.shape[0] == entry.shape[1]:
@@ -309,7 +311,7 @@ def not_in_base(model: ModelTensors, adapter: AdapterWeights, name: str, of: str
 
 
 _SAME_END = 4
-"""Parts at the end of two names that make them one weight under two names: `0.self_attn.q_proj.weight`."""
+"""The number of equal parts at the end of two names that makes them one weight: `0.self_attn.q_proj.weight`."""
 
 
 def other_shape(

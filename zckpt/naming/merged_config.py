@@ -19,7 +19,7 @@ _CLASSES = {
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
 }
-"""PEFT's `task_type` -> how the name of the class ends."""
+"""PEFT's `task_type` -> the end of the class's name."""
 
 _LABELS = compile_late(r"(?:score|classifier|classifier\.out_proj)\.weight")
 _OTHER_HEAD = compile_late(
@@ -30,7 +30,7 @@ _KIND = compile_late(r"(?:For\w+|LMHeadModel|Model)$")
 
 
 def is_other_head(name: str) -> bool:
-    """Whether a tensor is of a head that a language model does not have: a classifier's, or a value head's."""
+    """Whether a tensor belongs to a head that a language model lacks: a classifier's, or a value head's."""
     return bool(_OTHER_HEAD.fullmatch(name))
 
 
@@ -40,7 +40,7 @@ def is_of_tokens(name: str) -> bool:
 
 
 def find_class(adapters: Sequence[AdapterWeights], config: Mapping[str, object] | None) -> str:
-    """The class that an adapter was trained in, where that is not a language model; empty if it is, or nothing says it."""
+    """The class that an adapter was trained in, if that is not a language model; empty otherwise."""
     for adapter in adapters:
         mapping = adapter.config.get("auto_mapping")
         named = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None

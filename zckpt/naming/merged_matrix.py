@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _KEPT_BYTES = 128 << 20
 _ROWS_AT_ONCE = 1 << 20
-"""Elements of a matrix that are looked at together where the lengths of its columns are measured."""
+"""The most elements of a matrix that are read together to measure its columns' lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,6 @@ class Update:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What the result depends on beside the tensors."""
         return self.rank, self.scaling, self.transposed
 
 
@@ -75,22 +74,18 @@ class MergedMatrix:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The weight and all factors."""
         factors = ((update.a, update.b, update.magnitude) for update in self.updates)
         return self.base, *(entry for three in factors for entry in three if entry is not None)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else the result depends on."""
         return ("merged", self.columns, self.experts, *(update.facts for update in self.updates))
 
     @property
     def unit(self) -> int:
-        """A row."""
         return self.columns
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         each = self.base.numel // self.columns // self.experts
         first, last = start // self.columns, stop // self.columns
         matrix: Floats = tools.read_floats(self.base, start, stop)
@@ -117,7 +112,9 @@ class MergedMatrix:
     def _add_dora(
         self, matrix: Floats, before: Floats | None, update: Update, first: int, rows: int, tools: Tools
     ) -> None:
-        """Merges a DoRA; lengths are those of the weight with this update alone: `before` is the weight, if others were added."""
+        """Merges a DoRA; lengths are those of the weight with this update alone: `before` is the weight, if others were
+        added.
+        """
         import numpy as np
 
         if update.transposed:
@@ -201,21 +198,17 @@ class ReplacedRows:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """All matrices."""
         return self.base, *(entry for entry, _ in self.others)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The rows."""
         return ("rows", self.columns, *(rows for _, rows in self.others))
 
     @property
     def unit(self) -> int:
-        """A row."""
         return self.columns
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         matrix, width = tools.read_floats(self.base, start, stop), self.columns
         first, last = start // width, stop // width
         for entry, rows in self.others:
@@ -227,7 +220,7 @@ class ReplacedRows:
 
 
 class _Kept:
-    """Arrays that the next parts of the same matrix need too: those used last, of a bounded size together."""
+    """A cache of arrays that the next parts of the same matrix need too: the last used ones, up to a total size."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -235,7 +228,7 @@ class _Kept:
         self._found: OrderedDict[tuple[int, ...], _Held] = OrderedDict()
 
     def get(self, owners: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        """The array of these owners; where it is not kept, the first thread makes it, and others wait for it."""
+        """The array of these owners; if it is not cached, the first thread makes it, and others wait for it."""
         key = tuple(map(id, owners))
         with self._lock:
             held = self._found.get(key) or _Held(owners)
@@ -257,7 +250,7 @@ class _Kept:
 
 
 class _Held:
-    """An array that is kept, and its owner: an object's id is its own while it is here."""
+    """A cached array, with its owner: an object's id stays its own while the object exists."""
 
     __slots__ = ("array", "lock", "owners")
 
@@ -268,4 +261,4 @@ class _Held:
 
 
 KEPT = _Kept(_KEPT_BYTES)
-"""Factors that rows of one matrix share."""
+"""The cache of factors that rows of one matrix share."""

@@ -33,13 +33,15 @@ _PARTS = {
     "OFT": r"oft_(?:embedding_)?R\.weight",
     "BOFT": r"boft_[Rs]",
 }
-"""PEFT's `peft_type` -> what its tensors of one module are called; convolutions that are cut further have others."""
+"""PEFT's `peft_type` -> the pattern of its tensors' names in one module; convolutions that are factored further have
+others.
+"""
 
 SHARED = "base_model"
 """The module of the matrices that all modules of a VeRA share."""
 
 SUMS = ("LOHA", "LOKR")
-"""Those that PEFT multiplies by a weight."""
+"""The methods that PEFT multiplies by a weight."""
 
 CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Model types that have layers with a row of weights for each input. Source: transformers 5.23, pytorch_utils.py `Conv1D`."""
@@ -78,21 +80,18 @@ class MergedProduct:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The weight and all matrices."""
         return self.base, *(entry for _, entry in self.parts)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else the result depends on."""
         return ("product", self.scaling, *(name for name, _ in self.parts))
 
     @property
     def unit(self) -> int:
-        """A row."""
         return math.prod(self.base.shape[1:])
 
     def misfit(self) -> TensorEntry | None:
-        """A matrix that fits neither the others nor the weight by its shape; None where all fit."""
+        """A matrix with a shape that does not fit the others or the weight; None if all fit."""
         parts = dict(self.parts)
         sides = (
             self._side(parts, name)
@@ -112,7 +111,7 @@ class MergedProduct:
 
     @staticmethod
     def _side(parts: Parts, name: str) -> tuple[int, int] | None:
-        """Rows and columns of a matrix, or of the product of its factors; None where they do not fit each other."""
+        """The rows and columns of a matrix, or of the product of its factors; None if these do not fit each other."""
         if name in parts:
             shape = parts[name].shape
             return (shape[0], shape[1]) if len(shape) == 2 else None
@@ -120,7 +119,6 @@ class MergedProduct:
         return (a[0], b[1]) if len(a) == len(b) == 2 and a[1] == b[0] else None
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         import numpy as np
 
         first, last = start // self.unit, stop // self.unit
@@ -178,17 +176,14 @@ class MergedVera:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The weight and all that the method adds."""
         return self.base, self.a, self.b, self.of_ranks, self.of_outputs
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else the result depends on."""
         return ("vera", self.turned)
 
     @property
     def unit(self) -> int:
-        """A row."""
         return self.base.shape[1]
 
     def fits(self) -> bool:
@@ -199,7 +194,6 @@ class MergedVera:
         return fits and self.b.shape[0] >= outputs and self.a.shape[1] >= inputs
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         import numpy as np
 
         rank, width = self.a.shape
@@ -241,21 +235,17 @@ class ScaledLines:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The weight and its factors."""
         return self.base, self.factors
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else the result depends on."""
         return ("scaled", self.by_row)
 
     @property
     def unit(self) -> int:
-        """A row."""
         return max(1, math.prod(self.base.shape[1:]))
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         first, last = start // self.unit, stop // self.unit
         matrix: Floats = tools.read_floats(self.base, start, stop)
         low, high = (first, last) if self.by_row else (0, self.factors.numel)

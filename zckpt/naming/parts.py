@@ -65,12 +65,12 @@ BARE = {
     "blocks.{b}.linear.step_bias": "what is added to `decay` before it is used",
     "blocks.{b}.router.correction": "what is added to the router's scores to choose experts, and not to weigh them",
 }
-"""Parts without a suffix."""
+"""Parts without a suffix: name -> what it is."""
 
 KINDS = ("weight", "bias")
 
 _OWN = ("own.", "blocks.{b}.own.", "blocks.{b}.experts.{e}.own.")
-"""Beginnings of parts that one family alone has, with its own names behind them."""
+"""Beginnings of parts that only one family has, followed by its own names."""
 
 ALL = frozenset((*(f"{name}.{kind}" for name in PARTS for kind in KINDS), *BARE))
 """Every part's name, with `{b}` and `{e}` for numbers."""
@@ -84,7 +84,7 @@ def is_part(template: str) -> bool:
 
 
 def own_part(name: str) -> str:
-    """The part that one family alone has in a tensor of this name, which has `{b}` and `{e}` for numbers."""
+    """The part of one family for a tensor of this name, which has `{b}` and `{e}` for numbers."""
     home = _OWN[("{b}" in name) + ("{e}" in name)]
     return home + name.replace("{b}.", "").replace("{e}.", "")
 

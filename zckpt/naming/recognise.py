@@ -18,7 +18,7 @@ from zckpt.naming.schemes import Scheme, families, family_of, scheme
 
 
 def by_config(config: Mapping[str, object], where: str) -> tuple[str, tuple[str, ...]]:
-    """The family that a config's `model_type` says, and a note with the evidence; ("", ()) if it is none of those known.
+    """The family of a config's `model_type`, and a note with the evidence; ("", ()) for an unknown one.
 
     Args:
         config: transformers' config of the model.
@@ -70,7 +70,7 @@ def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = N
 def _nearest(
     alike: Sequence[Scheme], every: Sequence[Scheme], there: Mapping[str, str], facts: Facts, origins: Mapping[str, str]
 ) -> str:
-    """What keeps a model from being of the families that come near."""
+    """The reasons why a model is not of the families that come near, in words."""
     if alike:
         reasons = {each.name: ", ".join(refusals(each, facts)) for each in alike}
         return "; ".join(
@@ -93,7 +93,7 @@ def _names_of(family: Scheme, parts: Sequence[str]) -> list[str]:
 
 
 def _unlike(family: Scheme, there: Mapping[str, str], facts: Facts) -> tuple[set[str], set[str]]:
-    """Parts that are there and that a family has no place for, and parts that it needs and that are not there."""
+    """The parts that a family has no place for, and the parts that it needs and that are missing."""
     rules = [rule for rule in family.rules if rule.parts is not None and facts.meet(rule.when)]
     taken = {part for rule in rules for part in rule.parts or ()}
     routed, dense = "blocks.{b}.router.weight" in there, "blocks.{b}.mlp.up.weight" in there
@@ -112,7 +112,7 @@ def _unlike(family: Scheme, there: Mapping[str, str], facts: Facts) -> tuple[set
 
 
 def _is_meant(family: Scheme, facts: Facts) -> bool:
-    """Whether facts and arguments have the values that the family wants."""
+    """Whether facts and arguments have the values that the family requires."""
     return all(
         (facts.get(name) if facts.get(name) is not None else facts.arguments.get(name)) in values
         for name, values in family.recognised.get("when", {}).items()

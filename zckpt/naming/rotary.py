@@ -33,12 +33,12 @@ _KNOWN = {
     ),
 }
 _FROM_YARN = {"rotary_scaling_factor": "factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
-"""Arguments of one name for both kinds of attention; the others begin with `yarn_` where attention has no low ranks."""
+"""Arguments with one name for both kinds of attention; without low ranks, the other arguments begin with `yarn_`."""
 _OWN_OF_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
 
 
 def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a config says of rotary positions, its class's defaults included, under the names of transformers 5."""
+    """The settings of rotary positions in a config, with its class's defaults, under the names of transformers 5."""
     family = family_of(config.get("model_type"))
     usual: Mapping[str, Any] = {} if family is None else family.rotary
     base, part = usual.get("keys", ("rope_theta", "partial_rotary_factor"))
@@ -60,7 +60,7 @@ def _first(value: object, otherwise: object) -> object:
 
 
 def unsaid_rotary(rope: Mapping[str, Any], *, latent: bool, partial: bool, free: Sequence[str] = ()) -> list[str]:
-    """What Megatron-Core's arguments cannot say of rotary positions, as `key value (why)`.
+    """The settings of rotary positions that Megatron-Core's arguments cannot express, as `key value (why)`.
 
     Args:
         rope: as `rotary_of` makes it.
@@ -116,7 +116,7 @@ def _is_number(value: object) -> bool:
 
 
 def rotary_arguments(rope: Mapping[str, Any], *, latent: bool) -> dict[str, object]:
-    """The arguments of a Megatron run with such rotary positions, when `unsaid_rotary` says nothing of them."""
+    """The arguments of a Megatron run with these rotary positions, if `unsaid_rotary` finds nothing."""
     kind, base = rope["rope_type"], rope["rope_theta"]
     found: dict[str, object] = {
         "rotary_base": int(base) if isinstance(base, float) and base.is_integer() else base,
@@ -149,7 +149,9 @@ def rotary_arguments(rope: Mapping[str, Any], *, latent: bool) -> dict[str, obje
 
 
 def rope_scaling_of(arguments: Mapping[str, object], latent: bool) -> dict[str, object] | None:
-    """The `rope_scaling` of a config for the arguments of a run; None for none, or where `rope_conflicts` says why not."""
+    """The `rope_scaling` of a config for the arguments of a run; None if there is none, or `rope_conflicts` says why
+    not.
+    """
     kinds = _kinds(arguments, latent)
     if len(kinds) != 1:
         return None
@@ -177,7 +179,7 @@ def rope_scaling_of(arguments: Mapping[str, object], latent: bool) -> dict[str, 
 
 
 def rope_conflicts(arguments: Mapping[str, object], latent: bool, allowed: Sequence[str]) -> list[str]:
-    """What a run scales its rotary positions by that a Hugging Face family does not have, as `kind (why)`."""
+    """The scalings of a run's rotary positions that a Hugging Face family lacks, as `kind (why)`."""
     kinds = _kinds(arguments, latent)
     if len(kinds) > 1:
         return [f"{' and '.join(kinds)} (rotary positions that are scaled in two ways)"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
 
 _EXACT = 0
-"""Terms of the series that mean Cayley's formula itself."""
+"""The value of `terms` for Cayley's formula itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,19 @@ class RotatedRows:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The matrix and what the method adds."""
         return (self.base, self.skew) if self.factors is None else (self.base, self.skew, self.factors)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What else the result depends on."""
         return ("rotated", self.terms, self.bound, self.turned)
 
     @property
     def unit(self) -> int:
-        """A row."""
         return math.prod(self.base.shape[1:])
 
     @property
     def size(self) -> int:
-        """Rows of a block; 0 where the shape is none that such an adapter has."""
+        """The rows of a block; 0 for a shape that no such adapter has."""
         shape = self.skew.shape
         if len(shape) == 4:
             return shape[2] if shape[0] == 1 and shape[2] == shape[3] else 0
@@ -76,7 +73,6 @@ class RotatedRows:
         return bool(self.size) and covers and (self.factors is None or self.factors.numel == self.base.shape[0])
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         import numpy as np
 
         rows, size = (stop - start) // self.unit, self.size
@@ -141,7 +137,7 @@ def _add_terms(skew: Floats, terms: int, tools: Tools) -> Floats:
 
 
 def _solve(skew: Floats) -> Floats:
-    """(unit matrix - S) times the inverse of (unit matrix + S), by elimination: no pivot of that can be zero."""
+    """(unit matrix - S) times the inverse of (unit matrix + S), by elimination, in which no pivot can be zero."""
     import numpy as np
 
     whole = skew.astype(np.float64)

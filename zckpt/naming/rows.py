@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Fragments = tuple[Fragment, ...]
 Renumber = Callable[[Fragments, int], Fragments]
-"""(fragments, bytes of an element) -> fragments elsewhere."""
+"""A function from (fragments, bytes of an element) to renumbered fragments."""
 
 
 def move_rows(entry: TensorEntry, name: str, shape: Shape, move: Renumber) -> TensorEntry:
-    """A tensor of another one's elements, with its replicas."""
+    """A tensor of another tensor's elements, with its replicas."""
     replicas = tuple(replace(r, fragments=move(r.fragments, r.dtype.itemsize)) for r in entry.replicas)
     return TensorEntry(name, shape, entry.dtype, entry.role, move(entry.fragments, entry.dtype.itemsize), replicas)
 
@@ -58,7 +58,7 @@ def split_rows(entry: TensorEntry, pieces: Sequence[tuple[str, Shape]]) -> list[
 
 
 def rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], number: int) -> TensorEntry:
-    """One of several parts; see [Note: groups of rows].
+    """One part of a tensor that holds several; see [Note: groups of rows].
 
     Args:
         entry: the tensor that holds them all.
@@ -77,10 +77,8 @@ def rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], n
 
 
 def group_rows(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEntry:
-    """Several parts in one tensor; see [Note: groups of rows].
-
-    Raises:
-        InconsistentError: they have not all one dtype, one row's shape, and rows for that many groups.
+    """Several parts as one tensor; see [Note: groups of rows]. Raises InconsistentError if they have not all one dtype,
+    one row's shape, and rows for that many groups.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -113,10 +111,8 @@ def group_rows(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEn
 
 
 def stack_rows(name: str, items: Sequence[TensorEntry], lead: Shape) -> TensorEntry:
-    """Equal tensors in one, with leading axes.
-
-    Raises:
-        InconsistentError: they have not all one dtype and shape.
+    """Equal tensors stacked into one, with leading axes. Raises InconsistentError if they have not all one dtype and
+    shape.
     """
     first = items[0]
     numel = first.numel
@@ -136,7 +132,7 @@ def stack_rows(name: str, items: Sequence[TensorEntry], lead: Shape) -> TensorEn
 def _combine(
     name: str, shape: Shape, parts: Sequence[TensorEntry], together: Callable[[Sequence[Fragments], int], Fragments]
 ) -> TensorEntry:
-    """A tensor of several, with the replicas that all of them have."""
+    """A tensor of several parts, with the replicas that all of them have."""
     first = parts[0]
     role = first.role if all(part.role == first.role for part in parts) else "parameter"
     replicas: list[Replica] = []
@@ -151,7 +147,7 @@ def _combine(
 
 
 def transpose(entry: TensorEntry) -> TensorEntry:
-    """The transposed matrix; of any other tensor, itself."""
+    """The transposed matrix; any other tensor as it is."""
     if len(entry.shape) != 2:
         return entry
     rows, columns = entry.shape
@@ -189,7 +185,7 @@ def swap_head_halves(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEn
 
 
 def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
-    """The tensor with so many rows: the first of them, or with rows of zeros behind them."""
+    """The tensor with this number of rows: its first rows, or all of them and zeros."""
     if rows == entry.shape[0]:
         return entry
     rest = entry.shape[1:]
@@ -209,12 +205,7 @@ def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShiftedElements:
-    """A recipe (`core.recipes`): the elements of a tensor as fp32, with a number added to each.
-
-    Attributes:
-        inputs: the tensor.
-        amount: what is added.
-    """
+    """A recipe (`core.recipes`): the elements of a tensor as fp32, with a number added to each."""
 
     inputs: tuple[TensorEntry]
     amount: float
@@ -222,15 +213,12 @@ class ShiftedElements:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What is added."""
         return ("shifted", self.amount)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """What `compute` reads: `core.recipes.Recipe`."""
         return [(self.inputs[0], start, stop)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32, rounded once."""
         import numpy as np
 
         return tools.read_floats(self.inputs[0], start, stop) + np.float32(self.amount)

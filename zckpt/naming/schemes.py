@@ -66,7 +66,7 @@ from zckpt.naming.parts import KINDS, is_part, own_part
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
 FAMILIES = os.path.join(os.path.dirname(__file__), "family_files")
 _MOST_BYTES = 1 << 20
-"""Of a user's file of a family; ours have some thousand."""
+"""The most bytes of a user's file of a family; zckpt's own have some thousand."""
 
 _PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "*": ".*"}
 _PLACE = re.compile(f"({'|'.join(map(re.escape, _PLACES))})")
@@ -188,13 +188,15 @@ class Scheme:
         return bool(self.config)
 
     def fits(self, names: Iterable[str]) -> dict[str, Fit | None]:
-        """All tensors' names with the rules that take them; None where none does."""
+        """Every tensor's name with the rules that take it; None if no rule does."""
         plain = list(names)
         fit = self.fitter(plain)
         return {name: fit(name) for name in plain}
 
     def fitter(self, names: list[str]) -> Callable[[str], Fit | None]:
-        """What looks up one of the names, which are those of all tensors: the rules that take it; None where none does."""
+        """A function that returns the rules for one of the names, which are those of all tensors; None if no rule takes
+        it.
+        """
         prefix = next((p for p in self.prefixes if names and all(name.startswith(p) for name in names)), "")
         local = local_names(names) if self.has_local_names else {name: name[len(prefix) :] for name in names}
         fit = _fitter(self, frozenset(local.values()))
@@ -241,7 +243,7 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Callable[[str], Fit | None
 
 
 def _skeleton(name: str) -> str:
-    """A name with 0 for every number."""
+    """A name with every number replaced by 0."""
     return ".".join(["0" if word.isdecimal() else word for word in name.split(".")])
 
 
@@ -254,7 +256,7 @@ def _with_numbers(template: str, match: re.Match[str]) -> str:
 
 @functools.cache
 def _ends(template: str) -> tuple[str, str]:
-    """What a template begins and ends with, outside its places."""
+    """The beginning and the end of a template, outside its places."""
     pieces = _PLACE.split(template)
     return pieces[0], pieces[-1]
 
@@ -358,14 +360,14 @@ def add_family(said: str | os.PathLike[str] | Mapping[str, Any]) -> str:
 
 
 def recorded_family(name: str = "", *, model_type: object = None) -> dict[str, object]:
-    """What the manifest says of a user's family, so that `verify` knows it too; empty for those of zckpt."""
+    """The manifest's record of a user's family, so that `verify` knows it too; empty for zckpt's families."""
     own = family_of(model_type)
     name = name or (own.name if own is not None else "")
     return {"family": dict(_added[name])} if name in _added else {}
 
 
 def _check_family(own: Scheme) -> None:
-    """Raises ValueError for a family with a table that does not hold together."""
+    """Raises ValueError for a family's table that contradicts itself."""
     fixed = own.config["fixed"]
     if not isinstance(fixed["model_type"], str) or not isinstance(fixed["architectures"][0], str):
         raise ValueError("config, fixed: model_type and architectures are not text")
@@ -389,10 +391,8 @@ def _unusable(path: str, found: str) -> UsageError:
 
 @functools.cache
 def scheme(name: str) -> Scheme:
-    """Reads a scheme, one of `schemes`.
-
-    Raises:
-        UnsupportedError: it is another package's, and cannot be read, or its name is taken.
+    """Reads a scheme, one of `schemes`. Raises UnsupportedError if it is another package's, and cannot be read, or its
+    name is taken.
     """
     if name in _added:
         return parse_scheme(_whole_data(_added[name]))
@@ -419,7 +419,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _whole_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a file says, with what the family says that it is like."""
+    """The contents of a file, with those of the family that it is like."""
     if "like" not in data:
         return data
     if data["like"] not in _own_families():
@@ -438,7 +438,7 @@ def _whole_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _merge_objects(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects key by key; null takes a key away, but in "fixed" it is the config's value."""
+    """The objects merged key by key; null removes a key, but in "fixed" it is the config's value."""
     found = dict(base)
     for key, value in more.items():
         if key == "fixed":
@@ -459,13 +459,13 @@ def _parts(line: Any) -> list[str]:
 
 
 def _key(line: Any) -> str:
-    """What tells the lines of a table apart: the first part, or the name of what has none."""
+    """The key of a line of a table: the first part, or the name if it has no part."""
     first = next(iter(_parts(line)), "=")
     return str(line[0]) if first == "=" else first
 
 
 def parse_scheme(data: Mapping[str, Any]) -> Scheme:
-    """The scheme that a file's JSON says."""
+    """The scheme in a file's JSON."""
     rules: list[NamingRule] = []
     for line in data["tensors"]:
         written = line if isinstance(line, dict) else dict(zip(("name", "parts"), line), **(line[2:] or [{}])[0])
@@ -568,6 +568,6 @@ def _all_taken(fit: Callable[[str], Fit | None], names: Iterable[str]) -> set[in
 
 
 def _lacking(own: Scheme, used: set[int]) -> int:
-    """How many rules took no tensor though every model of a scheme has it, whatever its facts."""
+    """The number of rules that took no tensor, though every model of the scheme has it, whatever its facts."""
     needed = {rule.number for rule in own.rules if rule.parts and not (rule.optional or rule.when or rule.beside)}
     return len(needed - used)

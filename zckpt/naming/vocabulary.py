@@ -24,7 +24,7 @@ from zckpt.storage.location import Location, locate
 OPTION = "--vocab-size"
 
 _MOST_BYTES = 64 << 20
-"""Of a tokenizer.json; those of 250,000 words have some twenty million."""
+"""The most bytes of a tokenizer.json; one of 250,000 words has some twenty million."""
 
 _PLACES = ("tokenizer.json", "tokenizer/tokenizer.json", "huggingface/tokenizer.json")
 
@@ -74,13 +74,13 @@ def check_vocabulary(words: int | None) -> None:
 
 
 def recorded_vocabulary(facts: Facts) -> dict[str, object]:
-    """What the manifest says of it, so that the same is found where a tokenizer or an option is not at hand any more."""
+    """The manifest's record of the vocabulary, with which it is found again without the tokenizer or the option."""
     words, said = facts.whole("vocabulary"), facts.get("vocabulary_from")
     return {} if words is None or said in (None, "the config") else {"vocab_size": words}
 
 
 def _multiple(arguments: Mapping[str, object]) -> int | None:
-    """The padded vocabulary is a multiple of this; None where the run does not say it."""
+    """The number that the padded vocabulary is a multiple of; None if the run does not record it."""
     each = arguments.get("make_vocab_size_divisible_by")
     ranks = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size"))
     if type(each) is not int or each < 1:
@@ -89,19 +89,19 @@ def _multiple(arguments: Mapping[str, object]) -> int | None:
 
 
 def _is_unpadded(arguments: Mapping[str, object], rows: int) -> bool:
-    """Whether a run of Megatron Bridge says that it does not pad, and its vocabulary has as many rows as there are."""
+    """Whether a run of Megatron Bridge records that it does not pad, and its vocabulary has as many rows as there are."""
     return arguments.get("should_pad_vocab") is False and arguments.get("vocab_size") == rows
 
 
 def _explains(words: int, rows: int, multiple: int | None, arguments: Mapping[str, object]) -> bool:
-    """Whether so many words were padded to the rows that are there."""
+    """Whether padding this number of words gives the rows that there are."""
     if multiple is not None:
         return math.ceil(words / multiple) * multiple == rows
     return arguments.get("padded_vocab_size") == rows
 
 
 def _vocabulary_sources(facts: Facts) -> Iterator[tuple[int, str]]:
-    """(words, what says so) of the run and of tokenizers, which are read when they are asked."""
+    """(words, source) by the run and by tokenizers; a tokenizer is read when its turn comes."""
     said = facts.arguments.get("vocab_size")
     if type(said) is int:
         of_null = facts.arguments.get("tokenizer_type") == "NullTokenizer"
@@ -115,7 +115,7 @@ def _vocabulary_sources(facts: Facts) -> Iterator[tuple[int, str]]:
 
 
 def words_of(path: Location) -> int:
-    """How many numbers of words a `tokenizer.json` has: the largest, and one more.
+    """The size of a `tokenizer.json`: its largest number plus one.
 
     Raises:
         CorruptError: it is not a tokenizer. UnsupportedError: it is too large.

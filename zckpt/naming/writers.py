@@ -32,13 +32,13 @@ from zckpt.naming.schemes import Scheme, add_family, recorded_family, scheme, sc
 from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
 
 _BUFFERS = ("blocks.{b}.router.correction",)
-"""Parts that programs have as buffers, which keep their dtype."""
+"""Parts that programs treat as buffers, which keep their dtype."""
 
 GGUF = "gguf"
 """The scheme of `to_gguf`."""
 
 STACKED, NUMBERED = "stacked", "numbered"
-"""How Megatron-Core has layers in names: all in one tensor, or each with its number."""
+"""The forms in which Megatron-Core names layers: all in one tensor, or each with its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _are_alike(parts: Catalog) -> bool:
 
 
 def _add_missing(composed: Catalog, writer: Scheme, parts: Catalog, facts: Facts) -> Catalog:
-    """The tensors, with those that the writer has beside the model's parts: zeros, as they are before training."""
+    """The tensors, with those that the writer has beside the model's parts: zeros, as before training."""
     tensors = dict(composed.tensors)
     routed = [at.block for name in parts.tensors if (at := parse_part_name(name)).part == "blocks.{b}.router.weight"]
     for rule in writer.rules:
@@ -212,7 +212,7 @@ def _add_missing(composed: Catalog, writer: Scheme, parts: Catalog, facts: Facts
 
 
 def _tied_names(composed: Catalog, writer: Scheme, facts: Facts) -> dict[str, str]:
-    """Names of the head -> the embedding's, where the model ties the two and the writer names both."""
+    """Names of the head -> the embedding's, if the model ties the two and the writer names both."""
     named_by = {
         rule.parts[0]: rule
         for rule in writer.rules

@@ -151,11 +151,8 @@ class Commit:
         )
 
     def carry_out(self) -> None:
-        """Does the steps that are left; after that the output has its name, durably.
-
-        Raises:
-            OutputError: another program has put files there since the seal was written.
-            OSError: a step failed.
+        """Does the steps that are left; after that the output has its name, durably. Raises OutputError if another
+        program has put files there since the seal was written, OSError if a step failed.
         """
         if self._seal.how == "swap":
             try:

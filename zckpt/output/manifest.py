@@ -108,12 +108,8 @@ def find(place: Location) -> Location | None:
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """Reads and checks a manifest.
-
-    Raises:
-        CorruptError: it is not a manifest.
-        IncompleteError: it lists no files.
-        UnsafeError: it names files outside its directory.
+    """Reads and checks a manifest. Raises CorruptError if it is not a manifest, IncompleteError if it lists no files,
+    UnsafeError if it names files outside its directory.
     """
     from zckpt.storage.json_files import read_json
 

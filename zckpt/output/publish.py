@@ -116,11 +116,8 @@ def _destination_of(order: Order | FileOrder, source: FileSource) -> Destination
 
 
 def _check_signing(order: Order | FileOrder) -> None:
-    """Refuses a signature that would not cover what is there, or has the name of another file.
-
-    Raises:
-        UsageError: the output is put into a directory that exists.
-        OutputError: a file that zckpt did not write has the signature's name.
+    """Refuses a signature that would not cover what is there, or has the name of another file. Raises UsageError if the
+    output is put into a directory that exists, OutputError if a file that zckpt did not write has the signature's name.
     """
     if order.signing is None:
         return

@@ -66,11 +66,8 @@ class SaveStaging:
         return os.path.basename(self._work.path)
 
     def begin(self) -> None:
-        """Makes the work directory, and finishes the commits of killed runs beside the tags.
-
-        Raises:
-            OutputError: another run saves the same tag.
-            OSError: the directory cannot be written.
+        """Makes the work directory, and finishes the commits of killed runs beside the tags. Raises OutputError if
+        another run saves the same tag, OSError if the directory cannot be written.
         """
         self._work.take()
         try:

@@ -106,12 +106,8 @@ def _statement(name: str, digests: Mapping[str, str], provenance: Mapping[str, o
 
 
 def signer_of(path: str | os.PathLike[str]) -> Signer:
-    """The key in a file.
-
-    Raises:
-        AccessError: the file cannot be read, or its password is missing or wrong.
-        UsageError: it is not a private key of a kind that can sign.
-        UnsupportedError: the package cryptography is not installed.
+    """The key in a file. Raises AccessError if the file cannot be read, or its password is missing or wrong; UsageError
+    if it is not a private key of a kind that can sign; UnsupportedError if the package cryptography is not installed.
     """
     try:
         from cryptography.exceptions import UnsupportedAlgorithm

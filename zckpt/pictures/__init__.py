@@ -1,1 +1,1 @@
-"""What a checkpoint looks like: a page for a browser and lines for a terminal."""
+"""Draws a checkpoint: a page for a browser, and lines for a terminal."""

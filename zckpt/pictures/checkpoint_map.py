@@ -25,12 +25,12 @@ from zckpt.pictures.resharded import Resharded, preview_reshard
 from zckpt.pictures.rows import FileGrid, file_grid
 
 ROLES = {"parameter": "trainable", "frozen": "frozen", "buffer": "buffer"}
-"""Role -> what it is called here."""
+"""Role -> the word for it in a map."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What some tensors come to."""
+    """The totals of some tensors."""
 
     tensors: int
     numel: int
@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMap:
-    """What is drawn.
+    """The contents of a map.
 
     Attributes:
         inspection: what `inspect` says of the checkpoint; of one that lacks files, with the catalog that the others describe.
@@ -70,11 +70,11 @@ class CheckpointMap:
         return _shares((ROLES[entry.role], entry) for entry in self.tensors)
 
     def dtypes(self) -> dict[str, Share]:
-        """Name of a dtype -> the tensors that are kept in it."""
+        """Name of a dtype -> the tensors that are stored in it."""
         return _shares((entry.dtype.name, entry) for entry in self.tensors)
 
     def contents(self) -> dict[str, int]:
-        """What the files hold -> bytes, with `pieces.OTHER` at the end."""
+        """Kind of contents of the files -> bytes, with `pieces.OTHER` at the end."""
         return contents_of(self.grid, self.layers)
 
     def _lacking_json(self) -> Iterator[dict[str, object]]:

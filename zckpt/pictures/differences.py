@@ -18,7 +18,7 @@ from zckpt.pictures.histogram import Axis, large, small
 from zckpt.pictures.page import page, text
 
 _AT_ONCE = 100
-"""Rows that are shown together. `differences.js` is told."""
+"""The most rows that are shown together; `differences.js` gets this number."""
 
 
 def differences_page(found: Diff, a: str, b: str, *, tolerance: str = "") -> str:
@@ -56,12 +56,12 @@ def _is_row(tensor: TensorDiff) -> bool:
 
 
 def _rank(tensor: TensorDiff) -> tuple[bool, float]:
-    """What could not be compared comes first, then the largest difference."""
+    """A sort key: tensors that could not be compared come first, then those with the largest difference."""
     return tensor.statistics is not None, -tensor.statistics.max_abs if tensor.statistics is not None else 0.0
 
 
 def _keys(tensor: TensorDiff) -> list[float | None]:
-    """What a row is sorted by, larger first: distance, relative distance, part that differs, what cosine lacks of 1.
+    """The sort keys of a row, larger first: distance, relative distance, the part that differs, 1 - cosine.
 
     What could not be compared is None. JSON has no infinity: the largest double stands for it.
     """
@@ -218,7 +218,7 @@ def _number(value: float) -> str:
 
 
 def _part(some: int, of: int) -> str:
-    """A part in percent, where 0 % means none and 100 % means all."""
+    """A part in percent; 0 % stands for none, and 100 % for all."""
     if not of or some in (0, of):
         return "100 %" if some else "0 %"
     percent = 100 * some / of

@@ -37,7 +37,7 @@ class Bar:
 
     @property
     def words(self) -> str:
-        """Says between which distances the bar counts."""
+        """The distances between which the bar counts, in words."""
         return f"{distance(self.low)} to {distance(self.high)}"
 
 
@@ -51,7 +51,7 @@ class Axis:
 
     @classmethod
     def of(cls, spreads: Iterable[Spread]) -> Axis | None:
-        """The axis on which all of them can be drawn; None where no numbers are apart."""
+        """The axis for all of these spreads; None if no numbers differ."""
         ends = [end for spread in spreads if spread.counts for end in (min(spread.counts), max(spread.counts))]
         if not ends:
             return None
@@ -74,12 +74,12 @@ class Axis:
 
 
 def distance(exponent: int) -> str:
-    """2**exponent as a person reads it."""
+    """2**exponent, as a person reads it."""
     return f"{2.0**exponent:.2g}"
 
 
 def summary(bars: list[Bar]) -> str:
-    """What a histogram shows, for those who cannot see it."""
+    """A text for those who cannot see the histogram."""
     filled = [bar for bar in bars if bar.pairs]
     if not filled:
         return "no distances"
@@ -88,7 +88,7 @@ def summary(bars: list[Bar]) -> str:
 
 
 def small(axis: Axis, spread: Spread) -> str:
-    """A histogram in a row of a table: one shape; its highest bar has the whole height."""
+    """A histogram for a row of a table, as one shape; its highest bar has the full height."""
     bars = axis.bars_of(spread)
     most = max(bar.pairs for bar in bars)
     width = _SMALL_WIDTH / axis.bars
@@ -106,7 +106,7 @@ def small(axis: Axis, spread: Spread) -> str:
 
 
 def large(axis: Axis, spread: Spread) -> str:
-    """A histogram with its axis; each bar says what it stands for when it is pointed at.
+    """A histogram with its axis; a bar shows its numbers when it is pointed at.
 
     It is as wide as there is room, and letters keep their size: places are parts of the width.
     """

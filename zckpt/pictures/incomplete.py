@@ -32,7 +32,7 @@ from zckpt.storage.stand_in import StandIn
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """What is known of a save that lacks files.
+    """A save that lacks files, as far as it is known.
 
     Attributes:
         place: the save, with a file for each that is gone.
@@ -62,7 +62,7 @@ def incomplete(inspection: Inspection) -> Incomplete | None:
 
 
 def _attempts(listing: Listing, grid: Grid, lost: Collection[str]) -> Iterator[Listing]:
-    """Ways to read the save without what is gone: files that are known to be absent, or others that stand in for them."""
+    """The ways to read the save without the missing files: as absent, or with other files in their place."""
     gone: dict[tuple[int, str], list[str]] = {}
     sound: dict[tuple[int, str], list[Cell]] = {}
     extra: set[str] = set()
@@ -102,7 +102,7 @@ def _attempts(listing: Listing, grid: Grid, lost: Collection[str]) -> Iterator[L
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What a tensor lacks.
+    """The missing part of a tensor.
 
     Attributes:
         tensor: its number.
@@ -137,7 +137,7 @@ def lacking(layers: Sequence[PieceLayer], grid: FileGrid) -> list[Lack]:
 
 
 def make_room(layers: Sequence[PieceLayer], grid: FileGrid) -> None:
-    """Files that are gone become at least as long as what would lie in them."""
+    """Makes missing files at least as long as their contents."""
     for layer in layers:
         for dtype, pieces in layer.pieces.values():
             for file, byte, _, many, rows, _, pitch, step in unfold_pieces(pieces):

@@ -1,4 +1,4 @@
-"""What a save that lacks files lacks of its tensors, in words: for the page of a map, and for the terminal."""
+"""Words for the missing parts of a save's tensors, for the page of a map and for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_FILES, _MOST_TENSORS, _MOST_PARTS = 20, 50, 3
 
 
 def lacks_said(found: CheckpointMap) -> str:
-    """In a sentence or two, how much of how many tensors is in files that are gone; empty where that is not known."""
+    """A sentence or two on how much of how many tensors is in missing files; empty if that is not known."""
     if not found.grid.wrong or found.inspection.catalog is None:
         return ""
     lacks = found.lacking
@@ -36,7 +36,7 @@ def lacks_said(found: CheckpointMap) -> str:
 
 
 def part_said(shape: tuple[int, ...], lack: Lack) -> str:
-    """Which part of a tensor is gone: `rows 12 to 17 of [64, 32]`."""
+    """The missing part of a tensor, in words: `rows 12 to 17 of [64, 32]`."""
     if lack.numel == math.prod(shape):
         return f"all of {list(shape)}"
     parts = [_piece_said(shape, *piece) for piece in lack.pieces[:_MOST_PARTS]]
@@ -58,7 +58,7 @@ def _piece_said(shape: tuple[int, ...], start: int, many: int, rows: int, pitch:
 
 
 def wrong_section(found: CheckpointMap, states: Mapping[str, str]) -> Iterator[str]:
-    """The files that are not as they should be, and what tensors lack for it, as HTML; nothing where all is well."""
+    """The files that are missing or bad, and what tensors lack because of them, as HTML; empty if all is well."""
     if not (wrong := found.grid.wrong):
         return
     yield '<section class="card alarm" aria-labelledby="wrong-title"><h2 id="wrong-title">What is wrong</h2><ul>'

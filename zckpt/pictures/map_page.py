@@ -26,7 +26,7 @@ from zckpt.pictures.rows import GONE, FileGrid
 from zckpt.pictures.terminal import Line, picture, visible
 
 _MOST_ROWS = 2000
-"""Files in the table; further ones are in `--json`."""
+"""The most files in the table; further ones are in `--json`."""
 _MOST_LAYERS, _MOST_EXPERTS = 200, 64
 _COLOURS = {"weight": 0, "module": 1, "copy": 6}
 _STATES = {"ok": "here", "extra": "left over", "other save": "of another save"}
@@ -49,7 +49,7 @@ class Map(Printed):
         return f"<zckpt.Map {shorten_text(listing.directory.path)!r}: {files}, {tensors}>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page, or replaces one; it needs no network.
+        """Writes the page, or replaces it; the page needs no network.
 
         Raises:
             OutputError: there is something else under this name, or no directory for it.
@@ -65,7 +65,7 @@ class Map(Printed):
         return ("".join(word for word, _ in line).rstrip() for line in self.in_colours(width or PAGE))
 
     def in_colours(self, width: int) -> list[Line]:
-        """What `zckpt map` prints in a terminal of so many columns."""
+        """The coloured lines that `zckpt map` prints in a terminal with `width` columns."""
         found = self.drawn
         path = visible(found.inspection.place.listing.directory.path)
         said = wrap_text(f"  {summary(found)}", width, "  ")
@@ -98,7 +98,7 @@ def map(  # noqa: A001 - the command's name
         path: anything zckpt reads; a checkpoint that is incomplete is drawn as far as its files say what they are.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
-        read_options: how tensor- and pipeline-parallel files are join_words, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         world_size: also draw what `reshard` would write for so many ranks.
         stage: of ZeRO, for that; None for the checkpoint's own.
         as_part: draw one part of a save alone.
@@ -125,7 +125,7 @@ def map_page(found: CheckpointMap) -> str:
 
 
 def data_of(found: CheckpointMap) -> dict[str, object]:
-    """The numbers that the scripts draw: names once, and everything else by number."""
+    """The numbers that the scripts draw: each name once, and all other values by number."""
     entries = found.tensors
     dtypes: dict[DType, int] = {}
     shapes: dict[tuple[int, ...], int] = {}
@@ -152,7 +152,7 @@ def data_of(found: CheckpointMap) -> dict[str, object]:
 
 
 def palette(found: CheckpointMap) -> dict[str, int]:
-    """What files hold -> number of its colour, the same in the map, in bars and in tables."""
+    """Kind of contents -> the number of its colour, the same in the map, in bars and in tables."""
     after = () if found.after is None else found.after.layers
     colours: dict[str, int] = {}
     states = itertools.cycle((2, 3, 4, 5, 7))
@@ -199,7 +199,7 @@ def _name(found: CheckpointMap) -> str:
 
 
 def model_name(found: CheckpointMap) -> str:
-    """The model's name by its config: its origin, class or kind; the save's own name where no config says one of these."""
+    """The model's name by its config: its origin, class or kind; the save's own name if the config has none of these."""
     try:
         config = read_config(found.inspection.place.home) or {}
     except ZckptError:
@@ -212,7 +212,7 @@ def model_name(found: CheckpointMap) -> str:
 
 
 def layout_name(layout: str) -> str:
-    """A layout as its authors spell it: `ZeRO-3`."""
+    """The layout's name as its authors spell it: `ZeRO-3`."""
     return re.sub(r"^zero(?=\d)", "ZeRO-", layout)
 
 
@@ -247,7 +247,7 @@ def _body(found: CheckpointMap) -> Iterator[str]:
 
 
 def summary(found: CheckpointMap) -> str:
-    """What this is, in sentences for somebody who sees such a thing for the first time."""
+    """Sentences that explain the map to somebody who sees one for the first time."""
     catalog = found.inspection.catalog
     there = [file for file in found.grid.files if file.nbytes]
     files = f"{count(len(there), 'file')} of {size(found.grid.nbytes)}"
@@ -371,7 +371,7 @@ aria-label="Search tensors by name" autocomplete="off" spellcheck="false">
 
 
 def _bar(shares: Sequence[tuple[str, int]], colours: Mapping[str, int]) -> str:
-    """A bar in parts, as SVG; the table beside it says the same, so it is hidden from screen readers."""
+    """A bar in parts, as SVG; it is hidden from screen readers, because the table beside it has the same numbers."""
     total = sum(number for _, number in shares) or 1
     parts, at = [], 0.0
     for name, number in shares:
@@ -414,7 +414,7 @@ def _share_row(name: str, share: Share) -> tuple[str, ...]:
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], colours: Mapping[str, int]) -> str:
-    """A table with numbers in all columns but the first; the first is a name, with its colour."""
+    """A table with numbers in all columns but the first, which has names with their colours."""
     top = "".join(f'<th scope="col"{" class=number" if at else ""}>{text(head)}</th>' for at, head in enumerate(heads))
     lines = []
     for name, *numbers in rows:

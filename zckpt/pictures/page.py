@@ -48,12 +48,12 @@ _TEMPLATE = """\
 
 
 def text(value: object) -> str:
-    """A value as text of an element or attribute."""
+    """A value as text for an element or attribute, escaped."""
     return html.escape(str(value).encode("utf-8", "backslashreplace").decode())
 
 
 def escaped_json(value: object) -> str:
-    """A value as JSON that can stand inside a script element: ASCII without `<`, `>` and `&`."""
+    """A value as JSON for a script element: ASCII without `<`, `>` and `&`."""
     found = json.dumps(value, separators=(",", ":"))
     for character, escape in _ESCAPES.items():
         found = found.replace(character, escape)
@@ -61,7 +61,7 @@ def escaped_json(value: object) -> str:
 
 
 def asset(name: str) -> str:
-    """A style or script of this package."""
+    """The text of a style or script of this package."""
     return files("zckpt.pictures").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -92,11 +92,8 @@ def page(title: str, body: str, data: object, *, styles: Sequence[str] = (), scr
 
 
 def write_page(path: str, content: str) -> None:
-    """Writes a page, or replaces one.
-
-    Raises:
-        OutputError: there is something else under this name, or no directory for it.
-        OSError: the file cannot be written.
+    """Writes a page, or replaces one. Raises OutputError if there is something else under this name, or no directory
+    for it; OSError if the file cannot be written.
     """
     check_place(path)
     staged = f"{path}.{os.urandom(4).hex()}.tmp"
@@ -114,8 +111,8 @@ def write_page(path: str, content: str) -> None:
 
 
 def check_place(path: str) -> None:
-    """Refuses a name for a page under which there is something else, before the work on the page begins. Raises
-    OutputError if there is, or there is no directory for it.
+    """Refuses a page's name that something else has, before the work on the page begins. Raises OutputError if there
+    is, or there is no directory for it.
     """
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):

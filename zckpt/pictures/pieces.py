@@ -30,7 +30,7 @@ _REPEATS, _FILE, _BYTE, _START = 8, 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class PieceLayer:
-    """What pieces of tensors are for: the weights themselves, copies of them, or a state of the optimizer.
+    """The pieces of tensors for one purpose: the weights themselves, copies of them, or a state of the optimizer.
 
     Attributes:
         name: as it is shown.
@@ -44,7 +44,7 @@ class PieceLayer:
 
 
 def fold_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces of eight numbers as lists in which pieces that are evenly apart are one."""
+    """Pieces of eight numbers as lists, with evenly spaced pieces as one list."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -59,7 +59,7 @@ def fold_pieces(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def unfold_pieces(pieces: Iterable[Piece]) -> Iterator[tuple[int, ...]]:
-    """Pieces one by one, each as its first eight numbers."""
+    """The single pieces, each as its first eight numbers."""
     for piece in pieces:
         whole = [*piece, *USUAL[len(piece) :]]
         file, byte, start, *rest = whole[:_REPEATS]
@@ -75,7 +75,7 @@ def _short(piece: Piece) -> Piece:
 
 
 def pieces_of(fragments: Iterable[Fragment], itemsize: int, grid: FileGrid, name: str) -> list[Piece]:
-    """The pieces of some fragments; what lies in each file is added to its `contents` under `name`."""
+    """The pieces of some fragments; adds what lies in each file to its `contents` under `name`."""
     made: list[Piece] = []
     for f in fragments:
         if not f.numel:
@@ -99,7 +99,9 @@ def layer_of(
 
 
 OTHER = "other"
-"""What is in files and no element of a tensor: headers, indexes, counters, padding, states that zckpt does not read."""
+"""The contents of files that are no elements of tensors: headers, indexes, counters, padding, states that zckpt does
+not read.
+"""
 WEIGHTS, MODULE, COPIES = "weights", "weights as the model uses them", "copies of weights"
 
 
@@ -122,7 +124,7 @@ def weight_layers(catalog: Catalog, grid: FileGrid) -> list[PieceLayer]:
 
 
 def _copies(entry: TensorEntry) -> Iterable[tuple[DType, Sequence[Fragment]]]:
-    """What else must hold a tensor's numbers: other ranks' copies, and those that its elements are computed from."""
+    """The places that must hold a tensor's numbers too: other ranks' copies, and the inputs of computed elements."""
     for replica in entry.replicas:
         if replica is not entry.own_copy:
             yield replica.dtype, replica.fragments
@@ -140,7 +142,7 @@ def state_layers(states: Mapping[str, Mapping[int, TensorEntry]], grid: FileGrid
 
 
 def contents_of(grid: FileGrid, layers: Sequence[PieceLayer]) -> dict[str, int]:
-    """What files hold -> bytes, in the order of the layers, with `OTHER` at the end; of files that are gone, all is other."""
+    """Kind of contents -> bytes, in the order of the layers, with `OTHER` at the end; missing files count as other."""
     found, rest = Counter({layer.name: 0 for layer in layers}), 0
     for file in grid.files:
         held = {} if file.gone else file.contents

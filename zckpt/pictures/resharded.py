@@ -1,4 +1,4 @@
-"""What `zckpt reshard` would write, as it is drawn: the same tensors in files of another number of ranks; nothing is written."""
+"""Draws what `zckpt reshard` would write: the same tensors in files of another number of ranks. Nothing is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zckpt.pictures.rows import FileGrid, FileRow, MappedFile, RowGroup
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """A checkpoint as it would be.
+    """A checkpoint after a resharding.
 
     Attributes:
         title: what it is, such as "ZeRO-3 for 4 ranks".
@@ -40,12 +40,12 @@ class Resharded:
     layers: tuple[PieceLayer, ...]
 
     def contents(self) -> dict[str, int]:
-        """What the files hold -> bytes, with `pieces.OTHER` at the end."""
+        """Kind of contents of the files -> bytes, with `pieces.OTHER` at the end."""
         return contents_of(self.grid, self.layers)
 
 
 def preview_reshard(path: str, asked: Asked[TargetWorld], numbers: Sequence[str]) -> Resharded:
-    """The checkpoint that `asked` says for.
+    """The checkpoint that `zckpt reshard` would write for `asked`.
 
     Args:
         path: of the checkpoint.
@@ -73,7 +73,7 @@ _PURPOSES: Mapping[str, Purpose] = {WEIGHTS: "weight", MODULE: "module"}
 def _parts(
     laid: Laid, training: Training, number_of: Mapping[str, int]
 ) -> dict[str, list[tuple[int, DType, Sequence[Fragment]]]]:
-    """PieceLayer -> what it has of each tensor. What belongs to no tensor, such as step counters, is in none."""
+    """Layer -> the fragments of each tensor in it. Data of no tensor, such as step counters, is in no layer."""
     states = {
         id(entry): (f"optimizer: {state}", name)
         for name, own in training.states.items()

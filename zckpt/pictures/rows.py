@@ -19,16 +19,16 @@ from zckpt.jobs.inspection import Inspection
 from zckpt.jobs.rank_files import Cell, Grid, other_files, place_of
 
 GONE = ("missing", "empty", "unreadable", "other save")
-"""States of files without an element that counts."""
+"""States of files without usable elements."""
 
 KINDS = {"model": "model", "optim": "optimizer", "": "weights"}
-"""Kind of file, as families call it -> as it is shown, where these differ or it has no name."""
+"""Kind of file in families -> the word for it in a map, where they differ or there is none."""
 _AXES = {"mp": "tensor rank", "tp": "tensor rank", "pp": "stage", "ep": "expert rank", "dp": "rank"}
 _MOST_COLUMNS = 3
 
 
 def shown_kind(kind: str) -> str:
-    """A kind of file as it is shown."""
+    """The word for a kind of file in a map."""
     return KINDS.get(kind, kind.rstrip("_"))
 
 
@@ -57,13 +57,13 @@ class MappedFile:
 
     @property
     def gone(self) -> bool:
-        """Whether none of its elements counts."""
+        """Whether no element of the file is usable."""
         return self.state in GONE
 
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A row: its label, and numbers of files; with columns, one for each of them (None: no file is due there)."""
+    """A row: its label, and numbers of files; with columns, one number for each (None: no file belongs there)."""
 
     label: str
     cells: tuple[int | None, ...]
@@ -105,12 +105,12 @@ class FileGrid:
 
     @property
     def wrong(self) -> list[MappedFile]:
-        """Files that are not as they should be."""
+        """The files that are missing or bad."""
         return [file for file in self.files if file.state != "ok"]
 
 
 class _Collected:
-    """Files and groups as they are found."""
+    """Files and groups while they are collected."""
 
     def __init__(self) -> None:
         self.files: list[MappedFile] = []
@@ -169,7 +169,9 @@ def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
 def _rank_rows(
     found: _Collected, grid: Grid, topology: Topology | None, numbered: Callable[[Cell, str, str], int]
 ) -> None:
-    """The files of ranks, with a group for each model-parallel rank; `numbered` adds a file: state, kind, name if missing."""
+    """Adds the files of ranks, a group for each model-parallel rank; `numbered` adds a file: state, kind, name if
+    missing.
+    """
     kinds = [*dict.fromkeys(kind for rows in grid.values() for cells in rows.values() for kind in cells)]
     kinds.sort(key=lambda kind: [*KINDS].index(kind) if kind in KINDS else len(KINDS))
     columns = kinds if len(kinds) <= _MOST_COLUMNS else []
@@ -189,7 +191,7 @@ def _rank_rows(
 
 
 def model_part(mp_rank: int, place: Mapping[str, int], topology: Topology | None) -> str:
-    """What a model-parallel rank holds of the model: its pipeline stage and tensor rank."""
+    """The part of the model that a model-parallel rank holds, in words: its pipeline stage and tensor rank."""
     said = []
     if topology is not None and topology.pp > 1:
         said.append(f"pipeline stage {place['pp']}")
@@ -204,7 +206,7 @@ def _place(axes: Mapping[str, int]) -> str:
 
 
 def _further(found: _Collected, inspection: Inspection) -> None:
-    """Files that belong to no rank: those with elements, and those without."""
+    """Adds the files that belong to no rank: those with elements, then the others."""
     listing, catalog = inspection.place.listing, inspection.catalog
     stores = {} if catalog is None else stores_of(catalog)
     held = [path for path in stores if path not in found.numbers]
@@ -244,7 +246,7 @@ def stores_of(catalog: Catalog) -> dict[str, int]:
 
 
 def sources_of(fragments: Iterable[Fragment]) -> Iterable[Fragment]:
-    """Fragments, those that are computed followed by what they are computed from."""
+    """Fragments, with the inputs of computed ones after them."""
     for fragment in fragments:
         yield fragment
         if isinstance(fragment.store, ComputedStore):
@@ -253,7 +255,7 @@ def sources_of(fragments: Iterable[Fragment]) -> Iterable[Fragment]:
 
 
 def _expect(files: Sequence[MappedFile]) -> None:
-    """Gives files that are missing or empty the size that most of their kind have."""
+    """Gives missing and empty files the usual size of their kind."""
     for kind in {file.kind for file in files if not file.nbytes}:
         sizes = [file.nbytes for file in files if file.kind == kind and file.state == "ok" and file.nbytes]
         usual = median_low(sizes) if sizes else math.ceil(sum(file.nbytes for file in files) / max(1, len(files)))

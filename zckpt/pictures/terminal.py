@@ -17,10 +17,10 @@ from zckpt.pictures.pieces import OTHER
 from zckpt.pictures.rows import FileGrid, FileRow, MappedFile, RowGroup
 
 Line = list[tuple[str, str]]
-"""Texts with their styles, as rich calls these."""
+"""A line: texts with their styles, as rich names these."""
 
 LEAST_WIDTH = 72
-"""Columns that a terminal must have for a picture."""
+"""The least columns of a terminal for a picture."""
 _MOST_ROWS = 16
 _MOST_LABEL = 34
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -32,7 +32,7 @@ _WRONG_SAID = {"extra": "left over", "other save": "of another save"}
 
 
 def visible(text: str) -> str:
-    """A text without characters that would steer a terminal; these are written as escapes."""
+    """A text with control characters, which a terminal would obey, written as escapes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -52,7 +52,7 @@ def _can_encode(stream: TextIO) -> bool:
 
 
 def draw(lines: Sequence[Line], stream: TextIO | None = None) -> None:
-    """Prints lines: in colours on a terminal that `can_draw`, otherwise as plain text, with # for bars if need be."""
+    """Prints lines: in colours on a terminal that `can_draw`, otherwise as plain text, with # for bars if necessary."""
     stream = stream or sys.stdout
     if can_draw(stream, LEAST_WIDTH):
         from rich.console import Console
@@ -71,7 +71,7 @@ def draw(lines: Sequence[Line], stream: TextIO | None = None) -> None:
 
 
 def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = None, *, lead: str = "") -> list[Line]:
-    """The files in rows, as long as they are large.
+    """The files in rows, with bars as long as the files are large.
 
     Args:
         grid: the files.
@@ -125,7 +125,7 @@ def _style(kind: str) -> str:
 
 
 def _rows_to_show(grid: FileGrid) -> Iterator[tuple[RowGroup, list[FileRow], int]]:
-    """Rows that are printed: the first ones of each group, and all those with something wrong as far as there is room."""
+    """The rows that are printed: the first ones of each group, and all bad ones as far as there is room."""
     groups = [group for group in grid.groups if group.columns != ("other",)] or list(grid.groups)
     each = max(2, _MOST_ROWS // max(1, len(groups)))
     for group in groups[: _MOST_ROWS // 2]:
@@ -137,7 +137,7 @@ def _rows_to_show(grid: FileGrid) -> Iterator[tuple[RowGroup, list[FileRow], int
 
 
 def _scale(grid: FileGrid, room: int) -> float:
-    """Columns per byte, so that the widest row fits."""
+    """The number of columns per byte, so that the widest row fits."""
     most, cells = 1, 1
     for group in grid.groups:
         if group.columns:
@@ -159,7 +159,7 @@ def _widest(grid: FileGrid, group: RowGroup, at: int) -> int:
 
 
 def _columns(grid: FileGrid, group: RowGroup, scale: float) -> list[int]:
-    """Width of each column of a group, with room for sizes."""
+    """The width of each column of a group, with room for sizes."""
     return [max(len(title) + 2, int(_widest(grid, group, at) * scale) + 12) for at, title in enumerate(group.columns)]
 
 
@@ -198,7 +198,7 @@ def _cells(
 
 
 def _bar(file: MappedFile, scale: float, styles: Mapping[str, str] | None) -> tuple[Line, int]:
-    """A file's bar, and the columns that it takes."""
+    """The bar of a file, and the columns that it takes."""
     wide = _length(file) * scale
     if file.state != "ok":
         taken = max(1, round(wide))

@@ -51,12 +51,11 @@ class Codes:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """How they lie."""
         return (self.bits, self.rows, self.columns, self.pitch, self.downwards, self.order, self.high_first)
 
     @property
     def together(self) -> int:
-        """Rows that share elements."""
+        """The number of rows that share elements."""
         return self._word * 8 // math.gcd(self._word * 8, self.bits) if self.downwards else 1
 
     @property
@@ -103,7 +102,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """How scales are quantised themselves, as bitsandbytes does it: (number of a table * scale) + offset.
+    """The way in which scales are quantised themselves, as bitsandbytes does it: (number of a table * scale) + offset.
 
     Attributes:
         table: of 256 numbers.
@@ -136,21 +135,15 @@ class BlockScales:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """What is read for them."""
         nested = () if self.nested is None else (self.nested.table, self.nested.scales)
         return (self.entry, *nested, *(() if self.second is None else (self.second,)))
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """How they are computed."""
         return (self.divides, self.nested and (self.nested.size, self.nested.offset))
 
     def read(self, first: int, last: int, tools: Tools, of: str) -> Floats:
-        """The scales [first, last) of a tensor.
-
-        Raises:
-            CorruptError: one is NaN or infinite.
-        """
+        """The scales [first, last) of a tensor. Raises CorruptError if one is NaN or infinite."""
         import numpy as np
 
         if self.nested is not None:
@@ -191,7 +184,7 @@ def file_of(entry: TensorEntry) -> str | None:
 
 
 def check_finite(scales: Floats, of: str, entry: TensorEntry) -> None:
-    """Makes sure that scales are numbers; raises CorruptError."""
+    """Checks that scales are finite numbers; raises CorruptError."""
     import numpy as np
 
     if not np.isfinite(scales).all():
@@ -220,11 +213,8 @@ class Zeros:
     middle: int = 0
 
     def read(self, row: int, count: int, tools: Tools, of: str) -> Floats:
-        """Those of rows of blocks.
-
-        Raises:
-            CorruptError: one is a code without an agreed meaning.
-            UnsupportedError: nothing says what they mean.
+        """The zero points of rows of blocks. Raises CorruptError if one is a code without an agreed meaning,
+        UnsupportedError if nothing says what they mean.
         """
         import numpy as np
 
@@ -280,28 +270,23 @@ class Coded:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """Codes, scales, zero points, table and order."""
         more = (self.table if isinstance(self.table, TensorEntry) else None, self.order)
         zeros = () if self.zeros is None else (self.zeros.codes.entry,)
         return (self.codes.entry, *self.factors.inputs, *zeros, *(one for one in more if one is not None))
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """How they become numbers."""
         zeros = self.zeros and (self.zeros.codes.facts, self.zeros.offset, self.zeros.is_signed, self.zeros.middle)
         table = () if isinstance(self.table, TensorEntry) else self.table
         return ("coded", self.codes.facts, table, self.grid, self.factors.facts, zeros, self.groups, self.last)
 
     @property
     def unit(self) -> int:
-        """Whole rows of blocks, and whole elements of codes."""
         return math.lcm(self.grid.unit, self.codes.together * max(1, self.grid.columns))
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32.
-
-        Raises:
-            CorruptError: a scale is NaN or infinite, or a zero point or a group is none.
+        """As `Recipe.compute`; fp32. Raises CorruptError if a scale is NaN or infinite, or a zero point or a group is
+        none.
         """
         import numpy as np
 
@@ -378,7 +363,7 @@ def e2m1(*, has_minus_zero: bool = True) -> tuple[float, ...]:
 
 
 def floats_of_8_bits(dtype: DType) -> tuple[float, ...]:
-    """The table of E4M3 or E5M2; of I8, of its whole numbers."""
+    """The table of E4M3 or E5M2; for I8, of whole numbers."""
     if dtype == I8:
         return signed_codes(8)
     if dtype == F8_E5M2:

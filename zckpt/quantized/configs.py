@@ -76,13 +76,13 @@ class Quantization:
 
     @property
     def bits(self) -> int:
-        """Of a code, as the config says; 0 if it does not."""
+        """The bits of a code by the config; 0 if it does not record them."""
         said = self.facts.get("bits", self.facts.get("w_bit"))
         return said if isinstance(said, int) else 0
 
     @property
     def weights(self) -> list[Mapping[str, Any]]:
-        """What compressed-tensors says of weights, for each group of modules."""
+        """The settings of weights by compressed-tensors, for each group of modules."""
         groups = self.facts.get("config_groups")
         groups = list(groups.values()) if isinstance(groups, dict) else []
         found = (group.get("weights") for group in groups if isinstance(group, dict))
@@ -90,7 +90,7 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
-    """What a model's config says; None if it says nothing of quantised weights."""
+    """The quantisation in a model's config; None if it has none."""
     if config is None:
         return None
     places = (config, *(value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)))
@@ -112,7 +112,8 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
 
 
 def quantization_of_modelopt(said: object) -> Quantization | None:
-    """What ModelOpt's `hf_quant_config.json` says; None for fp8, which the tensors show, and for weights that are not quantised.
+    """The quantisation in ModelOpt's `hf_quant_config.json`; None for fp8, which the tensors show, and for plain
+    weights.
 
     Source: nvidia-modelopt 0.47, torch/export/convert_hf_config.py; older versions wrote this file alone.
     """
@@ -124,7 +125,8 @@ def quantization_of_modelopt(said: object) -> Quantization | None:
 
 
 def quantization_of_gptq(said: object) -> Quantization | None:
-    """What `quantize_config.json` of auto-gptq or `quant_config.json` of AutoAWQ says; older releases have it alone.
+    """The quantisation in auto-gptq's `quantize_config.json` or AutoAWQ's `quant_config.json`; older releases have it
+    alone.
 
     Source: auto-gptq 0.7, quantization/config.py (`from_quant_config`: no method is GPTQ, and a version is AWQ's).
     """
@@ -139,7 +141,7 @@ OWN_FILES: Mapping[str, Callable[[object], Quantization | None]] = {
     "quantize_config.json": quantization_of_gptq,
     "quant_config.json": quantization_of_gptq,
 }
-"""Files that say how weights are quantised, where config.json does not -> what reads their JSON."""
+"""Files that record a quantisation that config.json lacks -> the function that reads their JSON."""
 
 
 def _pair(value: object) -> tuple[int, int] | None:
@@ -150,7 +152,7 @@ def _pair(value: object) -> tuple[int, int] | None:
 
 
 def without(config: Mapping[str, object]) -> dict[str, object]:
-    """A config that says nothing of quantised weights, in configs nested in it neither."""
+    """A config without its quantisation, also in nested configs."""
     kept: dict[str, object] = {key: value for key, value in config.items() if key not in _KEYS}
     for key, value in kept.items():
         if key.endswith("_config") and isinstance(value, dict):
@@ -191,7 +193,7 @@ def quantization_config(scheme: Scheme, kept: Sequence[str], group_size: int | N
 
 
 def _config_of(target: Target, kept: Sequence[str], group_size: int | None) -> dict[str, object]:
-    """As compressed-tensors' presets have it."""
+    """The config as compressed-tensors' presets have it."""
     number = {"num_bits": target.bits, "type": "float" if target.is_float else "int", "symmetric": True}
     group = group_size or target.group
     strategy = "tensor_group" if target.has_second else "group" if group else "channel"

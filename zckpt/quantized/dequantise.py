@@ -34,16 +34,13 @@ class Dequantised:
 
     @property
     def unit(self) -> int:
-        """A row."""
         return max(1, self.grid.columns)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The grid."""
         return ("dequantised", self.grid)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """What `compute` reads: `core.recipes.Recipe`."""
         grid, (numbers, scales) = self.grid, self.inputs
         yield numbers, start, stop
         for _, blocks, band in grid.chunks(start // self.unit, stop // self.unit):
@@ -51,11 +48,7 @@ class Dequantised:
             yield scales, band * grid.across, (band + bands) * grid.across
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32.
-
-        Raises:
-            CorruptError: a scale is NaN or infinite.
-        """
+        """As `Recipe.compute`; fp32. Raises CorruptError if a scale is NaN or infinite."""
         import numpy as np
 
         grid, (numbers, scales) = self.grid, self.inputs
@@ -80,7 +73,7 @@ class Dequantised:
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """A tensor in another dtype, each number rounded once.
+    """A tensor in another dtype, with each number rounded once.
 
     Attributes:
         inputs: the tensor.
@@ -94,13 +87,10 @@ class Narrowed:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The dtype."""
         return ("narrowed", self.dtype.name)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """What `compute` reads: `core.recipes.Recipe`."""
         return [(self.inputs[0], start, stop)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
         return tools.read(self.inputs[0], start, stop, self.dtype)

@@ -58,7 +58,7 @@ class PackedForm:
 
 
 def _by_groups(per_scale: int) -> Callable[[Sequence[Shape]], bool]:
-    """Whether each row has a scale for so many elements of its codes."""
+    """A test whether each row has a scale for every `per_scale` elements of its codes."""
     return lambda shapes: shapes[0] == (*shapes[1][:-1], per_scale * shapes[1][-1]) if shapes[1] else False
 
 
@@ -67,18 +67,18 @@ def _is_matrix(shapes: Sequence[Shape]) -> bool:
 
 
 def _by_rows(shapes: Sequence[Shape]) -> bool:
-    """Whether there is a matrix of codes, and one scale, or those of rows or groups of rows."""
+    """Whether there is a matrix of codes, with one scale or those of rows or groups of rows."""
     codes, scales = shapes[:2]
     return len(codes) >= 2 and (all(extent == 1 for extent in scales) or scales[: len(codes) - 1] == codes[:-1])
 
 
 def _in_columns(packed: int) -> Callable[[Sequence[Shape]], bool]:
-    """Whether both are matrices, and each column of codes holds so many columns of scales."""
+    """A test whether both are matrices, and each column of codes holds `packed` columns of scales."""
     return lambda shapes: len(shapes[0]) == len(shapes[1]) == 2 and packed * shapes[0][1] == shapes[1][1]
 
 
 def _as_marlin(shapes: Sequence[Shape]) -> bool:
-    """Whether two columns of codes stand for each column of scales."""
+    """Whether two columns of codes belong to each column of scales."""
     return len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][1] == 2 * shapes[1][1]
 
 
@@ -170,7 +170,7 @@ FORMS: tuple[PackedForm, ...] = (
 )  # fmt: skip
 
 BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale", "input_scale_ub")
-"""What lies beside the weight of a module with activations that are quantised too; plain weights have no use for it."""
+"""The tensors beside the weight of a module with quantised activations; plain weights have no use for them."""
 
 
 def forms_of_packages(names: Collection[str]) -> tuple[PackedForm, ...]:

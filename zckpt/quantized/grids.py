@@ -14,7 +14,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.core.folds import MatrixBlocks
 
 _MOST = 1 << 21
-"""Elements that are computed at once, 8 MiB of fp32; a row of blocks that has more stays whole if it has few rows."""
+"""The most elements that are computed at once, 8 MiB of fp32; a larger row of blocks stays whole if it has few rows."""
 _FEW_ROWS = 256
 
 
@@ -38,22 +38,22 @@ class Grid:
 
     @property
     def down(self) -> int:
-        """Blocks of a matrix from top to bottom."""
+        """The number of blocks in a column of a matrix."""
         return -(-self.rows // self.block_rows)
 
     @property
     def across(self) -> int:
-        """Blocks of a matrix from left to right."""
+        """The number of blocks in a row of a matrix."""
         return -(-self.columns // self.block_columns)
 
     @property
     def is_cut(self) -> bool:
-        """Whether blocks are too large to be in memory whole."""
+        """Whether blocks are too large to be in memory as a whole."""
         return self.block_rows > _FEW_ROWS and self.block_rows * self.columns > _MOST
 
     @property
     def unit(self) -> int:
-        """A number of elements; its multiples hold whole rows of blocks; a row where blocks are cut."""
+        """The elements of a row of blocks; of a single row where blocks are cut."""
         if self.is_cut:
             return max(1, self.columns)
         evenly = self.matrices == 1 or self.rows % self.block_rows == 0

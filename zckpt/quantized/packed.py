@@ -43,11 +43,12 @@ _WEIGHT = re.compile(r"(?:.*\.)?(?:q_?|packed_|int_|quantized_)?weight(?:_packed
 _INTO = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up"))
 _OUT_OF = tuple(f".{name}_proj.weight" for name in ("o", "out", "down"))
 _FEWEST = 8
-"""Numbers in a column of packed bytes. bitsandbytes has blocks of 64 elements, which are 8 numbers of fp32."""
+"""The fewest numbers in a column of packed bytes. bitsandbytes has blocks of 64 elements, which are 8 numbers of fp32.
+"""
 
 
 class Part(NamedTuple):
-    """One tensor that is packed.
+    """A tensor that is packed.
 
     Attributes:
         form: how.
@@ -71,7 +72,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What is packed in a catalog.
+    """The packed tensors of a catalog.
 
     Attributes:
         parts: each tensor that is packed.
@@ -91,12 +92,12 @@ class Packed:
         return join_words(list(dict.fromkeys(part.form.about for part in self.parts)))
 
     def without(self, names: Collection[str], tensors: Mapping[str, TensorEntry]) -> Packed | None:
-        """What is packed beside the tensors with these codes; None if nothing is."""
+        """The packed weights without those with these codes; None if there are no others."""
         return _packed_of([part for part in self.parts if part.codes.name not in names], tensors)
 
 
 def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed | None:
-    """What is packed in a catalog; None if nothing is.
+    """Finds the packed tensors of a catalog; None if there are none.
 
     Args:
         catalog: as stored.
@@ -179,7 +180,7 @@ def _is_column(shape: tuple[int, ...]) -> bool:
 
 
 def _find_integers(tensors: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, list[str]]:
-    """The integers that are called a weight, in a module that has scales -> these scales."""
+    """The integers with the name of a weight, in a module that has scales -> these scales."""
     found = {
         name: name.rpartition(".")[0] for name in names
         if tensors[name].dtype.name in _WHOLE and len(tensors[name].shape) >= 2 and _WEIGHT.fullmatch(name)
@@ -195,7 +196,7 @@ def _find_integers(tensors: Mapping[str, TensorEntry], names: Iterable[str]) -> 
 def check_unpacked(
     entries: Iterable[TensorEntry], packed: Packed | None, quantization: Quantization | None, path: str
 ) -> None:
-    """Makes sure that no tensor that is written is packed, or computed from one that is.
+    """Checks that no tensor that is written is packed, or computed from a packed one.
 
     Args:
         entries: the tensors, with those that zckpt reads as what they stand for.
@@ -231,7 +232,7 @@ def check_unpacked(
 
 
 def _begins_of(entry: TensorEntry) -> Iterator[Fragment]:
-    """Where the tensors begin that a tensor is, or is computed from."""
+    """The first fragments of a tensor, or of the tensors that it is computed from."""
     if entry.fragments and not isinstance(entry.fragments[0].store, DerivedStore):
         yield entry.fragments[0]
     recipes = {id(f.store): f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)}

@@ -23,20 +23,14 @@ if TYPE_CHECKING:
 
 _SCALES = ("_scale_inv", "_scale")
 _OF_INPUTS = ("input_scale", "activation_scale", "input_scale_inv")
-"""Beside a weight: the scale of what goes into its module, which plain weights have no use for."""
+"""Tensors beside a weight with the scale of its module's input; plain weights have no use for them."""
 _OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
-"""Of quantised keys and values, likewise."""
+"""Ends of names of the scales of quantised keys and values; plain weights have no use for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A tensor of fp8 and its scales.
-
-    Attributes:
-        entry: the tensor.
-        scales: one for each block.
-        grid: the blocks.
-    """
+    """A tensor of fp8 and its scales."""
 
     entry: TensorEntry
     scales: TensorEntry
@@ -90,7 +84,7 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
 
 
 def is_fp8(dtype: DType) -> bool:
-    """Whether it is a floating-point dtype of one byte."""
+    """Whether a dtype is a floating-point one of one byte."""
     return dtype.kind == "float" and dtype.itemsize == 1
 
 
@@ -126,7 +120,7 @@ def plain(catalog: Catalog, found: Mapping[str, TensorEntry], gone: Collection[s
 
 
 def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
-    """What a quantised tensor stands for, in fp32 or rounded to a dtype."""
+    """The numbers of a quantised tensor, in fp32 or rounded to a dtype."""
     entry = each.entry
     from zckpt.quantized.dequantise import Dequantised, Narrowed
 
@@ -138,7 +132,7 @@ def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
 
 
 def about(quantization: Quantization | None, found: Collection[str]) -> str:
-    """How a checkpoint's weights are quantised, for a person; empty if they are not."""
+    """The quantisation of a checkpoint's weights, in words; empty if there is none."""
     if quantization is None:
         return f"fp8 with scales ({count(len(found), 'tensor')})" if found else ""
     return f"{quantization.about} ({count(len(found), 'tensor')} of fp8 with scales)" if found else quantization.about

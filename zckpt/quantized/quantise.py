@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 _LEAST = 1e-12
 _LARGEST = 448.0
 _AT_ONCE = 1 << 20
-"""Elements that are looked at together for a scale of scales."""
+"""The most elements that are read together for a scale of scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What quantising has done to a tensor.
+    """Counts what quantising did to a tensor.
 
     Attributes:
         elements: that were quantised here; fewer than the tensor has if an earlier run or another process made some.
@@ -57,11 +57,7 @@ class Measured:
 
 
 class Second:
-    """A scale of scales, which tensors that servers of models join have together.
-
-    Args:
-        entries: these tensors.
-    """
+    """A scale of scales that several tensors share, because servers of models join them. `entries`: these tensors."""
 
     def __init__(self, entries: tuple[TensorEntry, ...]) -> None:
         self.entries = entries
@@ -85,7 +81,7 @@ class Second:
 
 
 class Quantiser:
-    """One tensor's way to codes; its recipes, of scales and elements, share what they find.
+    """The quantisation of one tensor; the recipes of its scales and of its elements share what they find.
 
     Args:
         entry: of floats, read as fp32.
@@ -114,7 +110,7 @@ class Quantiser:
 
     @property
     def measured(self) -> Measured:
-        """What has been found so far."""
+        """The counts so far."""
         return self._measured
 
     def scales(self, first: int, last: int, tools: Tools) -> Floats:
@@ -143,7 +139,7 @@ class Quantiser:
         return kept.reshape(-1)  # type: ignore[no-any-return]
 
     def give(self, first: int, last: int, tools: Tools) -> Floats:
-        """The same, for the output; when all have been given, they are kept no longer."""
+        """The scales of rows of blocks [first, last) for the output; when all have been given, they are freed."""
         found = self.scales(first, last, tools)
         with self._lock:
             self._given += last - first
@@ -209,11 +205,7 @@ class Quantiser:
         return top
 
     def _scales_of(self, largest: Floats, tools: Tools) -> Floats:
-        """The scales of blocks with these largest magnitudes.
-
-        Raises:
-            CastError: one is infinite or NaN.
-        """
+        """The scales of blocks with these largest magnitudes. Raises CastError if one is infinite or NaN."""
         import numpy as np
 
         if not np.isfinite(largest).all():
@@ -232,7 +224,7 @@ class Quantiser:
         return rounded_to(scales, self.dtype)
 
     def _count(self, row: int, rows: int, largest: float, rounded: Rounded) -> None:
-        """Adds what became of rows, once for each."""
+        """Counts the effect on rows, once for each."""
         with self._lock:
             if not self._seen:
                 self._seen = bytearray(self.grid.matrices * self.grid.rows)
@@ -257,28 +249,24 @@ class Elements:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The tensor."""
         return _inputs_of(self.quantiser)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The blocks, and the dtype of scales."""
         return ("elements", *self.quantiser.facts)
 
     @property
     def unit(self) -> int:
-        """Whole rows of blocks."""
         grid = self.quantiser.grid
         return grid.unit // max(1, grid.columns) * self._stored_columns
 
     @property
     def _stored_columns(self) -> int:
-        """Elements that a row has as it is stored."""
+        """The elements of a row as it is stored."""
         columns, target = max(1, self.quantiser.grid.columns), self.quantiser.target
         return columns if target is None else target.stored_columns(columns)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; the bits of fp8, or bytes and words with several codes."""
         import numpy as np
 
         across, target = self._stored_columns, self.quantiser.target
@@ -293,34 +281,30 @@ class Elements:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The recipe of its scales."""
+    """The recipe of a quantised tensor's scales."""
 
     quantiser: Quantiser
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The tensor."""
         return _inputs_of(self.quantiser)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The blocks, and the dtype of scales."""
         return ("scales", *self.quantiser.facts)
 
     @property
     def unit(self) -> int:
-        """A row of blocks."""
         return max(1, self.quantiser.grid.across)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; bits of dtypes that numpy lacks."""
         across = max(1, self.quantiser.grid.across)
         found = self.quantiser.give(start // across, stop // across, tools)
         return stored_bits(found, self.quantiser.dtype, tools)
 
 
 def _inputs_of(quantiser: Quantiser) -> tuple[TensorEntry, ...]:
-    """The tensor, and those with which it has a scale of scales."""
+    """The tensor, with those that share its scale of scales."""
     second = () if quantiser.second is None else quantiser.second.entries
     return (quantiser.entry, *(entry for entry in second if entry is not quantiser.entry))
 
@@ -335,11 +319,9 @@ class SecondScale:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """All tensors that have it."""
         return self.second.entries
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
         import numpy as np
 
         return np.full(stop - start, self.second.value(tools), np.float32)
@@ -354,19 +336,18 @@ class ShapeOf:
     facts: tuple[object, ...] = ("shape",)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
         import numpy as np
 
         return np.array(self.inputs[0].shape, np.int64)[start:stop]
 
 
 def quantise_entry(entry: TensorEntry, quantiser: Quantiser) -> TensorEntry:
-    """The tensor's elements."""
+    """The elements of a quantised tensor."""
     return derive_entry(entry.name, entry.shape, F8_E4M3, Elements(quantiser), entry.role)
 
 
 def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntry]:
-    """The tensors that stand for one in a form of compressed-tensors: codes, scales and what else it has."""
+    """The tensors for one tensor in a form of compressed-tensors: codes, scales and what else the form has."""
     entry, grid, (dtype, end) = quantiser.entry, quantiser.grid, target.codes
     *lead, columns = entry.shape
     stored = (*lead, target.stored_columns(columns))
@@ -382,7 +363,8 @@ def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntr
 
 
 def carried_entries(entry: TensorEntry, target: Target) -> dict[str, TensorEntry] | None:
-    """What a source that has a tensor in this very form stores for it, under the form's names; None if it has it in no such form.
+    """The tensors that a source stores for a tensor in this very form, under the form's names; None if it has another
+    form.
 
     Numbers quantised again have other scales: the largest one of a block of int4 is 7 / 7.5 of what it was made from.
     """
@@ -418,7 +400,7 @@ def carried_entries(entry: TensorEntry, target: Target) -> dict[str, TensorEntry
 
 
 def carried_fp8(entry: TensorEntry, grid: Grid, dtype: DType) -> tuple[TensorEntry, TensorEntry] | None:
-    """The elements and scales of a source that has a tensor in fp8 with these blocks; None if it has it not."""
+    """The elements and scales of a source that has a tensor in fp8 with these blocks; None if it does not."""
     recipe = _recipe_of(entry)
     if not isinstance(recipe, Dequantised) or recipe.grid != grid or recipe.inputs[0].dtype != F8_E4M3:
         return None
@@ -426,7 +408,7 @@ def carried_fp8(entry: TensorEntry, grid: Grid, dtype: DType) -> tuple[TensorEnt
 
 
 def _recipe_of(entry: TensorEntry) -> object:
-    """How a tensor is computed as a whole, before it was rounded to a dtype; None if it is not."""
+    """The recipe of a tensor as a whole, before it was rounded to a dtype; None if it is not computed."""
     if len(entry.fragments) != 1:
         return None
     fragment = entry.fragments[0]

@@ -30,7 +30,7 @@ Rows = Callable[[int, int, Tools], Any]
 
 _AT_ONCE = 1 << 18
 _AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble in which each of eight columns is."""
+"""The nibble of each of eight columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,13 @@ class RowsAgain:
 
     @property
     def unit(self) -> int:
-        """A row."""
         return max(1, self.width)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """That it is another reading."""
         return ("again", self.width)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
         import numpy as np
 
         found = np.empty(stop - start, np.float32)
@@ -75,7 +72,7 @@ class RowsAgain:
 
 
 def stored_again(entry: TensorEntry, own: Tensors) -> dict[str, TensorEntry]:
-    """The tensors of an output that hold a quantised one as it is stored: their bytes are those of the source's.
+    """The tensors of an output that hold a quantised tensor as stored; their bytes are those of the source's.
 
     Args:
         entry: what `derive_again` found for it.
@@ -97,7 +94,7 @@ def stored_again(entry: TensorEntry, own: Tensors) -> dict[str, TensorEntry]:
 def derive_again(
     tensors: Tensors, config: Mapping[str, Any], values: Callable[[TensorEntry], Any]
 ) -> dict[str, TensorEntry]:
-    """The tensors that quantised ones stand for, by their plain names.
+    """The tensors of quantised ones' numbers, by their plain names.
 
     Args:
         tensors: as stored.
@@ -124,7 +121,7 @@ Made = tuple[str, tuple[int, ...], tuple[TensorEntry, ...], int, Rows]
 
 
 def _window(entry: TensorEntry, width: int, rows: tuple[int, int], columns: tuple[int, int], tools: Tools) -> Any:
-    """A part of a matrix of so many columns, as it is stored."""
+    """A part of a stored matrix of `width` columns."""
     import numpy as np
 
     (top, bottom), (left, right) = rows, columns
@@ -134,7 +131,7 @@ def _window(entry: TensorEntry, width: int, rows: tuple[int, int], columns: tupl
 
 
 def _bits(words: Any, size: int, places: Any, bits: int) -> Any:
-    """The codes at places, in bits, of streams that lie along the first dimension of words of so many bits."""
+    """The codes at bit positions `places`, of streams along the first dimension of words of `size` bits."""
     import numpy as np
 
     wide = (
@@ -146,7 +143,7 @@ def _bits(words: Any, size: int, places: Any, bits: int) -> Any:
 
 
 def _bytes_of(tools: Tools, entry: TensorEntry, first: int, last: int, width: int) -> Any:
-    """Rows of so many bytes of a tensor of any dtype."""
+    """Rows of `width` bytes of a tensor of any dtype."""
     import numpy as np
 
     size = entry.dtype.itemsize
@@ -236,7 +233,7 @@ def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[
 
 
 def _weight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
-    """Elements with a name for scales beside their own: of a byte each, or two in a byte."""
+    """The numbers of elements with scales beside them, by name: one element a byte, or two."""
     name = entry.name
     scales = next(
         (tensors[name + end] for end in ("_scale_inv", "_scale", "_weight_scale") if name + end in tensors), None
@@ -429,4 +426,4 @@ _ENDS: tuple[tuple[str, Callable[..., Made | None]], ...] = (
     ("_packed", _by_packed), ("_blocks", _blocks), ("qweight", _qweight), ("SCB", _scb), ("_qdata", _qdata), (":qdata", _qdata),
     (".quant_state.bitsandbytes__nf4", _four_bits), (".quant_state.bitsandbytes__fp4", _four_bits), ("", _weight),
 )  # fmt: skip
-"""How names of tensors end, and what reads those that are called so."""
+"""Ends of tensors' names -> the function that reads such tensors."""

@@ -26,16 +26,18 @@ _FORMS: dict[str, tuple[str, tuple[int, int], float, DType, str]] = {
     "mxfp4": ("fp4", (1, 32), 0, U8, "_packed"), "mxfp8": ("fp8", (1, 32), 0, F8_E4M3, ""),
     "int4": ("int", (1, 128), 7.5, I32, "_packed"), "int8": ("int", (1, 0), 127.5, I8, ""),
 }  # fmt: skip
-"""Numbers, rows and columns of a block (0 for all), what the largest is divided by, and how codes are stored."""
+"""Form -> the numbers, the rows and columns of a block (0 for all), the divisor of the largest one, and how codes are
+stored.
+"""
 _AT_ONCE = 1 << 18
 _SECOND = -1
-"""The key of the scale of scales among what is kept."""
+"""The key of the scale of scales in the cache."""
 
 
 def quantise_again(
     entry: TensorEntry, scheme: str, group: int | None, scales: DType, together: Sequence[TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """The tensors that an output has of one: name -> tensor.
+    """The tensors that an output has for one tensor: name -> tensor.
 
     Args:
         entry: the numbers.
@@ -67,7 +69,7 @@ def quantise_again(
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """One tensor, and how blocks lie over it."""
+    """A tensor, with the blocks over it."""
 
     entry: TensorEntry
     scheme: str
@@ -83,7 +85,7 @@ class _Blocks:
     kept: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def largest(self, band: int, tools: Tools) -> Any:
-        """The largest magnitudes in a row of blocks; those of tall ones are kept."""
+        """The largest magnitudes in a row of blocks; those of tall blocks are cached."""
         import numpy as np
 
         if band in self.kept:
@@ -178,21 +180,17 @@ class _Again:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The tensor, and those beside it."""
         return (self.blocks.entry, *(one for one in self.blocks.together if one is not self.blocks.entry))
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """That it is another computation."""
         return ("again", self.blocks.scheme, self.across, self.is_scales, self.is_second)
 
     @property
     def unit(self) -> int:
-        """A row, or a row of blocks."""
         return max(1, self.across)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
         import numpy as np
 
         blocks, first, last = self.blocks, start // self.unit, -(-stop // self.unit)
@@ -216,7 +214,7 @@ class _Again:
 
 
 def _numbers(kind: str) -> Any:
-    """The numbers from 0 on that codes of a kind stand for, in order."""
+    """The numbers from 0 on that the codes of a kind stand for, in order."""
     import numpy as np
 
     digits, powers = {"fp4": (1, range(-1, 3)), "fp8": (3, range(-7, 9))}[kind]
@@ -226,7 +224,7 @@ def _numbers(kind: str) -> Any:
 
 
 def _nearest(numbers: Any, table: Any) -> Any:
-    """The place of the nearest number of a table; of two as near, the even place."""
+    """The index of the nearest number of a table; of two equally near ones, the even index."""
     import numpy as np
 
     above = np.clip(np.searchsorted(table, numbers), 1, len(table) - 1)
@@ -235,7 +233,7 @@ def _nearest(numbers: Any, table: Any) -> Any:
 
 
 def _digits(numbers: Any, dtype: DType) -> Any:
-    """Positive numbers rounded to the digits that a dtype has."""
+    """Positive numbers rounded to the digits of a dtype."""
     import numpy as np
 
     digits, least = {BF16: (8, -133), F16: (11, -24)}.get(dtype, (24, -149))

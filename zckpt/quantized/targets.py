@@ -53,11 +53,11 @@ class Target:
 
     @property
     def has_second(self) -> bool:
-        """Whether there is a scale of scales too."""
+        """Whether the form has a scale of scales."""
         return self.scales == F8_E4M3
 
     def stored_columns(self, columns: int) -> int:
-        """Elements of a row of codes as they are stored."""
+        """The elements of a row of codes as they are stored."""
         return -(-columns * self.bits // (8 * self.codes[0].itemsize))
 
     def scales_of(self, largest: Floats, weights: DType, second: float | None, stored: DType, tools: Tools) -> Floats:

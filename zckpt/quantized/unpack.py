@@ -38,17 +38,18 @@ _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 _INTO_INT8 = 0.007874015718698502
 """1 / 127 in fp32, as bitsandbytes has it."""
 _MOST_VALUES = 1 << 16
-"""Bytes of a shape or of a state in JSON."""
+"""The most bytes of a shape, or of a state in JSON."""
 
 Values = Mapping[str, Any]
-"""Name -> the elements of tensors that say how others are packed."""
+"""Name -> the elements of the tensors that tell how others are packed."""
 Reader = Callable[[Part, Quantization, Values], Coded | None]
 
 
 def unpack(
     catalog: Catalog, packed: Packed, quantization: Quantization | None, dtype: DType | None
 ) -> dict[str, TensorEntry]:
-    """The tensors that packed ones stand for: name of the codes -> the tensor. What zckpt does not read is not among them.
+    """The tensors of packed ones' numbers: name of the codes -> the tensor. Forms that zckpt does not read are left
+    out.
 
     Args:
         catalog: as stored.
@@ -85,7 +86,7 @@ def unpack(
 
 
 def _telling(part: Part) -> Iterable[TensorEntry]:
-    """The tensors with elements that say how others are packed."""
+    """The tensors with elements that tell how others are packed."""
     if part.form.read == "bnb4":
         yield part.codes
     yield from (part.others[end] for end in ("_shape", "weight_format") if end in part.others)
@@ -144,7 +145,7 @@ def _in_groups(
     *,
     divides: bool = False,
 ) -> Coded:
-    """Rows of bytes, with a scale for so many elements."""
+    """The numbers of rows of bytes, with a scale for every `group` elements."""
     codes, scales = part.codes, part.beside[0]
     *lead, stored = codes.shape or (1,)
     columns = stored * 8 // bits
@@ -224,7 +225,9 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
 
 
 def _grid_of_groups(part: Part, shape: tuple[int, ...], scales: TensorEntry, said: list[Mapping[str, Any]]) -> Grid:
-    """Where scales are for one tensor, a row each, or for groups of columns: as the config says, if it says anything."""
+    """The grid of scales for one tensor (a row each) or for groups of columns, as the config has it, if it says
+    anything.
+    """
     grid = grid_of(shape, scales.shape, BLOCK, has_groups=True)
     if grid is None:
         raise _misfit(
@@ -257,7 +260,7 @@ def _of_torchao(part: Part, known: Quantization, values: Values) -> Coded | None
 
 
 def _of_bytes(part: Part, name: str, grid: Grid | None, zeros: str) -> Coded:
-    """Elements of a byte, with scales and perhaps zero points for blocks."""
+    """The numbers of elements of one byte, with scales and perhaps zero points for blocks."""
     codes, scales, points = part.codes, part.beside[0], part.others.get(zeros)
     if grid is None:
         raise _misfit(part, "scales", scales, "one, one for each row, or one for each block")

@@ -1,4 +1,4 @@
-"""Recomputing activations in the backward: what DeepSpeed scripts find under `deepspeed.checkpointing`.
+"""Recomputes activations in the backward: the functions under DeepSpeed's `deepspeed.checkpointing`.
 
 x = checkpointing.checkpoint(block, x)      # the backward calls block again instead of keeping what it computed
 
@@ -96,7 +96,7 @@ def _with_times(function: Callable[..., Any], chosen: CheckpointingOptions) -> C
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same as `checkpoint`, by the name that DeepSpeed has for this form."""
+    """As `checkpoint`, under DeepSpeed's name for this form."""
     return checkpoint(function, *args)
 
 
@@ -138,7 +138,7 @@ def configure(
 
 
 def configure_once(section: ActivationSection) -> None:
-    """Sets what the config of an engine says, unless the script has called `configure` itself."""
+    """Sets the config of an engine, unless the script has called `configure` itself."""
     if not is_configured() and section != ActivationSection():
         global _options
         _options = _from(section)

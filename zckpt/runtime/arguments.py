@@ -29,10 +29,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> Any:
-    """The one config of the three places where a script may give it; None for none.
-
-    Raises:
-        UsageError: it is given both in the arguments and to `initialize`.
+    """The config from any of the three places where a script may give it; None for none. Raises UsageError if it is
+    given both in the arguments and to `initialize`.
     """
     names = ("deepspeed_config", "deepscale_config")
     given_by_args = [value for name in names if (value := getattr(args, name, None)) is not None]

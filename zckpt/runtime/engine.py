@@ -134,10 +134,8 @@ class Engine(TrainingRun):
     coalesce_grad_reduction = of_part("_batches", Batches.coalesce_grad_reduction)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward, with its arguments and its result. Every rank calls it.
-
-        Raises:
-            UsageError: a parameter is used outside of the module that it is gathered with; the error names both.
+        """The model's forward, with its arguments and its result. Every rank calls it. Raises UsageError if a parameter
+        is used outside of the module that it is gathered with; the error names both.
         """
         if self.settings.config.fp16.enabled and self.settings.config.fp16.auto_cast:
             inputs, kwargs = tree_map(_to_half, (inputs, kwargs))
@@ -153,12 +151,8 @@ class Engine(TrainingRun):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss multiplied by the loss scale of fp16, for `engine.scale(loss).backward()`; without fp16 as it is.
-
-        Args:
-            loss: one number; it is not divided by the micro batches of a step: its backward does that.
-
-        Raises:
-            UsageError: there is no optimizer, or the loss has more than one element.
+        `loss`: one number; it is not divided by the micro batches of a step: its backward does that. Raises UsageError
+        if there is no optimizer, or the loss has more than one element.
         """
         self._need_optimizer("scale")
         _check_loss(loss, "scale")
@@ -195,14 +189,9 @@ class Engine(TrainingRun):
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Updates the weights after the last micro batch of a step; after any other, counts the micro batch. Every rank calls it.
-
-        Args:
-            lr_kwargs: arguments for the schedule's `step`.
-
-        Raises:
-            UsageError: there is no optimizer.
-            CastError: fp16 gradients overflow at the smallest loss scale.
+        """Updates the weights after the last micro batch of a step; after any other, counts the micro batch. Every rank
+        calls it. `lr_kwargs`: arguments for the schedule's `step`. Raises UsageError if there is no optimizer,
+        CastError if fp16 gradients overflow at the smallest loss scale.
         """
         self._need_optimizer("step")
         assert self.optimizer is not None
@@ -225,9 +214,7 @@ class Engine(TrainingRun):
 
     def apply_gradients(self) -> None:
         """Updates the weights from the gradients that there are, and drops these: what the optimizer's `step` does.
-
-        Raises:
-            CastError: fp16 gradients overflow at the smallest loss scale.
+        Raises CastError if fp16 gradients overflow at the smallest loss scale.
         """
         if self._stepping:
             self._update()
@@ -351,12 +338,7 @@ class Engine(TrainingRun):
         return float(self._sum_over_shards(squares[None], self._masters).sum().sqrt())
 
     def _sum_over_shards(self, sums: torch.Tensor, masters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sums over the ranks that hold rows of the same parameters; a replicated one counts once.
-
-        Args:
-            sums: shape (rows, parameters).
-            masters: the parameters.
-        """
+        """Sums over the ranks that hold rows of the same parameters; a replicated one counts once."""
         if self.sharded.size == 1:
             return sums
         if self._replicated and self.sharded.rank:

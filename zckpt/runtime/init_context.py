@@ -122,7 +122,7 @@ class Init:
 
 
 def _follow_rank_0() -> torch.Tensor | None:
-    """Gives the random generator rank 0's state. Returns its own state, if that was another, to restore it later."""
+    """Gives the random generator rank 0's state. Returns its own state if that differed, so that it can be restored."""
     mine = torch.get_rng_state()
     first = mine.clone()
     if dist.get_world_size() == 1:
@@ -184,14 +184,14 @@ def _is_gatherable(tensor: torch.Tensor) -> bool:
 
 
 def _order(parameter: torch.Tensor) -> tuple[int, str]:
-    """A key that sorts parameters alike on all ranks, also if they come out of a set."""
+    """A sort key that orders parameters alike on all ranks, even if they come out of a set."""
     rows = rows_held_by(parameter) if isinstance(parameter, nn.Parameter) else None
     sharded = sharded_parameter_of(parameter)
     return -1 if rows is None else rows.number, "" if sharded is None else sharded.name
 
 
 def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], None]]:
-    """A parameter made whole, and a function that undoes it; called with True, it keeps the changes."""
+    """Gathers a parameter; returns it with a function that undoes this, and keeps the changes if called with True."""
     sharded = sharded_parameter_of(parameter)
     if sharded is not None:
         return _gather_sharded(sharded)
@@ -247,7 +247,7 @@ def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[
 def _gather_held(
     sharded: ShardedParameter, held: nn.Parameter, part: torch.Tensor
 ) -> tuple[nn.Parameter, Callable[[bool], None]]:
-    """The same for a parameter that the modules hold whole: inside, its numbers are the masters'."""
+    """As `_gather`, for a parameter that the modules hold whole: inside, its numbers are the masters'."""
     sharded.take_up()
     mesh, rounded = sharded.weight.device_mesh, held.data  # type: ignore[attr-defined]
     held.data = gather_rows(part.to(mesh.device_type), sharded.shape, mesh.get_group("shard"))

@@ -88,7 +88,7 @@ class Loader:
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Sets the position: the next batch is the one after it."""
+        """Sets the position; the batch after it is the next one."""
         self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
 
 

@@ -1,4 +1,5 @@
-"""One parameter of a model that trains: its fp32 weight, its gradient, its optimizer states, whole or this rank's rows.
+"""Reads and writes one parameter of a model that trains: its fp32 weight, gradient and optimizer states, whole or this
+rank's rows.
 
 For scripts, under DeepSpeed's names in `utils`. A parameter is what the engine's module holds (`engine.module.head.weight`).
 Every rank calls the functions of whole tensors, with the same parameters in the same order; those of local parts are each rank's
@@ -41,10 +42,8 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives every rank its rows of a whole fp32 weight, which all ranks have.
-
-    Raises:
-        UsageError: `value` has another shape.
+    """Gives every rank its rows of a whole fp32 weight, which all ranks have. Raises UsageError if `value` has another
+    shape.
     """
     if (one := _sharded_of(param)) is not None:
         _write_part(one.part(), _rows_of(one, value))
@@ -56,10 +55,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """A whole optimizer state, such as `exp_avg`, in new memory; zeros before the first step, None without an optimizer.
-
-    Raises:
-        UsageError: the optimizer has no such state.
+    """A whole optimizer state, such as `exp_avg`, in new memory; zeros before the first step, None without an
+    optimizer. Raises UsageError if the optimizer has no such state.
     """
     one = _sharded_of(param)
     part = None if one is None else _state(one, optim_state_key)
@@ -68,10 +65,8 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Gives every rank its rows of a whole optimizer state, which all ranks have.
-
-    Raises:
-        UsageError: `value` has another shape, the optimizer has no such state, or has made no step yet.
+    """Gives every rank its rows of a whole optimizer state, which all ranks have. Raises UsageError if `value` has
+    another shape, the optimizer has no such state, or has made no step yet.
     """
     if (one := _sharded_of(param)) is not None:
         _write_part(_stored_state(one, optim_state_key), _rows_of(one, value))
@@ -96,10 +91,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives every rank its rows of a whole gradient, which all ranks have; without one before, nothing happens.
-
-    Raises:
-        UsageError: `value` has another shape.
+    """Gives every rank its rows of a whole gradient, which all ranks have; without one before, nothing happens. Raises
+    UsageError if `value` has another shape.
     """
     one = _sharded_of(param)
     part = None if one is None else _gradient(one)
@@ -110,7 +103,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Replaces the gradient of each parameter by what a function makes of it and the parameter."""
+    """Replaces the gradient of each parameter by the result of a function of it and the parameter."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -166,10 +159,8 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _sharded_of(param: torch.Tensor) -> ShardedParameter | None:
-    """What this rank holds of a parameter; None if it is not trained.
-
-    Raises:
-        UsageError: it is not a parameter of a model that `initialize` got.
+    """The part of a parameter that this rank holds; None if it is not trained. Raises UsageError if it is not a
+    parameter of a model that `initialize` got.
     """
     one = sharded_parameter_of(param)
     if one is None:
@@ -209,7 +200,7 @@ def _write_part(part: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _gradient(one: ShardedParameter) -> torch.Tensor | None:
-    """This rank's rows of the gradient, in its own memory; None where it is not reduced yet, or there is none."""
+    """This rank's rows of the gradient, in its own memory; None if it is not reduced yet, or there is none."""
     grad = one.weight.grad
     if grad is None:
         return None if one.master is None else one.master.grad

@@ -1,4 +1,4 @@
-"""From a model and a config to an engine.
+"""Makes an engine from a model and a config.
 
 For scripts, as `zckpt.runtime.initialize`. The config is checked before the model is touched.
 """
@@ -47,7 +47,7 @@ _numbers = itertools.count()
 _OWN = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "dump_state", "steps_per_print",
         "wall_clock", "memory_breakdown", "log_level", "aio", "zero_optimization.offload_optimizer.nvme_path",
         "zero_optimization.offload_param.nvme_path")  # fmt: skip
-"""Keys of a config that may differ from rank to rank, by their beginnings."""
+"""The beginnings of config keys that may differ from rank to rank."""
 
 
 def initialize(
@@ -163,7 +163,7 @@ def initialize(
 
 
 def _facts(settings: Settings, model: nn.Module, optimizer: object) -> dict[str, str]:
-    """What has to be the same on all ranks: config, parameters, versions. What a rank shows and logs is its own matter."""
+    """The facts that must be equal on all ranks: config, parameters, versions. What a rank shows and logs may differ."""
     facts = {path: json.dumps(value) for path, value in flatten(settings.raw).items() if not path.startswith(_OWN)}
     for name, one in model.named_parameters():
         shape, dtype = list(getattr(one, "ds_shape", one.shape)), str(one.dtype).removeprefix("torch.")
@@ -183,10 +183,8 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _check(settings: Settings, optimizer: object, lr_scheduler: object, *, trains: bool) -> None:
-    """Checks config and arguments against each other.
-
-    Raises:
-        UsageError: they contradict each other, or an argument is of no use.
+    """Checks config and arguments against each other. Raises UsageError if they contradict each other, or an argument
+    is of no use.
     """
     stage = settings.zero.stage
     if not trains and stage in (1, 2):
@@ -229,7 +227,7 @@ def _check_schedule(lr_scheduler: object, *, over_given: bool) -> None:
 
 
 def _log_unused(settings: Settings) -> None:
-    """Logs which keys of the config change nothing, and why."""
+    """Logs the keys of the config that change nothing, with the reasons."""
     logger = logging.getLogger("zckpt")
     if not logger.hasHandlers():  # the script has set up no logging: notes go to stderr
         logger.addHandler(logging.StreamHandler())
@@ -249,7 +247,7 @@ def _log_unused(settings: Settings) -> None:
 def _log_chosen(
     settings: Settings, batch: BatchSizes, optimizer: object, lr_scheduler: object, *, trains: bool
 ) -> None:
-    """Logs the config with all that was computed, and which of two optimizers or schedules is taken."""
+    """Logs the config with all computed values, and which of two optimizers or schedules is used."""
     config = settings.config
     for name, given, own in (
         ("optimizer", optimizer, config.optimizer.type),
@@ -288,7 +286,7 @@ def _precision(settings: Settings, *, trains: bool) -> Precision:
 
 
 def _schedule(settings: Settings, given: Any, optimizer: Optimizer) -> Any:
-    """The schedule: the given one, what the given class or function makes, or the config's; None without any."""
+    """The schedule: the given one, one from the given class or function, or the config's; None without any."""
     if given is not None:
         return given(optimizer) if callable(given) else given
     config = settings.config.scheduler

@@ -1,4 +1,4 @@
-"""A run: the sharded model with everything that its training consists of, and what scripts ask of it.
+"""A run: the sharded model with its optimizer, schedule and counters, and the answers that scripts ask of it.
 
 For `engine`, which trains a run, and `saves`, which save and load one.
 """
@@ -25,12 +25,7 @@ from zckpt.runtime.world import World
 
 
 class MissingAttribute(AttributeError):
-    """An attribute that neither the engine nor its model has.
-
-    Args:
-        engine: that was asked.
-        name: of the attribute.
-    """
+    """An attribute that neither the engine nor its model has."""
 
     def __init__(self, engine: TrainingRun, name: str) -> None:
         super().__init__(name=name, obj=engine)
@@ -179,7 +174,9 @@ class TrainingRun(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside reduce no gradients between ranks; the next backward outside reduces all of them."""
+        """Makes backwards inside the context reduce no gradients between ranks; the next one outside reduces all of
+        them.
+        """
         before = self._boundary, self.inside_no_sync_ctxt
         self._boundary, self.inside_no_sync_ctxt = False, True
         try:
@@ -197,7 +194,7 @@ class TrainingRun(nn.Module):
             self.whole.gather()
 
     def reshard(self) -> None:
-        """Frees the parameters that were gathered, when the parts have what scripts have written to them."""
+        """Frees the gathered parameters, once the parts have what scripts have written to them."""
         self.copies.give_back()
         if self.whole is not None:
             self.whole.take_up()

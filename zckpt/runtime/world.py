@@ -1,4 +1,4 @@
-"""Who takes part: ranks, device, process groups.
+"""The participants of a run: ranks, device, process groups.
 
 For `start`, `init_context` and `sharding`. A process group that exists is used, or one is made from torchrun's variables;
 without either, one process trains alone.
@@ -30,7 +30,7 @@ default_pg_timeout = timedelta(minutes=_MINUTES)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks, and this one."""
+    """All ranks, and this one among them."""
 
     rank: int
     size: int
@@ -103,10 +103,8 @@ def init_distributed(
 def mesh_of(zero: Zero, world: World) -> DeviceMesh:
     """The ranks as (replicate, shard): parameters are cut over the last dim and repeated over the first.
 
-    Stage 0 shards over one rank. MiCS shards over groups of neighbours.
-
-    Raises:
-        UsageError: a group size does not divide the number of ranks.
+    Stage 0 shards over one rank. MiCS shards over groups of neighbours. Raises UsageError if a group size does not
+    divide the number of ranks.
     """
     size = 1 if zero.stage == 0 else world.size
     for name, value in (
@@ -136,6 +134,6 @@ def rows_of(length: int, size: int, rank: int) -> range:
 
 
 def elements_of(shape: Sequence[int], size: int, rank: int) -> tuple[int, int]:
-    """The elements of a tensor, row-major, in the rows that one of `size` ranks holds: the first, and how many."""
+    """The elements, row-major, in the rows of a tensor that one of `size` ranks holds: the first, and their number."""
     rows, width = rows_of(shape[0], size, rank), math.prod(shape[1:])
     return rows.start * width, len(rows) * width

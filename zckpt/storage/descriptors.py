@@ -1,7 +1,4 @@
-"""Opens the files of a run when they are needed, at most `MOST_STORES` at once, and checks that no source has changed.
-
-For `engine.move` and `engine.scan`.
-"""
+"""Opens the files of a run when they are needed, at most `MOST_STORES` at once, and checks that no source has changed."""
 
 from __future__ import annotations
 
@@ -104,11 +101,8 @@ class OpenFiles:
         return fd
 
     def check_sources(self) -> None:
-        """Checks that no source changed while it was read.
-
-        Raises:
-            CorruptError: a source was removed.
-            InconsistentError: a source was changed.
+        """Checks that no source changed while it was read. Raises CorruptError if a source was removed,
+        InconsistentError if a source was changed.
         """
         for path, store in self._seen.items():
             try:

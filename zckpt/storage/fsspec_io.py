@@ -129,12 +129,8 @@ def _options(address: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_zckpt_errors(address: str) -> Iterator[None]:
-    """Turns exceptions of a backend into zckpt's errors.
-
-    Raises:
-        NotACheckpointError: there is no such file.
-        AccessError: it may not be read or written.
-        RemoteError: the backend failed in another way.
+    """Turns exceptions of a backend into zckpt's errors. Raises NotACheckpointError if there is no such file,
+    AccessError if it may not be read or written, RemoteError if the backend failed in another way.
     """
     try:
         yield
@@ -310,9 +306,6 @@ class Fetch:
     Args:
         ranges: of files.
         waits: whether nobody does anything else meanwhile; a single request is then made by who asks for the result.
-
-    Attributes:
-        nbytes: that are fetched.
     """
 
     def __init__(self, ranges: Sequence[Range], *, waits: bool = False) -> None:
@@ -451,13 +444,7 @@ def patiently(address: str, attempt: Callable[[], T]) -> T:
 
 
 class RemoteFile:
-    """One file open for reading. Keeps a few blocks, so that reading a header takes one request instead of ten.
-
-    Args:
-        address: of the file.
-        size: its bytes.
-        identity: as in `FileStore`.
-    """
+    """One file open for reading. Keeps a few blocks, so that reading a header takes one request instead of ten."""
 
     def __init__(self, address: str, size: int, identity: tuple[int, int, int] = (0, 0, 0)) -> None:
         self.size = size

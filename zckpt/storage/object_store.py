@@ -30,12 +30,7 @@ _FILES = {"endpoint_url", "services", "s3"}
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """One bucket.
-
-    Args:
-        bucket: its name.
-        store: obstore's.
-    """
+    """One bucket."""
 
     bucket: str
     store: Any

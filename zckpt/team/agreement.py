@@ -1,7 +1,4 @@
-"""Whether several processes have the same job before any of them begins.
-
-For `output.publish`.
-"""
+"""Whether several processes have the same job before any of them begins."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from zckpt.team.together import Team, here
 
 
 def agree(team: Team, job: str, out: str) -> None:
-    """Makes sure that all processes have the same job.
+    """Checks that all processes have the same job.
 
     Args:
         team: the processes.
@@ -60,6 +57,6 @@ def refuse_several(out: object) -> None:
 
 
 def share_of(pace: Pace) -> Pace:
-    """A process's share of a pace: a limit on bytes per second is that of all processes together."""
+    """A process's share of a pace: a limit on bytes per second is shared by all processes."""
     rate = pace["bytes_per_s"]
     return pace if rate is None else {**pace, "bytes_per_s": max(1, rate // here().size)}

@@ -29,11 +29,8 @@ _POLL_S = 0.1
 
 
 def read_hostfile(path: str) -> Hosts:
-    """The machines of a hostfile, with the lines `NAME slots=N`.
-
-    Raises:
-        NotACheckpointError: there is no such file.
-        UsageError: a line has another form, a machine stands there twice, or there is none.
+    """The machines of a hostfile, with the lines `NAME slots=N`. Raises NotACheckpointError if there is no such file;
+    UsageError if a line has another form, a machine stands there twice, or there is none.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -103,7 +100,7 @@ def choose(hosts: Hosts, include: str, exclude: str) -> Hosts:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name means this machine."""
+    """Whether a name stands for this machine."""
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
 
 
@@ -137,14 +134,8 @@ def _exports() -> Iterator[str]:
 
 
 def start_all(commands: Mapping[str, Sequence[str]]) -> int:
-    """Starts one command for each machine and waits; if one fails, the others are ended.
-
-    Returns:
-        0, or the exit status of the first that failed.
-
-    Raises:
-        UsageError: there is no ssh.
-        RemoteError: ssh could not reach a machine.
+    """Starts one command for each machine and waits; if one fails, the others are ended. Returns 0, or the exit status
+    of the first that failed. Raises UsageError if there is no ssh, RemoteError if ssh could not reach a machine.
     """
     distant = [host for host, command in commands.items() if command[0] == "ssh"]
     if distant and shutil.which("ssh") is None:

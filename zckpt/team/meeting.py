@@ -22,16 +22,16 @@ from zckpt.base.words import ranks
 from zckpt.team.rendezvous import Rendezvous, StoreRendezvous, default_store, own_connection, wait_for_notes
 
 ENTRY_S = 45.0
-"""How long a meeting waits for ranks that should come at the same moment."""
+"""The seconds for which a meeting waits for ranks that should come at the same moment."""
 
 LOAD_S = 600.0
-"""How long it waits for ranks that are still building their model."""
+"""The seconds for which it waits for ranks that still build their model."""
 
 WORK_S = 1800.0
-"""How long it waits for ranks that have work to do first: as long as torch's own collectives."""
+"""The seconds for which it waits for ranks that have work to do first: as long as torch's own collectives."""
 
 _EXTRA_S = 10.0
-"""How much longer the others wait than rank 0, which says who is absent."""
+"""The seconds by which the others wait longer than rank 0, which reports who is absent."""
 
 _UNCHANGED = "Nothing was published; what was there before is as it was."
 
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 
 def attempt(function: Callable[[], Value]) -> Value | Exception:
-    """What a function returns, or the error it ends with."""
+    """The result of a function, or the error it ends with."""
     try:
         return function()
     except Exception as error:
@@ -47,7 +47,7 @@ def attempt(function: Callable[[], Value]) -> Value | Exception:
 
 
 def first_error(values: Sequence[Value | Exception]) -> list[Value]:
-    """The values of all ranks; or raises the error of the first rank that has one."""
+    """The values of all ranks; raises the error of the first rank that has one."""
     found: list[Value] = []
     for value in values:
         if isinstance(value, Exception):
@@ -85,16 +85,16 @@ class Meetings:
             self._rendezvous = StoreRendezvous(own_connection(default_store()), "zckpt/")
 
     def begin(self, place: str) -> None:
-        """Meetings from now on are those of a place in the run, such as a step: ranks that missed some find each other."""
+        """Begins the meetings of a place in the run, such as a step: ranks that missed some find each other."""
         if place != self._place:
             self._place, self._number = place, 0
 
     def server(self) -> object:
-        """What keeps the store that ranks meet in, even when the process group is destroyed meanwhile."""
+        """The object that keeps the store of meetings alive, even when the process group is destroyed meanwhile."""
         return None if self._rendezvous is None else default_store()
 
     def meet(self, what: str, word: Any = None, *, within_s: float | None = WORK_S) -> list[Any]:
-        """Waits for all.
+        """Waits for all ranks.
 
         Args:
             what: the call that brings everybody here, for errors.
@@ -137,7 +137,7 @@ class Meetings:
         return words
 
     def _minutes(self, rendezvous: Rendezvous, key: str, within_s: float | None) -> tuple[list[int], list[Any]]:
-        """Who was absent, and the words, as rank 0 posts them; nothing where it does not in time."""
+        """The absent ranks and the words, as rank 0 posts them; empty if it does not post them in time."""
 
         def of_this_meeting(note: bytes) -> bool:
             return note != self._read and self.rank not in json.loads(note)[0]
@@ -151,7 +151,7 @@ class Meetings:
         return absent, [word for word, number in words for _ in range(number)]
 
     def part(self) -> None:
-        """After the last meeting of some work: rank 0 leaves last, since its process may hold the store."""
+        """Ends the meetings of some work: rank 0 leaves last, since its process may hold the store."""
         if self._rendezvous is None:
             return
         keys = [f"{self.name}/{self._place}/left {rank}" for rank in range(1, self.size)]
@@ -202,5 +202,5 @@ class Meetings:
 
 
 def _fold_repeats(words: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Words, each with how many times it follows itself."""
+    """The words, each with the number of times that it occurs in succession."""
     return [(json.loads(said), len(list(alike))) for said, alike in itertools.groupby(map(json.dumps, words))]

@@ -22,7 +22,7 @@ from zckpt.storage.fsync_queue import make_durable
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """What one process put into a file; it is durable.
+    """The bytes that one process wrote to a file; they are durable.
 
     Attributes:
         path: of the file, as in the plan.

@@ -20,7 +20,7 @@ from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.together import Team
 
 GRAIN = 4096
-"""Parts meet at multiples of it in a file: pages belong to one process, as network file systems want it."""
+"""The multiple at which parts meet in a file: pages belong to one process, as network file systems need it."""
 
 
 def part_of(plan: Plan, index: int, count: int, done: Collection[str] = ()) -> Plan:
@@ -73,7 +73,7 @@ def _fragments(plan: Plan) -> Iterator[tuple[int, Fragment]]:
 def _border(
     places: Sequence[_Place], work: Sequence[int], costs: Sequence[int], itemsizes: Sequence[int], before: int
 ) -> tuple[int, int]:
-    """The file and the byte in it that parts meet at, after so much work."""
+    """The file and the byte in it at which two parts meet, after `before` of the work."""
     for (file, byte_offset, number, fragment), nearby in zip(places, work, strict=True):
         if before < nearby:
             block = fragment.block()
@@ -101,7 +101,7 @@ def _between(fragment: Fragment, itemsize: int, first: int, last: int) -> Fragme
 
 
 class _Files:
-    """The files that are being written, and what is known of each."""
+    """The files that are being written, with their state."""
 
     def __init__(self, plan: Plan, root: str, done: Collection[str], finished: Callable[[Written], None]) -> None:
         self._plan = plan
@@ -120,7 +120,7 @@ class _Files:
             self._complete(path)
 
     def take(self, rank: int, part: WrittenPart) -> None:
-        """A process's part of a file is durable."""
+        """Records that a process's part of a file is durable."""
         for number, lost in part.overflows.items():
             self._lost.setdefault(number, {})[rank] = lost
         crcs = self._crcs[part.path]
@@ -155,7 +155,7 @@ def lead(
     finished: Callable[[Written], None],
     progress: Callable[[int], None] | None,
 ) -> str:
-    """Process 0's work: makes the files, moves its own part, and completes what all have moved their parts into.
+    """Does process 0's work: creates the files, moves its own part, and completes files with all their parts.
 
     Args:
         team: the processes.
@@ -194,7 +194,7 @@ def lead(
 
 
 def follow(team: Team, plan: Plan, how: MoveOptions) -> None:
-    """The other processes' work; arguments as in `lead`."""
+    """Does the other processes' work; arguments as in `lead`."""
     begun = team.meet()[0]
     if begun is None:  # an earlier run has written all files
         return

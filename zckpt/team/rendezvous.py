@@ -20,13 +20,13 @@ from zckpt.base.errors import OutputError, UsageError
 
 
 class Rendezvous(Protocol):
-    """What both kinds can do."""
+    """A place where processes leave each other notes."""
 
     def open(self) -> None:
-        """Makes it, empty; one process does so."""
+        """Creates the rendezvous, empty; one process does so."""
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note, in place of an earlier one; False where the rendezvous is not open yet."""
+        """Leaves a note, in place of an earlier one with its key; returns False if the rendezvous is not open yet."""
 
     def get(self, key: str) -> bytes | None:
         """The note; None where there is none."""
@@ -39,7 +39,7 @@ class Rendezvous(Protocol):
 
 
 def wait(condition: Callable[[], bool], within_s: float | None, check: Callable[[], object] | None = None) -> bool:
-    """Waits until something holds.
+    """Waits until a condition holds.
 
     Args:
         condition: is looked at ever less often, at last ten times a second.
@@ -68,7 +68,7 @@ def wait_for_notes(
     check: Callable[[], object] | None = None,
     valid: Callable[[bytes], bool] = bool,
 ) -> dict[str, bytes]:
-    """The notes of these keys, as far as they come in time; notes that are not valid do not count.
+    """Waits for the notes of these keys, and returns those that come in time; notes that are not valid do not count.
 
     `within_s` and `check` are as for `wait`.
     """
@@ -242,7 +242,7 @@ class DirectoryRendezvous:
         return os.path.join(self.path, key.replace("/", "."))
 
     def _is_ours(self) -> bool:
-        """Says whether the directory exists. Raises OutputError if it is not a directory, or another user's."""
+        """Returns whether the directory exists. Raises OutputError if it is not a directory, or another user's."""
         try:
             stat = os.lstat(self.path)
         except FileNotFoundError:

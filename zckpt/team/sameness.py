@@ -1,4 +1,4 @@
-"""Whether all ranks of a run hold the same facts, before they begin something that they can only do together.
+"""Checks that all ranks of a run hold the same facts before they begin something together.
 
 For `runtime`. A digest is compared first; only where digests differ do the facts themselves travel, once for each kind of rank.
 """
@@ -15,14 +15,14 @@ from zckpt.base.words import join_words, ranks
 from zckpt.team.meeting import Meetings
 
 _MOST_KINDS = 4
-"""Kinds of ranks with facts that are compared."""
+"""The most kinds of ranks with facts that are compared."""
 
 _SHOWN = 6
-"""Facts that an error lists."""
+"""The most facts that an error lists."""
 
 
 def ranks_by_value(said: Sequence[Hashable]) -> str:
-    """Who said what: `1.0 on rank 0, 0.5 on ranks 1, 2`."""
+    """The values with the ranks that have them: `1.0 on rank 0, 0.5 on ranks 1, 2`."""
     numbers: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(said):
         numbers.setdefault(value, []).append(rank)
@@ -30,7 +30,7 @@ def ranks_by_value(said: Sequence[Hashable]) -> str:
 
 
 def place_of_directory(path: str) -> tuple[str, int | None]:
-    """What two ranks compare to know whether they mean one directory: its real path, and its number if it is there.
+    """A key by which two ranks know whether they mean one directory: its real path, and its inode if it exists.
 
     Machines may have one file system at different paths; the number is the same.
     """
@@ -41,7 +41,7 @@ def place_of_directory(path: str) -> tuple[str, int | None]:
 
 
 def check_same(meetings: Meetings, what: str, facts: Mapping[str, str], *, within_s: float) -> None:
-    """Makes sure that all ranks hold the same facts.
+    """Checks that all ranks hold the same facts.
 
     Args:
         meetings: of the ranks.

@@ -1,4 +1,4 @@
-"""Several processes at one job: who they are, how they agree, and how the others learn that one of them is gone.
+"""Lets several processes do one job: who they are, how they agree, and how the others learn that one of them is gone.
 
 For `output.publish`, when torchrun or srun started more than one `zckpt`. Process 0 leads. They leave each other notes
 (`rendezvous`): in torch.distributed's store under torchrun, under SLURM in a directory beside the output.
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from zckpt.team.rendezvous import Rendezvous
 
 JOIN_S = 600.0
-"""How long the processes wait for each other at the start: they read the checkpoint's indexes before they meet."""
+"""The seconds for which the processes wait for each other at the start: they read the checkpoint's indexes first."""
 
 LOST_S = {"store": 60.0, "files": 150.0}
-"""How long a note may stay the same: network file systems show others' changes up to a minute late."""
+"""The seconds for which a note may stay the same: network file systems show others' changes up to a minute late."""
 
 BEAT_S = 2.0
 LOOK_S = 1.0
@@ -46,7 +46,7 @@ _ALONE = "To work alone, take RANK, or SLURM_STEP_ID, out of the environment."
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher says of this process.
+    """The launcher's facts on this process.
 
     Attributes:
         rank: its number among those that were started together.
@@ -62,7 +62,7 @@ class Launched:
 
 
 def detect_launcher(environ: Mapping[str, str]) -> Launched:
-    """What torchrun or srun says; one process alone where neither does.
+    """Detects torchrun or srun; without either, one process alone.
 
     A SLURM batch script is not a step of its job, so a `zckpt` that it runs without srun is alone. Raises UsageError if
     it makes no sense.
@@ -95,7 +95,7 @@ _asked = False
 
 
 def allow() -> None:
-    """From now on this process works with those that were started with it: the command line says so.
+    """Makes this process work with those that were started with it, as the command line asks.
 
     A library call does not: in a training script, one rank alone may convert something.
     """
@@ -104,12 +104,12 @@ def allow() -> None:
 
 
 def here() -> Launched:
-    """What the launcher says of this process; it is alone unless `allow` was called."""
+    """The launcher's facts on this process; it is alone unless `allow` was called."""
     return detect_launcher(os.environ if _asked else {})
 
 
 def speaks() -> bool:
-    """Whether results are this process's to print: of several, process 0's."""
+    """Whether this process prints the results: among several, process 0 does."""
     try:
         return here().rank == 0
     except UsageError:
@@ -222,7 +222,7 @@ class Team:
         return str(welcome["session"])
 
     def _welcomed(self, rendezvous: Rendezvous, word: str) -> dict[str, Any]:
-        """What process 0 answers to this process's word."""
+        """The answer of process 0 to this process's word."""
         again = 0.0
 
         def greet() -> None:
@@ -262,11 +262,8 @@ class Team:
         self._rendezvous.put(f"{self._session}state/{self.rank}", json.dumps(state).encode())
 
     def check_alive(self, *, now: bool = False) -> None:
-        """Makes sure that the processes which this one depends on are alive; looks once a second, or now.
-
-        Raises:
-            ZckptError: another process failed; of the kind that it failed with.
-            OutputError: a process is gone.
+        """Checks that the processes which this one depends on are alive; looks once a second, or now. Raises ZckptError
+        if another process failed; of the kind that it failed with, OutputError if a process is gone.
         """
         if self._rendezvous is None or (time.monotonic() < self._next_look and not now):
             return
@@ -300,7 +297,7 @@ class Team:
         return state
 
     def _is_dead(self, rank: int) -> bool:
-        """Whether a process of this machine has ended, and left no word."""
+        """Whether a process of this machine has ended without a word."""
         from zckpt.storage import processes
 
         process = processes.parse(self._state(rank).get("process", ""))
@@ -324,13 +321,13 @@ class Team:
     # ---- talking ------------------------------------------------------------------------------------------------------
 
     def meet(self, word: Any = None) -> list[Any]:
-        """Everybody says a word, as JSON has it, and hears everybody's; waits as long as all are alive. Returns the
-        words, by rank. Raises ZckptError if see `check_alive`.
+        """Exchanges a word, which JSON can hold, with all processes; waits as long as all are alive. Returns the words,
+        by rank. Raises ZckptError as `check_alive` does.
         """
         return [word] if self._meetings is None else self._meetings.meet("zckpt", word, within_s=None)
 
     def post(self, word: Any) -> None:
-        """Leaves process 0 a word, which it finds among its `news`."""
+        """Leaves a word for process 0, which finds it among its `news`."""
         assert self._rendezvous is not None
         self._rendezvous.put(f"{self._session}post/{self.rank}/{self._posted}", json.dumps(word).encode())
         self._posted += 1
@@ -371,7 +368,7 @@ class Team:
         return all(self._state(rank).get("end") is not None or self._is_dead(rank) for rank in range(1, self.size))
 
     def _explain(self, error: BaseException) -> None:
-        """Says why a process is asked to end: launchers end all when one has ended."""
+        """Prints why a process is asked to end: launchers end all processes when one has ended."""
         try:
             self.check_alive(now=True)
         except ZckptError as cause:

@@ -1,1 +1,1 @@
-"""The directory of a run with its saves: what lies where, and which saves may go."""
+"""Manages the saves in a run's directory: what they take, and which may go."""

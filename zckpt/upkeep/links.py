@@ -84,7 +84,7 @@ class RunLinks:
                 self._add(path, "file", name)
 
     def reasons(self, staying: Collection[str]) -> dict[str, str]:
-        """Name of a save -> why it stays, if the saves `staying` do, and all that lies in no save."""
+        """Name of a save -> why it stays, if the saves `staying` and everything outside saves do."""
         found: dict[str, list[str]] = {}
         for lead in self.leads:
             if lead.origin in staying or lead.origin not in self._saves:
@@ -100,7 +100,7 @@ class RunLinks:
         return os.path.relpath(path, self._run)
 
     def _add(self, path: str, kind: str, origin: str, leading: str = "") -> None:
-        """Notes the saves that a path leads through; `leading`: another path that counts in its place."""
+        """Adds the saves that a path leads through; `leading`: another path that counts in its place."""
         passed = {name for place in places_passed(leading or path) if (name := self._save_at(place)) and name != origin}
         self.leads += [Lead(origin, f"the {kind} {self._relative(path)!r}", name) for name in sorted(passed)]
 
@@ -131,14 +131,14 @@ class RunLinks:
 
 
 def _files_of(save: RunSave) -> Iterator[str]:
-    """The files that a save is read from; none of a save that cannot be read."""
+    """The files that a save is read from; empty for a save that cannot be read."""
     with suppress(ZckptError):
         for tag in tags_in(save):
             yield from (file.path for file in find(save.path, tag).listing.files.values())
 
 
 def _bases_of(config: str) -> Iterator[str]:
-    """Where the base of an adapter may be, by its config; nothing where that cannot be read."""
+    """The places where an adapter's base may be, by its config; empty if the config cannot be read."""
     with suppress(ZckptError):
         said = read_json(config, _MOST_BYTES, "an adapter's config")
         base = said.get("base_model_name_or_path") if isinstance(said, dict) else None

@@ -38,7 +38,7 @@ class Metric:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names in a log, in the order in which they count."""
+        """The names of the metric in a log, in the order in which they count."""
         return (self.name if self.name.startswith("eval_") else f"eval_{self.name}"), self.name
 
 
@@ -83,13 +83,15 @@ def values_of(saves: Iterable[RunSave], metric: Metric) -> dict[str, float]:
 
 
 def best_of(values: Mapping[str, float], metric: Metric) -> str:
-    """The save with the best value; the first of equals, as transformers has it."""
+    """The save with the best value; the first of equal ones, as in transformers."""
     sign = 1 if metric.greater else -1
     return max(values, key=lambda name: sign * values[name])
 
 
 def best_by_trainer(saves: Iterable[RunSave]) -> dict[str, str]:
-    """The save that the newest `trainer_state.json` calls the best, and why it stays: the run loads it at its end."""
+    """The save that the newest `trainer_state.json` calls the best, with the reason why it stays: the run loads it at
+    its end.
+    """
     for save in sorted(saves, key=lambda save: save.step or 0, reverse=True):
         if (state := _state(save.path)) is not None:
             best = state.get("best_model_checkpoint")

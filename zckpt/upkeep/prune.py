@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SaveFate:
-    """What becomes of a save.
+    """The fate of a save.
 
     Attributes:
         save: which.
@@ -226,7 +226,7 @@ def _prune_saves(
 
 
 def _find_needed(home: Location, saves: list[RunSave]) -> tuple[dict[str, list[str]], list[str]]:
-    """Name of a save -> what names it, whatever the rules say; and notes about files that name none."""
+    """Name of a save -> what names it, whatever the rules are; and notes on files that name no save."""
     pointed, notes = named_by_pointers(home, {save.name for save in saves})
     needed: dict[str, list[str]] = {}
     for reasons in (pointed, best_by_trainer(saves)):
@@ -236,13 +236,13 @@ def _find_needed(home: Location, saves: list[RunSave]) -> tuple[dict[str, list[s
 
 
 def _led_into(led: RunLinks, why: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Further saves that stay for the sake of those that do, and why."""
+    """Further saves that stay for the sake of others, with the reasons."""
     found = led.mounted | led.reasons(why)
     return {name: [reason] for name, reason in found.items() if name not in why}
 
 
 def _whole_beside_others(alone: Mapping[str, frozenset[tuple[str, Shape]]]) -> list[str]:
-    """Of saves of weights that nothing proves whole, those with every tensor that any of several has: no other one has more."""
+    """The saves of weights without a proof that hold every tensor that any of them has."""
     most = frozenset[tuple[str, Shape]]().union(*alone.values())
     return [name for name, own in alone.items() if own == most] if len(alone) > 1 else []
 
@@ -251,7 +251,7 @@ def _problem(
     save: RunSave, *, deep: bool, pace: Pace, alone: dict[str, frozenset[tuple[str, Shape]]],
     progress: Callable[[int], None] | None = None,
 ) -> str:  # fmt: skip
-    """What is wrong with a save; empty if it is complete, and intact as far as it was read.
+    """The problem of a save; empty if it is complete, and intact as far as it was read.
 
     Args:
         save: of a run.

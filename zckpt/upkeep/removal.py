@@ -34,7 +34,7 @@ def left_bytes(run: str) -> int:
 
 
 def bytes_below(path: str) -> int:
-    """Bytes that deleting a directory frees: files with further names elsewhere do not count, and links are not followed."""
+    """The bytes that deleting a directory frees: files with names elsewhere do not count, and links are not followed."""
     total = 0
     for root, _, names in os.walk(path):
         for name in names:

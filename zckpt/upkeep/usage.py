@@ -62,7 +62,7 @@ class SaveUsage:
     note: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """Its facts for a program."""
+        """The fields for programs."""
         return {
             "name": self.name, "step": self.step, "bytes": self.nbytes, **self.classes,
             "wasteful": [{"path": path, "bytes": nbytes} for path, nbytes in self.wasteful.items()],
@@ -158,7 +158,7 @@ def du(path: str | os.PathLike[str]) -> RunUsage:
 
 
 def _sizes(path: Location) -> dict[str, int]:
-    """Every file below a directory -> its bytes; of a file, itself."""
+    """Every file below a directory -> its bytes; for a file, the file itself."""
     if not path.is_dir():
         return {path.name: path.size()}
     found: dict[str, int] = {}
@@ -216,7 +216,7 @@ def _measure_save(path: Location, name: str, step: int | None) -> SaveUsage:
 
 
 def _count_tensors(path: Location, counted: _Count) -> None:
-    """What the layout reads: weights, masters, moments."""
+    """Counts the tensors that the layout reads: weights, masters, moments."""
     place = find(path)
     inside = len(place.tags) > 1 and place.home.is_within(path) and place.listing.tag != path.name
     for tag in place.tags if inside else (None,):
@@ -272,7 +272,7 @@ def _count_rest(path: Location, counted: _Count) -> int:
 
 
 def _class_of(names: tuple[str, ...], file: str) -> str:
-    """By the names of a tensor in its file, the innermost first."""
+    """The class of a tensor by its names in the file, the innermost first."""
     for name in reversed(names):
         if _MOMENTS.fullmatch(name):
             return "moments"

@@ -71,10 +71,8 @@ class Items:
 
     def open(self, places: Iterable[ItemPlace]) -> dict[ItemPlace, object]:
         """The inert object in each of these torch files, by place, without those in files that are known to be missing.
-
-        Raises:
-            IncompleteError: data files are missing.
-            CorruptError: one ends too early, or holds another object there.
+        Raises IncompleteError if data files are missing; CorruptError if one ends too early, or holds another object
+        there.
         """
         wanted = sorted({place for place in places if place.file not in self.listing.absent} - self._roots.keys())
         self._check_there({place.file for place in wanted})
@@ -94,11 +92,8 @@ class Items:
         return all(place.file not in self.listing.absent for place in _places(item))
 
     def value(self, item: TensorItem | BytesItem) -> object:
-        """The inert value of a pickled object, or of a tensor that was not cut.
-
-        Raises:
-            UnsupportedError: a tensor was cut.
-            IncompleteError: no file holds it.
+        """The inert value of a pickled object, or of a tensor that was not cut. Raises UnsupportedError if a tensor was
+        cut, IncompleteError if no file holds it.
         """
         if isinstance(item, BytesItem) and isinstance(item.place, InertValue):
             return item.place.value
@@ -134,11 +129,9 @@ class Items:
             )
 
     def tensors(self, items: Mapping[str, TensorItem], roles: Mapping[str, Role]) -> dict[str, TensorEntry]:
-        """The tensors, put together from their chunks, by name.
-
-        Raises:
-            IncompleteError, InconsistentError: the chunks do not cover a tensor, or cover it twice.
-            UnsupportedError: zckpt does not read a tensor of this kind, or in millions of pieces.
+        """The tensors, put together from their chunks, by name. Raises IncompleteError, InconsistentError if the chunks
+        do not cover a tensor, or cover it twice; UnsupportedError if zckpt does not read a tensor of this kind, or in
+        millions of pieces.
         """
         self.open_all(items.values())
         return {name: self._tensor(name, item, roles[name]) for name, item in items.items()}

@@ -147,11 +147,8 @@ class States:
         return list(groups.values())
 
     def _named(self, params: object) -> list[str]:
-        """The model's names of a group's parameters.
-
-        Raises:
-            UnsupportedError: they are numbers, as a plain optimizer has them.
-            InconsistentError: the model does not have one of them.
+        """The model's names of a group's parameters. Raises UnsupportedError if they are numbers, as a plain optimizer
+        has them; InconsistentError if the model does not have one of them.
         """
         listed = list(params) if isinstance(params, list | tuple) else []
         if any(type(param) is not str for param in listed):

@@ -114,11 +114,8 @@ def _parts_at(path: Path, part: str) -> Iterator[int]:
 
 
 def model_of(metadata: Metadata, key: str = "") -> DcpModel:
-    """The weights: those under `key`, or those under a key that names a model.
-
-    Raises:
-        UsageError: there is nothing under `key`; or there are several models, and no key.
-        NotACheckpointError: there are no weights.
+    """The weights: those under `key`, or those under a key that names a model. Raises UsageError if there is nothing
+    under `key`; or there are several models, and no key; NotACheckpointError if there are no weights.
     """
     owned = {item.name for o in optimizers_of(metadata).values() for _, item in (*o.states, *o.settings)}
     paths = paths_of(metadata)

@@ -152,11 +152,9 @@ def _joints(slices: Sequence[Catalog], listing: Listing) -> dict[str, tuple[list
 
 
 def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
-    """The catalog of what all ranks have, and of each rank's experts.
-
-    Raises:
-        UnsupportedError: ranks have tensors of the same names that are not experts; unless `allow_unknown` is set.
-        IncompleteError: a gate chooses among more experts than the files hold.
+    """The catalog of what all ranks have, and of each rank's experts. Raises UnsupportedError if ranks have tensors of
+    the same names that are not experts; unless `allow_unknown` is set, IncompleteError if a gate chooses among more
+    experts than the files hold.
     """
     shared, *others = listing.matching(WHOLE_SHARED)
     if others:

@@ -51,12 +51,10 @@ class BlocksOfFloats:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The tensor, and the sums that say how much its columns matter."""
         return (self.source, *(() if self.weighting is None else self.weighting.entries))
 
     @property
     def unit(self) -> int:
-        """The elements of a block, or of a row where columns matter differently."""
         return self.type.nbytes if self.weighting is None else self._row
 
     @property
@@ -65,12 +63,10 @@ class BlocksOfFloats:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The type, and the divisor of the sums."""
         more = () if self.weighting is None else ("weighted", self.weighting.calls)
         return (f"to {self.type.name}", *more)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Recipe.reads`."""
         block, nbytes = self.type.block, self.type.nbytes
         beside = [(entry, 0, entry.numel) for entry in self.inputs[1:]]
         return [(self.source, start // nbytes * block, stop // nbytes * block), *beside]
@@ -132,21 +128,17 @@ class FloatsOfBlocks:
 
     @property
     def unit(self) -> int:
-        """The elements of a block."""
         return self.type.block
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The type."""
         return (f"of {self.type.name}",)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Recipe.reads`."""
         block, nbytes = self.type.block, self.type.nbytes
         return [(self.inputs[0], start // block * nbytes, stop // block * nbytes)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
         import numpy as np
 
         ((_, first, last),) = self.reads(start, stop)

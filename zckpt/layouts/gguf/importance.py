@@ -99,11 +99,8 @@ class ImportanceMatrix:
 
 
 def read_importance(path: str) -> ImportanceMatrix:
-    """Reads what a file says of its entries; their numbers are read when they are wanted.
-
-    Raises:
-        NotACheckpointError: there is no such file, or it is not an importance matrix.
-        CorruptError: it ends too early.
+    """Reads what a file says of its entries; their numbers are read when they are wanted. Raises NotACheckpointError if
+    there is no such file, or it is not an importance matrix; CorruptError if it ends too early.
     """
     with open_input(path) as file:
         own = file.path

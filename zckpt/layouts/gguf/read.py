@@ -31,12 +31,8 @@ def match(listing: Listing) -> str | None:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a GGUF file or its parts.
-
-    Raises:
-        IncompleteError: parts are missing.
-        InconsistentError: files are not parts of one model.
-        CorruptError, UnsupportedError: as of `containers.gguf_file`.
+    """The catalog of a GGUF file or its parts. Raises IncompleteError if parts are missing; InconsistentError if files
+    are not parts of one model; CorruptError, UnsupportedError as of `containers.gguf_file`.
     """
     names = _parts(listing)
     containers = [_open_file(listing, name) for name in names]

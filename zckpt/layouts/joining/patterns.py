@@ -45,11 +45,8 @@ class Patterns:
         self._left = MOST_WAYS_TOGETHER
 
     def match(self, pattern: object, name: str) -> bool:
-        """Whether a name matches as `re.match` has it.
-
-        Raises:
-            CorruptError: it is not a regular expression.
-            UnsafeError: it might take hours.
+        """Whether a name matches as `re.match` has it. Raises CorruptError if it is not a regular expression,
+        UnsafeError if it might take hours.
         """
         text = str(pattern)
         if text not in self._known:

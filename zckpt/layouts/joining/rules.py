@@ -129,11 +129,9 @@ class CheckpointRules:
     patterns: Patterns = field(repr=False, compare=False)
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint:
-        """As `Rules`: parameters of no category are put end to end in dimension 0, as DeepSpeed does.
-
-        Raises:
-            UnsupportedError: the checkpoint itself says that it cannot be joined.
-            InconsistentError: its information does not fit its slices.
+        """As `Rules`: parameters of no category are put end to end in dimension 0, as DeepSpeed does. Raises
+        UnsupportedError if the checkpoint itself says that it cannot be joined, InconsistentError if its information
+        does not fit its slices.
         """
         reason = next(
             (

@@ -21,11 +21,8 @@ from zckpt.core.overlaps import embed, shift
 
 
 def unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """The tensor of this shape with the boxes that an entry has, one after the other.
-
-    Raises:
-        CorruptError: the shapes do not fit each other.
-        UnsupportedError: it is in too many pieces.
+    """The tensor of this shape with the boxes that an entry has, one after the other. Raises CorruptError if the shapes
+    do not fit each other, UnsupportedError if it is in too many pieces.
     """
     *boxes, numel = entry.shape
     fits = len(boxes) == len(shape) and all(n and extent % n == 0 for n, extent in zip(boxes, shape, strict=True))

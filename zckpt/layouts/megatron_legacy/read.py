@@ -82,8 +82,8 @@ class LegacySave:
         self.rules = self._rules()
 
     def _masters(self) -> dict[ModelRank, Masters]:
-        """The masters of every rank, if all can be named; if none can, a note. Raises InconsistentError if those of
-        some ranks can, and of others not; or a file contradicts itself.
+        """The masters of every rank, if all can be named; if none can, a note. Raises InconsistentError if only some
+        ranks' can; or a file contradicts itself.
         """
         found: dict[ModelRank, Masters] = {}
         unnamed: list[str] = []

@@ -52,12 +52,9 @@ if TYPE_CHECKING:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a mixture of experts; arguments as in `zero12.load`.
-
-    Raises:
-        IncompleteError: an expert's file, or a rank's, is missing.
-        InconsistentError: files are of different saves, or experts are left over from another.
-        UnsupportedError: masters of a kind that zckpt does not know.
+    """The catalog of a mixture of experts; arguments as in `zero12.load`. Raises IncompleteError if an expert's file,
+    or a rank's, is missing; InconsistentError if files are of different saves, or experts are left over from another;
+    UnsupportedError if masters of a kind that zckpt does not know.
     """
     return _open(listing, allow_unknown).catalog()
 

@@ -1,7 +1,4 @@
-"""Which files are plain weights: the usual names, an index and the shards that it names, or files "1 of 3" to "3 of 3".
-
-For `FAMILY`, `read` and `numbered`.
-"""
+"""Which files are plain weights: the usual names, an index and the shards that it names, or files "1 of 3" to "3 of 3"."""
 
 from __future__ import annotations
 

@@ -27,11 +27,9 @@ _MANY_NOTES = 3
 
 
 def model_in(container: Container, file: str, notes: list[str], wanted: str) -> dict[str, TensorRef]:
-    """The tensors of a file's state dict, or of that under the key `wanted`; notes say what is left out.
-
-    Raises:
-        NotACheckpointError: there is none, or only what a run needs beside its weights.
-        UsageError: there are several models and no key, or nothing under the key.
+    """The tensors of a file's state dict, or of that under the key `wanted`; notes say what is left out. Raises
+    NotACheckpointError if there is none, or only what a run needs beside its weights; UsageError if there are several
+    models and no key, or nothing under the key.
     """
     root = _chosen_root(container.root, file, wanted, notes)
     if isinstance(root, Mapping) and not _has_tensors(root):

@@ -73,10 +73,6 @@ def read_config(home: Location) -> dict[str, object] | None:
 def read_own_config(home: Location, named: Location | None) -> dict[str, object] | None:
     """The config in a directory as it may be written to an output; None where there is none that is the checkpoint's own.
 
-    Args:
-        home: the directory.
-        named: as in `is_own`.
-
     Raises:
         As `read_config`.
     """

@@ -48,11 +48,8 @@ class ModelShapes(NamedTuple):
 
 
 def read_shapes(path: str) -> ModelShapes:
-    """What a file says of a model; errors name the file.
-
-    Raises:
-        UnsupportedError: it does not say the order of the tensors, or it is a model's config.
-        CorruptError, NotACheckpointError: it is no such file.
+    """What a file says of a model; errors name the file. Raises UnsupportedError if it does not say the order of the
+    tensors, or it is a model's config; CorruptError, NotACheckpointError if it is no such file.
     """
     place = locate(path)
     if not place.is_file():

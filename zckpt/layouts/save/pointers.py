@@ -1,7 +1,4 @@
-"""Files that name a save, such as `latest`, and the tags that they or a user name.
-
-For `places`.
-"""
+"""Files that name a save, such as `latest`, and the tags that they or a user name."""
 
 from __future__ import annotations
 

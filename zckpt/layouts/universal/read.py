@@ -75,11 +75,8 @@ class _Save:
         return tuple(state for state in found if state not in (MASTER, _STEP))
 
     def entry(self, name: str, state: str, shape: Shape) -> TensorEntry:
-        """The master weights or a state of a parameter.
-
-        Raises:
-            IncompleteError: its file is missing.
-            CorruptError, InconsistentError: the file holds another object.
+        """The master weights or a state of a parameter. Raises IncompleteError if its file is missing; CorruptError,
+        InconsistentError if the file holds another object.
         """
         file = self.parameters.get(name, {}).get(state)
         if file is None:
@@ -153,11 +150,8 @@ def _models(listing: Listing) -> Iterator[ModelStates]:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a universal checkpoint.
-
-    Raises:
-        IncompleteError: a parameter's file, or the model files, are missing.
-        CorruptError, InconsistentError: a file is not what its name says.
+    """The catalog of a universal checkpoint. Raises IncompleteError if a parameter's file, or the model files, are
+    missing; CorruptError, InconsistentError if a file is not what its name says.
     """
     del allow_unknown
     save = _load(listing)

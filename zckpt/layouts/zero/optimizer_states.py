@@ -183,11 +183,8 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
 
 
 def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStates) -> int:
-    """Checks that every rank's file exists and is of the same save; returns the world size.
-
-    Raises:
-        IncompleteError: rank files are missing.
-        InconsistentError: files of another world size, stage or step are among them.
+    """Checks that every rank's file exists and is of the same save; returns the world size. Raises IncompleteError if
+    rank files are missing; InconsistentError if files of another world size, stage or step are among them.
     """
     check_alike(listing, "the world size", {shard.name: shard.partition_count for shard in shards})
     check_alike(listing, "the ZeRO stage", {shard.name: shard.stage for shard in shards})

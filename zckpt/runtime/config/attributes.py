@@ -40,7 +40,7 @@ class DeepSpeedConfig:
 
     @classmethod
     def of(cls, settings: Settings, batch: BatchSizes, world_size: int) -> DeepSpeedConfig:
-        """The same of a config that was read already."""
+        """The values of a config that has been read."""
         made = cls.__new__(cls)
         made._set(settings, batch, world_size)
         return made
@@ -106,6 +106,6 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 
 def _lower_own(kind: str | None) -> str | None:
-    """DeepSpeed's own optimizers have names in lower case."""
+    """The name of an optimizer as DeepSpeed has it: its own ones are in lower case."""
     own = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd")
     return kind.lower() if kind is not None and kind.lower() in own else kind

@@ -1,4 +1,4 @@
-"""What a config may not ask for: features that are not built, and pairs of keys that cannot both be meant.
+"""Refuses configs with features that are not built, and with keys that exclude each other.
 
 For `config`. Found at start-up, before a model is touched, not in the middle of the night when a checkpoint is saved.
 """
@@ -15,10 +15,8 @@ from zckpt.runtime.config.sections import Config
 
 
 def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
-    """Raises for features that this engine does not have, all of them at once.
-
-    Raises:
-        UnsupportedError: such a feature is switched on.
+    """Raises for features that this engine does not have, all of them at once. Raises UnsupportedError if such a
+    feature is switched on.
     """
     found = [f"{path} ({why})" for path, why in refused_keys(raw)]
     if found:
@@ -29,11 +27,7 @@ def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
 
 
 def refuse_contradictions(config: Config, raw: Mapping[str, Any], file: str) -> None:
-    """Raises for keys that cannot both be meant, all of them at once.
-
-    Raises:
-        UsageError: there are such keys.
-    """
+    """Raises for keys that cannot both be meant, all of them at once. Raises UsageError if there are such keys."""
     found = list(_contradictions(config, raw))
     if found:
         raise UsageError(

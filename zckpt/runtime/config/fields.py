@@ -1,4 +1,4 @@
-"""What a key of the config is: used, accepted without use, missed with a warning, or refused.
+"""Declares what a key of the config is: used, accepted without use, missed with a warning, or refused.
 
 For the models in `zero` and `sections`; `read` reads by them, and docs/config.md is made from them. One line of a
 model is one key of DeepSpeed's JSON, and holds everything that is known about it.
@@ -50,7 +50,7 @@ def foreign(why: str, keys: str, kind: str = "unused") -> Any:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """`used_key`, `own_key`, `unused_key`, `unshown_key` or `refused_key`."""
+    """The kind of a key: `used_key`, `own_key`, `unused_key`, `unshown_key` or `refused_key`."""
     extra = field.json_schema_extra
     return str(extra.get("kind", "used")) if isinstance(extra, dict) else "used"
 
@@ -63,7 +63,7 @@ def keys_of(field: FieldInfo) -> list[str] | None:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The model of a key that is itself an object."""
+    """The model of a key that is an object itself; None for other keys."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
@@ -71,7 +71,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def names_of_fields(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """Every accepted name of a section with its field: the name itself and its alias."""
+    """Every accepted name of a section (names and aliases) with its field."""
     for name, field in section.model_fields.items():
         yield field.alias or name, field
         if field.alias and field.alias != name:

@@ -1,4 +1,4 @@
-"""Walks over a config by the names of its keys: which are unknown, unused, missed or refused.
+"""Finds unknown, unused, missed and refused keys of a config.
 
 For `read` and `checks`. Sections that a model describes are walked into; in those with keys known by name only, the
 names
@@ -56,7 +56,7 @@ def refused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _given_keys(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Every known key that was given, with its value; of sections that a model describes, the keys inside."""
+    """Every known key in a config, with its value; in sections that a model describes, also the keys inside."""
     fields = dict(names_of_fields(section))
     for key, value in raw.items():
         if key in fields:
@@ -73,7 +73,7 @@ _RENAMED = {
     "fp32_allreduce": "communication_data_type",
     "thread_count": "aio.intra_op_parallelism",
 }
-"""Keys of older DeepSpeed -> the key that means it now."""
+"""Keys of older DeepSpeed versions -> the key that replaced them."""
 
 
 def _nearest(key: str, prefix: str, names: Collection[str]) -> str:

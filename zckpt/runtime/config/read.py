@@ -37,7 +37,7 @@ class BatchSizes:
     accumulation: int
 
     def by_key(self) -> dict[str, int]:
-        """By the config's keys."""
+        """The sizes, by the config's keys."""
         return dict(zip(_BATCH, (self.total, self.micro, self.accumulation), strict=True))
 
 
@@ -121,16 +121,14 @@ def read_config(
 
 
 def _unused_at(zero: Zero) -> Iterator[tuple[str, str]]:
-    """Keys that change nothing at this stage, and the reason."""
+    """Keys that change nothing at this stage, each with the reason."""
     if zero.stage < 3 and (zero.cpu_offload_param or (zero.offload_param and zero.offload_param.device != "none")):
         yield "zero_optimization.offload_param", f"stage {zero.stage} cuts no parameters; DeepSpeed leaves it out too"
 
 
 def read_activations(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationSection:
-    """The section `activation_checkpointing` of a config; no other key is looked at.
-
-    Raises:
-        UsageError: not a config, or the section has unknown keys or wrong values.
+    """The section `activation_checkpointing` of a config; no other key is looked at. Raises UsageError if it is not a
+    config, or the section has unknown keys or wrong values.
     """
     raw, file = _load(config)
     try:
@@ -155,10 +153,8 @@ def _unknown(unknown: Sequence[tuple[str, str]], file: str) -> UsageError:
 
 
 def batch_of(settings: Settings, world_size: int) -> BatchSizes:
-    """The batch sizes: two of the three give the third, one gives the others with an accumulation of 1.
-
-    Raises:
-        UsageError: they contradict each other, do not divide, or none is given; the sum is in the message.
+    """The batch sizes: two of the three give the third, one gives the others with an accumulation of 1. Raises
+    UsageError if they contradict each other, do not divide, or none is given; the sum is in the message.
     """
     config = settings.config
     total, micro, accumulation = (getattr(config, name) for name in _BATCH)
@@ -235,7 +231,7 @@ def _refuse_value(value: object) -> object:
 
 
 def _pop(raw: Json, path: str) -> Any:
-    """Takes a key out by its dotted name; a key that has been taken out already is None."""
+    """Removes a key by its dotted name and returns its value; None for a key that is already removed."""
     place, _, last = path.rpartition(".")
     return _section(raw, place).pop(last, None)
 
@@ -255,7 +251,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Json:
 
 
 def _keys_of_width(hidden_size: int | None) -> Json:
-    """What transformers computes from a model's width (integrations/deepspeed.py)."""
+    """The values that transformers computes from a model's width (integrations/deepspeed.py)."""
     if hidden_size is None:
         return {}
     square = hidden_size * hidden_size
@@ -267,7 +263,9 @@ def _keys_of_width(hidden_size: int | None) -> Json:
 
 
 def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
-    """Puts values in place of "auto". A key that arithmetic or a width would give, or that nothing reads, may stay without."""
+    """Replaces "auto" by values. A key that arithmetic or a width determines, or that nothing reads, may stay without
+    one.
+    """
     unused = tuple(path for path, _ in (*unused_keys(raw), *missed_keys(raw)))
     missing = []
     for path in [path for path, value in flatten(raw).items() if value == "auto" and path not in _OWN_AUTO]:

@@ -74,13 +74,13 @@ class ThroughputSection(Section):
 
 
 class TimersSection(Section):
-    """What is timed."""
+    """The parts that are timed."""
 
     throughput: ThroughputSection = used_key(ThroughputSection(), "see below")
 
 
 class ActivationSection(Section):
-    """What `zckpt.runtime.checkpointing.checkpoint` does, which computes activations again in the backward."""
+    """The settings of `zckpt.runtime.checkpointing.checkpoint`, which recomputes activations in the backward."""
 
     partition_activations: bool = unshown_key(
         False, "there are no tensor-parallel ranks to share kept activations out over"

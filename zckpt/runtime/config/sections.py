@@ -79,7 +79,7 @@ class DataTypes(Section):
 
 
 def _numbers(value: Any) -> Any:
-    """Arguments with the numbers that are written as text: YAML reads 1e-3 so, and every other key takes it too."""
+    """Arguments with numbers in place of texts: YAML reads 1e-3 as a text, which every other key accepts too."""
     if isinstance(value, Mapping):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -145,7 +145,7 @@ class Aio(Section):
 
 
 class Config(Section):
-    """The top level."""
+    """The config's top level."""
 
     train_batch_size: int | None = used_key(
         None, "samples per optimizer step: micro batch x accumulation x world size", gt=0
@@ -285,5 +285,5 @@ class Config(Section):
 
     @property
     def precision(self) -> Dtype:
-        """The dtype of the computation; fp32 leaves every parameter the dtype it has."""
+        """The dtype of the computation; fp32 leaves every parameter its own dtype."""
         return "fp16" if self.fp16.enabled else "bf16" if (self.bfloat16 or self.bf16).enabled else "fp32"

@@ -18,7 +18,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadParam(Section):
-    """Where the shards of parameters are between steps."""
+    """The place of the parameters' shards between steps."""
 
     device: Device = used_key("none", "`cpu` keeps the shards of parameters in host memory, `nvme` in a file")
     nvme_path: str | None = used_key(None, "for device nvme: the directory of the file, on a local disk")
@@ -31,7 +31,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where the master weights and the optimizer's states are."""
+    """The place of the master weights and the optimizer's states."""
 
     device: Device = used_key(
         "none",
@@ -53,7 +53,7 @@ class OffloadOptimizer(Section):
 
 
 class Zero(Section):
-    """What is sharded, and how."""
+    """The settings of sharding."""
 
     stage: int = used_key(0, "0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters", ge=0, le=3)
     offload_param: OffloadParam | None = used_key(None, "see below; without effect below stage 3, as in DeepSpeed")

@@ -21,11 +21,7 @@ __all__ = ["Accelerator", "DeepSpeedAccelerator", "get_accelerator"]
 
 
 class Accelerator:
-    """The device of this process.
-
-    Args:
-        kind: "cuda", "xpu", "cpu", ...: torch's name of the kind of device.
-    """
+    """The device of this process. `kind`: "cuda", "xpu", "cpu", ...: torch's name of the kind of device."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -77,15 +73,15 @@ class Accelerator:
         return self._module is None
 
     def use_host_timers(self) -> bool:
-        """Likewise."""
+        """As `is_synchronized_device`."""
         return self._module is None
 
     def resolves_data_dependency(self) -> bool:
-        """Likewise."""
+        """As `is_synchronized_device`."""
         return self._module is None
 
     def handles_memory_backpressure(self) -> bool:
-        """Likewise."""
+        """As `is_synchronized_device`."""
         return self._module is None
 
     def visible_devices_envs(self) -> list[str]:
@@ -168,22 +164,22 @@ class Accelerator:
         return self._asked("memory_allocated", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most of it; on a CPU, of the moments when it was asked for."""
+        """The peak of that memory; on a CPU, of the moments when it was asked for."""
         return self._asked("max_memory_allocated", device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Memory that torch has of the device."""
+        """The memory that torch has reserved on the device."""
         return self._asked("memory_reserved", device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most of it."""
+        """The peak of that memory."""
         return self._asked("max_memory_reserved", device_index)
 
     memory_cached = memory_reserved
     max_memory_cached = max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begins to look for the most again."""
+        """Resets the peaks."""
         if self._module is None:
             self._most = _resident()
         else:
@@ -193,14 +189,14 @@ class Accelerator:
     reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Torch's statistics of the device's memory; of a CPU the two that there are."""
+        """Torch's statistics of the device's memory; for a CPU the two that exist."""
         if self._module is not None:
             return dict(self._module.memory_stats(device_index))
         now = self.memory_allocated()
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": self._most}
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """All memory of the device; of a CPU, of the machine."""
+        """The total memory of the device; for a CPU, of the machine."""
         if self._module is None:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(self._module.get_device_properties(device_index or self.current_device()).total_memory)
@@ -253,12 +249,12 @@ class Accelerator:
         return self._module is not None and tensor.is_pinned()
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
-        """Begins a range that NVIDIA's profiler shows; on other devices nothing."""
+        """Begins a range that NVIDIA's profiler shows; on other devices does nothing."""
         if self._name == "cuda":
             self._module.nvtx.range_push(msg)
 
     def range_pop(self, domain: Any = None) -> None:
-        """Ends it."""
+        """Ends the range."""
         if self._name == "cuda":
             self._module.nvtx.range_pop()
 

@@ -163,10 +163,8 @@ def all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Gathers several tensors, each into one. Returns the last one's handle with `async_op`, otherwise None.
-
-    Raises:
-        UsageError: there is nothing to gather.
+    """Gathers several tensors, each into one. Returns the last one's handle with `async_op`, otherwise None. Raises
+    UsageError if there is nothing to gather.
     """
     if not output_tensors:
         raise UsageError("all_gather_coalesced got no tensors", remedy="Call it with at least one tensor.")
@@ -178,11 +176,7 @@ def all_gather_coalesced(
 
 
 def configure(*args: Any, **kwargs: Any) -> None:
-    """Sets up DeepSpeed's logger of collectives.
-
-    Raises:
-        UnsupportedError: it should log something.
-    """
+    """Sets up DeepSpeed's logger of collectives. Raises UnsupportedError if it should log something."""
     if kwargs.get("enabled") or kwargs.get("verbose"):
         raise UnsupportedError(
             "the logger of collectives is not built", remedy="Remove that call. torch.profiler shows collectives."
@@ -190,7 +184,7 @@ def configure(*args: Any, **kwargs: Any) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """What DeepSpeed's logger has counted: nothing, since it is not built."""
+    """The counts of DeepSpeed's logger: empty, since the logger is not built."""
     return {} if return_dict else None
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups of experts, as scripts ask for them that also train dense models: a dense model has none.
+"""Answers scripts that ask for parameter groups of experts, and also train dense models: a dense model has none.
 
 Source: DeepSpeed 0.19.8, moe/utils.py.
 """
@@ -32,7 +32,7 @@ def is_moe_param(param: torch.Tensor) -> bool:
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a parameter group is one of experts."""
+    """Whether a parameter group consists of experts."""
     return bool(param_group.get("moe", False))
 
 
@@ -66,11 +66,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> Groups:
-    """The parameters, or groups of them, as one list of groups.
-
-    Raises:
-        UnsupportedError: a parameter is an expert's.
-    """
+    """The parameters, or groups of them, as one list of groups. Raises UnsupportedError if a parameter is an expert's."""
     given = list(model_parameters)
     if given and isinstance(given[0], dict):
         return split_params_into_different_moe_groups_for_optimizer(given)
@@ -80,10 +76,8 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> Groups:
 def split_params_into_shared_and_expert_params(
     params: Iterable[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters that are not an expert's, and those that are.
-
-    Raises:
-        UnsupportedError: a parameter is an expert's.
+    """The parameters that are not an expert's, and those that are. Raises UnsupportedError if a parameter is an
+    expert's.
     """
     return _dense(params), []
 

@@ -24,11 +24,7 @@ __all__ = [
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Makes groups of experts in DeepSpeed.
-
-    Raises:
-        UnsupportedError: experts should lie on more than one rank.
-    """
+    """Makes groups of experts in DeepSpeed. Raises UnsupportedError if experts should lie on more than one rank."""
     if ep_size > 1:
         refuse("MoE")
 
@@ -54,7 +50,7 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """0, likewise."""
+    """0, since there is one model-parallel rank."""
     return 0
 
 

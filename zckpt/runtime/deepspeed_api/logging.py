@@ -58,11 +58,7 @@ def warning_once(message: str) -> None:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets which messages are logged.
-
-    Raises:
-        UsageError: no such level.
-    """
+    """Sets which messages are logged. Raises UsageError for an unknown level."""
     chosen = custom_logger or logger
     chosen.setLevel(_level(log_level_str))
     for handler in chosen.handlers:
@@ -70,11 +66,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether messages of this level are logged.
-
-    Raises:
-        UsageError: no such level.
-    """
+    """Whether messages of this level are logged. Raises UsageError for an unknown level."""
     return logger.getEffectiveLevel() <= _level(max_log_level_str)
 
 
@@ -87,7 +79,7 @@ def _level(name: str) -> int:
 
 
 def _of_ranks(message: str, ranks: Sequence[int] | None) -> str | None:
-    """The message with the rank's number, if this rank is one of those that say it."""
+    """The message with the rank's number, if this rank logs it; otherwise None."""
     if not dist.is_initialized():
         return f"[Rank -1] {message}"
     rank = dist.get_rank()

@@ -1,4 +1,6 @@
-"""What scripts and tests ask of `deepspeed.ops`: what may be used. Device nvme may be, without DeepSpeed's library."""
+"""Answers scripts and tests that ask `deepspeed.ops` what they may use. Device nvme is available, without DeepSpeed's
+library.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,12 @@ COMPATIBLE_OPS = {
         False,
     ),
 }  # fmt: skip
-"""DeepSpeed's names of its C++ and CUDA parts: whether what they do is here, by whatever means."""
+"""DeepSpeed's names of its C++ and CUDA parts -> whether their function is available here, by any means."""
 
 
 class AsyncIOBuilder:
-    """Where DeepSpeed has what builds its reads and writes for device nvme. The trainer has its own, which need no libaio.
-
-    Attributes:
-        NAME: its key in `COMPATIBLE_OPS`.
+    """The builder of DeepSpeed's I/O for device nvme. The trainer has its own I/O, which needs no libaio. `NAME`: its
+    key in `COMPATIBLE_OPS`.
     """
 
     NAME: ClassVar[str] = "async_io"
@@ -37,10 +37,6 @@ class AsyncIOBuilder:
         return True
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """DeepSpeed's library itself, which is not here.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuses to load DeepSpeed's library, which is not here. Raises UnsupportedError always."""
         del verbose
         refuse("AsyncIOBuilder.load", OWN_FILES)

@@ -105,21 +105,8 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same for master weights in host memory, with the arguments that DeepSpeed has for that.
-
-    Args:
-        model_params: parameters or groups.
-        lr: as for `FusedAdam`, and so are those that follow.
-        bias_correction: likewise.
-        betas: likewise.
-        eps: likewise.
-        weight_decay: likewise.
-        amsgrad: refused.
-        adamw_mode: `adam_w_mode`.
-        fp32_optimizer_states: always; False is refused.
-
-    Raises:
-        UnsupportedError: `amsgrad` is set, or `fp32_optimizer_states` is not.
+    """`FusedAdam` for master weights in host memory, with DeepSpeed's arguments; raises UnsupportedError for `amsgrad`
+    and for states that are not fp32.
     """
 
     def __init__(
@@ -139,11 +126,7 @@ class DeepSpeedCPUAdam(FusedAdam):
 
 
 def refuse_half_states(optimizer: torch.optim.Optimizer, fp32_optimizer_states: bool) -> None:
-    """Raises for optimizer states that should not be in fp32.
-
-    Raises:
-        UnsupportedError: `fp32_optimizer_states` is False.
-    """
+    """Raises UnsupportedError for optimizer states that should not be in fp32."""
     if not fp32_optimizer_states:
         raise UnsupportedError(
             f"{type(optimizer).__name__} with fp32_optimizer_states set to false is not built",
@@ -152,19 +135,7 @@ def refuse_half_states(optimizer: torch.optim.Optimizer, fp32_optimizer_states: 
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """torch's Adagrad with DeepSpeed's arguments.
-
-    Args:
-        model_params: parameters or groups.
-        lr: learning rate.
-        eps: added to the root.
-        weight_decay: added to the gradient.
-        amsgrad: refused, as Adagrad has none.
-        fp32_optimizer_states: always; False is refused.
-
-    Raises:
-        UnsupportedError: `amsgrad` is set, or `fp32_optimizer_states` is not.
-    """
+    """torch's Adagrad with DeepSpeed's arguments; raises UnsupportedError for `amsgrad`, and for states that are not fp32."""
 
     def __init__(
         self,
@@ -182,23 +153,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 
 class FusedLamb(Lamb):
-    """`Lamb` with DeepSpeed's arguments.
-
-    Args:
-        params: parameters or groups.
-        lr: as for `Lamb`, and so are those that follow.
-        bias_correction: likewise.
-        betas: likewise.
-        eps: likewise.
-        eps_inside_sqrt: likewise.
-        weight_decay: likewise.
-        max_grad_norm: refused; the config's `gradient_clipping` clips.
-        max_coeff: likewise.
-        min_coeff: likewise.
-        amsgrad: refused, as in DeepSpeed.
-
-    Raises:
-        UnsupportedError: `amsgrad` or `max_grad_norm` is set.
+    """`Lamb` with DeepSpeed's arguments; raises UnsupportedError for `amsgrad` and `max_grad_norm`: the config's
+    `gradient_clipping` clips.
     """
 
     def __init__(
@@ -223,15 +179,7 @@ class FusedLamb(Lamb):
 
 
 class FusedLion(Lion):
-    """`Lion` with DeepSpeed's arguments.
-
-    Args:
-        params: parameters or groups.
-        lr: as for `Lion`, and so are those that follow.
-        betas: likewise.
-        weight_decay: likewise.
-        set_grad_none: `zero_grad` drops gradients; False fills them with zeros.
-    """
+    """`Lion` with DeepSpeed's arguments; `set_grad_none`: `zero_grad` drops gradients, False fills them with zeros."""
 
     def __init__(
         self,
@@ -250,18 +198,7 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """The same for master weights in host memory.
-
-    Args:
-        model_params: parameters or groups.
-        lr: as for `Lion`, and so are those that follow.
-        betas: likewise.
-        weight_decay: likewise.
-        fp32_optimizer_states: always; False is refused.
-
-    Raises:
-        UnsupportedError: `fp32_optimizer_states` is False.
-    """
+    """`FusedLion` for master weights in host memory; raises UnsupportedError for states that are not fp32."""
 
     def __init__(
         self,

@@ -50,15 +50,11 @@ GIB = 1 << 30
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""What `accelerate launch` asks for before it starts torchrun's processes."""
+"""The name of the file of variables that `accelerate launch` reads before it starts torchrun's processes."""
 
 
 class DummyOptim:
-    """A place for parameters where no optimizer is.
-
-    Args:
-        params: the parameters.
-    """
+    """A stand-in with parameters, where there is no optimizer. `params`: the parameters."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": list(params)}]
@@ -104,7 +100,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tenso
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
-    """The norm of tensors with these norms."""
+    """The norm of all tensors together, from the norm of each."""
     return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
 
 
@@ -188,11 +184,7 @@ def _rank() -> int:
 
 
 class RepeatingLoader:
-    """A loader that begins again when it has ended.
-
-    Args:
-        loader: what is repeated.
-    """
+    """A loader that begins again when it has ended. `loader`: what is repeated."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -210,7 +202,7 @@ class RepeatingLoader:
 
 
 class OnDevice:
-    """Makes what is constructed inside on a device, with floating-point numbers of a dtype.
+    """Makes new tensors on a device, with floating-point numbers of one dtype, inside a `with` block.
 
     Args:
         dtype: of floating-point tensors that are made without one.
@@ -249,7 +241,7 @@ class _OfDtype(TorchDispatchMode):
 
 
 def instrument_w_nvtx(func: Function) -> Function:
-    """A function with calls that torch.profiler shows by its name."""
+    """A function that torch.profiler shows under its name."""
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,8 @@ class ZeroStageEnum(IntEnum):
 def load_state_dict_from_zero_checkpoint(
     model: Any, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> Any:
-    """Loads the consolidated fp32 weights into a model. A sharded one holds them as plain tensors on the CPU, on every rank.
+    """Loads the consolidated fp32 weights into a model. A sharded model gets them as plain tensors on the CPU, on every
+    rank.
 
     Its engine's parts are loaded too, and used again by the next forward that trains. `zckpt` has a function of this name that
     loads the parts alone.
@@ -70,7 +71,7 @@ def load_state_dict_from_zero_checkpoint(
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The model inside an engine, with all parameters whole: for generating on all ranks."""
+    """The model inside an engine, with whole parameters, for generating on all ranks."""
     with GatheredParameters(model.parameters()):
         yield getattr(model, "module", model)
 
@@ -78,7 +79,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], target_fp_dtype: torch.dtype | None = None, target_device: torch.device | None = None
 ) -> Callable[..., Any]:
-    """The constructor of tensors as it is, for transformers, which replaces this function around `zero.Init`.
+    """Returns the constructor of tensors as it is; transformers replaces this function around `zero.Init`.
 
     DeepSpeed's casts what a constructor makes. `Init` casts the parameters of a module, and no other tensor.
     """
@@ -109,7 +110,7 @@ def get_full_hp_param(self: torch.Tensor, optim_state_key: str | None = None) ->
 
 
 def set_full_hp_param(self: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-    """Sets what `get_full_hp_param` gives."""
+    """Sets the value that `get_full_hp_param` returns."""
     if optim_state_key is None:
         safe_set_full_fp32_param(self, value)
     else:

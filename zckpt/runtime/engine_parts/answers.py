@@ -35,7 +35,7 @@ _KEYS = (
      "param_persistence_threshold model_persistence_threshold module_granularity_threshold log_trace_cache_warnings "
      "gather_16bit_weights_on_model_save ignore_unused_parameters compute_grad_norm save_muon_momentum_buffer_in_memory"),
 )  # fmt: skip
-"""Section of the settings, what DeepSpeed's methods put before its keys, the keys."""
+"""Section of the settings, the prefix of DeepSpeed's methods, the keys."""
 
 _SWITCHED_OFF = (
     (False, "fp16_master_weights_and_gradients bf16_master_weights_and_gradients bf16_optimizer_states torch_autocast_enabled "
@@ -47,7 +47,7 @@ _SWITCHED_OFF = (
     (0, "autotp_size get_model_parallel_rank get_tensor_parallel_rank"),
     (None, "get_sequence_parallel_group torch_autocast_dtype zenflow_config"),
 )  # fmt: skip
-"""What DeepSpeed answers without a feature -> its methods."""
+"""DeepSpeed's answer without a feature -> its methods."""
 
 
 def _always(value: Any) -> Answer:
@@ -111,7 +111,7 @@ ANSWERS: dict[str, Answer] = {
     "get_compile_time": lambda run: [],
     "collect_python_gc": lambda run: gc.collect(),
 }
-"""DeepSpeed's method without arguments -> what it gives."""
+"""DeepSpeed's method without arguments -> the function that answers it."""
 
 CONSTANTS = {
     name: value
@@ -126,7 +126,7 @@ CONSTANTS = {
     )
     for name in names.split()
 }  # fmt: skip
-"""DeepSpeed's attribute -> what its engine has without experts, parallelism inside a model and so on."""
+"""DeepSpeed's attribute -> its value in an engine without experts, model parallelism and so on."""
 
 VALUES: dict[str, Answer] = {
     **dict.fromkeys(("num_experts", "moe_layers", "gate_modules"), lambda run: []),
@@ -142,7 +142,7 @@ VALUES: dict[str, Answer] = {
         (one.weight if one.whole is None else one.whole): one.name for one in run.sharded.parameters
     },
 }
-"""DeepSpeed's attribute -> what it is."""
+"""DeepSpeed's attribute -> the function that computes it."""
 
 _REDUCED = "Remove the call: engine.backward(loss) reduces the gradients."
 _PASSES = "Call engine.compile() without a schedule: it is torch.compile."
@@ -191,7 +191,7 @@ ABSENT = {
 
 
 def add_answers(engine: type[TrainingRun]) -> None:
-    """Gives the engine's class what the tables say."""
+    """Adds the methods and attributes of the tables to the engine's class."""
     engine.instead = ABSENT
     for name, value in CONSTANTS.items():
         setattr(engine, name, value)

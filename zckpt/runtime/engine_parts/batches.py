@@ -1,4 +1,4 @@
-"""What an engine does with whole batches: `train_batch`, `eval_batch`, loaders, batch sizes and learning rates.
+"""The engine's methods on whole batches: `train_batch`, `eval_batch`, loaders, batch sizes and learning rates.
 
 For `engine`. Source: DeepSpeed 0.19.8, runtime/engine.py, and runtime/pipe/engine.py for `train_batch` and `eval_batch`, which
 here take any model with a forward that returns the loss.
@@ -21,18 +21,14 @@ from zckpt.runtime.loader import Loader
 
 
 class Batches:
-    """What an engine does with whole batches.
-
-    Args:
-        engine: that has this part.
-    """
+    """What an engine does with whole batches. `engine`: that has this part."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self._batches: Iterator[Any] | None = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Sets where `train_batch` takes micro batches from when it is called without an iterator."""
+        """Sets the iterator that `train_batch` uses when it is called without one."""
         self._batches = iterator
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
@@ -157,10 +153,8 @@ class Batches:
         )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Sets the samples per optimizer step over all ranks: other micro batches per step, of the same size.
-
-        Raises:
-            UsageError: they are not a multiple of the micro batches of all ranks, or a step has begun.
+        """Sets the samples per optimizer step over all ranks: other micro batches per step, of the same size. Raises
+        UsageError if they are not a multiple of the micro batches of all ranks, or a step has begun.
         """
         per_forward = self.engine.batch.micro * self.engine.world_size
         if train_batch_size <= 0 or train_batch_size % per_forward:
@@ -188,9 +182,7 @@ class Batches:
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Sets the learning rate of all parameter groups: one number, or one per group. A schedule sets it again.
-
-        Raises:
-            UsageError: there are not as many numbers as groups.
+        Raises UsageError if there are not as many numbers as groups.
         """
         rates = [lr] * len(self.engine.groups) if isinstance(lr, int | float) else list(lr)
         if len(rates) != len(self.engine.groups):
@@ -203,7 +195,9 @@ class Batches:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backwards of one step. DeepSpeed reduces their gradients once; here each is reduced, to the same sum."""
+        """Wraps several backwards of one step. DeepSpeed reduces their gradients once; here each is reduced, to the
+        same sum.
+        """
         yield
 
     def _called(self, batch: Any) -> Any:
@@ -226,7 +220,7 @@ def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """The same value with its tensors on a device."""
+    """The value with its tensors on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -237,11 +231,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _loss_of(result: Any) -> torch.Tensor:
-    """The loss in what a model returns.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The loss in a model's result. Raises UsageError if there is none."""
     loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", result)
     if isinstance(loss, tuple | list) and loss:
         loss = loss[0]

@@ -1,4 +1,4 @@
-"""A run with states that rest in host memory for a while: `offload_states` and `reload_states`.
+"""Moves a run's states to host memory for a while: `offload_states` and `reload_states`.
 
 For `engine`, and for scripts that need the device's memory between two phases of training.
 Source: DeepSpeed 0.19.8, runtime/engine.py and runtime/zero/offload_config.py.
@@ -19,7 +19,7 @@ from zckpt.runtime.training_run import TrainingRun
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states can go; DeepSpeed's names."""
+    """Places for states, by DeepSpeed's names."""
 
     none = "none"
     cpu = "cpu"
@@ -27,7 +27,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """Which states; DeepSpeed's names."""
+    """Kinds of states, by DeepSpeed's names."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -41,11 +41,7 @@ _HOST = torch.device("cpu")
 
 
 class Offload:
-    """Moves a run's states from the device and back.
-
-    Args:
-        run: the one with the states.
-    """
+    """Moves a run's states from the device and back. `run`: the one with the states."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
@@ -84,11 +80,7 @@ class Offload:
         self._move(_HOST, wanted, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what `offload_states` has moved.
-
-        Args:
-            non_blocking: return before the copies are done.
-        """
+        """Brings back what `offload_states` has moved. `non_blocking`: return before the copies are done."""
         self._move(self.run.device, list(OffloadStateTypeEnum), non_blocking)
         self.run.gather()
 

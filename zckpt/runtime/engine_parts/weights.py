@@ -1,4 +1,4 @@
-"""What an engine gives away and takes of its model: `module_state_dict`, `save_16bit_model`.
+"""The engine's methods on consolidated weights: `module_state_dict`, `save_16bit_model`.
 
 For `engine`. Source: DeepSpeed 0.19.8, runtime/engine.py.
 """
@@ -20,11 +20,7 @@ from zckpt.runtime.training_run import TrainingRun
 
 
 class Weights:
-    """Gives a run's weights away, and takes new ones.
-
-    Args:
-        run: the one with the weights.
-    """
+    """Gives a run's weights away, and takes new ones. `run`: the one with the weights."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
@@ -123,5 +119,5 @@ class Weights:
         return True
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """An old name of `save_16bit_model`."""
+        """As `save_16bit_model`, under its old name."""
         return self.save_16bit_model(save_dir, save_filename)

@@ -1,4 +1,4 @@
-"""What a config of the trainer asks for, as far as memory depends on it.
+"""Reads what a config of the trainer asks for, as far as memory depends on it.
 
 For `estimate`, and for the command, which imports no torch for it.
 """
@@ -16,7 +16,7 @@ from zckpt.estimation.rehearsal import BYTES
 from zckpt.runtime.config.read import Settings, batch_of, read_config
 
 Asked = tuple[int, bool, str]
-"""Stage, offload and precision."""
+"""A stage, offload, and precision."""
 
 _AUTO: dict[str, Any] = {
     "optimizer.params.lr": 1e-3,
@@ -27,7 +27,7 @@ _AUTO: dict[str, Any] = {
     "fp16.enabled": False,
     "bf16.enabled": True,
 }
-"""For keys that say "auto" and on which memory does not depend; and mixed precision, as most train now."""
+"""Values for "auto" in keys that memory does not depend on, and mixed precision, as in most runs."""
 
 
 def asked_of(
@@ -75,13 +75,15 @@ def asked_of(
 
 
 def _schedule(config: object) -> dict[str, Any]:
-    """Values for a schedule's arguments that say "auto", which only a run would know."""
+    """Values for "auto" in a schedule's arguments, which only a run knows."""
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     return {f"scheduler.params.{name}": 1 for name in names}
 
 
 def _states(settings: Settings) -> int | None:
-    """How many numbers the optimizer keeps for each element where its arguments say so; None for what is usual for it."""
+    """The number of values that the optimizer keeps for each element, if its arguments determine it; None for the usual
+    number.
+    """
     name, params = (settings.config.optimizer.type or "").lower(), settings.config.optimizer.params
     if name in ("adam", "adamw") and params.get("amsgrad"):
         return 3

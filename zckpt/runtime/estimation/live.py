@@ -1,4 +1,4 @@
-"""What a model in memory needs, or one that transformers builds without memory.
+"""Estimates what a model in memory needs, or one that transformers builds without memory.
 
 For scripts, as `zckpt.runtime.estimate`, and for the command where no formula knows a kind of model.
 """
@@ -120,10 +120,8 @@ def size_of(
 
 
 def built_by_transformers(unknown: Unknown) -> ModelSize:
-    """The parameters of a Hugging Face model, which is built without memory.
-
-    Raises:
-        UnsupportedError: transformers is not installed, or does not know the model.
+    """The parameters of a Hugging Face model, which is built without memory. Raises UnsupportedError if transformers is
+    not installed, or does not know the model.
     """
     remedy = (
         "Install transformers and torch (pip install transformers torch), in a version that knows this kind of model."
@@ -151,7 +149,7 @@ def built_by_transformers(unknown: Unknown) -> ModelSize:
 
 
 def _config_of(model: nn.Module) -> Mapping[str, Any] | None:
-    """The config of a Hugging Face model, also inside PEFT's wrapper."""
+    """The config of a Hugging Face model, also inside PEFT's wrapper; None if it has none."""
     base: Any = model
     if hasattr(model, "get_base_model"):
         base = base.get_base_model()

@@ -38,17 +38,17 @@ NAME = "deepspeed"
 ROOT = "zckpt.runtime"
 
 _DECIDED = {"accelerate.accelerator": "DeepSpeedEngineWrapper"}
-"""Modules that look for DeepSpeed once, when they are imported, and a name that they have only if they found it."""
+"""Modules that look for DeepSpeed once, at their import, each with a name that exists only if they found it."""
 
 
 def install() -> None:
-    """From now on DeepSpeed's modules are found below `zckpt.runtime`. A second call changes nothing."""
+    """Makes DeepSpeed's modules importable below `zckpt.runtime`. A second call changes nothing."""
     if not any(isinstance(finder, OwnFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, OwnFinder())
 
 
 def home_of(path: str) -> str | None:
-    """The path of the module that a path below `deepspeed` means, which may have a shorter name; None where there is none."""
+    """The path of the module that a path below `deepspeed` stands for, also by a shorter name; None if there is none."""
     if path in surface.read_lines() or path in BUILT:
         return path
     where, name = surface.names_of("").taken.get(path, ("", path))
@@ -56,11 +56,7 @@ def home_of(path: str) -> str | None:
 
 
 def find_name(path: str, name: str) -> Any:
-    """What a name of a module of DeepSpeed is here.
-
-    Args:
-        path: the module's, below `deepspeed`.
-        name: the name.
+    """The object for a name of a module of DeepSpeed.
 
     Raises:
         AttributeError: DeepSpeed has no such name there, and the table has none either.
@@ -96,13 +92,13 @@ def find_name(path: str, name: str) -> Any:
 
 
 def _shows(path: str, name: str) -> bool:
-    """Whether a star would take a name of a module: modules below a package too."""
+    """Whether `import *` takes a name of a module, modules below a package included."""
     own = name in surface.all_names_of(path) or home_of(f"{path}.{name}") is not None
     return own or any(_shows(star, name) for star in surface.names_of(path).stars)
 
 
 def instead_of(path: str) -> str:
-    """What the table says to use instead of what is not built in a module: of the row with the longest path."""
+    """The table's remedy for a module's parts that are not built: that of the row with the longest path."""
     if path in UNBUILT:
         return UNBUILT[path].instead
     parts = path.split(".")
@@ -111,7 +107,7 @@ def instead_of(path: str) -> str:
 
 
 def names_in(path: str) -> list[str]:
-    """The names that a module shows: DeepSpeed's, and those of its row."""
+    """The public names of a module: DeepSpeed's, and those of its row."""
     row = BUILT.get(path)
     return sorted(
         {*surface.all_names_of(path), *(name for name in (row if isinstance(row, dict) else ()) if name[0] not in "_*")}
@@ -120,14 +116,14 @@ def names_in(path: str) -> list[str]:
 
 @functools.cache
 def _import_target(target: str) -> Any:
-    """What a target of the table names."""
+    """The object that a target of the table names."""
     module, _, name = target.partition(":")
     found = importlib.import_module(module, ROOT)
     return getattr(found, name) if name else found
 
 
 class DeepSpeedModule(ModuleType):
-    """A module of DeepSpeed's names; those that have been used are its attributes."""
+    """A module with DeepSpeed's names; names that have been used are its attributes."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, DeepSpeedModule) and value.__name__ == f"{self.__name__}.{name}":
@@ -152,7 +148,7 @@ class OwnFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where a module is; None for names of others, and for the trainer's own."""
+        """The spec of a module of DeepSpeed; None for other modules and the trainer's own."""
         del path, target
         below = fullname.removeprefix(f"{ROOT}.")
         home = home_of(below) if below != fullname else None
@@ -172,7 +168,7 @@ class _Maker(Loader):
         self._own: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Makes the module; under a second name, imports the one that is meant, or takes it if it is imported."""
+        """Makes the module; under a second name, imports or returns the module that is meant."""
         if spec.name == self._real:
             self._own = spec
             path = spec.name.removeprefix(f"{ROOT}.")
@@ -184,18 +180,16 @@ class _Maker(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives the module its own spec back: the import system has put the other name's in its place."""
+        """Restores the module's own spec: the import system has put the other name's in its place."""
         module.__spec__ = self._own
 
 
 def as_deepspeed() -> None:
-    """From now on, in this process, `import deepspeed` and what libraries import below it is this trainer.
+    """Makes `import deepspeed`, and the imports of libraries below it, load this trainer in this process.
 
-    Call it before anything imports `deepspeed` or accelerate; transformers' Trainer imports accelerate. A second call changes
-    nothing. Processes that are started later, other than by fork, have to call it too.
-
-    Raises:
-        UsageError: DeepSpeed itself has been imported already, or accelerate has, without finding a DeepSpeed.
+    Call it before anything imports `deepspeed` or accelerate; transformers' Trainer imports accelerate. A second call
+    changes nothing. Processes that are started later, other than by fork, have to call it too. Raises UsageError if
+    DeepSpeed itself has been imported already, or accelerate has, without finding a DeepSpeed.
     """
     if any(isinstance(finder, SecondFinder) for finder in sys.meta_path):
         return
@@ -222,10 +216,8 @@ class SecondFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where a module is; None for names of others.
-
-        Raises:
-            ModuleNotFoundError: DeepSpeed has no such module.
+        """The spec of a module below `deepspeed`; None for other modules. Raises ModuleNotFoundError if DeepSpeed has
+        no such module.
         """
         del path, target
         if fullname != NAME and not fullname.startswith(f"{NAME}."):
@@ -242,16 +234,16 @@ class SecondFinder(MetaPathFinder):
         return spec
 
     def find_distributions(self, context: Wanted.Context | None = None) -> Iterable[Distribution]:
-        """The metadata, if it is asked for: of all distributions, or of this one."""
+        """The metadata of `deepspeed`, if all distributions or this one are asked for."""
         name = None if context is None else context.name
         return [_Metadata()] if name is None or name.lower() == NAME else []
 
 
 class _Metadata(Distribution):
-    """What `importlib.metadata` says of `deepspeed`; the version has a local label, which says who made it."""
+    """The metadata of `deepspeed` for `importlib.metadata`; the version has a local label that names zckpt."""
 
     def read_text(self, filename: str) -> str | None:
-        """A file of the distribution; None for those that it does not have."""
+        """The text of a file of the distribution; None for files that it lacks."""
         if filename == "METADATA":
             message = EmailMessage()
             for key, value in (
@@ -265,5 +257,5 @@ class _Metadata(Distribution):
         return f"{NAME}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """Where a file of it would be: beside this module, since there are none."""
+        """The path of a file of the distribution: beside this module, since there are none."""
         return Path(__file__).parent / path

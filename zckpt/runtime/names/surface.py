@@ -33,7 +33,7 @@ class ModuleNames:
 
 @functools.cache
 def read_lines() -> Mapping[str, str]:
-    """Each module's path below `deepspeed` -> its line; "" is the package itself."""
+    """Path of each module below `deepspeed` -> its line; "" is the package itself."""
     lines = _FILE.read_text(encoding="utf-8").splitlines()
     return {path: words for path, _, words in (line.partition(":") for line in lines) if path != _ENGINE}
 
@@ -46,7 +46,7 @@ def list_packages() -> frozenset[str]:
 
 @functools.cache
 def names_of(path: str) -> ModuleNames:
-    """The names of a module; none where DeepSpeed has no such module."""
+    """The names of a module; empty if DeepSpeed has no such module."""
     own: dict[str, str] = {}
     taken: dict[str, tuple[str, str]] = {}
     stars = []
@@ -65,7 +65,7 @@ def names_of(path: str) -> ModuleNames:
 
 @functools.cache
 def all_names_of(path: str) -> frozenset[str]:
-    """Every name of a module, however it has it."""
+    """Every name of a module, its own or taken from others."""
     names = names_of(path)
     found = {*names.own, *names.taken}
     for star in names.stars:

@@ -24,11 +24,7 @@ VERSION = "0.19.8"
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that is not in DeepSpeed's source as a literal, or that older versions had.
-
-    Attributes:
-        value: the value.
-    """
+    """A value that is not in DeepSpeed's source as a literal, or that older versions had. `value`: the value."""
 
     value: Any
 
@@ -45,7 +41,7 @@ _PRIVATE_GROUPS = (
     "sequence_parallel_group", "sequence_parallel_rank", "sequence_parallel_world_size",
     "model_parallel_world_size", "expert_model_parallel_world_size",
 )  # fmt: skip
-"""What libraries call of `utils.groups`, private as it is."""
+"""Private names of `utils.groups` that libraries call all the same."""
 
 _VERSION: Names = {
     "version": Constant(VERSION),
@@ -161,7 +157,7 @@ BUILT: dict[str, str | Names] = {
         "load_state_dict_from_zero_checkpoint": f"{_ZERO}:load_state_dict_from_zero_checkpoint",
     },
 }
-"""Path of a module below `deepspeed` -> where its names are built."""
+"""Path of a module below `deepspeed` -> the place where its names are built."""
 
 UNBUILT = {
     "**": Unbuilt(
@@ -207,4 +203,4 @@ UNBUILT = {
     ),
     "sequence.**": Unbuilt(ONE_SEQUENCE),
 }
-"""Path of a module below `deepspeed`, or of all modules below one -> what to use instead of what is not built there."""
+"""Path of a module below `deepspeed`, or of all modules below one -> the remedy for names that are not built."""

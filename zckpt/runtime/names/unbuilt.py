@@ -1,4 +1,5 @@
-"""What DeepSpeed has and this trainer has not: each name is there, and says so when it is called or constructed.
+"""Stand-ins for what DeepSpeed has and this trainer lacks: each name exists, and raises when it is called or
+constructed.
 
 For `table`: its rows say what to do instead, and for code that refuses a use of such a thing. A script that imports
 such a name, or asks `isinstance(model, PipelineModule)`, runs on.
@@ -47,16 +48,12 @@ INSTEAD = {
     "set_autotp_mode": PLAIN,
     "tp_model_init": PLAIN,
 }
-"""Name -> what to do instead, as sentences. Other names have the words of their row in `table`."""
+"""Name -> the remedy, as sentences. Other names have the remedy of their row in `table`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unbuilt:
-    """A row of the table: names that are not built.
-
-    Attributes:
-        instead: what to do instead, as sentences.
-    """
+    """A row of the table: names that are not built. `instead`: what to do instead, as sentences."""
 
     instead: str
 

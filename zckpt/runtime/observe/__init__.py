@@ -1,1 +1,1 @@
-"""What a run shows of itself: events for monitors, times, memory, operations."""
+"""Shows a run's progress: events for monitors, times, memory, operations."""

@@ -80,7 +80,7 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
 @dataclass(slots=True)
 class ModuleCost:
-    """What one module's forwards cost, its children's included.
+    """The cost of one module's forwards, its children's included.
 
     Attributes:
         flops: operations.
@@ -123,10 +123,8 @@ class FlopsProfiler:
         self._open: list[tuple[int, float]] = []
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Begins to measure, from zero.
-
-        Args:
-            ignore_list: classes of modules that are not measured; their work counts for what they are in.
+        """Begins to measure, from zero. `ignore_list`: classes of modules that are not measured; their work counts for
+        what they are in.
         """
         self.stop_profile()
         self.reset_profile()
@@ -216,7 +214,7 @@ class FlopsProfiler:
         return self.costs.get(self.model, ModuleCost())
 
     def _summary(self) -> Iterator[tuple[str, Any]]:
-        """What a log is searched for. The counts are those of one micro batch on this rank."""
+        """The totals, under labels that logs are searched for. Counts are those of one micro batch on this rank."""
         total, engine = self._total, self.ds_engine
         if engine is not None:
             yield "world size", engine.world_size
@@ -263,7 +261,7 @@ class FlopsProfiler:
             yield "  ".join([f"{line[0]:<{widths[0]}}", *cells])
 
     def _duration(self, module: nn.Module) -> float:
-        """Seconds; of a module that is not called, such as a ModuleList, those of its children."""
+        """The seconds of a module; for one that is not called, such as a ModuleList, those of its children."""
         return self.costs[module].duration_s or sum(self._duration(child) for child in module.children())
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
@@ -358,7 +356,7 @@ def _on_other_devices() -> dict[Any, Any]:
 
 
 def _attention(query: Any, key: Any, value: Any, *more: Any, **named: Any) -> int:
-    """Operations of attention, from the shapes of its inputs."""
+    """The operations of attention, by the shapes of its inputs."""
     return int(sdpa_flop_count(query, key, value))
 
 

@@ -1,4 +1,4 @@
-"""Which rank the others wait for: one that is stopped, killed, or still busy with something.
+"""Finds the rank that the others wait for: one that is stopped, killed, or still busy.
 
 For `observer` and `train`. Ranks compute together, so one that does not come makes all wait, until a collective's timeout ends
 the run without a name. [Note: the lookout] Every rank notes what it does (`at`). A thread of each puts this note and a count
@@ -33,28 +33,28 @@ from zckpt.runtime.world import World
 from zckpt.team.rendezvous import default_store, own_connection
 
 BEAT_S = 2.0
-"""Between two notes of a rank."""
+"""Seconds between two notes of a rank."""
 SILENT_S = 7.0
-"""A count that has not grown for so long is a process that does not run."""
+"""The seconds after which a process with a count that has not grown counts as stopped."""
 STILL_S = 6.0
-"""A rank that has done the same for so long looks at what the others do."""
+"""The seconds without progress after which a rank looks at the others."""
 LATE_S = 30.0
-"""A rank that is behind the others for so long is named."""
+"""The seconds after which a rank that is behind the others is named."""
 EQUAL_S = 120.0
-"""If all ranks do the same for so long, it is said in which line each is."""
+"""The seconds without progress of all ranks after which each one's line is logged."""
 NOTES = "ZCKPT_TRAIN_NOTES"
-"""Variable with the directory for notes; the launcher sets it."""
+"""The variable with the directory for notes, which the launcher sets."""
 WRITE_S = 0.05
-"""Between two notes in that directory."""
+"""The seconds between two notes in that directory."""
 PHASES = ("in the script's own code", "in forward", "in backward", "in the optimizer step")
-"""What a rank with an engine does, in this order for each micro batch."""
+"""The phases of a rank with an engine, in this order for each micro batch."""
 
 _log = logging.getLogger("zckpt.runtime")
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a rank does.
+    """The activity of a rank.
 
     Attributes:
         number: how many things it has begun, the same on all ranks that do the same.
@@ -108,7 +108,7 @@ class Lookout(threading.Thread):
             atexit.register(self.close)
 
     def at(self, step: int, what: str, number: int | None = None) -> None:
-        """Notes what begins now.
+        """Notes the activity that begins now.
 
         Args:
             step: the optimizer step, from 1.
@@ -122,16 +122,18 @@ class Lookout(threading.Thread):
             self._write()
 
     def enter(self, phase: int, micro_steps: int, step: int) -> None:
-        """Notes which of `PHASES` begins, and in which micro batch; 16 other notes have room between two."""
+        """Notes the phase of `PHASES` that begins, and its micro batch; there is room for 16 other notes between two
+        phases.
+        """
         self.at(step, PHASES[phase], (micro_steps * len(PHASES) + phase) * 16)
 
     def failed(self, why: str) -> None:
-        """Notes why this rank ends."""
+        """Notes the reason why this rank ends."""
         self._now = replace(self._now, what=f"{self._now.what} ({' '.join(why.split())})")
         self._write()
 
     def close(self) -> None:
-        """Ends the thread, and notes that this rank has nothing more to do."""
+        """Ends the thread, and notes that this rank is done."""
         if self.is_alive() and not self._over.is_set():
             self._over.set()
             self.join(BEAT_S * 2)
@@ -157,7 +159,7 @@ class Lookout(threading.Thread):
             return {}
 
     def run(self) -> None:
-        """Beats and looks until the run is over."""
+        """Writes notes and looks at others until the run is over."""
         beat = 0
         while not self._over.wait(BEAT_S):
             beat += 1
@@ -175,7 +177,9 @@ class Lookout(threading.Thread):
                 return
 
     def _look(self, notes: Mapping[int, Doing]) -> None:
-        """Says which rank is waited for, if this is the rank to say it; one that is done only where all compute together."""
+        """Reports the rank that others wait for, if this rank has to; a rank that is done counts only if all compute
+        together.
+        """
         notes = {rank: one for rank, one in notes.items() if one.beat != _DONE or self._now.what in PHASES}
         now = time.monotonic()
         for rank, one in notes.items():
@@ -199,7 +203,7 @@ class Lookout(threading.Thread):
             self._tell([], _stillness(notes))
 
     def _tell(self, who: list[int] | None, sentence: str = "The ranks go on.") -> None:
-        """Says a sentence, once for the same ranks."""
+        """Logs a sentence, once for the same ranks."""
         key = None if who is None else str(who)
         if key != self._said:
             self._said = key
@@ -224,7 +228,7 @@ _by_group: dict[int, Lookout] = {}
 
 
 def of_process(world: World) -> Lookout:
-    """The lookout of this process, as long as it is in the same process group."""
+    """The lookout of this process, which lasts as long as the process group."""
     group = id(dist.group.WORLD)
     if group not in _by_group:
         for old in _by_group.values():
@@ -235,7 +239,7 @@ def of_process(world: World) -> Lookout:
 
 
 def last_note(directory: str | os.PathLike[str], rank: int) -> Doing | None:
-    """What a rank of the launcher's noted last; `since_s` is 0."""
+    """The last note of one of the launcher's ranks; its `since_s` is 0."""
     try:
         return Doing(**json.loads(Path(directory, str(rank)).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -246,11 +250,7 @@ _PREFIX, _DONE = "zckpt/lookout/", -1
 
 
 def _read_notes(store: Any, size: int) -> dict[int, Doing]:
-    """The notes of all ranks.
-
-    Raises:
-        KeyError: a rank has not noted anything yet.
-    """
+    """The notes of all ranks. Raises KeyError if a rank has not noted anything yet."""
     keys = [f"{_PREFIX}{rank}" for rank in range(size)]
     if not store.check(keys):
         raise KeyError

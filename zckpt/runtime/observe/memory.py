@@ -1,4 +1,4 @@
-"""How much memory this process and its machine use, in DeepSpeed's two lines.
+"""Prints how much memory this process and its machine use, in DeepSpeed's two lines.
 
 For `observer` (`memory_breakdown`), `timer`, and scripts as `see_memory_usage`.
 """
@@ -18,7 +18,9 @@ GIB = 1 << 30
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes of the device: `MA` of tensors, `CA` of torch's allocator, and the most of each; on a CPU, of this process."""
+    """Bytes on the device: `MA` of tensors, `CA` of torch's allocator, and the peak of each; on a CPU, those of this
+    process.
+    """
     kind = accelerator()
     if kind is None:
         facts = _read_kilobytes("/proc/self/status")
@@ -56,7 +58,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def _read_kilobytes(path: str) -> dict[str, int]:
-    """The lines "name: number kB" of a file of the kernel, in bytes."""
+    """Name -> bytes, from lines "name: number kB" of a file of the kernel."""
     with open(path, encoding="ascii", errors="replace") as file:
         parts = [line.replace(":", " ").split() for line in file]
     return {words[0]: int(words[1]) * 1024 for words in parts if len(words) == 3 and words[2] == "kB"}

@@ -1,4 +1,4 @@
-"""Where a run's numbers are sent while it trains: TensorBoard, Weights & Biases, CSV files, Comet.
+"""Sends a run's numbers while it trains: to TensorBoard, Weights & Biases, CSV files, Comet.
 
 For `observer`, which writes the engine's events, and for scripts (`engine.monitor.write_events`). An event is a tuple of
 name, value (a number, or a tensor of one element) and the number of samples so far. A library is imported when it is used.
@@ -33,11 +33,7 @@ class Sections(Protocol):
 
 
 class TensorBoardMonitor:
-    """Writes events as scalars with torch's SummaryWriter.
-
-    Attributes:
-        summary_writer: a script may add to it.
-    """
+    """Writes events as scalars with torch's SummaryWriter. `summary_writer`: a script may add to it."""
 
     def __init__(self, section: TensorBoardSection) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,7 +53,7 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """Logs events to this process's run, which the script has begun with `wandb.init`, or which is begun here."""
+    """Logs events to this process's run, which the script began with `wandb.init`, or which begins here."""
 
     def __init__(self, section: WandbSection) -> None:
         self._wandb: Any = importlib.import_module("wandb")
@@ -77,10 +73,7 @@ class WandbMonitor:
 class CSVMonitor:
     """Writes events into a file for each name: `Train/Samples/lr` into `Train_Samples_lr.csv`, under `step` and `lr`.
 
-    Files of an earlier run are continued, without a second header.
-
-    Attributes:
-        log_dir: the directory, which is made if need be.
+    Files of an earlier run are continued, without a second header. `log_dir`: the directory, which is made if need be.
     """
 
     def __init__(self, section: CSVSection) -> None:
@@ -173,10 +166,8 @@ class MonitorMaster:
             setattr(self, attribute, kind(sections[name]) if writes and sections[name].enabled else None)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Writes events to all monitors.
-
-        Args:
-            event_list: each a name such as "Train/Samples/lr", a number, and the samples so far.
+        """Writes events to all monitors. `event_list`: each a name such as "Train/Samples/lr", a number, and the
+        samples so far.
         """
         for monitor in (getattr(self, attribute) for attribute, *_ in _KINDS.values()):
             if monitor is not None:
@@ -199,10 +190,8 @@ class MonitorConfig:
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
-    """The sections of a config that is still JSON; those that it does not have are switched off.
-
-    Raises:
-        ValueError: a section has a key or a value that it cannot have.
+    """The sections of a config that is still JSON; those that it does not have are switched off. Raises ValueError if a
+    section has a key or a value that it cannot have.
     """
     return MonitorConfig(
         TensorBoardSection(**param_dict.get("tensorboard", {})), WandbSection(**param_dict.get("wandb", {})),

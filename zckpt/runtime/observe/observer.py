@@ -1,4 +1,4 @@
-"""What a config wants to see of a run: events for the monitors, times, memory, operations.
+"""Shows what a config asks for of a run: events for the monitors, times, memory, operations.
 
 For `engine`, which calls it at the beginning and end of forward, backward and step. Nothing that is switched off costs more than
 the call. The events, their names, their order and the samples that they are counted in are DeepSpeed's (0.19.8,
@@ -95,10 +95,8 @@ class Observer:
         self._show_memory("after forward")
 
     def begin_backward(self, loss: torch.Tensor | None) -> None:
-        """Watches what computes the gradients of a micro batch.
-
-        Args:
-            loss: its part of the step's mean loss; None if the script has begun the backward itself.
+        """Begins to watch the backward of a micro batch. `loss`: its part of the step's mean loss; None if the script
+        has begun the backward itself.
         """
         self._enter(2)
         self._start(BACKWARD)
@@ -109,7 +107,7 @@ class Observer:
         self._start(INNER)
 
     def begin_reductions(self) -> None:
-        """Watches what the engine reduces itself, after autograd, with reductions that overlap with it."""
+        """Begins to watch the reductions that the engine makes itself after autograd, with overlap."""
         self._stop(INNER)
         self._start(REDUCE)
 
@@ -126,7 +124,7 @@ class Observer:
         self._start(STEP)
 
     def end_step(self, last: bool, step: int) -> None:
-        """Ends what `begin_step` has begun, and shows what the config wants to see.
+        """Ends what `begin_step` began, and shows what the config asks for.
 
         Args:
             last: it was called for the last micro batch, so the weights were updated.
@@ -155,10 +153,8 @@ class Observer:
         self._show_memory("after step")
 
     def describe(self, state: dict[str, Any]) -> None:
-        """Prints the run's attributes and its config on rank 0, if `dump_state` is set.
-
-        Args:
-            state: the attributes, by name.
+        """Prints the run's attributes and its config on rank 0, if `dump_state` is set. `state`: the attributes, by
+        name.
         """
         if not (self._config.dump_state and self._first):
             return

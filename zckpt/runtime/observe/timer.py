@@ -1,4 +1,4 @@
-"""How long the parts of a step take, under DeepSpeed's names.
+"""Times the parts of a step, under DeepSpeed's names.
 
 For `observer`, and for scripts (`engine.timers("fwd")`, `engine.tput_timer`). Source: DeepSpeed 0.19.8, utils/timer.py.
 On a device that works asynchronously, times are taken by its own events, and waited for when they are read.
@@ -21,18 +21,13 @@ _log = logging.getLogger("zckpt.runtime")
 
 FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
 GLOBAL_TIMERS = (FORWARD, BACKWARD, INNER, REDUCE, STEP)
-"""Over all micro batches of a step."""
+"""Timers over all micro batches of a step."""
 MICRO_TIMERS = tuple(f"{name}_microstep" for name in GLOBAL_TIMERS)
-"""Of one micro batch."""
+"""Timers of one micro batch."""
 
 
 class WallClockTimer:
-    """One timer, which may be started many times.
-
-    Args:
-        name: of the timer.
-        device: what is timed.
-    """
+    """One timer, which may be started many times."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name_ = name
@@ -42,11 +37,11 @@ class WallClockTimer:
         self._spans: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """Starts it; one that runs begins from the start."""
+        """Starts the timer; a running one begins from zero."""
         self._from, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Keeps the time since `start`, if it runs.
+        """Stops the timer and adds the time since `start`, if it runs.
 
         Args:
             reset: drop the times before.
@@ -75,7 +70,7 @@ class WallClockTimer:
         return total
 
     def mean(self) -> float:
-        """Milliseconds of one time, in the middle eight of ten; 0 without any."""
+        """The mean of the middle eight tenths of all times, in milliseconds; 0 without any."""
         values = sorted(self._milliseconds())
         cut = round(len(values) * 0.1)
         kept = values[cut : len(values) - cut]
@@ -97,10 +92,8 @@ class WallClockTimer:
 
 
 class SynchronizedWallClockTimer:
-    """Timers by their names: `timers("fwd").start()`.
-
-    Args:
-        device: what is timed; by default the accelerator that this process uses, or the CPU.
+    """Timers by their names: `timers("fwd").start()`. `device`: what is timed; by default the accelerator that this
+    process uses, or the CPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -108,7 +101,7 @@ class SynchronizedWallClockTimer:
         self._device = device or accelerator() or CPU
 
     def __call__(self, name: str) -> WallClockTimer:
-        """The timer of a name, which is made if there is none."""
+        """The timer with this name, which the first call creates."""
         if name not in self.timers:
             self.timers[name] = WallClockTimer(name, self._device)
         return self.timers[name]
@@ -178,14 +171,14 @@ class ThroughputTimer:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro batch begins."""
+        """Marks the begin of a micro batch."""
         if self.config.enabled:
             self.started = True
             if self.global_step_count >= self.start_step:
                 self._from = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro batch is done.
+        """Marks the end of a micro batch.
 
         Args:
             global_step: it was the last of its step.

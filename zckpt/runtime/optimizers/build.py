@@ -102,10 +102,8 @@ def _adam(name: str, kwargs: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
 
 
 def check_elementwise(optimizer: Optimizer, *, allowed: bool) -> None:
-    """Raises for an optimizer that may look across elements, unless allowed.
-
-    Raises:
-        UsageError: its class is not among those known to treat each element by itself.
+    """Raises for an optimizer that may look across elements, unless allowed. Raises UsageError if its class is not
+    among those known to treat each element by itself.
     """
     name = type(optimizer).__name__
     if not allowed and name not in ELEMENTWISE:

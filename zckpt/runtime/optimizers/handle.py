@@ -1,4 +1,4 @@
-"""The optimizer that `initialize` returns: what scripts step, schedule and save.
+"""Wraps the optimizer on the masters as `initialize` returns it: scripts step, schedule and save it.
 
 For `start` and `engine`. It stands in front of the optimizer on the masters, and makes of `step()` the engine's whole update:
 gradients are reduced, checked for overflow, unscaled and clipped, and the updated weights come back to the model.
@@ -20,15 +20,15 @@ _OWN = "zckpt"
 
 
 class Updates(Protocol):
-    """What the optimizer asks of its engine."""
+    """The calls that the optimizer makes to its engine."""
 
     scaler: LossScaler
 
     def apply_gradients(self) -> None:
-        """One update of the weights."""
+        """Updates the weights once."""
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """The gradients of a loss."""
+        """Computes the gradients of a loss."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
@@ -108,11 +108,8 @@ class EngineOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates the weights from the gradients that there are, and drops these. Every rank calls it.
-
-        Raises:
-            UsageError: there is a closure.
-            CastError: fp16 gradients overflow at the smallest loss scale.
+        """Updates the weights from the gradients that there are, and drops these. Every rank calls it. Raises
+        UsageError if there is a closure, CastError if fp16 gradients overflow at the smallest loss scale.
         """
         if closure is not None:
             raise UsageError(
@@ -146,7 +143,7 @@ class EngineOptimizer(Optimizer):
         self.engine.zero_grad(set_to_none)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """The engine's `backward`."""
+        """Calls the engine's `backward`."""
         self.engine.backward(loss, retain_graph=retain_graph)
 
     @property
@@ -167,7 +164,7 @@ class EngineOptimizer(Optimizer):
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """What keeps the loss scale."""
+        """The loss scaler."""
         return self.engine.scaler
 
     @property
@@ -191,10 +188,8 @@ class EngineOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave, on the same rank of as many; the weights follow the masters. Every rank calls it.
-
-        Raises:
-            UsageError: it is of another rank, or of another model.
+        """Takes up what `state_dict` gave, on the same rank of as many; the weights follow the masters. Every rank
+        calls it. Raises UsageError if it is of another rank, or of another model.
         """
         own = state_dict.get(_OWN)
         if own is not None:
@@ -218,11 +213,7 @@ class EngineOptimizer(Optimizer):
         self.engine.gather()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: what is trained is decided when the model is sharded.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refused: what is trained is decided when the model is sharded. Raises UsageError always."""
         raise UsageError(
             "a parameter group cannot be added after initialize",
             found=f"a group of {len(list(param_group.get('params', ())))} parameters",

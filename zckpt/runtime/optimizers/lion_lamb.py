@@ -129,7 +129,7 @@ class Lamb(Optimizer):
 
 
 def with_states(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[str, ...]) -> list[list[torch.Tensor]]:
-    """Parameters that have a gradient, their gradients, and the states of these names; counts the step."""
+    """Parameters with a gradient, their gradients, and the states of these names; counts the step."""
     params = [p for p in group["params"] if p.grad is not None]
     for p in params:
         state = optimizer.state[p]

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: fixed, or as large as the gradients allow.
+"""Scales losses in fp16: by a fixed number, or by one that follows the gradients.
 
 For `training_run`. A step with gradients that overflow is skipped on every rank; each overflow uses up one of
 `hysteresis` chances,
@@ -36,7 +36,7 @@ class LossScaler:
         return {"cur_scale": self.cur_scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave; names that are not given keep their values."""
+        """Restores what `state` returned; names that are missing keep their values."""
         for name in self.state():
             setattr(self, name, state.get(name, getattr(self, name)))
 
@@ -56,10 +56,8 @@ class DynamicLossScaler(LossScaler):
         self.last_overflow_iter = -1
 
     def update(self, overflow: bool) -> str | None:
-        """Adjusts the scale after a step. Returns what happened to it after an overflow.
-
-        Raises:
-            CastError: an overflow at the smallest scale.
+        """Adjusts the scale after a step. Returns what happened to it after an overflow. Raises CastError if an
+        overflow at the smallest scale.
         """
         change = None
         if overflow:
@@ -102,7 +100,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def loss_scaler(config: FP16) -> LossScaler:
-    """The scaler that the section `fp16` asks for; one of scale 1 where fp16 is off."""
+    """The scaler for the section `fp16`; without fp16, one of scale 1."""
     if not config.enabled:
         return LossScaler()
     return LossScaler(config.loss_scale) if config.loss_scale else DynamicLossScaler(config)

@@ -1,4 +1,4 @@
-"""From the model's own parameters to master weights: what an optimizer gets when the model has been sharded.
+"""Makes the master weights that an optimizer gets from a sharded model's parameters.
 
 For `start`. An optimizer sees this rank's rows of every master weight as a plain fp32 tensor. Parameters are known by the `id`
 that they had before the model was sharded.

@@ -48,7 +48,7 @@ class Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Takes up the state; the rates themselves are in the optimizer's groups."""
+        """Restores the state; the rates themselves are in the optimizer's groups."""
         self.last_batch_iteration = state_dict["last_batch_iteration"]
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -294,7 +294,7 @@ class OneCycle(Schedule):
         return 1 + rate * ((self.last_batch_iteration - self.total + 1) / self.decay_step_size)
 
     def _scale(self) -> float:
-        """How far up, from 0 to 1."""
+        """The height within the cycle, from 0 to 1."""
         step = self.last_batch_iteration + 1
         x = 1.0 + step / self.total - math.floor(1 + step / self.total)
         turn = self.first / self.total
@@ -308,7 +308,7 @@ class OneCycle(Schedule):
 
 
 class _Warmup:
-    """The way from 0 to 1."""
+    """The course of a warm-up, from 0 to 1."""
 
     def __init__(self, steps: int, kind: str) -> None:
         self.steps = max(2, int(_positive(steps, "warmup_num_steps")))
@@ -339,10 +339,8 @@ SCHEDULES = {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, Warm
 
 
 def build_schedule(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
-    """The schedule that a config asks for.
-
-    Raises:
-        UsageError: no such schedule, or an argument that it does not have or that is missing.
+    """The schedule that a config asks for. Raises UsageError for an unknown schedule, and
+    for an unknown or missing argument.
     """
     known = SCHEDULES | {
         name: cls

@@ -1,4 +1,4 @@
-"""Work that may fail on one rank, after which all ranks agree on whether it did.
+"""Runs work that may fail on one rank; all ranks agree afterwards on whether it did.
 
 For `engine_part`, `saving` and `loading`: a rank that fails has to come to the next meeting all the same.
 """
@@ -9,10 +9,8 @@ from types import TracebackType
 
 
 class Attempt:
-    """A `with` block with an error that is kept instead of raised; `Meetings.agree` raises it, on every rank.
-
-    Attributes:
-        error: that the block ended with; None if it succeeded.
+    """A `with` block with an error that is kept instead of raised; `Meetings.agree` raises it, on every rank. `error`:
+    that the block ended with; None if it succeeded.
     """
 
     error: Exception | None = None

@@ -52,18 +52,14 @@ class Saving(threading.Thread):
             self._work = self._keep = None  # the copy in memory is freed
 
     def result(self) -> None:
-        """Waits until it is done.
-
-        Raises:
-            Exception: that it failed with.
-        """
+        """Waits until the save is done. Raises Exception if that it failed with."""
         self.join()
         _under_way.discard(self)
         if self._error is not None:
             raise self._error
 
     def end(self) -> bool:
-        """Waits until it is done, as the process ends: whether it went well."""
+        """Waits for the save at the end of the process; returns whether it succeeded."""
         if self.is_alive():
             _log.info("The process waits for the %s, and then ends.", self.what)
         try:
@@ -76,14 +72,14 @@ class Saving(threading.Thread):
 
 
 def _wait() -> None:
-    """Waits for saves that the script did not wait for; if one failed, the exit status of the process is not 0."""
+    """Waits for saves that the script did not wait for; if one failed, the process gets another exit status than 0."""
     ended_well = [saving.end() for saving in tuple(_under_way)]
     if not all(ended_well) and sys.stdout is not None:
         sys.stdout = _Unflushed(sys.stdout)
 
 
 class _Unflushed:
-    """Standard output with a last flush that fails; see [Note: the end of a process]."""
+    """A stand-in for standard output with a last flush that fails; see [Note: the end of a process]."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -92,7 +88,7 @@ class _Unflushed:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """As the stream's own, but at the very end it fails."""
+        """Flushes the stream; raises at the very end of the process."""
         self._stream.flush()
         if sys.is_finalizing():
             raise RuntimeError("a save has failed")

@@ -1,4 +1,5 @@
-"""What a run has to save, in the terms of the layouts: a catalog of what all ranks hold, and all that is beside it.
+"""Describes what a run has to save, in terms of the layouts: a catalog of what all ranks hold, and all values beside
+it.
 
 For saving. Nothing is copied: a `RankStore` stands for what each rank holds. Every rank makes the same description, except for
 what is its own: its random generators and, at stage 3, its client state.
@@ -36,14 +37,14 @@ DEEPSPEED = "0.19.8"
 """The version of DeepSpeed that these files are from."""
 
 OWN = "zckpt"
-"""The key of what DeepSpeed's files have no place for."""
+"""The key for data that DeepSpeed's files have no place for."""
 
 _PRECISIONS = {"fp32": F32, "bf16": BF16, "fp16": F16}
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What all ranks hold, which changes from save to save only in its numbers.
+    """The tensors of all ranks; from save to save only their numbers change.
 
     Attributes:
         weights: in the order of the model's state dict: masters as parameters, their module weights as replicas.
@@ -55,7 +56,7 @@ class Described:
 
 
 def signature(state: RunState) -> Hashable:
-    """What a description depends on."""
+    """The facts that a description depends on."""
     parts = tuple(
         (one.name, one.group, one.weight.dtype, *((name, state.dtype) for name, state in one.states.items()))
         for one in state.parts
@@ -75,7 +76,7 @@ def tensors_of(state: RunState) -> dict[Hashable, torch.Tensor]:
 
 
 def describe(state: RunState) -> Described:
-    """What all ranks hold."""
+    """The description of what all ranks hold."""
     size = state.run.sharded.size
     found: dict[str, TensorEntry] = {}
     states: dict[str, dict[str, TensorEntry]] = {}
@@ -104,11 +105,8 @@ def describe(state: RunState) -> Described:
 def describe_training(
     state: RunState, described: Described, client_state: Mapping[str, Any], *, copied: bool
 ) -> Training:
-    """All that is beside the weights. `copied` as for `to_inert`.
-
-    Raises:
-        UsageError: the client state uses a name of the checkpoint's own.
-        UnsupportedError: something in it cannot be written.
+    """The data beside the weights. `copied` as for `to_inert`. Raises UsageError if the client state uses a name of the
+    checkpoint's own, UnsupportedError if something in it cannot be written.
     """
     run = state.run
     config = run.settings.config
@@ -189,7 +187,7 @@ def target_of(state: RunState, place: str) -> ZeroTarget:
 
 
 def _is_bf16_optimizer(run: TrainingRun) -> bool:
-    """Whether DeepSpeed would take its bf16 optimizer. Source: 0.19.8, runtime/engine.py `_do_optimizer_sanity_check`."""
+    """Whether DeepSpeed would use its bf16 optimizer. Source: 0.19.8, runtime/engine.py `_do_optimizer_sanity_check`."""
     config, zero = run.settings.config, run.settings.zero
     offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
     fp32 = config.data_types.grad_accum_dtype == "fp32"
@@ -215,7 +213,7 @@ def _number(value: float) -> Inline:
 
 
 def _odd_scalars(state: RunState, parts: Mapping[str, ParameterPart]) -> dict[str, dict[str, float]]:
-    """States of one number of the parameters that do not share those of their group."""
+    """States of one number, for parameters that differ from others of their group."""
     odd: dict[str, dict[str, float]] = {}
     for group in state.groups:
         first = parts[group.names[0]].scalars
@@ -231,7 +229,7 @@ def _round_to_fp32(value: float) -> float:
 
 
 def _scaler(state: RunState) -> dict[str, object]:
-    """The loss scaler, in DeepSpeed's own class where its loader needs it: for fp16, and at stage 3."""
+    """The loss scaler, as DeepSpeed's own class where its loader needs one: for fp16, and at stage 3."""
     if _is_bf16_optimizer(state.run):
         return {}
     config, stage = state.run.settings.config, state.run.settings.zero.stage
@@ -256,7 +254,7 @@ def _scaler(state: RunState) -> dict[str, object]:
 
 
 def _plain_scaler(state: RunState) -> dict[str, object]:
-    """The loss scale as the optimizers without ZeRO keep it."""
+    """The loss scale in the form of the optimizers without ZeRO."""
     if "cur_iter" not in state.scaler:
         steps = state.counters["global_steps"]
         return {"dynamic_loss_scale": False, "cur_scale": state.scaler["cur_scale"], "cur_iter": steps}
@@ -269,7 +267,7 @@ def _plain_scaler(state: RunState) -> dict[str, object]:
 
 
 def _rng(rng: Mapping[str, Any]) -> dict[str, Any]:
-    """Random generators without any class of numpy's."""
+    """The states of random generators, without any class of numpy."""
     kept = dict(rng)
     if "numpy" in kept:
         state = dict(kept["numpy"]["state"])

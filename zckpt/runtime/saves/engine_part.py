@@ -1,4 +1,4 @@
-"""What a script calls to save a run and to continue it: DeepSpeed's methods of an engine.
+"""The engine's methods to save a run and to continue it, under DeepSpeed's names.
 
 For `engine`. `saving` and `loading` do the work.
 """
@@ -39,11 +39,7 @@ _numbers = count()
 
 
 class Saves:
-    """Saves, loads and publishes a run.
-
-    Args:
-        run: the run.
-    """
+    """Saves, loads and publishes a run. `run`: the run."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
@@ -86,10 +82,8 @@ class Saves:
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Waits until the last save is complete, if saves are made in the background; otherwise returns at once.
-
-        Raises:
-            ZckptError: that save failed; earlier saves are unchanged.
+        """Waits until the last save is complete, if saves are made in the background; otherwise returns at once. Raises
+        ZckptError if that save failed; earlier saves are unchanged.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -156,7 +150,9 @@ class Saves:
     def _load_by(
         self, path: str, tag: str | None, custom_load_fn: Callable[..., Any]
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Lets a function put consolidated weights into the module. Returns the save's directory and an empty client state."""
+        """Puts consolidated weights into the module by a function. Returns the save's directory and an empty client
+        state.
+        """
         meetings = self._meetings("load")
         meetings.begin(f"{self.run.micro_steps}")
         self.run.reshard()
@@ -210,10 +206,8 @@ class Saves:
                 shutil.rmtree(place, ignore_errors=True)
 
     def _agree_on_save(self, path: str, tag: str | None) -> str | None:
-        """The tag that every rank will load; empty if `path` alone says which; None if no rank sees a save.
-
-        Raises:
-            InconsistentError: some ranks see a save and others do not, or they want different tags.
+        """The tag that every rank will load; empty if `path` alone determines the save; None if no rank sees a save.
+        Raises InconsistentError if some ranks see a save and others do not, or they want different tags.
         """
         meetings = self._meetings("load")
         meetings.begin(f"{self.run.micro_steps}")
@@ -242,7 +236,7 @@ class Saves:
         return tag or words[0][2] or ""
 
     def _meetings(self, kind: str) -> Meetings:
-        """The meetings of one kind of work.
+        """The meetings for one kind of work.
 
         Each kind has a series of its own: a save in the background meets while the run pushes or loads.
         """

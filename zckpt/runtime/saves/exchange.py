@@ -31,16 +31,16 @@ from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.saves.own_group import OwnGroup
 
 MOST_PIECES = 1 << 16
-"""In one round, unless a single stream has more: each takes some bytes of its own, on its way and in memory."""
+"""The most pieces in one round, unless a single stream has more: each takes some bytes on its way and in memory."""
 
 LARGEST_ITEM = 16
-"""Bytes: a turn may end this much early, since no element is cut in two."""
+"""The most bytes by which a turn may end early, since no element is cut in two."""
 
 _FEW = 4
-"""Ranks that hold the elements of a move, up to which each gets a note of it."""
+"""The most ranks with the elements of a move that get one note each."""
 
 EVERY = -1
-"""The rank of what every rank holds."""
+"""The rank of elements that every rank holds."""
 
 _BY_NUMBER = {dtype.number: dtype for dtype in ALL}
 
@@ -83,12 +83,12 @@ class MovePart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes on the way: of the source's dtype."""
+        """The bytes of the elements on their way, in the source's dtype."""
         return self.count * self.move.src_dtype.itemsize
 
 
 class Request(NamedTuple):
-    """What a rank asks another one for.
+    """A request of one rank to another.
 
     Attributes:
         number: of the key, in `Exchange.keys`.
@@ -104,12 +104,12 @@ class Request(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the answer."""
+        """The bytes of the answer."""
         return self.count * _BY_NUMBER[self.dtype].itemsize
 
 
 class Turn(NamedTuple):
-    """So many bytes of a round for the streams of one distance."""
+    """The bytes in a round for the streams of one distance."""
 
     distance: int
     nbytes: int
@@ -166,7 +166,7 @@ class Exchange:
     keys: Sequence[Hashable]
 
     def is_here(self, holder: int) -> bool:
-        """Whether what `holder` has goes straight from this rank's memory."""
+        """Whether elements of `holder` are moved directly from this rank's memory."""
         return self.direct and holder == self.rank
 
     def holders(self, move: Move) -> range:
@@ -192,7 +192,7 @@ class Exchange:
     def all_to_all(
         self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Any:
-        """Sends each rank its part of a vector, and receives theirs; what to wait for, None if it is done."""
+        """Exchanges parts of a vector with all ranks; returns the handle to wait for, None if it is done."""
         if self.size == 1:
             incoming.copy_(outgoing)
             return None
@@ -201,18 +201,14 @@ class Exchange:
         return dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
 
     def maximum(self, numbers: torch.Tensor) -> None:
-        """Makes each number the largest that any rank has."""
+        """Replaces each number by the largest one of any rank."""
         if isinstance(self.group, OwnGroup):
             self.group.maximum(numbers)
         elif self.size > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
 
     def bytes_of(self, request: Request) -> torch.Tensor:
-        """The elements that are asked for, as they travel.
-
-        Raises:
-            CorruptError: the file that has them ends too early.
-        """
+        """The requested elements, as they travel. Raises CorruptError if the file that has them ends too early."""
         key, dtype = self.keys[request.number], _BY_NUMBER[request.dtype]
         if isinstance(key, HeldFile):
             data = bytearray(request.nbytes)
@@ -229,7 +225,7 @@ class Exchange:
 
 
 class WantedMoves:
-    """What this rank wants, as moves; of those from other ranks it knows which rank has what.
+    """The moves that this rank wants, with the ranks that hold their elements.
 
     Args:
         exchange: who takes part.
@@ -271,7 +267,7 @@ class WantedMoves:
                 yield move
 
     def _count(self, nbytes: list[int], move: Move, holders: range) -> None:
-        """Adds the bytes that each of a move's holders has, as differences from one rank to the next."""
+        """Counts the bytes that each of a move's holders has, as differences from one rank to the next."""
 
         def add(first: int, stop: int, more: int) -> None:
             nbytes[first] += more
@@ -289,7 +285,7 @@ class WantedMoves:
         return [0, *found[1:]] if exchange.direct else found
 
     def here(self) -> Iterator[Move | MovePart]:
-        """What comes straight from this rank's memory or from files, in the order of the rank's files."""
+        """The moves from this rank's memory or from files, in the order of the rank's files."""
         exchange = self._exchange
         for move in self._moves():
             if not isinstance(move.src, RankStore):
@@ -298,7 +294,7 @@ class WantedMoves:
                 yield exchange.part_of(move, exchange.rank)
 
     def stream(self, holder: int) -> Stream:
-        """What comes from another rank, in the order of this rank's files."""
+        """The moves from another rank, in the order of this rank's files."""
         noted = self._noted.get(holder, ())
         spread = ((n, move) for n, move in self._spread if holder in self._exchange.holders(move))
         moves = heapq.merge(noted, spread, key=lambda one: one[0])
@@ -313,7 +309,7 @@ class Stream:
         self._next: MovePart | None = next(pieces, None)
 
     def take(self, nbytes: int) -> list[MovePart]:
-        """The next pieces, of at most so many bytes together; the last one may be a part of a piece."""
+        """The next pieces, of at most `nbytes` bytes together; the last one may be a part of a piece."""
         taken: list[MovePart] = []
         while (piece := self._next) is not None:
             count = min(piece.count, nbytes // piece.move.src_dtype.itemsize)

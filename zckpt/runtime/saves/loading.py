@@ -50,7 +50,7 @@ Fill = Callable[[Sequence[Want]], None]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where the elements of a checkpoint go.
+    """The destinations of a checkpoint's elements.
 
     Attributes:
         wanted: weights, buffers and states of the optimizer, and the memory that each goes to.
@@ -101,7 +101,7 @@ def load(
 def _open(
     run: TrainingRun, directory: str, tag: str | None, options: LoadOptions, stack: ExitStack
 ) -> tuple[SavedRun, Fill, str]:
-    """The checkpoint, what fills tensors from it, and its directory; `stack` closes it."""
+    """Opens the checkpoint; returns it, the function that fills tensors from it, and its directory; `stack` closes it."""
     local = run.settings.config.checkpoint.use_node_local_storage
     nodes = gather_indexes(run, directory, tag) if local else None
     if nodes is None:
@@ -127,7 +127,7 @@ def _fill(wanted: Sequence[Want]) -> None:
 def _piece(
     entry: TensorEntry, parameter: ShardedParameter | None, whole: torch.Tensor, start: int, count: int
 ) -> TensorEntry:
-    """A run of the elements that this rank holds, as a vector; everything of what is not a parameter."""
+    """A run of the elements that this rank holds, as a vector; for a tensor that is not a parameter, all elements."""
     if parameter is None and count == whole.numel():
         return entry
     start += 0 if parameter is None else parameter.start
@@ -136,7 +136,7 @@ def _piece(
 
 
 def _room(run: TrainingRun, saved: SavedRun) -> Room:
-    """Where all elements go; states that the optimizer does not have yet are made."""
+    """The destinations of all elements; creates states that the optimizer lacks."""
     wanted: list[Want] = []
     catalog = saved.catalog
     for parameter in run.sharded.parameters:
@@ -161,7 +161,7 @@ def _room(run: TrainingRun, saved: SavedRun) -> Room:
 
 @torch.no_grad()
 def _take_up(run: TrainingRun, saved: SavedRun, room: Room, fill: Fill) -> None:
-    """Replaces everything but counters and generators."""
+    """Replaces everything except counters and generators."""
     run.reshard()
     run.zero_grad()
     fill(room.wanted)
@@ -186,7 +186,9 @@ def _take_up(run: TrainingRun, saved: SavedRun, room: Room, fill: Fill) -> None:
 
 
 def _put_states(run: TrainingRun, room: Room) -> None:
-    """Gives the optimizer the states that were filled; a number becomes what the optimizer had, or a tensor of one."""
+    """Gives the optimizer the filled states; a number takes the optimizer's own form, or becomes a tensor of one
+    element.
+    """
     assert run.optimizer is not None
     group_of = {
         id(one): group for members, group in zip(group_members(run), run.groups, strict=True) for one in members
@@ -204,7 +206,7 @@ def _put_states(run: TrainingRun, room: Room) -> None:
 
 
 def _with_undefined_state(error: Exception) -> Exception:
-    """The error, which says that the run cannot continue from the state that it is in."""
+    """The error, with a note that the run cannot continue from its present state."""
     if isinstance(error, ZckptError):
         error.remedy = f"{error.remedy} {_UNDEFINED}".strip()
         return error

@@ -39,7 +39,7 @@ from zckpt.storage.location import locate
 from zckpt.team.meeting import attempt, first_error
 
 _SMALL_BYTES = 1 << 16
-"""Tensors up to here go with the index: step counters, random generators."""
+"""The most bytes of tensors that travel with the index: step counters, random generators."""
 
 Value = TypeVar("Value")
 
@@ -70,11 +70,8 @@ class NodeFiles:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def fill(self, wanted: Sequence[Want]) -> None:
-        """Fills tensors; every rank calls it, with the same entries in the same order.
-
-        Raises:
-            Exception: this rank's own, before any element has moved.
-            OutputError: another rank's.
+        """Fills tensors; every rank calls it, with the same entries in the same order. Raises this rank's own error
+        before any element has moved; OutputError if another rank's.
         """
         run = self.run
         with Attempt() as tried:
@@ -133,12 +130,9 @@ class NodeFiles:
 
 
 def gather_indexes(run: TrainingRun, directory: str, tag: str | None) -> NodeFiles | None:
-    """The save, if no rank sees all of it; None if every rank sees the same files. Every rank calls it.
-
-    Raises:
-        ZckptError: some rank cannot read its files; every rank raises it.
-        InconsistentError: `latest` differs from node to node.
-        IncompleteError: no rank sees a `latest`.
+    """The save, if no rank sees all of it; None if every rank sees the same files. Every rank calls it. Raises
+    ZckptError if some rank cannot read its files; every rank raises it, InconsistentError if `latest` differs from node
+    to node, IncompleteError if no rank sees a `latest`.
     """
     if run.world_size == 1:
         return None
@@ -178,7 +172,7 @@ def gather_indexes(run: TrainingRun, directory: str, tag: str | None) -> NodeFil
 
 
 def _on_every_rank(run: TrainingRun, make: Callable[[], Value]) -> list[Value]:
-    """What `make` returns on every rank, by rank; an error of one rank is raised on all."""
+    """Calls `make` on every rank and returns all results, by rank; an error of one rank is raised on all."""
     results: list[Any] = [None] * run.world_size
     dist.all_gather_object(results, attempt(make))
     return first_error(results)
@@ -190,7 +184,7 @@ def _names(place: str) -> list[str]:
 
 
 def _index(path: str) -> tuple[int, list[tuple[int, bytes]]]:
-    """A file's size, and all its bytes but those of large tensors of weights and states."""
+    """A file's size, and all its bytes except those of large tensors of weights and states."""
     root = open_container(path).root
     size = os.path.getsize(path)
     free = {key: value for key, value in root.items() if key not in RESERVED} if isinstance(root, dict) else {}

@@ -1,4 +1,4 @@
-"""Collectives for a thread beside the training, which has the process groups that the script knows to itself.
+"""Provides collectives for a thread beside the training; the script's own process groups are left to the script.
 
 For saves in the background. The group is gloo's, whatever the others are, and stands in no registry: it works until nobody holds
 it any more, also when the script destroys its process groups meanwhile.
@@ -38,11 +38,11 @@ class OwnGroup:
     def all_to_all(
         self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Any:
-        """Sends each rank its part of a vector, and receives theirs; what to wait for."""
+        """Exchanges parts of a vector with all ranks; returns the handle to wait for."""
         return self._group.alltoall_base(incoming, outgoing, list(received), list(sent))
 
     def maximum(self, numbers: torch.Tensor) -> None:
-        """Makes each number the largest that any rank has."""
+        """Replaces each number by the largest one of any rank."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._group.allreduce([numbers], options).wait()

@@ -1,4 +1,4 @@
-"""Values of a run as a checkpoint holds them, and back: nothing that needs somebody's class to be read.
+"""Converts values of a run to the plain ones that a checkpoint holds, and back; reading them needs no class of others.
 
 For saving and loading: client states, schedules, settings of parameter groups, random generators.
 """
@@ -25,7 +25,7 @@ _BASES: tuple[type, ...] = (bool, int, float, str, bytes, bytearray, complex)
 
 
 def to_inert(value: Any, where: str, *, copied: bool = False) -> Any:
-    """A value as `emit` writes it; tensors become entries of their own memory.
+    """The value as `emit` writes it; tensors become entries of their own memory.
 
     Args:
         value: dicts, lists, tuples, sets, text, numbers, tensors, numpy arrays and scalars, dtypes, devices, sizes, and
@@ -74,10 +74,8 @@ def to_inert(value: Any, where: str, *, copied: bool = False) -> Any:
 
 
 def _entry(tensor: torch.Tensor, name: str, copied: bool) -> TensorEntry:
-    """A tensor as an entry of its own memory, or of a copy if that is not dense memory of the host.
-
-    Raises:
-        UnsupportedError: it is sparse, quantized or of a dtype that no checkpoint holds.
+    """A tensor as an entry of its own memory, or of a copy if that is not dense memory of the host. Raises
+    UnsupportedError if it is sparse, quantized or of a dtype that no checkpoint holds.
     """
     if _name_of(tensor.dtype) not in BY_TORCH_NAME or tensor.layout is not torch.strided or tensor.is_meta:
         raise UnsupportedError(
@@ -93,7 +91,7 @@ def _entry(tensor: torch.Tensor, name: str, copied: bool) -> TensorEntry:
 
 
 def from_inert(value: Any) -> Any:
-    """What `to_inert` was given, read from a file; objects of foreign classes stay inert."""
+    """The value that `to_inert` was given, from a file; objects of foreign classes stay inert."""
     if isinstance(value, TensorRef):
         return read_tensor(whole("", value, "buffer"), "pt")
     if isinstance(value, DType):
@@ -111,16 +109,12 @@ def from_inert(value: Any) -> Any:
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """The value if it is a mapping, otherwise an empty one: files may hold anything."""
+    """The value if it is a mapping, otherwise an empty mapping: files may hold anything."""
     return value if isinstance(value, Mapping) else {}
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """The core's dtype of one of torch's.
-
-    Raises:
-        KeyError: no file holds it.
-    """
+    """The core's dtype for one of torch's. Raises KeyError if no file holds it."""
     return BY_TORCH_NAME[_name_of(dtype)]
 
 

@@ -1,4 +1,5 @@
-"""What one rank does for a save: outlined, while nothing in the run changes; then planned and written, whenever that is.
+"""Plans and writes one rank's part of a save: outlined while nothing in the run changes, then planned and written at
+any time.
 
 For `saving`. An outline holds everything of the run but the elements of its tensors, so a plan can be made from it while the run
 trains on.
@@ -39,7 +40,7 @@ from zckpt.runtime.training_run import TrainingRun
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What saves of a run have in common, as long as its tensors have the same names, shapes and dtypes.
+    """The description that all saves of a run share while its tensors keep their names, shapes and dtypes.
 
     Attributes:
         signature: of these.
@@ -55,7 +56,7 @@ _known: WeakKeyDictionary[TrainingRun, _Known] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Outlined:
-    """What a rank has to save, looked at and found good.
+    """The checked outline of what a rank has to save.
 
     Attributes:
         described: what all ranks hold.
@@ -96,7 +97,7 @@ class PlannedSave:
 
 
 def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, copied: bool = False) -> Outlined:
-    """Everything but the elements, for files in a directory of the name `place`.
+    """Outlines everything except the elements, for files in a directory of the name `place`.
 
     Args:
         state: of the run.
@@ -140,10 +141,8 @@ def exchange_of(state: RunState) -> Exchange:
 
 
 def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
-    """Everything but the work. Writes nothing, and looks at nothing of the run.
-
-    Raises:
-        ZckptError: the files cannot be laid out, or there is no memory for the exchange.
+    """Plans the files and rounds. Writes nothing, and reads nothing of the run. Raises ZckptError if the files cannot
+    be laid out, or there is no memory for the exchange.
     """
     own, weights, training = outlined.own, outlined.described.weights, outlined.training
     if not outlined.takes_part:
@@ -163,7 +162,7 @@ def _plan_files(several: Sequence[Laid], exchange: Exchange) -> PlannedSave:
 
 
 def _alone() -> Exchange:
-    """An exchange that has this rank alone, and holds nothing that is not in its pairs."""
+    """An exchange of this rank alone, for pairs that hold everything themselves."""
     nothing: dict[Hashable, torch.Tensor] = {}
     return Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
 

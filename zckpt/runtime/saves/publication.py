@@ -1,4 +1,4 @@
-"""How a save gets its name, and `latest` names it: in steps, and after each the process may be killed.
+"""Gives a save its name, and updates `latest`, in steps; the process may be killed after each of them.
 
 For `saving`. See its [Note: the order of a save].
 """
@@ -23,7 +23,7 @@ _log = logging.getLogger("zckpt.runtime")
 
 README = "README.txt"
 _TEXTS = {SCRIPT: ("script.txt", 0o755), README: ("readme.txt", 0o644)}
-"""What is left beside the saves, for whoever is handed only the folder -> its text here, and its permissions."""
+"""Files beside the saves, for users who are given only the folder -> the text in this package, and the permissions."""
 
 
 class Publication:
@@ -47,10 +47,8 @@ class Publication:
         self._staging = SaveStaging(directory, tag, is_trainers_file) if leader else None
 
     def begin(self) -> None:
-        """On a leader: makes the work directory, and finishes what killed runs have left.
-
-        Raises:
-            OutputError: the directory cannot be written, or another run saves this tag.
+        """On a leader: makes the work directory, and finishes what killed runs have left. Raises OutputError if the
+        directory cannot be written, or another run saves this tag.
         """
         if self._staging is None:
             return
@@ -78,10 +76,8 @@ class Publication:
         return os.path.join(self.directory, nearest)
 
     def publish(self, meetings: Meetings) -> None:
-        """Gives a written save its name, on every file system, and then lets `latest` name it.
-
-        Raises:
-            OutputError: it cannot be done, here or elsewhere.
+        """Gives a written save its name, on every file system, and then lets `latest` name it. Raises OutputError if it
+        cannot be done, here or elsewhere.
         """
         meetings.agree("save_checkpoint", self._tried(self._commit))
         meetings.agree("save_checkpoint", self._tried(self._name_it))
@@ -149,7 +145,7 @@ def _saves(directory: str) -> list[str]:
 
 
 def _steps(path: str) -> int:
-    """The steps that a save was made after; -1 where it does not say."""
+    """The number of steps before a save; -1 if the save does not record it."""
     listing = list_files(locate(path), os.path.basename(path))
     for name in listing.files:
         shard = SHARD_NAME.fullmatch(name)

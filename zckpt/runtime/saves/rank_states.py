@@ -1,4 +1,5 @@
-"""What only one rank has, in a file of its own: gradients of the micro batches since the last step, and its buffers.
+"""Saves what only one rank has in a file of its own: gradients of the micro batches since the last step, and its
+buffers.
 
 For saving and loading. DeepSpeed's files have no place for either, and its loader does not look at this one. A rank writes it
 only if it has something: a save after a step, of a model with buffers that are equal on all ranks, has no such file.
@@ -28,12 +29,12 @@ from zckpt.runtime.sharding import gradients
 from zckpt.runtime.training_run import TrainingRun
 
 MOMENT = ("global_steps", "micro_steps")
-"""Counters that tell the saves of a run apart."""
+"""Counters that distinguish the saves of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """What a rank's file holds; its elements are still in the file.
+    """The contents of a rank's file; its elements are still in the file.
 
     Attributes:
         buffers: by name, if they differ from rank 0's.
@@ -46,7 +47,7 @@ class RankStates:
 
 
 def digest_of(buffers: Mapping[str, torch.Tensor]) -> str:
-    """Equal on two ranks with buffers that are equal bit by bit."""
+    """A digest that is equal on two ranks if their buffers are equal bit by bit."""
     digest = hashlib.blake2b(digest_size=16)
     for name, buffer in buffers.items():
         data = buffer.detach().cpu().contiguous()
@@ -123,6 +124,6 @@ def _count_text(moment: Mapping[str, object]) -> str:
 
 
 def _shape(run: TrainingRun) -> list[Any]:
-    """What a run that takes up gradients must have in common with the run that made them."""
+    """The facts that a run which restores gradients must share with the run that made them."""
     settings = run.settings
     return [settings.zero.stage, run.world_size, run.sharded.size, settings.config.precision, run.batch.accumulation]

@@ -38,8 +38,9 @@ from zckpt.runtime.saves.exchange import (
 from zckpt.runtime.swapping.files import place_of
 
 LIMIT_BYTES = 40 << 20
-"""Of what a rank receives in a round, and of what it sends: a quarter of all buffers. The engine and the indexes of the files
-take the rest of 256 MiB."""
+"""The most bytes that a rank receives in a round, and sends: a quarter of all buffers. The engine and the indexes of
+the files take the rest of 256 MiB.
+"""
 
 _MEMORY = MemoryStore(0, 1 << 62)
 """All memory of this process: places in it are addresses. One store, however many tensors."""
@@ -50,10 +51,6 @@ class Rounds:
 
     Iterating gives each round's moves after its elements have come, then None: by the next request they are carried out. No other
     collective may be called meanwhile.
-
-    Args:
-        exchange: who takes part.
-        pairs: what this rank wants.
 
     Raises:
         OutputError: there is no memory for the buffers.
@@ -105,7 +102,8 @@ class Rounds:
             add_note(error, f"The exchange between ranks was broken off: {str(lost).splitlines()[0]}")
 
     def _start(self, *, failed: bool = False) -> _Coming | None:
-        """Asks for what comes in the next round, sends what others ask for, and begins to receive; None after the last one.
+        """Requests what comes in the next round, sends what others request, and begins to receive; None after the last
+        round.
 
         An error in this rank's own part is raised when the round is under way: the others need it.
         """
@@ -138,7 +136,7 @@ class Rounds:
         return coming
 
     def _agreed(self) -> Iterator[list[Turn]]:
-        """The rounds, for which all ranks say how long their streams are."""
+        """The rounds; all ranks first exchange the lengths of their streams."""
         exchange, wanted = self._exchange, self._wanted
         longest = torch.tensor([wanted.volumes, wanted.pieces], dtype=torch.int64, device=exchange.device)
         exchange.maximum(longest)
@@ -154,7 +152,7 @@ class Rounds:
         return (((self._exchange.rank - turn.distance) % self._exchange.size, turn) for turn in turns)
 
     def _ask(self, pieces: Mapping[int, Sequence[MovePart]]) -> list[list[Request]]:
-        """Asks each holder for pieces; returns what each rank asks this one for."""
+        """Requests pieces of each holder; returns what each rank requests of this one."""
         exchange, ranks = self._exchange, range(self._exchange.size)
         mine = [
             (self._numbers[p.move.src.key], p.offset, p.count, p.move.src_dtype.number)  # type: ignore[attr-defined]
@@ -170,7 +168,7 @@ class Rounds:
         return [[next(asked) for _ in range(number)] for number in theirs]
 
     def _passed(self, numbers: Sequence[int], received: Sequence[int], sent: Sequence[int]) -> list[int]:
-        """Whole numbers for every rank, and from every rank."""
+        """Sends whole numbers to every rank, and returns those of every rank."""
         exchange = self._exchange
         outgoing = torch.tensor(numbers, dtype=torch.int64, device=exchange.device)
         incoming = torch.empty(sum(received), dtype=torch.int64, device=exchange.device)
@@ -198,7 +196,7 @@ class Rounds:
         yield None
 
     def _from_here(self, piece: Move | MovePart) -> Move:
-        """A move of what this rank has itself; the engine casts what is held in another dtype."""
+        """A move of elements that this rank has itself; the engine casts those in another dtype."""
         if isinstance(piece, Move):
             return self._to_here(piece, 0, piece.count)
         move, store = piece.move, piece.move.src
@@ -224,7 +222,7 @@ class Rounds:
 
 @contextlib.contextmanager
 def _keep_error(errors: list[Exception]) -> Iterator[None]:
-    """Keeps an error for later."""
+    """Appends an error to `errors` instead of raising it."""
     try:
         yield
     except Exception as error:
@@ -233,25 +231,21 @@ def _keep_error(errors: list[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Coming:
-    """A round on its way: the pieces from each rank, and where their bytes come to, by rank."""
+    """A round on its way: the pieces from each rank, and the places of their bytes, by rank."""
 
     pieces: Mapping[int, Sequence[MovePart]]
     incoming: torch.Tensor
     work: Any
 
     def wait(self) -> None:
-        """Waits until its elements have come, and those that this rank sends have gone."""
+        """Waits until the elements have arrived, and those that this rank sends have gone."""
         if self.work is not None:
             self.work.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed(Plan):
-    """A plan with sources that fill up while it is carried out.
-
-    Attributes:
-        source: of its moves; it can be read once.
-    """
+    """A plan with sources that fill up while it is carried out. `source`: of its moves; it can be read once."""
 
     source: Iterable[Move | None]
 

@@ -1,4 +1,4 @@
-"""Everything that a checkpoint of a run consists of, as plain values: which rank holds which elements of what.
+"""The state of a run as plain values: which rank holds which elements of what a checkpoint consists of.
 
 For saving. `capture` copies nothing: its tensors are the live ones, valid until the next step.
 [Note: from parts to flat groups]
@@ -43,7 +43,7 @@ class ParameterPart:
 
     @property
     def name(self) -> str:
-        """As `named_parameters` gave it before the model was sharded; of tied ones the first."""
+        """The name as `named_parameters` gave it before the model was sharded; for tied parameters the first one."""
         return self.parameter.name
 
 
@@ -94,7 +94,7 @@ class RunState:
 
 
 _ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
-"""States that are one number, also of a parameter of one element."""
+"""States that are one number, even for a parameter of one element."""
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "pending_micro_steps", "skipped_steps")
 
@@ -139,7 +139,7 @@ def _part(run: TrainingRun, parameter: ShardedParameter, group_of: Mapping[int, 
 
 
 def group_members(run: TrainingRun) -> list[list[ShardedParameter]]:
-    """What this rank holds of the parameters in each group of the run's optimizer."""
+    """The parts that this rank holds of the parameters in each of the optimizer's groups."""
     by_master = {id(one.master): one for one in run.sharded.parameters if one.master is not None}
     return [[by_master[id(master)] for master in group["params"]] for group in run.groups]
 
@@ -160,7 +160,7 @@ def names_of_tensors(run: TrainingRun) -> list[str]:
 
 
 def _places(run: TrainingRun) -> Iterator[tuple[nn.Module, str, str]]:
-    """Where parameters and buffers are registered: the module, the name there, and the name in the model."""
+    """The places where parameters and buffers are registered: the module, the name there, and the name in the model."""
     for prefix, module in run.module.named_modules():
         for key in (*module._parameters, *module._buffers):
             yield module, key, f"{prefix}.{key}" if prefix else key

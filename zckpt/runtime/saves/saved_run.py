@@ -1,4 +1,4 @@
-"""What a checkpoint says of a run, read and checked against it before anything is changed.
+"""Reads what a checkpoint holds of a run, and checks it against the run before anything is changed.
 
 For `loading`. Only indexes are read, and what is small: elements of weights, states and buffers are still in their files.
 """
@@ -37,7 +37,7 @@ _log = logging.getLogger("zckpt.runtime")
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What of a checkpoint is wanted beside the weights.
+    """The parts of a checkpoint that are wanted beside the weights.
 
     Attributes:
         optimizer: its states, settings and the loss scale.
@@ -54,7 +54,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """What a checkpoint has for a parameter group of the run's optimizer.
+    """The state that a checkpoint has for a parameter group of the run's optimizer.
 
     Attributes:
         options: settings that it changes.
@@ -67,7 +67,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Where a run is.
+    """The position of a run.
 
     Attributes:
         global_steps: and the others as in `Engine`.
@@ -117,7 +117,7 @@ class SavedRun:
 
 
 def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
-    """Reads and checks; changes nothing.
+    """Reads and checks a checkpoint; changes nothing.
 
     Args:
         run: the run.
@@ -165,7 +165,7 @@ def _names(run: TrainingRun) -> list[str]:
 
 
 def _training(run: TrainingRun, opened: Opened, options: LoadOptions, called: Mapping[str, str]) -> Training | None:
-    """What the checkpoint holds beside the weights, under the model's names.
+    """The data of the checkpoint beside the weights, under the model's names.
 
     Args:
         run: the run.
@@ -194,10 +194,8 @@ def _training(run: TrainingRun, opened: Opened, options: LoadOptions, called: Ma
 
 
 def _check_model(run: TrainingRun, catalog: Catalog, strict: bool) -> None:
-    """Checks that every tensor of the model is there, in its shape; frozen ones may be missing together.
-
-    Raises:
-        InconsistentError: one is not.
+    """Checks that every tensor of the model is there, in its shape; frozen ones may be missing together. Raises
+    InconsistentError if one is not.
     """
     shapes = {one.name: tuple(one.shape) for one in run.sharded.parameters}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers_of(run).items()}
@@ -227,10 +225,8 @@ def _check_model(run: TrainingRun, catalog: Catalog, strict: bool) -> None:
 
 
 def _check_states(run: TrainingRun, training: Training) -> None:
-    """Checks that the checkpoint's optimizer is of the run's kind, as far as either says.
-
-    Raises:
-        InconsistentError: it is another one.
+    """Checks that the checkpoint's optimizer is of the run's kind, as far as either says. Raises InconsistentError if
+    it is another one.
     """
     if run.optimizer is None:
         return
@@ -263,7 +259,7 @@ _STATES: Mapping[str, frozenset[str]] = {
 
 
 def has(catalog: Catalog, name: str) -> bool:
-    """Whether a catalog knows a name."""
+    """Whether a catalog has a name."""
     return name in catalog.tensors or name in catalog.aliases
 
 
@@ -309,7 +305,7 @@ def _saved_groups(run: TrainingRun, training: Training) -> Iterable[tuple[int, S
 
 
 def _keys(group: Mapping[str, Any]) -> set[str]:
-    """Settings that a checkpoint may change: not those that choose a kernel."""
+    """The settings that a checkpoint may change: all except those that choose a kernel."""
     chosen = {"params", "fused", "foreach", "capturable", "differentiable"}
     return (set(group) | {"initial_lr"}) - chosen
 
@@ -359,7 +355,7 @@ def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any])
 
 
 def _rng(run: TrainingRun, opened: Opened, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The random generators of the rank of this number, where there was one in a world of the same size."""
+    """The random generators of the rank with this number, if the save was made by as many ranks."""
     listing = opened.place.listing
     rngs, shards = own.get("rngs"), listing.shards("optim")
     if isinstance(rngs, list) and len(rngs) == run.world_size:

@@ -51,7 +51,7 @@ _log = logging.getLogger("zckpt.runtime")
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What the caller of `save_checkpoint` asks for.
+    """The arguments of `save_checkpoint`.
 
     Attributes:
         directory: that holds the tags.
@@ -95,7 +95,7 @@ def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_stat
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A save in the background: what it saves, copied so far that training may go on.
+    """A save in the background, copied so far that training may go on.
 
     Attributes:
         outlined: what it saves.
@@ -110,7 +110,7 @@ class Copied:
 
 @dataclass(slots=True)
 class _Means:
-    """What saves in the background of one run use again.
+    """Resources that saves in the background of one run share.
 
     Attributes:
         pool: the memory of their copies.
@@ -133,7 +133,7 @@ def _begin_together(
     options: SaveOptions,
     client_state: Mapping[str, Any],
 ) -> tuple[PlannedSave | Copied, str]:
-    """The save, planned or copied on every rank, and the directory that this rank's files are written in."""
+    """The save, planned or copied on every rank, and the directory for this rank's files."""
     run = state.run
     means = None
     if run.settings.config.checkpoint.async_save:
@@ -155,7 +155,7 @@ def _begin_together(
 
 
 def _copy_state(state: RunState, outlined: Outlined, means: _Means) -> Copied:
-    """A copy of what this rank holds; the optimizer waits for the part of it that is made later."""
+    """Copies what this rank holds; the optimizer waits for the part that is copied later."""
     run = state.run
     tensors = tensors_of(state) if outlined.takes_part else {}
     states = {(part.name, name) for part in state.parts for name in part.states}
@@ -200,7 +200,7 @@ def _finish(meetings: Meetings, publication: Publication, planned: PlannedSave, 
 
 
 def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[RunState, Publication]:
-    """Meets the others, and agrees on the tag: what is saved, and under which name."""
+    """Meets the other ranks and agrees on the tag; returns the state and the save's publication."""
     checkpoint = run.settings.config.checkpoint
     digest: str | None = None
     with Attempt() as tried:
@@ -259,7 +259,9 @@ def _warn_of_gradients(state: RunState) -> None:
 
 
 def _with_all_generators(state: RunState) -> RunState:
-    """If not every rank writes an optimizer file, those that write the model's keep the random generators of all."""
+    """The state with the generators of all ranks on those that write the model, if not every rank writes an optimizer
+    file.
+    """
     run = state.run
     if run.settings.zero.stage and run.world_size == run.sharded.size:
         return state

@@ -1,4 +1,4 @@
-"""A copy of what a rank holds, as it is at a step: weights at once, the optimizer's states while the training goes on.
+"""Copies what a rank holds at a step: weights at once, the optimizer's states while the training goes on.
 
 For saves in the background.
 [Note: what is copied when] Scripts may write to weights and buffers, and a backward writes to gradients, so their copies are
@@ -31,16 +31,14 @@ _ALIGNMENT = 64
 
 
 class Pool:
-    """Host memory that is kept for the next copy, which has it to itself."""
+    """Host memory that is kept for the next copy, one copy at a time."""
 
     def __init__(self) -> None:
         self._memory: dict[bool, torch.Tensor] = {}
 
     def take(self, nbytes: int, *, locked: bool) -> torch.Tensor:
-        """Bytes with any content; `locked`: page-locked, for copies from a device.
-
-        Raises:
-            OutputError: there is no memory.
+        """Bytes with any content; `locked`: page-locked, for copies from a device. Raises OutputError if there is no
+        memory.
         """
         if locked not in self._memory or self._memory[locked].numel() < nbytes:
             self._memory.pop(locked, None)
@@ -57,7 +55,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """A copy that is still to be made, and how often the tensor had been changed when it was promised."""
+    """A copy that has not been made yet, and the tensor's version when it was promised."""
 
     name: str
     target: torch.Tensor
@@ -101,7 +99,7 @@ class Snapshot:
             self._all_copied.set()
 
     def finish(self) -> None:
-        """Makes the copies that are left, and waits for those that another thread is making."""
+        """Makes the remaining copies, and waits for those of another thread."""
         while True:
             try:
                 one = self._left.popleft()
@@ -120,11 +118,7 @@ class Snapshot:
         self._all_copied.wait()
 
     def check(self) -> None:
-        """Waits until all copies are made.
-
-        Raises:
-            InconsistentError: a state was changed before it was copied.
-        """
+        """Waits until all copies are made. Raises InconsistentError if a state was changed before it was copied."""
         self.finish()
         self._arrived()
         if self._error is not None:
@@ -139,7 +133,7 @@ class Snapshot:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies a dense vector: on the CPU past its caches, where the training has what it works with."""
+    """Copies a dense vector; on the CPU past its caches, which the training uses."""
     if copy_aside is None or source.device.type != "cpu" or source.is_conj() or source.is_neg():
         device.copy(target, source)
     else:
@@ -147,7 +141,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _room_for(tensors: Mapping[Hashable, torch.Tensor], pool: Pool) -> dict[Hashable, torch.Tensor]:
-    """Memory for a copy of each, of the same dtype and length."""
+    """Memory for a copy of each tensor, of the same dtype and length."""
     places: dict[Hashable, tuple[bool, int]] = {}
     taken = {False: 0, True: 0}
     for key, source in tensors.items():

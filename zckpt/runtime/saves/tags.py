@@ -1,4 +1,4 @@
-"""Which names a save may have.
+"""Checks the names of saves.
 
 For `saving`. A tag is a directory beside `latest`, which names it in a line of text; readers tell a tag from everything else by
 its name (`layouts.places`).
@@ -19,10 +19,8 @@ _MOST_BYTES = 255
 
 
 def check_tag(tag: str) -> None:
-    """Refuses a name that no save can have. Looks at the name only, so that all ranks come to the same result.
-
-    Raises:
-        UsageError: the name cannot be used; the error says why.
+    """Refuses a name that no save can have. Looks at the name only, so that all ranks come to the same result. Raises
+    UsageError if the name cannot be used; the error says why.
     """
     why = ""
     if not tag:
@@ -47,11 +45,8 @@ def check_tag(tag: str) -> None:
 
 
 def check_places(directory: str, tag: str) -> None:
-    """Refuses a directory in which the names that a save needs are taken.
-
-    Raises:
-        OutputError: one is, by something that a save may not replace.
-        OSError: the directory cannot be read, or its file system has no names that long.
+    """Refuses a directory in which the names that a save needs are taken. Raises OutputError if one is, by something
+    that a save may not replace; OSError if the directory cannot be read, or its file system has no names that long.
     """
     for name, of_directory in ((tag, True), (LATEST, False), (SCRIPT, False)):
         try:

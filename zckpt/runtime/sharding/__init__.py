@@ -1,1 +1,3 @@
-"""The model, sharded: which rank holds what of each parameter, how parameters and gradients move, and what watches over it."""
+"""Shards the model: which rank holds what of each parameter, how parameters and gradients move, and what watches over
+it.
+"""

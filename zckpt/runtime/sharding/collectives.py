@@ -1,4 +1,4 @@
-"""Gathering and reducing over gloo, faster than gloo's own: every rank sends to every other at once.
+"""Gathers and reduces over gloo, faster than gloo itself: every rank sends to every other at once.
 
 For `shard`, on CPUs. gloo gathers in a ring, of as many rounds as there are ranks, each as slow as the slowest; and it
 reduces everything everywhere to keep a part. Measured in benchmarks/results_trainer.md.
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from zckpt.runtime.sharding.older_torch import communicate
 
 _TAG = 0x7A63
-"""Of messages that gather: a script's own messages in the same group have other tags."""
+"""The tag of messages that gather; a script's own messages in the same group have other tags."""
 
 
 class _Buffers:
@@ -61,12 +61,12 @@ class ExchangeAndAdd(_Buffers):
 
 
 class InPlace:
-    """The same on a rank that shares its parameters with no other: input and output are the same buffer."""
+    """Gathers and reduces on a rank that shares its parameters with no other: input and output are the same buffer."""
 
     _last: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for the one end, and then the same for the other."""
+        """A buffer for one end; the next call returns the same one for the other end."""
         buffer, self._last = self._last, None
         if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
             buffer = self._last = torch.empty(*size, dtype=dtype, device=device)
@@ -80,7 +80,7 @@ class InPlace:
 
 
 def use_on_gloo(model: nn.Module, group: Any) -> None:
-    """Lets every unit of a model on CPUs gather and reduce in this way."""
+    """Makes every unit of a model on CPUs gather and reduce in this way."""
     assert isinstance(model, FSDPModule)
     if group.size() == 1:
         communicate(model, None, InPlace)

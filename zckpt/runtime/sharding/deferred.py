@@ -1,4 +1,4 @@
-"""Building a model that no rank could hold: parameters keep this rank's rows only, from the moment they are made.
+"""Builds a model that no rank could hold: parameters keep only this rank's rows from the moment they are created.
 
 For `zero.Init` and `shard`.
 [Note: deferred parameters]
@@ -60,12 +60,12 @@ class Rows:
 
     @property
     def size(self) -> int:
-        """How many ranks share it."""
+        """The number of ranks that share the parameter."""
         return dist.get_world_size(self.group)
 
     @property
     def whole(self) -> bool:
-        """Whether every rank has all of it."""
+        """Whether every rank has the whole parameter."""
         return self.size == 1 or not self.shape or not self.shape.numel()
 
     def join(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ class DeferredParameter(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where its rows are."""
+        """The device of the rows."""
         rows = rows_held_by(self)
         asks = str(sys._getframe(1).f_globals.get("__name__"))
         return torch.device("meta") if rows is None or asks.partition(".")[0] == "torch" else rows.values.device
@@ -109,7 +109,7 @@ def local_rows(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = Non
 
 
 def room(shape: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor of any numbers, in memory that goes back to the system as soon as nobody needs it.
+    """A tensor with arbitrary numbers, in memory that returns to the system as soon as it is unused.
 
     What is larger than 128 KiB has pages of its own: among tensors of many sizes, made and freed in turn, malloc's heap
     would grow to twice what is in it.
@@ -123,7 +123,7 @@ def room(shape: Iterable[int], dtype: torch.dtype, device: torch.device | str = 
 
 
 def gather_rows(values: torch.Tensor, shape: Iterable[int], group: Any) -> torch.Tensor:
-    """A tensor out of every rank's rows of dim 0.
+    """A tensor from every rank's rows of dim 0.
 
     Args:
         values: this rank's rows, shape (rows, ...).
@@ -147,7 +147,7 @@ def rows_held_by(parameter: nn.Parameter) -> Rows | None:
 
 
 def defer(parameter: nn.Parameter, rows: Rows) -> None:
-    """Turns a parameter object into a deferred one, for all that refer to it; it keeps its attributes."""
+    """Turns a parameter object into a deferred one for all that refer to it; its attributes stay."""
     meta = torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
     attributes = dict(vars(parameter))
     torch.utils.swap_tensors(parameter, DeferredParameter(meta, requires_grad=parameter.requires_grad))
@@ -157,12 +157,12 @@ def defer(parameter: nn.Parameter, rows: Rows) -> None:
 
 
 def recording() -> Recorder | None:
-    """The recorder that is active; None outside of `zero.Init`."""
+    """The active recorder; None outside `zero.Init`."""
     return _active[-1] if _active else None
 
 
 class Recorder(TorchDispatchMode):
-    """Follows what happens to deferred parameters; see [Note: deferred parameters].
+    """Follows operations on deferred parameters; see [Note: deferred parameters].
 
     Args:
         group: the ranks that share each parameter.
@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
         self._kept.append(parameter)
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Takes over a parameter that was made from a deferred tensor, such as of one that `hold` gave."""
+        """Adopts a parameter that was made from a deferred tensor, such as one that `hold` returned."""
         rows = self._rows[_place(parameter)]
         if rows_held_by(parameter) is rows:
             return
@@ -241,7 +241,7 @@ class Recorder(TorchDispatchMode):
         self._kept.append(parameter)
 
     def follow(self, parameter: nn.Parameter) -> None:
-        """Sees from now on what happens to a parameter that another recorder has deferred."""
+        """Follows a parameter that another recorder has deferred, from now on."""
         rows = rows_held_by(parameter)
         if rows is not None and self.rows_of(parameter) is None:
             self._know(parameter, rows)
@@ -263,11 +263,11 @@ class Recorder(TorchDispatchMode):
             return rows.join()
 
     def forget_fresh(self) -> None:
-        """Takes what `torch.empty` gave for written: somebody has its memory."""
+        """Marks the result of `torch.empty` as written: other code has its memory."""
         self._fresh = None
 
     def rows_of(self, value: object) -> Rows | None:
-        """The rows of a deferred parameter or a view of one; None for everything else."""
+        """The rows of a deferred parameter or a view of one; None for any other value."""
         return self._rows.get(_place(value)) if isinstance(value, torch.Tensor) else None
 
     def _know(self, tensor: torch.Tensor, rows: Rows, *, passing: bool = False) -> None:
@@ -285,7 +285,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an op where its numbers are."""
+        """Runs an op on the numbers of its arguments."""
         kwargs = dict(kwargs or {})
         deferred = [t for t in tree_flatten((args, kwargs))[0] if self.rows_of(t) is not None]
         if _is_meta(kwargs.get("device")) and not self.makes_meta:
@@ -395,12 +395,12 @@ def _is_meta(device: Any) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """What all views of a tensor have in common."""
+    """The address that all views of a tensor share."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _is_elementwise(func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an in-place op does the same to every element, whatever its neighbours are."""
+    """Whether an in-place op treats every element alike, independently of its neighbours."""
     pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in _FILLS
     others = tree_flatten((rest, dict(kwargs)))[0]
     scalar = all(not isinstance(other, torch.Tensor) or not other.ndim for other in others)

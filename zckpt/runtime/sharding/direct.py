@@ -1,4 +1,4 @@
-"""Backwards that a script begins itself: `loss.backward()` instead of `engine.backward(loss)`.
+"""Handles backwards that a script begins itself: `loss.backward()` instead of `engine.backward(loss)`.
 
 For `engine`.
 [Note: direct backwards]
@@ -25,7 +25,7 @@ from zckpt.runtime.sharding.parameter import ShardedParameter
 
 
 class _Now:
-    """What is known of the backwards that run now, in this process.
+    """The backwards that run in this process.
 
     Attributes:
         of_engines: how many an engine has begun.
@@ -37,7 +37,7 @@ class _Now:
 
 
 class DirectBackwards:
-    """Follows the backwards that no engine has begun.
+    """Follows the backwards that no engine began.
 
     Args:
         model: the sharded model.
@@ -80,7 +80,7 @@ class DirectBackwards:
 
 @contextmanager
 def of_engine() -> Iterator[None]:
-    """Inside, backwards are an engine's: their loss is divided and scaled already."""
+    """Marks backwards inside the context as an engine's: their loss is divided and scaled already."""
     _Now.of_engines += 1
     try:
         yield
@@ -89,7 +89,7 @@ def of_engine() -> Iterator[None]:
 
 
 def mark_scaled(loss: torch.Tensor) -> torch.Tensor:
-    """Lets the backward of a loss be known as scaled."""
+    """Marks the backward of a loss as scaled."""
 
     def mark(grad: torch.Tensor) -> None:
         _Now.scaled = True
@@ -100,5 +100,5 @@ def mark_scaled(loss: torch.Tensor) -> torch.Tensor:
 
 
 def forget_scaled() -> None:
-    """No scaled backward runs now."""
+    """Clears the mark: no scaled backward runs now."""
     _Now.scaled = False

@@ -1,4 +1,5 @@
-"""What a script says about units before the model is sharded: parameters used elsewhere, and modules that stay whole.
+"""Records what a script says about units before the model is sharded: parameters used elsewhere, and modules that stay
+whole.
 
 For `units`, and for scripts under DeepSpeed's names. A parameter that another module uses is left to the model as a whole, so
 that it is there during the whole forward. A leaf module is one unit, whatever it contains.
@@ -44,7 +45,7 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Takes back `register_external_parameter`."""
+    """Undoes `register_external_parameter`."""
     module.__dict__.get(_EXTERNAL, {}).pop(id(parameter), None)
 
 
@@ -64,7 +65,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: torch.Tensor) -> bool:
-    """Whether a parameter is known to be a leaf's: never, since leaves are known by their modules."""
+    """Whether a parameter is known to be a leaf's: False, since leaves are known by their modules."""
     return False
 
 
@@ -92,17 +93,15 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Takes back `set_z3_leaf_modules`, with the same arguments and errors."""
+    """Undoes `set_z3_leaf_modules`, with the same arguments and errors."""
     return _flag(model, _is_one_of(leaf_module_classes), leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Makes modules leaves by their names. Returns them, and the names that the model does not have.
-
-    Raises:
-        UsageError: there are such names, and `raise_if_not_found` is set.
+    """Makes modules leaves by their names. Returns them, and the names that the model does not have. Raises UsageError
+    if there are such names, and `raise_if_not_found` is set.
     """
     return _flag_named(model, module_names, flag, raise_if_not_found, lambda name, wanted: name == wanted)
 
@@ -110,7 +109,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same by the ends of names."""
+    """As `set_z3_leaf_modules_by_name`, by the ends of names."""
     return _flag_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of micro batches, wherever they are until the step that uses them: to drop, reduce, save and restore them.
+"""Drops, reduces, saves and restores gradients of micro batches, wherever they are until the step that uses them.
 
 For `training_run` and `saves`.
 [Note: gradients between micro batches]
@@ -29,7 +29,7 @@ Gradients = dict[str, dict[str, torch.Tensor]]
 
 _UNUSED = "reduce_scatter_unused_params"
 _SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", _UNUSED)
-"""Of a unit: what its next backward does with gradients."""
+"""Settings of a unit for the gradients of its next backward."""
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def put_gradients(
 
 
 def units_of(model: nn.Module) -> Iterator[Any]:
-    """What `fully_shard` keeps of each unit: modules that share one have the same."""
+    """The state that `fully_shard` keeps of each unit, once for modules that share one."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -156,10 +156,10 @@ def units_of(model: nn.Module) -> Iterator[Any]:
 
 
 def place_of(parameter: Any) -> tuple[int, str]:
-    """Where a parameter of `fully_shard` is registered: the module's `id`, and the name there."""
+    """The place where a parameter of `fully_shard` is registered: the module's `id`, and the name there."""
     return id(parameter._module_info.module), parameter._module_info.param_name
 
 
 def names_of_places(parameters: Sequence[ShardedParameter]) -> dict[tuple[int, str], str]:
-    """By the places where they are registered, the names of parameters."""
+    """Place of registration -> name of the parameter."""
     return {(id(module), name): one.name for one in parameters for module, name in one.holders}

@@ -1,4 +1,4 @@
-"""Inference with a sharded model: under `torch.inference_mode()`, and of a part of the model by itself.
+"""Allows inference with a sharded model: under `torch.inference_mode()`, and with a part of the model alone.
 
 For `start`. `fully_shard` makes the buffers that a unit's parameters are gathered into in the unit's first forward, and
 keeps them; made under `inference_mode`, they are tensors that it can never write to again.
@@ -46,7 +46,7 @@ def allow_inference(model: nn.Module) -> None:
 
 
 class _Part:
-    """What a module needs of the units around it, when it is called by itself."""
+    """The units around a module that it needs when it is called by itself."""
 
     def __init__(self, root: FSDPModule, units: list[FSDPModule]) -> None:
         self._root = root
@@ -54,7 +54,7 @@ class _Part:
         self._gathered: list[list[FSDPModule]] = []
 
     def hook(self, module: nn.Module) -> None:
-        """Gathers before the module's forwards, and frees after them."""
+        """Makes the module's forwards gather before and free after."""
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._after, always_call=True)
 

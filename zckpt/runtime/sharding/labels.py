@@ -1,4 +1,5 @@
-"""What scripts see of a parameter at DeepSpeed's stage 3: `dtype`, `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, `ds_tensor`.
+"""Puts the attributes on parameters that scripts expect at DeepSpeed's stage 3: `dtype`, `ds_id`, `ds_shape`,
+`ds_numel`, `ds_status`, `ds_tensor`.
 
 For `shard`, `deferred` and `init_context`. Scripts ask `hasattr(parameter, "ds_id")` to learn that a parameter has to be
 gathered, and `ds_numel` for its size.
@@ -22,7 +23,7 @@ _COMPUTE = "_zckpt_compute_dtype"
 
 
 def _dtype(self: DTensor) -> torch.dtype:
-    """To torch and zckpt, the dtype of the numbers; to scripts, which would compute in it, that of the computation."""
+    """The dtype of the numbers for torch and zckpt; that of the computation for scripts, which would compute in it."""
     own: torch.dtype = torch._C.TensorBase.dtype.__get__(self)  # type: ignore[attr-defined]
     asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
     return own if asks in ("torch", "zckpt") else vars(self).get(_COMPUTE, own)
@@ -32,7 +33,7 @@ DTensor.dtype = property(_dtype)  # type: ignore[assignment]
 
 
 class ZeroParamType(Enum):
-    """How a parameter is stored; DeepSpeed's names and numbers."""
+    """The way in which a parameter is stored; DeepSpeed's names and numbers."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -40,7 +41,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter can be used at once; DeepSpeed's names and numbers."""
+    """The availability of a parameter; DeepSpeed's names and numbers."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

@@ -1,4 +1,4 @@
-"""Where parts of parameters are between steps: on the device, or in host memory.
+"""Decides where parts of parameters are between steps: on the device, or in host memory.
 
 For `shard`. The engine keeps one part per parameter, its fp32 master, so `offload_optimizer` and `offload_param` ask for
 the same: the part, its gradient and the optimizer's states in host memory, and the optimizer's arithmetic there. What stays
@@ -16,7 +16,7 @@ from zckpt.runtime.config.zero import Zero
 
 
 def offloads(zero: Zero) -> bool:
-    """Whether parts live in host memory."""
+    """Whether parts are in host memory."""
     return zero.offloads_optimizer or zero.offloads_param
 
 
@@ -32,5 +32,5 @@ def offload_policy(zero: Zero) -> OffloadPolicy:
 
 
 def home_of(zero: Zero, device: torch.device) -> torch.device:
-    """The device that parts live on."""
+    """The device of the parts."""
     return torch.device("cpu") if offloads(zero) else device

@@ -1,4 +1,4 @@
-"""What the trainer needs of `fully_shard` and torch 2.6 to 2.12 do not have yet.
+"""Provides what the trainer needs of `fully_shard` and torch 2.6 to 2.12 lack.
 
 For `shard`, `collectives` and `gradients`. Each function does what the newest torch does where that has the means itself.
 [Note: which torch has what] 2.7: parameters to be left out. 2.8: `reshard_after_forward=None`. 2.9: own collectives, frozen
@@ -44,7 +44,7 @@ def shard_unit(
 
 @contextmanager
 def _absent(unit: list[nn.Module], parameters: Collection[int]) -> Iterator[None]:
-    """Inside, the modules do not have these parameters."""
+    """Removes these parameters from the modules while the context lasts."""
     hidden = [
         (module, name, parameter)
         for root in unit
@@ -62,7 +62,7 @@ def _absent(unit: list[nn.Module], parameters: Collection[int]) -> Iterator[None
 
 
 def groups_of(module: FSDPModule) -> list[Any]:
-    """What `fully_shard` keeps of the parameters of a unit."""
+    """The state that `fully_shard` keeps of a unit's groups of parameters."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -70,7 +70,7 @@ def groups_of(module: FSDPModule) -> list[Any]:
 
 
 def reduce_unused(model: FSDPModule, wanted: bool) -> None:
-    """Lets a parameter that has no part in a rank's loss take part in the reduction with zeros, so that no rank waits."""
+    """Makes a parameter without a part in a rank's loss take part in the reduction with zeros, so that no rank waits."""
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(wanted)
         return
@@ -116,7 +116,7 @@ def _with_zeros(group: Any, post_backward: Callable[..., None]) -> Callable[...,
 
 
 def communicate(model: FSDPModule, all_gather: Any, reduce_scatter: Any) -> None:
-    """Lets every unit of a model on CPUs gather and reduce by these; None leaves it to torch."""
+    """Makes every unit of a model on CPUs gather and reduce by these functions; None leaves that to torch."""
     if hasattr(model, "set_custom_all_gather"):
         for module in _sharded_modules(model):
             if all_gather is not None:
@@ -136,7 +136,7 @@ def communicate(model: FSDPModule, all_gather: Any, reduce_scatter: Any) -> None
 
 
 def _without_event(group: Any, finalize_backward: Callable[[], None]) -> Callable[[], None]:
-    """What is gathered and not used any more: torch 2.6 waits for it on a GPU, whatever the device."""
+    """The function without the wait of torch 2.6 on a GPU for gathered buffers, on any device."""
 
     def run() -> None:
         if group._all_gather_result is not None:

@@ -1,4 +1,4 @@
-"""What this rank holds of one parameter.
+"""The part of one parameter that this rank holds.
 
 For `shard`, which makes them, and all that need weights, masters or gradients.
 [Note: sharded parameters]
@@ -33,7 +33,7 @@ _PIECE = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
-    """What this rank holds of one parameter; see [Note: sharded parameters].
+    """The part of one parameter that this rank holds; see [Note: sharded parameters].
 
     Attributes:
         name: as `named_parameters` gives it; of tied ones the first.
@@ -77,29 +77,29 @@ class ShardedParameter:
 
     @property
     def elements(self) -> slice:
-        """This rank's elements of the whole parameter, row-major."""
+        """The range of this rank's elements in the whole parameter, row-major."""
         return slice(self.start, self.start + self.count)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the modules hold the whole parameter now, once they hold no copy."""
+        """Whether the modules hold the whole parameter now, apart from copies."""
         if self.end_copies is not None:
             self.end_copies()
         module, name = self.holders[0]
         return self.whole is not None and module._parameters[name] is self.whole
 
     def hold(self, whole: nn.Parameter, drop: Callable[[], None]) -> None:
-        """Names the parameter that the modules hold while it is gathered, and what drops it."""
+        """Sets the parameter that the modules hold while it is gathered, and the function that drops it."""
         self.whole, self._drop = whole, drop
         setattr(whole, _ATTRIBUTE, self)
 
     def settle(self) -> None:
-        """The whole parameter has just been gathered: both sides are equal."""
+        """Records that the whole parameter has just been gathered: both sides are equal."""
         self._version = None if self.master is None else self.master._version
 
     @torch.no_grad()
     def take_up(self) -> torch.Tensor | None:
-        """Takes what a script has written to the whole parameter into this rank's part, element by element.
+        """Copies what a script has written to the whole parameter into this rank's part, element by element.
 
         A part in other memory than the device's is not looked at if it is trained; nor is a master that the script has changed
         itself.
@@ -125,7 +125,7 @@ class ShardedParameter:
         return None
 
     def drop(self) -> None:
-        """Lets the next forward gather the parameter once more, since this rank's part has changed."""
+        """Makes the next forward gather the parameter again, since this rank's part has changed."""
         if self.is_whole and self._drop is not None:
             self._drop()
 
@@ -139,7 +139,7 @@ class ShardedParameter:
         return self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight.data
 
     def part(self) -> torch.Tensor:
-        """This rank's part with all its digits: of the master if there is one, otherwise of the weight. Not a copy."""
+        """This rank's part in full precision: of the master if there is one, otherwise of the weight. Not a copy."""
         local = self.local()
         return local if self.master is None else self.master.data
 
@@ -160,7 +160,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def take_gradient(self) -> None:
-        """Moves the gradient that a backward has left on the weight to the master, or drops it if there is no master."""
+        """Moves the gradient of a backward from the weight to the master, or drops it if there is no master."""
         grad, self.weight.grad = self.weight.grad, None
         if self.master is None or grad is None:
             return
@@ -172,13 +172,15 @@ class ShardedParameter:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Rounds a replicated master into its weight; a sharded master is the weight."""
+        """Rounds a replicated master into its weight; a sharded master shares the weight's memory."""
         if self.master is not None and self.replicated and self.master.data_ptr() != self.weight.data_ptr():
             self.weight.copy_(self.master)
 
 
 def _is_certain(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether the C++ engine sees at once that numbers, finite and cast to the dtype of others, are these; dense, on the CPU."""
+    """Whether the C++ engine confirms quickly that finite numbers, cast to the dtype of others, equal these; dense, on
+    the CPU.
+    """
     if is_beyond_doubt is None:
         return False
     source, target = (BY_TORCH_NAME[str(one.dtype).removeprefix("torch.")].number for one in (exact, rounded))
@@ -186,12 +188,12 @@ def _is_certain(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
 
 
 def _are_equal(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether numbers, cast to the dtype of others, equal these; by pieces that fit a processor's cache."""
+    """Whether numbers, cast to the dtype of others, equal these; compared in pieces that fit a processor's cache."""
     pieces = zip(exact.reshape(-1).split(_PIECE), rounded.reshape(-1).split(_PIECE), strict=True)
     return all(torch.equal(one.to(other.dtype), other) for one, other in pieces)
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """What this rank holds of a parameter that `shard` has sharded; None for any other tensor."""
+    """The part of a parameter that `shard` has sharded; None for any other tensor."""
     found = getattr(parameter, _ATTRIBUTE, None)
     return found if isinstance(found, ShardedParameter) else None

@@ -1,4 +1,4 @@
-"""Reading the weights of a transformers model into deferred parameters: each rank reads its own rows, and no more.
+"""Reads the weights of a transformers model into deferred parameters: each rank reads only its own rows.
 
 For `zero.Init`.
 [Note: from_pretrained] transformers reads a checkpoint in `PreTrainedModel._load_pretrained_model`: under ZeRO-3 rank 0 reads
@@ -35,11 +35,11 @@ from zckpt.runtime.sharding.deferred import Recorder, Rows, recording, room, row
 from zckpt.runtime.world import rows_of
 
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The variable of the environment by which transformers reads a tensor only when it needs it."""
+"""The environment variable that makes transformers read each tensor only when it needs it."""
 
 
 def take_over() -> None:
-    """Lets transformers, if this process has imported it, load models with deferred parameters part by part.
+    """Makes transformers, if this process has imported it, load models with deferred parameters part by part.
 
     Before transformers 5.0 rank 0 reads the files and gives each module its tensors. There the rest is done that is left undone:
     parameters that the files lack are initialised, and all ranks get the buffers.
@@ -80,7 +80,7 @@ def take_over() -> None:
 
 @contextlib.contextmanager
 def _initialise_as_read(model: nn.Module) -> Iterator[None]:
-    """Inside, deferred parameters are initialised as whole ones are; afterwards all ranks have rank 0's buffers."""
+    """Initialises deferred parameters like whole ones inside the context; afterwards all ranks have rank 0's buffers."""
     recorder = _recorder_of(model)
     if recorder is None:
         yield
@@ -96,7 +96,7 @@ def _initialise_as_read(model: nn.Module) -> Iterator[None]:
 
 
 def _recorder_of(model: nn.Module) -> Recorder | None:
-    """The recorder that is active, or one for a model that was made under `zero.Init`; None for any other model."""
+    """The active recorder, or one for a model that was made under `zero.Init`; None for any other model."""
     if recording() is not None:
         return recording()
     rows = next((held for held in map(rows_held_by, model.parameters()) if held is not None), None)
@@ -110,7 +110,7 @@ def _load(
     load_config: Any,
     recorder: Recorder,
 ) -> Any:
-    """Loads weights into a model. Returns what transformers wants to know of it: missing names and so on."""
+    """Loads weights into a model. Returns the facts that transformers expects: missing names and so on."""
     from transformers import core_model_loading, modeling_utils
 
     with contextlib.ExitStack() as stack:
@@ -159,22 +159,21 @@ def _read_stored(file: str, recorder: Recorder) -> dict[str, _Stored] | None:
 
 
 class _Stored:
-    """A tensor in a file, with what transformers asks of one of safetensors that was not read yet."""
+    """A tensor in a file, with the methods that transformers calls on an unread one of safetensors."""
 
     def __init__(self, entry: TensorEntry, recorder: Recorder) -> None:
         self._entry = entry
         self._recorder = recorder
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """Its dtype, by its safetensors name."""
+        """The dtype, by its safetensors name."""
         return self._entry.dtype.name
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        """All of it, deferred: this rank's rows are read."""
+        """The tensor, deferred: only this rank's rows are read."""
         entry, group = self._entry, self._recorder.group
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             if dist.get_world_size(group) > 1 and entry.shape and entry.numel:

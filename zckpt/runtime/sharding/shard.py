@@ -1,4 +1,4 @@
-"""From a stage to `fully_shard`: what each rank holds of every parameter, and how gradients come to it.
+"""Shards a model for a stage: what each rank holds of every parameter, and how gradients come to it.
 
 For `engine` and `init_context`.
 [Note: stages]
@@ -73,7 +73,7 @@ class Sharded:
 
     @property
     def size(self) -> int:
-        """How many ranks these are; fewer than all at stage 0 and under MiCS."""
+        """The number of ranks that hold different rows; fewer than all at stage 0 and under MiCS."""
         return self.mesh["shard"].size()
 
     @property
@@ -167,7 +167,7 @@ def shard(
 
 
 def _label_gathered(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
-    """Lets scripts find DeepSpeed's attributes in a forward too: on the whole parameter, when it is first gathered."""
+    """Makes scripts find DeepSpeed's attributes in a forward too: on the whole parameter, when it is first gathered."""
     names, by_name = names_of_places(parameters), {one.name: one for one in parameters}
 
     def init(one: Any, sharded: ShardedParameter, init_whole: Callable[[], None]) -> None:
@@ -207,7 +207,7 @@ def _units(
 def _sharded_parameters(
     model: nn.Module, originals: Mapping[int, _Original], zero: Zero, mesh: DeviceMesh, world: World
 ) -> tuple[ShardedParameter, ...]:
-    """What this rank holds of each parameter, after `fully_shard`; deferred ones get their numbers."""
+    """The part that this rank holds of each parameter, after `fully_shard`; deferred parameters get their numbers."""
     rank, size = mesh.get_local_rank("shard"), mesh["shard"].size()
     weights, holders = dict(model.named_parameters()), _holders(model)
     found = []
@@ -230,7 +230,7 @@ def _sharded_parameters(
 
 
 def _bucket(model: nn.Module, zero: Zero) -> int:
-    """Parameters of a collective on a device that cannot compute while it communicates; 0 for those of one unit.
+    """The size, in parameters, of a collective on a device that cannot compute while it communicates; 0 for one unit's.
 
     At stages 0 and 1 parameters and gradients are whole anyway, and one collective for all costs least. At stage 2 the
     gradients of a collective are whole until it reduces them.
@@ -240,7 +240,7 @@ def _bucket(model: nn.Module, zero: Zero) -> int:
 
 
 def _one_dtype_each(units: list[nn.Module], originals: Mapping[int, _Original]) -> list[nn.Module]:
-    """Units with trained parameters of one dtype, as `fully_shard` needs; inner ones first.
+    """Splits units until each has trained parameters of one dtype, as `fully_shard` needs; inner ones come first.
 
     Modules of another dtype than most of their unit become units of their own. Where a single module mixes dtypes, the
     parameters of the rarer one become replicated.
@@ -297,7 +297,7 @@ def _reshard_after_forward(zero: Zero, *, is_root: bool) -> bool | int | None:
 
 @torch.no_grad()
 def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, world: World) -> nn.Parameter:
-    """A parameter with numbers, for the place of a deferred one."""
+    """A parameter with numbers, in place of a deferred one."""
     if not isinstance(meta, DTensor):
         weight = nn.Parameter(rows.values.to(world.device, one.dtype), requires_grad=meta.requires_grad)
         if world.size > 1 and weight.numel():
@@ -319,7 +319,7 @@ def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, wor
 
 
 def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that a parameter is registered in, and its names there."""
+    """The modules that a parameter is registered in, with its names there."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""A parameter that is used while its unit is not being called: finds out which one it is, and where.
+"""Finds the parameter that is used while its unit is not being called, and the place of the use.
 
 For `engine`. torch says only that an operator got mixed tensors. The traceback has the statement that failed, with its variables:
 the values of its expressions are looked up, attribute by attribute, and nothing is called.
@@ -24,7 +24,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 def explain_failure(error: RuntimeError, model: nn.Module) -> UsageError | None:
-    """What is wrong in a forward that failed with torch's error about mixed tensors; None for any other error."""
+    """The error for a forward that failed with torch's error about mixed tensors; None for any other error."""
     if _MIXED not in str(error):
         return None
     for frame, line in reversed(list(_frames(error.__traceback__))):
@@ -59,7 +59,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _values(frame: FrameType, line: int) -> Iterator[Any]:
-    """What the names and attributes in the statement of a line stand for; the longest chains first."""
+    """The values of the names and attributes in the statement of a line; the longest chains first."""
     source = "".join(linecache.getlines(frame.f_code.co_filename))
     if not source or not os.path.isfile(frame.f_code.co_filename):
         return

@@ -1,4 +1,4 @@
-"""Which modules are gathered as one unit.
+"""Finds the modules that are gathered as one unit.
 
 For `shard`. A unit's parameters are gathered in one collective before its forward and dropped after it, so the units of a
 transformer are its blocks. What is outside of every unit belongs to the model as a whole.
@@ -129,7 +129,7 @@ def _outermost(model: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterat
 
 
 def merge_units(units: list[nn.Module], model: nn.Module, bucket: int) -> list[list[nn.Module]]:
-    """Several units in one, where fewer and larger collectives cost less.
+    """Merges units where fewer and larger collectives cost less.
 
     Args:
         units: of `find_units`, so that the backward comes to them in this order.

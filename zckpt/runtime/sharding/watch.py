@@ -1,4 +1,4 @@
-"""Ranks that wait for each other for ever, because they do not call the same units: finds out which unit it is.
+"""Finds the unit at which ranks wait for each other for ever because they do not call the same units.
 
 For `start`. A unit is gathered by all ranks together, so one that a rank leaves out (`if rank == 0: x = self.extra(x)`) hangs
 all of them until torch's own timeout, half an hour later and without a name.
@@ -29,7 +29,7 @@ from zckpt.runtime.world import World
 from zckpt.team.rendezvous import default_store, own_connection
 
 STILL_S = 15.0
-"""A rank that has called no unit for so long reports what it has called."""
+"""The seconds without a call of a unit after which a rank reports its calls."""
 LOOK_S = 5.0
 
 _log = logging.getLogger("zckpt.runtime")
@@ -74,20 +74,20 @@ class Watch(threading.Thread):
         self.start()
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Notes that a forward begins."""
         self._before, self._now = self._now._replace(done=True), Forward(self._now.number + 1, [], False)
 
     def note(self, unit: int) -> None:
-        """A unit is called; in a backward that computes it once more, that is not noted."""
+        """Notes that a unit is called, except by a backward that recomputes it."""
         if not self._now.done:
             self._now.calls.append(unit)
 
     def end(self) -> None:
-        """The forward has ended."""
+        """Notes that the forward has ended."""
         self._now = self._now._replace(done=True)
 
     def run(self) -> None:
-        """Looks until the model is gone, the process group is, or the ranks are found to differ."""
+        """Watches until the model or the process group is gone, or the ranks are found to differ."""
         last, still_s, reported = (0, 0, True), 0.0, False
         while not self._over.wait(LOOK_S):
             state = (self._now.number, len(self._now.calls), self._now.done)
@@ -137,7 +137,8 @@ class Watch(threading.Thread):
 
 
 def difference(forwards: Mapping[int, Forward]) -> tuple[int, dict[int, int | None]] | None:
-    """Where one forward on several ranks is not the same, by rank: which call, and the unit; None for the end.
+    """The place where one forward differs between ranks: the number of the call, and the unit of each rank; None for
+    the end.
 
     Ranks that have not come so far yet are left out.
     """

@@ -1,4 +1,4 @@
-"""Parameters that are whole between steps: at stages 0 to 2 every rank holds them, as DeepSpeed does.
+"""Keeps parameters whole between steps: at stages 0 to 2 every rank holds them, as in DeepSpeed.
 
 For `training_run` and `engine`.
 [Note: whole parameters]
@@ -43,12 +43,7 @@ for _kind in (nn.Module, FSDPModule):  # a module in a unit is none itself
 
 
 class Copies:
-    """What the modules of a sharded model hold instead of the engine's tensors; see [Note: copies].
-
-    Args:
-        model: the sharded model.
-        parameters: of the model.
-    """
+    """The tensors that the modules of a sharded model hold in place of the engine's; see [Note: copies]."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
         self._parameters = parameters
@@ -65,7 +60,7 @@ class Copies:
     def convert(
         self, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """Gives a module copies of what a function changes; parameters in parts stay as they are. Returns the module."""
+        """Gives a module copies of the tensors that a function changes; parameters in parts stay. Returns the module."""
         changed: dict[int, torch.Tensor] = {}
         in_parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
         for inner in module.modules() if recurse else (module,):
@@ -82,7 +77,7 @@ class Copies:
         return module
 
     def make_plain(self, model: nn.Module) -> None:
-        """Gives the whole model tensors in fp32 on the CPU; those of parameters have any numbers."""
+        """Gives the whole model tensors in fp32 on the CPU; those of parameters have arbitrary numbers."""
         for one in self._parameters:
             dtype = torch.float32 if one.dtype.is_floating_point else one.dtype
             plain = _copy_of(one.weight, torch.empty(one.shape, dtype=dtype))
@@ -95,14 +90,14 @@ class Copies:
                     self._show(module._buffers, name, buffer.to("cpu", dtype))
 
     def give_back(self) -> None:
-        """Lets the modules hold the engine's tensors again."""
+        """Makes the modules hold the engine's tensors again."""
         while self._shown:
             table, name, held, copy = self._shown.pop()
             if table.get(name) is copy:
                 table[name] = held
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that a module holds is such a copy."""
+        """Whether a module's tensor is such a copy."""
         return any(copy is tensor for *_, copy in self._shown)
 
     def _show(self, table: Any, name: str, copy: torch.Tensor) -> None:
@@ -158,14 +153,14 @@ class WholeParameters:
             one.settle()
 
     def take_up(self) -> None:
-        """Takes what scripts have written to the whole parameters into this rank's parts."""
+        """Copies what scripts have written to the whole parameters into this rank's parts."""
         self._copies.give_back()
         for one in self._by_name.values():
             one.take_up()
 
     @torch.no_grad()
     def take_all(self) -> None:
-        """Takes the numbers of the whole parameters into the masters, after `load_state_dict`: this rank's rows."""
+        """Copies the whole parameters into the masters (this rank's rows), after `load_state_dict`."""
         for one in self._by_name.values():
             if one.replicated:
                 if one.master is not None and one.master.data_ptr() != one.weight.data_ptr():
@@ -176,10 +171,8 @@ class WholeParameters:
                 one.settle()
 
     def _put_back(self, one: ShardedParameter, whole: nn.Parameter) -> torch.Tensor:
-        """Registers the whole parameter again, where `load_state_dict(assign=True)` has put another in its place.
-
-        Returns:
-            What was loaded; a copy stays where it is.
+        """Registers the whole parameter again after `load_state_dict(assign=True)` has put another in its place.
+        Returns what was loaded; a copy stays where it is.
         """
         given: torch.Tensor | None = None
         for module, name in one.holders:
@@ -193,7 +186,7 @@ class WholeParameters:
 
 
 def refuse_parts(model: nn.Module, remedy: str) -> None:
-    """Lets a model refuse to give or take a state dict while its modules hold parts of parameters."""
+    """Makes a model refuse to give or take a state dict while its modules hold parts of parameters."""
 
     def check(what: str) -> None:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

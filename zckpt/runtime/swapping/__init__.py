@@ -1,1 +1,1 @@
-"""Parts of a run that live in files: fp32 weights, optimizer states, and at stage 3 the parameters (ZeRO-Infinity)."""
+"""Keeps parts of a run in files: fp32 weights, optimizer states, and at stage 3 the parameters (ZeRO-Infinity)."""

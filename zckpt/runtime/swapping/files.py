@@ -1,4 +1,5 @@
-"""The file that holds a rank's swapped tensors: it grows, is this process's alone, and goes when the process ends.
+"""The file with a rank's swapped tensors: it grows, belongs to this process alone, and is removed when the process
+ends.
 
 For everything in `swapping`, and for saves, which read from it. [Note: two ways to the same bytes] A step and a gather read and
 write the file directly, past the page cache, through buffers (`transfers`). Everything else sees ordinary tensors: the file's
@@ -32,7 +33,7 @@ from zckpt.base.words import size
 from zckpt.core.stores import FileStore
 
 ALIGN = 4096
-"""What direct reads and writes are multiples of, in bytes."""
+"""The multiple for offsets and sizes of direct reads and writes, in bytes."""
 
 _EXTENT = 64 << 20
 _NAME = re.compile(r"zckpt-swap-.+\.bin")
@@ -90,14 +91,12 @@ class SwapFile:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The file's size."""
         return self._end
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for regions of together so many bytes, their alignment not counted.
-
-        Raises:
-            OutputError: the disk has no room.
+        """Makes room for regions of `nbytes` bytes together, without their alignment. Raises OutputError if the disk
+        has no room.
         """
         length = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
@@ -119,11 +118,7 @@ class SwapFile:
         self._used, self._end = self._end, self._end + length
 
     def region(self, numel: int, dtype: torch.dtype) -> Region:
-        """A new vector of zeros.
-
-        Raises:
-            OutputError: the disk has no room.
-        """
+        """A new vector of zeros. Raises OutputError if the disk has no room."""
         nbytes = padded_size(numel * dtype.itemsize)
         if self._used + nbytes > self._end or self._map is None:
             self.reserve(max(nbytes, _EXTENT))
@@ -146,7 +141,7 @@ class SwapFile:
         return self._store
 
     def offset_of(self, address: int) -> int | None:
-        """Where the byte at an address of the memory map is in the file; None for any other address."""
+        """The offset in the file of an address of the memory map; None for any other address."""
         place = bisect_right(self._starts, address) - 1
         if place < 0:
             return None
@@ -155,18 +150,18 @@ class SwapFile:
 
 
 def padded_size(nbytes: int) -> int:
-    """The bytes that a region of so many takes."""
+    """The bytes that a region of `nbytes` takes."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def place_of(tensor: torch.Tensor) -> tuple[FileStore, int] | None:
-    """The swap file that a tensor is a piece of, and where in it, in bytes; None for a tensor in memory."""
+    """The swap file's store and the byte offset of a tensor in it; None for a tensor in memory."""
     found = file_of(tensor)
     return None if found is None else (found[0].store(), found[1])
 
 
 def file_of(tensor: torch.Tensor) -> tuple[SwapFile, int] | None:
-    """The same, with the file itself."""
+    """The swap file and the byte offset of a tensor in it; None for a tensor in memory."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
     for file in _open:
@@ -177,7 +172,7 @@ def file_of(tensor: torch.Tensor) -> tuple[SwapFile, int] | None:
 
 
 def _create(path: str) -> int:
-    """A new file, locked; a sweep that came before the lock is outrun."""
+    """Creates and locks a file; retries if a sweep removed it before it was locked."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # some file systems have no locks: nothing is swept there either
@@ -204,7 +199,7 @@ def _remove_stale(directory: str) -> None:
 
 
 def _stale(directory: str) -> Iterator[str]:
-    """Swap files that no process holds."""
+    """The swap files that no process holds."""
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
         if not _NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Fills tensors that are in swap files, through a buffer and with writes that tell of a disk that fails.
+"""Fills tensors in swap files through a buffer, with writes that report a failing disk.
 
 For loads. A write to the file's memory map would end the process by SIGBUS where the disk fails.
 """
@@ -62,7 +62,7 @@ class _Batch:
         self._used = 0
 
     def add(self, number: int, tensor: torch.Tensor, file: SwapFile, offset: int) -> None:
-        """Adds a tensor, and writes whenever the buffer is full."""
+        """Adds a tensor; writes whenever the buffer is full."""
         itemsize, total, start = tensor.dtype.itemsize, tensor.numel(), 0
         while start < total:
             room = (self._buffer.bytes.numel() - self._used) // ALIGN * ALIGN // itemsize
@@ -79,7 +79,7 @@ class _Batch:
             start += count
 
     def write(self) -> None:
-        """Reads what was added, and writes it."""
+        """Reads and writes what was added."""
         if self._pieces:
             self._read(self._pieces)
         begun = [self._transfers.write(file, self._buffer, stretches) for file, stretches in self._stretches.items()]

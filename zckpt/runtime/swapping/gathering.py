@@ -1,4 +1,4 @@
-"""SwappedRows of parameters on their way to a gather, from the swap file or from a copy in the dtype of the computation.
+"""Provides rows of swapped parameters for a gather, from the swap file or from a copy in the dtype of the computation.
 
 For `install`. `fully_shard` asks each of its parameters for the rows to gather; `SwappedParameter` is such a
 parameter with rows
@@ -61,7 +61,7 @@ class SwappedRows:
         return self.cache
 
     def is_updated(self) -> None:
-        """Notes that the cache has the file's rows."""
+        """Records that the cache has the file's rows."""
         self.is_stale, self._version = False, self.local._version
 
 
@@ -79,11 +79,11 @@ class SwappedUnit:
 
     @property
     def nbytes(self) -> int:
-        """Of a buffer for all rows."""
+        """The bytes of a buffer for all rows."""
         return self.places[-1] + _nbytes(self.rows[-1]) if self.rows else 0
 
     def stretches(self) -> list[Stretch]:
-        """Where the rows are."""
+        """The places of the rows."""
         return [stretch(at, one.region.offset, _nbytes(one)) for at, one in zip(self.places, self.rows, strict=True)]
 
 
@@ -116,10 +116,8 @@ class Reader:
         self._trail: tuple[SwappedUnit | None, SwappedUnit | None] = (None, None)
 
     def rows(self, unit: SwappedUnit, number: int) -> torch.Tensor:
-        """The rows of a unit's parameter, valid until another unit's are asked for.
-
-        Raises:
-            OutputError: they cannot be read.
+        """The rows of a unit's parameter, valid until another unit's are asked for. Raises OutputError if they cannot
+        be read.
         """
         if self._now is None or self._now.unit is not unit or self._now.versions != _versions(unit):
             self._turn_to(unit)
@@ -128,7 +126,7 @@ class Reader:
         return self._now.buffer.view(unit.places[number], tensor.numel(), tensor.dtype)
 
     def forget(self) -> None:
-        """Drops all that was read: the file changes, or may have been changed."""
+        """Drops everything that was read: the file changes, or may have changed."""
         for read in [*self._ahead.values(), *([] if self._now is None else [self._now])]:
             self._drop(read)
         self._ahead.clear()
@@ -185,7 +183,7 @@ def _versions(unit: SwappedUnit) -> list[int]:
 
 
 def serve(parameter: Any, rows: SwappedRows, reader: Reader | None, unit: SwappedUnit, number: int) -> None:
-    """Lets a parameter of `fully_shard` gather these rows."""
+    """Makes a parameter of `fully_shard` gather these rows."""
     parameter.__class__ = SwappedParameter
     if rows.cache is not None:
         parameter.rows_to_gather = rows.cached

@@ -34,14 +34,14 @@ from zckpt.runtime.swapping.stepping import SwappedStep
 from zckpt.runtime.swapping.transfers import Depth, Transfers
 
 MOST_ELEMENTS = 8 << 20
-"""Of a sub-group: with Adam's two states and the weights, 96 MiB."""
+"""The most elements of a sub-group: with Adam's two states and the weights, 96 MiB."""
 
 _log = logging.getLogger("zckpt.runtime")
 _ATTRIBUTE = "_zckpt_swapped_step"
 
 
 class Swap:
-    """What a run has in files.
+    """The parts of a run that are in files.
 
     Args:
         settings: of the run; one with a device `nvme`.
@@ -70,11 +70,8 @@ class Swap:
         self._move(model)
 
     def take(self, optimizer: Optimizer) -> None:
-        """Lets an optimizer step through the files. Its masters are made.
-
-        Raises:
-            UsageError: it may look across elements.
-            OutputError: the disk has no room.
+        """Makes an optimizer, with masters, step through the files. Raises UsageError if it may look across elements,
+        OutputError if the disk has no room.
         """
         zero, section = self._zero, self._zero.offload_optimizer
         check_elementwise(optimizer, allowed=self._settings.config.zero_allow_untested_optimizer)
@@ -146,7 +143,7 @@ class Swap:
 
     @torch.no_grad()
     def _moved(self, parameter: Any, one: ShardedParameter, file: SwapFile, unit: SwappedUnit) -> SwappedRows:
-        """Puts a parameter's rows into the file; everything that had the memory has the file's map now."""
+        """Moves a parameter's rows into the file; everything that used their memory uses the file's map now."""
         before, shape = parameter._sharded_param_data, one.local().shape
         region = file.region(before.numel(), before.dtype)
         region.tensor.copy_(before)
@@ -171,12 +168,12 @@ class Swap:
 
 
 def swaps_param(zero: Zero) -> bool:
-    """Whether parameters live in files."""
+    """Whether parameters are in files."""
     return zero.offload_param is not None and zero.offload_param.device == "nvme"
 
 
 def state_room(optimizer: Optimizer, master: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor for a state that an optimizer does not have yet: in its swap file, if it has one."""
+    """A tensor for a state that an optimizer lacks: in its swap file, if it has one."""
     swapped = getattr(optimizer, _ATTRIBUTE, None)
     if not isinstance(swapped, SwappedStep):
         return torch.empty_like(master, memory_format=torch.contiguous_format)
@@ -184,7 +181,7 @@ def state_room(optimizer: Optimizer, master: torch.Tensor, name: str) -> torch.T
 
 
 def mend(optimizer: Optimizer) -> None:
-    """The states and weights of a run were loaded."""
+    """Lets the optimizer step again, after weights and states were loaded."""
     swapped = getattr(optimizer, _ATTRIBUTE, None)
     if isinstance(swapped, SwappedStep):
         swapped.mend()

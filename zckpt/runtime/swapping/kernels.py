@@ -1,4 +1,5 @@
-"""One optimizer step on rows in memory, by the C++ kernel: fused Adam, AdamW and Adagrad, and Lion, bit for bit as torch does it.
+"""Runs one optimizer step on rows in memory by the C++ kernel: fused Adam, AdamW and Adagrad, and Lion, bit for bit as
+torch.
 
 For `stepping`, which takes the optimizer's own step for everything that `kernel_of` has no kernel for, and everywhere if the
 C++ engine was not built. That step is also the reference that the kernel must equal: `kernel_of` tries both on some numbers,
@@ -25,7 +26,7 @@ except ImportError:  # built without a compiler
     native_step = None  # type: ignore[assignment]
 
 _SAMPLE = 1037
-"""Elements that both are tried on: whole vectors and a rest."""
+"""The number of elements in the test of a kernel: whole vectors and a rest."""
 
 _UNUSUAL = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -53,7 +54,7 @@ _KERNELS: dict[type[Optimizer], Kernel] = {
 
 
 def kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
-    """The kernel that does what this optimizer does with a group; None if there is none."""
+    """The kernel for an optimizer's group; None if there is none."""
     kernel = _KERNELS.get(type(optimizer))
     if native_step is None or kernel is None or any(group.get(name) for name in _UNUSUAL):
         return None
@@ -72,7 +73,7 @@ def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 @cache
 def _equals_torch(cls: Any, adds_decay: bool) -> bool:
-    """Whether kernel and optimizer give the same bits, in two steps of some numbers."""
+    """Whether kernel and optimizer give the same bits, in two steps on some numbers."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(_SAMPLE, generator=generator))
     own: dict[str, Any] = {} if cls is Lion else {"fused": True}
@@ -88,7 +89,7 @@ def _equals_torch(cls: Any, adds_decay: bool) -> bool:
 
 
 def rates(optimizer: Optimizer, group: Mapping[str, Any], step: float) -> bytes:
-    """What a step multiplies with, as `Rates` of csrc/optimizers.h.
+    """The factors of a step, as `Rates` of csrc/optimizers.h.
 
     Args:
         optimizer: one that `kernel_of` knows.

@@ -1,4 +1,4 @@
-"""An optimizer's step with weights and states in files: sub-group after sub-group through a few buffers.
+"""Steps an optimizer with weights and states in files: sub-group after sub-group, through a few buffers.
 
 For `install`. [Note: a step] While a sub-group is updated, the next ones are read and those before are written, in as many
 buffers as `buffer_count` says. All arithmetic is of single elements, so a vector may be cut anywhere. Where the C++ engine knows
@@ -28,12 +28,12 @@ Group = dict[str, Any]
 
 _F32 = torch.float32
 _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
-"""States of one number, whatever the shape of the weight."""
+"""States of one number, for any shape of the weight."""
 
 
 @dataclass(slots=True, eq=False)
 class Vectors:
-    """What a step changes of one parameter.
+    """The tensors of one parameter that a step changes.
 
     Attributes:
         master: the parameter as the optimizer has it.
@@ -58,14 +58,14 @@ class Vectors:
         return (self.before[name] if name else self.master.detach()).view(-1)
 
     def is_large(self, name: str) -> bool:
-        """Whether a state that was there before the step has an element for each of the weight's."""
+        """Whether a state that existed before the step has an element for each of the weight's."""
         value = self.before.get(name)
         return isinstance(value, torch.Tensor) and value.shape == self.master.shape and name not in _NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of elements of one parameter, and where its swapped vectors are in a buffer, in bytes."""
+    """A run of elements of one parameter, with the places of its swapped vectors in a buffer, in bytes."""
 
     vectors: Vectors
     start: int
@@ -95,7 +95,7 @@ class SubGroup:
 
 
 class SwappedStep:
-    """What takes the place of an optimizer's `step`.
+    """The replacement of an optimizer's `step`.
 
     Args:
         optimizer: on the masters.
@@ -127,22 +127,19 @@ class SwappedStep:
         self._reserve()
 
     def room(self, master: torch.Tensor, name: str) -> torch.Tensor:
-        """A tensor for a state of a master: in the file, if its states are there. Its elements are anything."""
+        """A tensor for a state of a master: in the file, if its states are there. Its elements are arbitrary."""
         if self._file is None or not self._is_swapped(master):
             return torch.empty_like(master, memory_format=torch.contiguous_format)
         return self._region(master, name).tensor.view(master.shape)
 
     def mend(self) -> None:
-        """The run's state was loaded: it is whole again."""
+        """Lets the run step again, after its state was loaded."""
         self._broken = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient.
-
-        Raises:
-            OutputError: a swap file cannot be read or written.
-            InconsistentError: an earlier step failed half-way.
+        """One step of all parameters that have a gradient. Raises OutputError if a swap file cannot be read or written,
+        InconsistentError if an earlier step failed half-way.
         """
         for before in self._optimizer._optimizer_step_pre_hooks.values():
             before(self._optimizer, (), {})
@@ -179,13 +176,13 @@ class SwappedStep:
         return loss
 
     def _is_swapped(self, master: torch.Tensor) -> bool:
-        """Whether the step goes through files; a parameter that this rank has no row of gets its empty states in memory."""
+        """Whether the step goes through files; a parameter without rows on this rank gets empty states in memory."""
         if not master.numel():
             return False
         return id(master) in self._rows or (self._file is not None and master.numel() > 1 and master.dtype == _F32)
 
     def _reserve(self) -> None:
-        """Makes room for the states that are known by now, and moves those that there are."""
+        """Makes room for the states that are known by now, and moves the existing ones."""
         if self._file is None:
             return
         masters = [(p, group) for group in self._optimizer.param_groups for p in group["params"] if self._is_swapped(p)]
@@ -223,7 +220,7 @@ class SwappedStep:
         }
 
     def _absorb(self, master: torch.Tensor) -> None:
-        """Moves states that are in memory to the file."""
+        """Moves states from memory to the file."""
         for name, value in self._tensors(master).items():
             place = self._region(master, name).tensor.view(master.shape)
             if place.data_ptr() != value.data_ptr():
@@ -231,7 +228,7 @@ class SwappedStep:
                 self._optimizer.state[master][name] = place
 
     def _vectors(self, master: torch.Tensor, group: Group) -> Vectors:
-        """What the step changes of a parameter; states that there are none of yet are made, where they are known."""
+        """The tensors of a parameter that the step changes; creates missing states where they are known."""
         regions, state = {}, self._optimizer.state[master]
         kernel = kernel_of(self._optimizer, group)
         if kernel is not None and not state:
@@ -342,7 +339,7 @@ class SwappedStep:
             self._own(self._optimizer)
 
     def _take_states(self, piece: Piece, buffer: Buffer, state: dict[str, Any]) -> None:
-        """Keeps what the optimizer's own step has made from a piece: numbers, and in its first step its states."""
+        """Keeps the results of the optimizer's own step on a piece: numbers, and in its first step its states."""
         one, kept = piece.vectors, self._optimizer.state[piece.vectors.master]
         for name, value in state.items():
             if name in piece.places:

@@ -1,7 +1,4 @@
-"""Bytes between buffers and swap files, while the caller works on: by the C++ engine, or by Python's threads without it.
-
-For `stepping` and `gathering`.
-"""
+"""Moves bytes between buffers and swap files in the background: by the C++ engine, or by Python's threads without it."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ except ImportError:  # built without a compiler
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much is on its way at a time.
+    """The amount of I/O under way at a time.
 
     Attributes:
         blocks: reads and writes.
@@ -47,11 +44,7 @@ class Stretch(NamedTuple):
 
 
 class Buffer:
-    """Aligned memory of this process.
-
-    Attributes:
-        bytes: all of it.
-    """
+    """Aligned memory of this process. `bytes`: all of it."""
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
         room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=pin)
@@ -70,11 +63,7 @@ class _Engine(Protocol):
 
 
 class Transfers:
-    """Reads and writes under way.
-
-    Args:
-        depth: how many, and how large.
-    """
+    """Reads and writes under way. `depth`: how many, and how large."""
 
     def __init__(self, depth: Depth) -> None:
         self.depth = depth
@@ -100,7 +89,7 @@ class Transfers:
 
 @dataclass(slots=True)
 class Transfer:
-    """One that was begun."""
+    """A transfer that was begun."""
 
     engine: _Engine
     number: int
@@ -109,11 +98,7 @@ class Transfer:
     write: bool
 
     def wait(self) -> None:
-        """Waits until it is done.
-
-        Raises:
-            OutputError: the disk refused.
-        """
+        """Waits until the transfer is done. Raises OutputError if the disk refused."""
         error, offset = self.engine.wait(self.number)
         if error:
             raise OutputError(
@@ -124,7 +109,7 @@ class Transfer:
 
 
 def merge_copies(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same bytes in as few stretches as they can be."""
+    """The same bytes in as few stretches as possible."""
     found: list[Stretch] = []
     for one in stretches:
         last = found[-1] if found else None
@@ -136,12 +121,12 @@ def merge_copies(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def stretch(at: int, offset: int, nbytes: int) -> Stretch:
-    """So many bytes, and the room behind them that is read and written too."""
+    """A stretch of `nbytes` bytes, with the room behind them that is read and written too."""
     return Stretch(at, offset, padded_size(nbytes))
 
 
 class _Threads:
-    """What `Swapper` of csrc/swapping.h does, in Python."""
+    """The Python form of `Swapper` in csrc/swapping.h."""
 
     def __init__(self, threads: int, block: int) -> None:
         self._pool, self._block = ThreadPoolExecutor(threads, "zckpt-swap"), block

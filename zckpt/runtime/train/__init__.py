@@ -1,1 +1,1 @@
-"""What `zckpt train` does on every rank: the processes, the model, the data, the loop and its metrics."""
+"""The parts of `zckpt train` on every rank: the processes, the model, the data, the loop and its metrics."""

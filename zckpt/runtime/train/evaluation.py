@@ -1,4 +1,4 @@
-"""The loss on a text that is not trained on.
+"""Computes the loss on a text that is not trained on.
 
 For `train`. The result does not depend on the number of ranks, but for rounding.
 """
@@ -42,5 +42,5 @@ def evaluate(engine: Engine, blocks: Blocks) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss; infinite where that is too large for a number."""
+    """The exponential of a mean loss; infinite if it is too large for a float."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,4 +1,4 @@
-"""Where the processes of a run come from: torchrun, a SLURM step, or `--nproc`, which starts some on this machine.
+"""Starts the processes of a run: torchrun, a SLURM step, or `--nproc`, which starts some on this machine.
 
 For `zckpt train` and `zckpt run`.
 """
@@ -163,7 +163,7 @@ def _death(rank: int, status: int, note: Doing | None, said: str) -> Inconsisten
 
 
 def _last_lines(logs: Path, rank: int) -> str:
-    """The last lines that a rank printed on stderr."""
+    """The last lines of a rank's stderr."""
     for path in logs.glob(f"**/{rank}/stderr.log"):
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return " | ".join(line.strip() for line in lines[-3:])

@@ -1,4 +1,4 @@
-"""What a run reports of each step: a line of `metrics.jsonl`, and a picture of losses and learning rates.
+"""Reports each step of a run: a line of `metrics.jsonl`, and a picture of losses and learning rates.
 
 For `train`, on rank 0.
 """
@@ -74,7 +74,7 @@ class Metrics:
         self._file.flush()
 
     def keep(self) -> None:
-        """Makes the lines so far durable: the steps of a save that is durable are not made again."""
+        """Makes the lines so far durable: steps before a durable save are not repeated."""
         make_durable(self._file.fileno())
 
     def close(self) -> str | None:
@@ -119,7 +119,7 @@ def _name(axes: Any, title: str, unit: str) -> None:
 
 
 def _smooth(values: tuple[float, ...], width: int) -> list[float]:
-    """At each step the mean of the last `width` values, or of fewer at the beginning."""
+    """For each step, the mean of the last `width` values, or of fewer at the beginning."""
     total, out = 0.0, []
     for number, value in enumerate(values):
         total += value - (values[number - width] if number >= width else 0.0)

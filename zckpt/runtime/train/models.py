@@ -1,4 +1,4 @@
-"""The model that `--model` names: how it is built, its tokenizer, and where its weights are, if it has any.
+"""Finds the model that `--model` names: how it is built, its tokenizer, and its weights, if it has any.
 
 For `train`. transformers is needed for any model but tiny-gpt.
 """
@@ -42,14 +42,9 @@ class Model:
 
 
 def find_model(name: str) -> Model:
-    """The model of a name.
-
-    Args:
-        name: "tiny-gpt", a `config.json`, or a directory that has one: of transformers, with or without weights.
-
-    Raises:
-        UsageError: there is no such model, or it has no tokenizer and too few tokens for bytes.
-        UnsupportedError: transformers is not installed.
+    """The model with this name. `name`: "tiny-gpt", a `config.json`, or a directory that has one: of transformers, with
+    or without weights. Raises UsageError if there is no such model, or it has no tokenizer and too few tokens for
+    bytes; UnsupportedError if transformers is not installed.
     """
     if name == TINY:
         return Model(TinyGPT, TinyConfig().vocab_size, TinyConfig().n_positions, None, None)

@@ -20,7 +20,7 @@ Output = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
-    """Its sizes, and what `transformers` wants to know of it."""
+    """The model's sizes, and further facts for `transformers`."""
 
     vocab_size: int = 256
     n_positions: int = 128
@@ -29,7 +29,7 @@ class TinyConfig:
     n_head: int = 4
 
     def to_dict(self) -> dict[str, Any]:
-        """As `config.json` has it."""
+        """The contents of `config.json`."""
         fixed: dict[str, Any] = {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -58,7 +58,7 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every position looks at those before it."""
+    """Causal self-attention: every position attends to itself and those before it."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Wide, bent, narrow."""
+    """The two-layer perceptron of a block."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """All but the head."""
+    """The model without its head."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()

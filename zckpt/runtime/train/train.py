@@ -44,7 +44,7 @@ from zckpt.storage.location import locate
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What is trained.
+    """The job of a training run.
 
     Attributes:
         config: DeepSpeed's JSON.
@@ -75,7 +75,7 @@ class TrainingJob:
     log_every: int = 10
 
     def arguments(self) -> list[str]:
-        """The command line that asks for it."""
+        """The command line that requests the job."""
         words = ["train", self.config, "--data", self.data, "--out", self.out, "--steps", str(self.steps)]
         words += ["--model", self.model, "--seed", str(self.seed), "--log-every", str(self.log_every)]
         words += ["--eval-data", self.eval_data] if self.eval_data else []
@@ -87,7 +87,7 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run did.
+    """The result of a run.
 
     Attributes:
         began_after: the step that it continued from; 0 for a new run.
@@ -115,10 +115,8 @@ class Outcome:
 
 
 def check(job: TrainingJob) -> tuple[Settings, Model]:
-    """Reads the config and finds the model, so that errors are found before any process is started.
-
-    Raises:
-        ZckptError: one of its kinds says what.
+    """Reads the config and finds the model, so that errors are found before any process starts.
+    Raises a ZckptError that says what is wrong.
     """
     settings = read_config(_config_of(job))
     if settings.config.optimizer.type is None:
@@ -259,7 +257,7 @@ def _save(engine: Engine, out: str, lookout: Lookout, metrics: Metrics | None) -
 
 
 def _why(error: RuntimeError, lookout: Lookout, world: World, asked: list[int]) -> BaseException | None:
-    """What to raise in place of an error of communication: the name of a rank that is gone, or an end without words.
+    """The error to raise in place of a failed communication: the name of a rank that is gone, or a silent end.
 
     The launcher asks all processes to end when one dies, and says itself which one it was.
     """
@@ -286,7 +284,7 @@ def _why(error: RuntimeError, lookout: Lookout, world: World, asked: list[int]) 
 
 
 def _sentence(job: TrainingJob, engine: Engine, found: Model) -> str:
-    """What begins."""
+    """A sentence on the run that begins."""
     parameters = sum(p.numel() for p in engine.module.parameters())
     stage, precision = engine.zero_optimization_stage(), engine.settings.config.precision
     where = f"{count(engine.world_size, 'rank')}, ZeRO stage {stage}, {precision}"
@@ -332,7 +330,7 @@ def _forever(loader: Loader) -> Iterator[torch.Tensor]:
 def _step(
     engine: Engine, batches: Iterator[torch.Tensor], length: int, asked: list[int], lookout: Lookout
 ) -> tuple[Step, bool]:
-    """One optimizer step, and whether any rank was asked to stop."""
+    """Makes one optimizer step; returns it, and whether any rank was asked to stop."""
     began, skipped = time.perf_counter(), engine.skipped_steps
     lr = engine.get_lr()[0]
     totals = torch.zeros(2, device=engine.device)
