@@ -58,7 +58,7 @@ class DerivedStore:
         recipe: how they are computed.
         itemsize: bytes of one of them.
         size: in bytes.
-        steps: how an engine computes them itself from the inputs of the recipe (`core.recipes.folded`); empty where it cannot.
+        steps: how an engine computes them itself from the inputs of the recipe (`core.folds`); empty where it cannot.
     """
 
     recipe: Recipe

@@ -1,6 +1,6 @@
 """Computes a tensor's new bytes from its old ones and its difference, piece by piece.
 
-For `jobs.apply_delta`. Nothing is held but a piece, whatever the tensor's size.
+For `read`. Nothing is held but a piece, whatever the tensor's size.
 """
 
 from __future__ import annotations

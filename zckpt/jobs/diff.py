@@ -77,7 +77,7 @@ class TensorDiff:
         return facts
 
     def rows(self, width: int | None = None) -> Iterator[str]:
-        """The name and the facts that need no values, and below them the numbers under the columns of `_HEADING`."""
+        """The name and the facts that need no values, and below them the numbers under `_COLUMNS`."""
         facts = [
             f"{what}{shown[0]} in A, {shown[1]} in B"
             for what, shown in (("shape ", [str(list(shape)) for shape in self.shapes]), ("", self.dtypes))

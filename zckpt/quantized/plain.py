@@ -1,6 +1,6 @@
 """Checkpoints with quantised weights, as the numbers that they stand for.
 
-For `jobs.open`. Matrices of fp8 with scales beside them (`weight_scale_inv`, `weight_scale`) become their products, and the
+For `jobs.opened`. Matrices of fp8 with scales beside them (`weight_scale_inv`, `weight_scale`) become their products, and the
 scales are not tensors any more. What zckpt cannot read is found by `packed`.
 """
 

@@ -1,9 +1,8 @@
 """What a Trainer's run recorded of its saves: metrics at their steps, and which is the best.
 
-For `rules`. [Note: metrics of a save] transformers writes `trainer_state.json` into each `checkpoint-N`. Its `log_history` has
-an entry for each evaluation, with `step` and metrics with names that begin with `eval_`. A metric belongs to a save
-if it was
-measured at the step of the save. A higher value is better, unless the name ends in `loss`.
+For `prune` and `keep_rules`. [Note: metrics of a save] transformers writes `trainer_state.json` into each `checkpoint-N`.
+Its `log_history` has an entry for each evaluation, with `step` and metrics with names that begin with `eval_`. A metric
+belongs to a save if it was measured at the step of the save. A higher value is better, unless the name ends in `loss`.
 Source: transformers 5.23, trainer.py `_determine_best_metric`, training_args.py `greater_is_better`.
 """
 

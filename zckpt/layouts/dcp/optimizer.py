@@ -1,6 +1,6 @@
 """An optimizer in a torch.distributed.checkpoint save: its groups of parameters, their settings and their states.
 
-For `dcp`. Both forms of [Note: the forms of an optimizer] in `dcp_state` come out alike. Settings are pickled objects, a
+For `dcp`. Both forms of [Note: the forms of an optimizer] in `state` come out alike. Settings are pickled objects, a
 kilobyte each: they are opened only when they are asked for.
 Source: torch/distributed/checkpoint/state_dict.py `_get_optim_state_dict`, `_flatten_optim_state_dict` (2.13).
 """

@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint: FSDP, fully_shard, DTensors over any mesh, and plain tensors.
 
-For `layouts`. What a save says of itself is read by `dcp_metadata`, which of it is the model and which the optimizer by
-`dcp_state`, and chunks become tensors in `dcp_items`. Here is what that means: roles, ties, and the state of a run.
+For `layouts`. What a save says of itself is read by `metadata`, which of it is the model and which the optimizer by
+`state`, and chunks become tensors in `items`. Here is what that means: roles, ties, and the state of a run.
 Source: torch/distributed/checkpoint/state_dict.py (2.13); accelerate 1.15, utils/fsdp_utils.py.
 """
 

@@ -1,6 +1,6 @@
 """Lays out a save of torch.distributed.checkpoint: `.metadata`, and data files that any number of ranks can load.
 
-For `to_dcp`. The words are those of `dcp_metadata`; its reading is the check: what is laid out here is what it reads.
+For `to_dcp`. The words are those of `metadata`; its reading is the check: what is laid out here is what it reads.
 
 [Note: how tensors are cut] A rank that loads reads every chunk that holds a row of its shard, and reads it whole. So large
 tensors are cut, by rows of their first dimension: of it `fully_shard` gives each rank a run. Example: 10 rows of 30 MiB in

@@ -1,6 +1,6 @@
 """How the slices of tensor-parallel ranks make up a whole parameter: the geometry.
 
-For `model_parallel`. A rule turns the shapes of the slices into a `Joint`: where the rows of each slice go in the whole
+For `rules`. A rule turns the shapes of the slices into a `Joint`: where the rows of each slice go in the whole
 (see `overlaps.place`), which ranks hold only copies, and whether the copies are averaged or added up. The rules come
 from the checkpoint itself (the universal-checkpoint information that Megatron-like trainers and AutoTP write), or from a
 file.

@@ -1,6 +1,6 @@
 """A mixture of experts, joined from its ranks' parts: masters, stacks of experts, names among all experts.
 
-For `moe`. Layers and their files: `experts`; what each data-parallel group of ranks holds under ZeRO: `expert_groups`.
+For `moe`. Layers and their files: `experts`; what each data-parallel group of ranks holds under ZeRO: `groups`.
 Experts' files hold module weights: they name and shape the experts, and prove the masters.
 Source: DeepSpeed 0.19.8, runtime/engine.py `_save_moe_checkpoint`, module_inject/auto_ep_layer.py.
 """

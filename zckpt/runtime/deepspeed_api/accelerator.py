@@ -72,17 +72,7 @@ class Accelerator:
         """Whether a call returns only when its work is done: a CPU."""
         return self._module is None
 
-    def use_host_timers(self) -> bool:
-        """As `is_synchronized_device`."""
-        return self._module is None
-
-    def resolves_data_dependency(self) -> bool:
-        """As `is_synchronized_device`."""
-        return self._module is None
-
-    def handles_memory_backpressure(self) -> bool:
-        """As `is_synchronized_device`."""
-        return self._module is None
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def visible_devices_envs(self) -> list[str]:
         """The variables that say which devices a process sees."""
@@ -221,12 +211,10 @@ class Accelerator:
         return bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
+        """True: every device computes in fp16 and fp64."""
         return True
 
-    def is_fp64_supported(self) -> bool:
-        """Whether it computes in fp64."""
-        return True
+    is_fp64_supported = is_fp16_supported
 
     def is_triton_supported(self) -> bool:
         """Whether Triton's kernels run on it."""

@@ -15,7 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GroupMember, P2POp, ProcessGroup, ReduceOp
+from torch.distributed import (
+    GroupMember,
+    P2POp,
+    ProcessGroup,
+    ReduceOp,
+    destroy_process_group,
+    get_backend,
+    get_rank,
+    get_world_size,
+    is_available,
+    is_initialized,
+)
 
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.runtime.world import default_pg_timeout, init_distributed
@@ -104,7 +115,7 @@ def _with_deepspeed_names(function: Callable[..., Any], names: str) -> Callable[
 _DEFAULTS: dict[str, Any] = {"None": None, "False": False, "SUM": ReduceOp.SUM}
 
 all_reduce = _with_deepspeed_names(dist.all_reduce, "tensor op=SUM group=None async_op=False")
-inference_all_reduce = _with_deepspeed_names(dist.all_reduce, "tensor op=SUM group=None async_op=False")
+inference_all_reduce = all_reduce
 broadcast = _with_deepspeed_names(dist.broadcast, "tensor src group=None async_op=False")
 broadcast_object_list = _with_deepspeed_names(dist.broadcast_object_list, "object_list src group=None device=None")
 all_gather = _with_deepspeed_names(dist.all_gather, "tensor_list tensor group=None async_op=False")
@@ -193,16 +204,6 @@ def new_group(ranks: Sequence[int] | None = None) -> Any:
     return dist.new_group(None if ranks is None else list(ranks))
 
 
-def get_rank(group: Any = None) -> int:
-    """The number of this process in the group."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group: Any = None) -> int:
-    """The number of processes in the group."""
-    return dist.get_world_size(group)
-
-
 def get_local_rank() -> int:
     """The number of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -223,41 +224,9 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
-def get_backend(group: Any = None) -> str:
-    """The name of the group's backend."""
-    return dist.get_backend(group)
-
-
-def is_available() -> bool:
-    """Whether torch was built with torch.distributed."""
-    return dist.is_available()
-
-
-def is_initialized() -> bool:
-    """Whether there is a process group."""
-    return dist.is_initialized()
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """Ends a process group; by default all."""
-    dist.destroy_process_group(group)
-
-
 def has_all_gather_into_tensor() -> bool:
-    """True: every torch that this trainer runs with has it."""
+    """True: every torch that this trainer runs with has these collectives."""
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    """True, likewise."""
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    """True, likewise."""
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    """True, likewise."""
-    return True
+has_reduce_scatter_tensor = has_coalescing_manager = has_all_reduce_coalesced = has_all_gather_into_tensor
