@@ -65,7 +65,7 @@ def _shared(work: Path, layers: int, rounds: int) -> list[Row]:
             "cp": Job(["sh", "-c", script, str(out), str(copy)], (copy,), (copy,), warms=(out,)),
         }
         taken = in_turn(jobs, rounds)
-        what = "to-universal on XFS, whose files share blocks"
+        what = "to-universal on XFS, which shares blocks of files"
         least = limits(work).least(cached=file_bytes(source))  # hardly anything is written
         return [Row(what, taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"], least=least)]
     finally:

@@ -10,7 +10,7 @@ TITLES = {
     "consolidation": ("Plain weights from ZeRO shards", "World size 8. `cp` copies what zckpt wrote just before."),
     "loading": (
         "Into a live model",
-        "The seconds of the call alone: imports and the making of the model are not counted.",
+        "The seconds of the call alone, without imports and without making the model.",
     ),
     "reshaping": (
         "Other shapes of checkpoint",
@@ -19,41 +19,41 @@ TITLES = {
     "reshaping in memory": (
         "Other shapes of checkpoint, in memory",
         "A smaller GPT-2 shape (layers of 1,600), source and output in a memory file system, free memory touched before each "
-        "command: what is left where no disk counts.",
+        "command: the time without a disk.",
     ),
     "transposing": (
         "Transposed matrices",
-        "`--to hf:gpt2` transposes most matrices; beside it the same conversion without it, from a save of Megatron-DeepSpeed's "
-        "with fp32 weights.",
+        "`--to hf:gpt2` transposes most matrices; the rival is the same conversion without transposing. The source is a save of "
+        "Megatron-DeepSpeed with fp32 weights.",
     ),
     "cold": (
         "Cold sources, and shared blocks",
-        "The page cache is emptied of the checkpoint before each command. The disk alone moves the same bytes past the "
-        "page cache, eight requests of 4 MiB at once on each side; its quickest round is the limit of these rows (where zckpt "
+        'The checkpoint is dropped from the page cache before each command. "The disk alone" moves the same bytes past the '
+        "page cache, eight requests of 4 MiB at once on each side; its quickest round is the limit of these rows (if zckpt "
         "took less, its own requests suited this disk better). On XFS (in a file that is mounted; a third of the layers, so "
-        "that the source is in the page cache) whole blocks that are the same in source and output are cloned: they are read, "
+        "that the source is in the page cache) blocks that are equal in source and output are cloned: they are read, "
         "for the checksums, and not written.",
     ),
     "checking": (
         "Verify and diff",
-        "Beside `cat` and `cmp`, which read the same bytes and look at none, or at nothing but equality.",
+        "The rivals are `cat`, which reads the same bytes and checks none, and `cmp`, which checks equality alone.",
     ),
     "checking on an older processor": (
         "Verify and diff on an older processor",
-        "The same on one of 2017 at 2 GHz, which takes CRCs 16 bytes at a time: whoever looks at bytes takes up to twice as long "
+        "The same on a processor of 2017 at 2 GHz, which computes CRCs 16 bytes at a time: checks take up to twice as long "
         "there, and `cat` and `cmp` do not.",
     ),
     "looking": (
         "Inspect",
-        "A GPT-2 shape whose layers are narrow: what is read of a file does not depend on their width. ZeRO-3 has two files of "
-        "each rank, and a piece of every parameter in each.",
+        "A GPT-2 shape with narrow layers: the part of a file that is read does not depend on their width. ZeRO-3 has two files "
+        "for each rank, and a piece of every parameter in each.",
     ),
     "push": (
         "To the hub",
-        "bf16 from ZeRO-3 shards, to the tests' hub on loopback, which takes every byte off the wire and looks at none. "
-        "Converting and sending overlap; `upload_folder` is given what was converted before, from the page cache. Free "
-        "memory is touched before each command: on a virtual machine whose host had taken it back, the scratch files' pages "
-        "cost push some tenths of a second more.",
+        "bf16 from ZeRO-3 shards, to the tests' hub on loopback, which receives every byte and checks none. "
+        "Converting and sending overlap; `upload_folder` gets weights that were converted before, from the page cache. Free "
+        "memory is touched before each command: on a virtual machine with a host that had taken it back, the scratch files' "
+        "pages cost push some tenths of a second more.",
     ),
     "wire": (
         "From and to a store that limits each request",
@@ -68,7 +68,7 @@ TITLES = {
     "fp8 and GGUF": (
         "fp8 and GGUF",
         "A bf16 model of Llama's shape with at most 22 layers (1.1 B parameters), from torch.distributed.checkpoint's shards in "
-        "one pass. The rivals begin with whole weights.",
+        "one pass. The rivals begin with consolidated weights.",
     ),
     "averages": (
         "Averages",
@@ -89,10 +89,10 @@ TITLES = {
     ),
     "tuning": (
         "Threads, buffers, page cache",
-        "`to-fp32` of ZeRO-3 whose files lie on the disk: the defaults beside their neighbours. Each round has an order of its "
-        "own, and the last column is the ratio within a round, with the interval that holds it at 95 %: a setting is better than "
-        "the defaults where the whole interval is above 1, by at least as much as its lower end. What the defaults' own second "
-        "run seems to differ by is noise; so is what as many threads do as the defaults have.",
+        "`to-fp32` of ZeRO-3 with files on the disk: the defaults and other settings. Each round has an order of its "
+        "own, and the last column is the ratio within a round, with its 95 % interval: a setting is better than "
+        "the defaults if the whole interval is above 1, by at least as much as its lower end. The difference of the second "
+        "run with the defaults is noise; so is that of the row with as many threads as the defaults have.",
     ),
     "growth": ("As the model grows", "![Time and memory against model size](benchmarks.svg)\n\nZeRO-3, world size 8."),
 }
@@ -114,28 +114,28 @@ PUBLISHED = (
 """Parameters in billions, the model, what its users report of another program, and where."""
 LARGE = """## What that means for large models
 
-**Computed**, not measured: the seconds of `to-bf16` with a cold source, above, times the parameters. It reads fp32 masters and
-writes bf16, {rate:.0f} million parameters a second on that machine's one disk, and its time grows with the bytes alone
-([As the model grows](#as-the-model-grows)). What people report of other programs was measured on other machines, most of them
-larger, with other disks; the 671 B are the other way, from weights to Megatron. A source that is bf16 takes less.
+**Computed**, not measured: the seconds per parameter of `to-bf16` with a cold source, above, times the parameters.
+`to-bf16` reads fp32 weights and writes bf16, {rate:.0f} million parameters a second on that machine's one disk; the
+table assumes the same rate for larger models. The reported figures of other programs were measured on other machines,
+most of them larger, with other disks. The 671 B are the other way, from weights to Megatron. A bf16 source takes less.
 
 | model | `zckpt to-bf16`, computed | reported |
 | --- | --- | --- |
 """
 HEAD = """# Benchmarks
 
-`make bench` measures all of this and writes this page: every command in turn with its rival, round after round. A section was
-measured in one run on one machine, which it names. A cell gives the median of the rounds and, where they differ, the least and
-the most. A ratio is that of the medians: below 1, zckpt took less. Memory is the most that any one process of a command held,
-seen from outside. What zckpt writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed
-by `sync`, and where a rival does neither, the table says so.
+`make bench` measures all of this and writes this page: each command in turn with its rival, round after round. Each section was
+measured in one run on one machine, which it names. A cell gives the median of the rounds and, if they differ, the least and
+the most. A ratio is that of the medians: below 1, zckpt took less time. Memory is the peak of any one process of a command,
+measured from outside. zckpt syncs its output before it gets its name, and computes checksums while it writes; so `cp` is
+followed by `sync`, and if a rival does not sync, the table says "not durable".
 
-"Part of the limit" is the least time in which this machine's disk and memory could move the bytes that must move, divided by
+"Part of the limit" is the least time in which this machine's disk and memory could move the necessary bytes, divided by
 the time that zckpt took. Direct sequential reads of two GiB, direct writes, both at once, and a copy of memory by all
-processors are measured in the same run, just before. A disk may be quicker a minute later, or bear more requests at once than
-these were: then it is more than 100 %. Over twenty GB it may be much slower than over two, as `cp` beside it shows. Sources
-count as cached, as far as memory has room for them, unless a row says "cold" or "from the disk". Where hardly any bytes must
-move (`--help`, `inspect`, `verify` of checksums alone) no part is given.
+processors are measured in the same run, just before. It is more than 100 % if the disk is quicker a minute later, or serves
+more requests at once. Over twenty GB the disk may be much slower than over two, as `cp` in the same table shows. Sources
+count as cached, as far as they fit into memory, unless a row says "cold" or "from the disk". Commands that move hardly any
+bytes (`--help`, `inspect`, `verify` of checksums alone) have no part of the limit.
 
 Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and loads](../benchmarks/results_checkpoints.md). Planning
 for a trillion parameters: [Very large models, planned](../benchmarks/results_giants.md); saves of thousands of ranks:

@@ -1,7 +1,7 @@
 """Quantised weights and GGUF out of a sharded run, beside what people do today: whole weights, then a second tool over them.
 
     python benchmarks/quantising.py --whole WEIGHTS [--layers 48]            # the model as transformers has it
-    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0 WEIGHTS OUT  # from whole weights
+    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0 WEIGHTS OUT  # from consolidated weights
 
 A Llama shape in bf16. The rivals' times begin with whole weights: zckpt's begin with shards of torch.distributed.checkpoint.
 """
@@ -145,9 +145,9 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
             work / "their.gguf",
         ),
     }
-    theirs_are = "compressed-tensors, from whole weights in memory"
+    theirs_are = "compressed-tensors, from consolidated weights in memory"
     names = {
-        "torch-fp8": "torch, from whole weights in memory", "gguf-q8_0": "the gguf package, from whole weights",
+        "torch-fp8": "torch, from consolidated weights in memory", "gguf-q8_0": "the gguf package, from consolidated weights",
         "compressed-nvfp4": theirs_are, "compressed-int4": theirs_are,
     }  # fmt: skip
     for rival, (what, words, out, theirs) in commands.items():

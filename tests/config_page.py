@@ -19,19 +19,19 @@ from zckpt.runtime.optimizers.schedules import SCHEDULES
 
 _HEAD = """# The config of the trainer
 
-`zckpt.runtime.initialize(model=..., config=...)` reads DeepSpeed's JSON: a path, a dict, or the text itself. This page is made
-from the models that read it (`make golden`), so it cannot be out of date.
+`zckpt.runtime.initialize(model=..., config=...)` reads DeepSpeed's JSON: a path, a dict, or the text itself. `make golden` makes this
+page from the classes that read the config, and a test compares both.
 
 - **used**: the engine acts on it.
 - **zckpt's own**: DeepSpeed does not have it.
-- *accepted*: it changes nothing here, for the reason given. At the start the engine logs which of them a config has.
-- *without effect*: it asks for something to be shown that is not; a warning at the start says so.
+- *accepted*: it changes nothing here, for the reason given. At the start the engine logs which of these keys a config has.
+- *without effect*: it asks to show something that is not built; a warning at the start says so.
 - *refused*: it would change the training and is not built. Values that switch it off are accepted.
 
 An unknown key, at any depth, is an error that names the most similar known key; `initialize(..., allow_unknown=True)` leaves it
-out instead. `"auto"` takes its value from `initialize(..., auto={"optimizer.params.lr": 1e-4, ...})`. Of the three batch sizes
-two give the third, and "auto" means: from the other two. Keys that are only accepted need no value. The three that transformers
-computes from a model's width are computed here too, or keep their defaults. Any other "auto" without a value is an error.
+out instead. `"auto"` takes its value from `initialize(..., auto={"optimizer.params.lr": 1e-4, ...})`. Two of the three batch sizes
+give the third, and "auto" means: computed from the other two. Keys that are only accepted need no value. The three keys that
+transformers computes from a model's width are computed here too, or keep their defaults. Any other "auto" without a value is an error.
 """
 
 _WORDS = {
@@ -55,15 +55,17 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-_OPTIMIZERS = """As in DeepSpeed, `Adam` decouples weight decay unless `adam_w_mode` is false, and there is none unless
-it is asked for; with `torch_adam` torch's own defaults hold. `fused` is on wherever torch has the kernel. Any other name is
-looked up in torch.optim; optimizers that look across elements see shards at stages 1 to 3 and are refused there."""
+_OPTIMIZERS = """As in DeepSpeed, `Adam` decouples weight decay unless `adam_w_mode` is false, and its default is no weight decay;
+with `torch_adam` torch's own defaults hold. `fused` is on if torch has the kernel. Any other name is looked up in torch.optim;
+optimizers that look across elements would see shards at stages 1 to 3 and are refused there."""
 
 _ADAM = (
     "`lr=0.001`, `betas=(0.9, 0.999)`, `eps=1e-08`, `weight_decay=0.0`, `adam_w_mode=True`, `torch_adam=False`, `amsgrad=False`, "
     "`fused`, `foreach`; `bias_correction`, `fp32_optimizer_states` only true"
 )
-_SCHEDULES = "Step by step the numbers of DeepSpeed. Any other name is looked up in torch.optim.lr_scheduler."
+_SCHEDULES = (
+    "The learning rates equal DeepSpeed's at every step. Any other name is looked up in torch.optim.lr_scheduler."
+)
 
 
 def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:

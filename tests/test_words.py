@@ -33,10 +33,10 @@ KEPT = {"zckpt/cli/push.py": "made of the checkpoint", "zckpt/containers/opcodes
 
 PAGES = [
     *(path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"),
-    *(path for path in sorted(ROOT.glob("docs/*.md")) if path.name != "benchmarks.md"),
+    *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("examples/*.md")),
 ]
-"""Pages that are written; what is measured has its words from the measurements, and history stays as it was."""
+"""Every page but the history, which stays as it was."""
 
 
 def strings(*, told: bool) -> Iterator[tuple[str, str]]:
