@@ -1,7 +1,7 @@
 """Quantised weights and GGUF out of a sharded run, beside what people do today: whole weights, then a second tool over them.
 
     python benchmarks/quantising.py --whole WEIGHTS [--layers 48]            # the model as transformers has it
-    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0 WEIGHTS OUT  # from consolidated weights
+    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0 WEIGHTS OUT  # from weights
 
 A Llama shape in bf16. The rivals' times begin with whole weights: zckpt's begin with shards of torch.distributed.checkpoint.
 """

@@ -19,8 +19,8 @@ from zckpt.runtime.optimizers.schedules import SCHEDULES
 
 _HEAD = """# The config of the trainer
 
-`zckpt.runtime.initialize(model=..., config=...)` reads DeepSpeed's JSON: a path, a dict, or the text itself. `make golden` makes this
-page from the classes that read the config, and a test compares both.
+`zckpt.runtime.initialize(model=..., config=...)` reads DeepSpeed's JSON: a path, a dict, or the text itself. `make
+golden` makes this page from the classes that read the config, and a test compares both.
 
 - **used**: the engine acts on it.
 - **zckpt's own**: DeepSpeed does not have it.
@@ -28,10 +28,11 @@ page from the classes that read the config, and a test compares both.
 - *without effect*: it asks to show something that is not built; a warning at the start says so.
 - *refused*: it would change the training and is not built. Values that switch it off are accepted.
 
-An unknown key, at any depth, is an error that names the most similar known key; `initialize(..., allow_unknown=True)` leaves it
-out instead. `"auto"` takes its value from `initialize(..., auto={"optimizer.params.lr": 1e-4, ...})`. Two of the three batch sizes
-give the third, and "auto" means: computed from the other two. Keys that are only accepted need no value. The three keys that
-transformers computes from a model's width are computed here too, or keep their defaults. Any other "auto" without a value is an error.
+An unknown key, at any depth, is an error that names the most similar known key; `initialize(..., allow_unknown=True)`
+leaves it out instead. `"auto"` takes its value from `initialize(..., auto={"optimizer.params.lr": 1e-4, ...})`. Two of
+the three batch sizes give the third, and "auto" means: computed from the other two. Keys that are only accepted need no
+value. The three keys that transformers computes from a model's width are computed here too, or keep their defaults. Any
+other "auto" without a value is an error.
 """
 
 _WORDS = {
