@@ -121,9 +121,14 @@ def test_from_shards_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     options = zckpt.Options(threads=3, strip_prefix="auto")
     zckpt.to_mlx(tmp_path / "dcp" / "save", tmp_path / "again", bits=4, options=options, progress=False)
     assert MLX.tensors(tmp_path / "out") == MLX.tensors(tmp_path / "again")
+    made: list[affine.Affine] = []
+    look = affine.Affine._look
+    monkeypatch.setattr(affine.Affine, "_look", lambda self: (made.append(self), look(self))[1])
+    monkeypatch.setattr(affine, "_MOST_KEPT", 1 << 23)
     shards = tmp_path / "shards"
     zckpt.to_mlx(source, shards, bits=4, options=zckpt.Options(max_shard_size="100KB"), progress=False)
     assert len([*shards.glob("*.safetensors")]) > 2 and MLX.tensors(shards) == MLX.tensors(tmp_path / "out")
+    assert made and not any(one._kept for one in made)
     index = json.loads((shards / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == MLX.tensors(shards).keys()
     assert zckpt.verify(source, shards, progress=False).ok

@@ -85,7 +85,7 @@ def to_mlx(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Mlx]) -> PlannedConversion:
-    """Everything but the work; arguments as for `to_mlx`. Writes nothing."""
+    """Plans it; arguments as for `to_mlx`. Writes nothing."""
     ready = open_model_for(checkpoint, out, asked, "there is no config.json, without which MLX loads no model")
     opened, form, catalog, config = ready.opened, ready.form, ready.catalog, ready.config
     dtype = asked.casting.dtype or dtype_said(config)

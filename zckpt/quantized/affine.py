@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1 << 21
 """Numbers that are computed at once."""
+_COMPUTED, _GIVEN, _BOTH = 1, 2, 6
+"""Of a row: whether scales and biases were kept; that scales were given, and one bit higher biases; both."""
 _MOST_KEPT = 1 << 23
 """Groups of a tensor with scales and biases that are kept."""
 
@@ -45,8 +47,7 @@ class Affine:
         self.dtype = dtype
         self._lock = Lock()
         self._kept: list[Any] = []
-        self._is_known: Any = None
-        self._given = 0
+        self._seen: Any = None
 
     @property
     def columns(self) -> int:
@@ -84,12 +85,15 @@ class Affine:
         import numpy as np
 
         with self._lock:
-            if self._kept and self._is_known[first:last].all():
-                found: Array = self._kept[which][first:last].reshape(-1).copy()
-                self._given += last - first
-                if self._given >= 2 * self._rows:
-                    self._kept, self._given = [], 0
-                return found
+            seen = self._look()
+            seen[first:last] |= _GIVEN << which
+            found = None
+            if self._kept and (seen[first:last] & _COMPUTED).all():
+                found = self._kept[which][first:last].reshape(-1).copy()
+            if self._kept and (seen & _BOTH == _BOTH).all():
+                self._kept = []
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         step = max(1, _AT_ONCE // self.columns)
         rows = [(row, min(row + step, last)) for row in range(first, last, step)]
         parts = [self._compute(*part, tools, np.empty((part[1] - part[0]) * self.words * 4, np.uint8)) for part in rows]
@@ -122,12 +126,22 @@ class Affine:
         if self._rows * self.across > _MOST_KEPT:
             return
         with self._lock:
+            seen = self._look()
+            if (seen & _BOTH == _BOTH).all():
+                return
             if not self._kept:
                 self._kept = [np.empty((self._rows, self.across), each.dtype) for each in stored]
-                self._is_known = np.zeros(self._rows, np.bool_)
             for kept, each in zip(self._kept, stored):
                 kept[first:last] = each.reshape(last - first, self.across)
-            self._is_known[first:last] = True
+            seen[first:last] |= _COMPUTED
+
+    def _look(self) -> Any:
+        """What became of each row."""
+        import numpy as np
+
+        if self._seen is None:
+            self._seen = np.zeros(self._rows, np.uint8)
+        return self._seen
 
     def _stored(self, numbers: Floats, tools: Tools) -> Any:
         if self.dtype == BF16:  # biases may be negative
