@@ -51,7 +51,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 577,
-    "lines": 102_595,
+    "lines": 102_609,
     "lines of the trainer": 17_270,
     "classes": 796,
     "functions named by one participle": 0,
