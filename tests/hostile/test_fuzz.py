@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,16 @@ SEEDS: dict[str, Seed] = {
         False,
     ),
     "a rank's file of Llama": (lambda home: test_sliced.write_llama(home, test_sliced.llama(), 2, 0), "*.01.pth", True),
+    "a rank's file of NxD": (
+        lambda home: test_sliced.write_nxd(home, {"layers.0.up_proj.weight": torch.ones(4, 4)}, 2, 1),
+        "**/*tp_rank_01*.pt",
+        True,
+    ),
+    "Orbax's metadata": ("orbax/zarr3", "_METADATA", False),
+    "an array of Zarr": ("orbax/zarr2", "*wi.kernel/.zarray", False),
+    "a chunk of Zarr": ("orbax/zarr3", "*wi.kernel/c/0/0/0", False),
+    "a manifest of OCDBT": ("orbax/ocdbt", "manifest.ocdbt", False),
+    "a node of OCDBT": ("orbax/ocdbt", "d/*", False),
     "GGUF": ("gguf/llama", "*.gguf", False),
     "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
     "index": (safetensors_directory, "model.safetensors.index.json", False),

@@ -38,7 +38,7 @@ from zckpt.layouts.run import vectors
 from zckpt.layouts.save import cut_tensors, module_states
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.universal import read as universal
-from zckpt.layouts.weights_alone import nanotron, sliced, xla
+from zckpt.layouts.weights_alone import nanotron, orbax, sliced, xla
 from zckpt.layouts.zero import optimizer_states, partition, unsharded, unsharded_training, zero3, zero12
 from zckpt.storage.location import locate
 
@@ -613,6 +613,21 @@ def nanotron_crossed(p: Planter) -> None:
     p.function(nanotron._chunks, lambda right: lambda one, shape: refs_crossed([*right(one, shape)]))
 
 
+def chunks_crossed(p: Planter) -> None:
+    """Chunks of one size of an array of Zarr, inner ones too, change places."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Any, name: str, grid: Any, at: tuple[int, ...]) -> Any:
+            there = tuple(number - 1 - n for n, number in zip(at, grid.counts, strict=True))
+            moved = [*right(self, name, grid, there)]
+            begin = tuple(number * own for number, own in zip(at, grid.chunk, strict=True))
+            return [chunk._replace(offsets=begin) for chunk in moved]
+
+        return faulty
+
+    p.method(orbax._Arrays, "_chunks", wrong)
+
+
 def ranks_reversed(p: Planter) -> None:
     """Slices of tensor-parallel ranks are joined in reverse."""
     p.function(sliced._join_ranks, lambda right: lambda ranks, *more: right(ranks[::-1], *more))
@@ -679,6 +694,9 @@ RANKS: dict[tuple[str, str], tuple[str, Plant]] = {
     ("Llama's original files", "llama"): ("ranks reversed", ranks_reversed),
     ("NeMo 1", "nemo"): ("ranks reversed", ranks_reversed),
     ("NxD", "nxd"): ("ranks reversed", ranks_reversed),
+    ("Orbax", "orbax bare"): ("chunks crossed", chunks_crossed),
+    ("Orbax, zstd", "orbax zarr3"): ("chunks crossed", chunks_crossed),
+    ("Orbax, OCDBT", "orbax ocdbt"): ("chunks crossed", chunks_crossed),
     ("nanotron", "nanotron/llama_tp2_pp2"): ("fused pieces swapped", nanotron_crossed),
     ("GGUF", "gguf"): ("equal tensors swapped", gguf_swapped),
 }  # fmt: skip
@@ -801,6 +819,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     nxd = {f"model.layers.0.mlp.{name}.weight": torch.randn(4, 4) for name in ("up_proj", "down_proj")}
     test_sliced.write_nxd(work / "nxd", nxd, 2, 1)
     found = {name: work / name for name in ("plain", "universal", "llama", "nxd")}
+    found |= {f"orbax {form}": FIXTURES / "orbax" / form for form in ("bare", "zarr3", "ocdbt")}
     return {**found, "gguf": gguf, "nemo": work / "model.nemo"}
 
 

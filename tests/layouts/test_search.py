@@ -95,8 +95,6 @@ def test_runs_of_trainers_with_saves_below(tmp_path: Path) -> None:
 
 
 FOREIGN = {
-    "Orbax": ["_METADATA", "manifest.ocdbt", "d/144100b826dbf0f3"],
-    "Orbax ": ["_CHECKPOINT_METADATA", "params.w/.zarray"],
     "fairseq2": ["model/pp_00/tp_00/sdp_00.pt", "model/pp_00/tp_00/sdp_01.pt"],
     "torchsnapshot": [".snapshot_metadata", "0/model/weight"],
     "TensorFlow": ["checkpoint", "model.ckpt-100.index", "model.ckpt-100.data-00000-of-00001"],

@@ -12,12 +12,13 @@ from zckpt.base.errors import CastError, ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.words import count, examples, size
 from zckpt.checks.verdict import Check, Verification, summarize
+from zckpt.containers.zstd import frame_bytes
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, CAST_TARGETS, SHORT_NAMES, DType
+from zckpt.deltas.decode import difference
 from zckpt.deltas.form import hasher_of
 from zckpt.deltas.pieces import PieceReader, pieces
 from zckpt.deltas.read import DeltaDirectory, read_delta
-from zckpt.deltas.zstd import Decompressor, frame_bytes
 from zckpt.engine.checksums import crc32
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
@@ -128,7 +129,7 @@ def _wrong(delta: DeltaDirectory, name: str) -> Iterator[str]:
             return file.read(where.offset + at, min(nbytes, where.nbytes - at))
 
         said = frame_bytes(read(_HEADER_BYTES, 0))
-        frame = Decompressor(read, where.file.path, name)
+        frame = difference(read, where.file.path, name)
         first = frame.take(4) if delta.form.encoding == "overwrite" else b""
         found = len(first) + frame.drain()
     if said is not None and found != said:

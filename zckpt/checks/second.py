@@ -198,7 +198,7 @@ def _sources(fragments: Sequence[Fragment], size: int) -> Iterator[tuple[Sequenc
     store = fragments[0].store if fragments else None
     if isinstance(store, ComputedStore):
         yield from store.sources
-    elif isinstance(store, DerivedStore):
+    elif isinstance(store, DerivedStore) and not store.place:
         for entry in store.recipe.inputs:
             yield from _sources(entry.fragments, entry.dtype.itemsize)
     else:

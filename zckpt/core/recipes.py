@@ -59,17 +59,19 @@ class DerivedStore:
         itemsize: bytes of one of them.
         size: in bytes.
         steps: how an engine computes them itself from the inputs of the recipe (`core.folds`); empty where it cannot.
+        place: what of which file is unpacked; empty for elements that are computed from tensors.
     """
 
     recipe: Recipe
     itemsize: int
     size: int
     steps: tuple[Uptake, ...] = ()
+    place: str = ""
     byteorder: ClassVar[Literal["little", "big"]] = "little" if sys.byteorder == "little" else "big"
     at_hand: ClassVar[bool] = False
 
     def __str__(self) -> str:
-        return "computed elements"
+        return self.place or "computed elements"
 
 
 def derive_entry(

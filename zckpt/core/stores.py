@@ -66,13 +66,15 @@ class MemoryStore:
         address: of the first byte.
         size: in bytes.
         owner: whatever keeps the memory alive.
+        place: what of which file it is; empty where it is of none.
     """
 
     address: int
     size: int
     owner: object = None
     byteorder: Literal["little", "big"] = "little"
+    place: str = ""
     at_hand: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return f"memory at {self.address:#x}"
+        return self.place or f"memory at {self.address:#x}"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zckpt.base.errors import CorruptError
+from zckpt.containers.zstd import Decompressor
 from zckpt.deltas.form import Encoding
-from zckpt.deltas.zstd import Decompressor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,9 +42,9 @@ class Decoder:
     ) -> None:
         self._stream: _Xor | _Overwrite
         if encoding == "xor":
-            self._stream = _Xor(Decompressor(read, file, name))
+            self._stream = _Xor(difference(read, file, name))
         else:
-            frames = (Decompressor(read, file, name), Decompressor(read, file, name))
+            frames = (difference(read, file, name), difference(read, file, name))
             self._stream = _Overwrite(*frames, nbytes, file, name)
 
     def renew(self, data: Bytes) -> None:
@@ -54,6 +54,11 @@ class Decoder:
     def end(self) -> None:
         """Raises CorruptError if the difference goes on beyond the tensor."""
         self._stream.end()
+
+
+def difference(read: Callable[[int, int], bytes], file: str, name: str) -> Decompressor:
+    """The frame of a tensor's difference; arguments as for `Decompressor`, and the tensor's name."""
+    return Decompressor(read, file, f"the difference of tensor {name!r}", "Copy the delta's directory again.")
 
 
 class _Xor:

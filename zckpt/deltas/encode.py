@@ -12,9 +12,9 @@ from typing import IO, TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
+from zckpt.containers.zstd import Compressor
 from zckpt.core.dtypes import DType
 from zckpt.deltas.form import MOST_POSITIONS, DeltaForm, Hasher, hasher_of
-from zckpt.deltas.zstd import Compressor
 
 if TYPE_CHECKING:
     import numpy as np

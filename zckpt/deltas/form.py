@@ -38,8 +38,6 @@ UNCHANGED = "zckpt-unchanged.json"
 """The file that zckpt adds; see [Note: unchanged tensors]."""
 MOST_BYTES = 256 << 20
 """The most bytes of an index."""
-LEVEL = 1
-"""The level of zstd: higher levels take much longer, and hardly shrink these bytes further."""
 MOST_POSITIONS = 2**32
 """Bytes of a tensor that positions of four bytes can name."""
 

@@ -20,10 +20,10 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.plan import Plan
+from zckpt.deltas.decode import difference
 from zckpt.deltas.form import Hasher, hasher_of
 from zckpt.deltas.pieces import PieceReader, pieces
 from zckpt.deltas.read import DeltaDirectory, read_delta
-from zckpt.deltas.zstd import Decompressor
 from zckpt.engine.checksums import Partial, crc32, seal
 from zckpt.engine.output_files import create
 from zckpt.jobs.casting import to_dtype
@@ -165,7 +165,7 @@ def prepare(
     names = tuple(_names(version, one) for one in found)
     for one in found:
         hasher_of(one.form.checksum)
-    Decompressor(lambda nbytes, at: b"", place.path, "")
+    difference(lambda nbytes, at: b"", place.path, "")
     wanted = asked.casting.dtype or _recorded_dtype(places[0])
     entries = [(entry, dtype_in(version, entry, wanted)) for entry in version.catalog.tensors.values()]
     target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size)

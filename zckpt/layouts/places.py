@@ -260,6 +260,8 @@ def _no_save_error(look: Look, below: Sequence[Location]) -> NotACheckpointError
     is_deepspeeds = "zero_to_fp32.py" in look.names or any(name.startswith("global_step") for name in look.names)
     found = count(len(look.names), "entry", "entries") + (f" such as {examples(look.names)}" if look.names else "")
     found = found if look.names else "an empty directory"
+    if unfinished := [name for name in (look.folder.name, *look.names) if trainers.UNFINISHED in name]:
+        found = f"a save that was not finished, {examples(unfinished, 1)}"
     return NotACheckpointError(
         "holds no checkpoint" + (" itself" if below else ""), file=look.path,
         found=f"{count(len(below), 'save')} further below" if below else found,

@@ -85,7 +85,7 @@ def tags_in(folder: Folder, also: Sequence[Folder] = ()) -> tuple[str, ...]:
     found: set[str] = set() if folder.path.is_remote else set(find_displaced(folder.path.path))
     for root in (folder, *also):
         for name in root.names:
-            if name.startswith(".") or name in _OPTIMIZERS:  # a save that was not finished, or is of no model
+            if name[:1] == "." or name in _OPTIMIZERS or trainers.UNFINISHED in name:  # not finished, or of no model
                 continue
             inner = root.inside(name)
             if inner is not None and layouts.is_save(inner.names):

@@ -1,7 +1,7 @@
 """Checkpoints of other programs that zckpt does not read, known by the names of their files.
 
 For `places`, which names the format and says what its own program writes instead.
-Source: orbax (step metadata, `_METADATA` of a PyTree, OCDBT's manifest); fairseq2, checkpoint.py; torchsnapshot, snapshot.py;
+Source: fairseq2, checkpoint.py; torchsnapshot, snapshot.py;
 transformers 4.57, utils/__init__.py (TensorFlow's, Flax's, Rust's weights).
 """
 
@@ -32,13 +32,6 @@ _SAVE = "Load it there, and save the weights with safetensors or torch.save."
 _OLDER = "Load it with a version of transformers before 5 that has {}, and save it with save_pretrained."
 
 FORMATS = (
-    ForeignFormat(
-        "Orbax (JAX)",
-        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|.+\.orbax-checkpoint-tmp.*",
-        "",
-        "Restore it with orbax.checkpoint, and save the arrays with safetensors.numpy.save_file; MaxText and others have "
-        "scripts that write a Hugging Face model.",
-    ),
     ForeignFormat("fairseq2", r"sdp_\d+\.pt", "", "Load it with fairseq2, and save a Hugging Face model."),
     ForeignFormat("torchsnapshot", r"\.snapshot_metadata", "", _SAVE),
     ForeignFormat(

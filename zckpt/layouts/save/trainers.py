@@ -26,14 +26,19 @@ FSDP_MODEL = compile_late(r"pytorch_model_fsdp_(?P<number>\d+)")
 STEP = compile_late(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
 """Directories of a run's steps, of verl and Megatron."""
 
-ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
-"""The directories, in a step of a run, that hold one of its models: verl has the first three, others only one."""
+ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt", "params", "default", "items", "state")
+"""The directories, in a step of a run, that hold one of its models: verl has the first three, Orbax's managers the last four,
+others only one."""
+
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""In the name of a directory that Orbax is still writing, or has left behind."""
 
 INNER = "dist_ckpt"
 """The directory within one of `ROLES` that holds the save, as in verl's saves that Megatron-Core wrote."""
 
 _OTHER_STATE = compile_late(
-    r"optim|sched|rng|random|loader|tokenizer|dataset|logs?$|wandb|runs$|tensorboard", re.IGNORECASE
+    r"optim|opt_state|\.orbax-checkpoint-tmp|sched|rng|random|loader|tokenizer|dataset|logs?$|wandb|runs$|tensorboard",
+    re.IGNORECASE,
 )
 
 _LAST = compile_late(r"last(?:-v(?P<number>\d+))?\.ckpt")

@@ -24,6 +24,13 @@ LLAMA = compile_late(r"consolidated\.(\d+)\.pth")
 NEMO = compile_late(r"(?:(?:mp|tp)_rank_(?P<tp>\d+)(?:_(?:pp_rank_)?(?P<pp>\d+))?/)?model_weights\.ckpt")
 NXD = compile_late(r"dp_rank_(?P<dp>\d+)_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(?P<ep>_ep_rank_\d+)?\.pt")
 
+ORBAX = "_METADATA"
+"""The file that every tree of Orbax has: the names of its arrays."""
+_OF_ORBAX = compile_late(
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|array_metadatas/[^/]+"
+    r"|(?:ocdbt\.process_\d+/)?(?:manifest\.ocdbt|d/[0-9a-f]+)|[^/]+/(?:\.zarray|zarr\.json|c(?:[/.]\d+)*|\d+(?:[/.]\d+)*)"
+)
+
 FAMILIES = (
     Family(
         name="torch_xla",
@@ -50,6 +57,20 @@ FAMILIES = (
         every_rank=False,
         holds_run=False,
         unread_states=later("weights_alone.nanotron", "unread_states"),
+    ),
+    Family(
+        name="Orbax",
+        about="Orbax (JAX, MaxText): a tree of arrays in files of Zarr 2 or 3, or in OCDBT; optimizer states are left out.",
+        files=(FileKind("", _OF_ORBAX, of_rank=False),),
+        match=lambda listing: None if ORBAX in listing.files else f"no {ORBAX} of Orbax",
+        read=later("weights_alone.orbax", "read"),
+        second=later("weights_alone.second", "find_orbax"),
+        directories=compile_late(r".+"),
+        mark=ORBAX,
+        every_rank=False,
+        holds_run=False,
+        records=later("weights_alone.orbax", "records"),
+        unread_states=later("weights_alone.orbax", "unread_states"),
     ),
     Family(
         name="Llama",

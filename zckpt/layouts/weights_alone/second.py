@@ -3,18 +3,21 @@ files.
 
 Source: pytorch/xla, torch_xla/distributed/fsdp/state_dict_utils.py `consolidate_sharded_state_dicts`; nanotron 2411b02,
 serialize/utils.py `merge_and_shard_tp_tensors`, serialize/weights.py
- `load_sharded_param_latest`; of the others, as `sliced` says.
+ `load_sharded_param_latest`; the specifications of Zarr 2 and 3; of the others, as `sliced` says.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, ocdbt
+from zckpt.core.dtypes import ALL, BY_TORCH_NAME
+from zckpt.core.stores import FileStore
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.second import (
     HeldRun,
@@ -120,6 +123,99 @@ def find_nanotron(listing: Listing) -> SecondLook:
 
 def _number(text: str) -> int | None:
     return None if text == "None" else int(text)
+
+
+def find_orbax(listing: Listing) -> SecondLook:
+    """As a reader of Zarr: every file, or key of the store, is the chunk that its name says, where the metadata put it."""
+    tree = json.loads(listing.files["_METADATA"].read())["tree_metadata"]
+    values = None
+    if "manifest.ocdbt" in listing.files:
+        values = ocdbt.read_keys(lambda file, offset, nbytes: listing.files[file].read(nbytes, offset))
+    below: dict[str, list[str]] = {}
+    for key in listing.files if values is None else values:
+        name, slash, rest = key.partition("/")
+        if slash:
+            below.setdefault(name, []).append(rest)
+    names: dict[str, Shape | None] = {}
+    runs: list[HeldRun] = []
+    for leaf in tree.values():
+        path = [str(key["key"]) for key in leaf["key_metadata"]]
+        kind, name = leaf["value_metadata"]["value_type"], ".".join(path)
+        if kind not in ("string", "scalar", "None") and name in below and not _OF_OPTIMIZER.match(name):
+            names[name] = _find_array(name, below[name], listing, values, runs)
+    return SecondLook(names, runs)
+
+
+_OF_OPTIMIZER = re.compile(r"(?:[^.]*\.)?(?:opt_states?|optimizer(?:_states?)?)(?:\.|$)")
+
+
+def _find_array(
+    name: str, rest: list[str], listing: Listing, values: Mapping[str, ocdbt.StoredValue] | None, runs: list[HeldRun]
+) -> Shape:
+    """The shape of an array of Zarr; appends the runs of its chunks."""
+
+    def place(key: str) -> tuple[str, int, bytes | None, int]:
+        if values is None:
+            return listing.files[key].path, 0, None, listing.files[key].size()
+        value = values[key]
+        file = listing.files[value.file].path
+        return (
+            (file, value.offset, None, value.nbytes)
+            if value.inline is None
+            else (f"{file}[{key}]", 0, value.inline, value.nbytes)
+        )
+
+    def data(key: str) -> bytes:
+        _, offset, inline, nbytes = place(key)
+        return inline if inline is not None else listing.files[values[key].file if values else key].read(nbytes, offset)
+
+    modern = "zarr.json" in rest
+    said = json.loads(data(f"{name}/{'zarr.json' if modern else '.zarray'}"))
+    shape = tuple(said["shape"])
+    outer = inner = tuple(said["chunk_grid"]["configuration"]["chunk_shape"] if modern else said["chunks"])
+    codecs = said["codecs"] if modern else [said["compressor"] or {}]
+    sharded = modern and codecs[0]["name"] == "sharding_indexed"
+    if sharded:
+        inner, codecs = tuple(codecs[0]["configuration"]["chunk_shape"]), codecs[0]["configuration"]["codecs"]
+    packed = any("zstd" in (codec.get("name"), codec.get("id")) for codec in codecs)
+    kind = said["data_type" if modern else "dtype"]
+    dtype = BY_TORCH_NAME.get(kind) or next(one for one in ALL if one.numpy == kind)
+    stride = tuple(math.prod(inner[dim + 1 :]) for dim in range(len(inner)))
+    seen = set[tuple[int, ...]]()
+
+    def hold(first: tuple[int, ...], path: str, offset: int, nbytes: int, what: str) -> None:
+        sizes = tuple(max(0, min(own, all_ - low)) for own, all_, low in zip(inner, shape, first, strict=True))
+        if 0 in sizes:
+            return
+        seen.add(first)
+        if packed and not what:
+            path, offset = f"{path}[{offset}:{offset + nbytes}]", 0
+        numel = math.prod(inner) * dtype.itemsize
+        ref = TensorRef(FileStore(what or path, 0), offset, dtype, sizes, stride, "", 0, numel, offset)
+        runs.extend(hold_box(name, "", ref, first, shape))
+
+    names = {
+        tuple(map(int, re.findall(r"\d+", one))) if shape else (): one
+        for one in rest
+        if not one.endswith(("zarray", "json"))
+    }
+    for at, own in names.items():
+        path, offset, _, nbytes = place(f"{name}/{own}")
+        begin = tuple(number * size for number, size in zip(at, outer, strict=True))
+        if not sharded:
+            hold(begin, path, offset, nbytes, "")
+            continue
+        words = data(f"{name}/{own}")[:-4][-16 * math.prod(a // b for a, b in zip(outer, inner, strict=True)) :]
+        boxes = itertools.product(*(range(0, whole, size) for whole, size in zip(outer, inner, strict=True)))
+        for number, box in enumerate(boxes):
+            start, length = (int.from_bytes(words[16 * number + 8 * n :][:8], "little") for n in range(2))
+            if start < 2**64 - 1:
+                hold(tuple(a + b for a, b in zip(begin, box, strict=True)), path, offset + start, length, "")
+    for first in itertools.product(*(range(0, whole, size) for whole, size in zip(shape, inner, strict=True))):
+        if first not in seen:
+            key = ".".join(str(low // size) for low, size in zip(first, outer, strict=True)) or "0"
+            hold(first, "", 0, 0, f"no {name}/{f'c/{key}'.replace('.', '/') if modern else key}")
+    return shape
 
 
 def find_llama(listing: Listing) -> SecondLook:

@@ -1,6 +1,6 @@
 """zstd streams: frames of level 1 with a size that is known before, written and read in pieces.
 
-For `encode` and `decode`. By the package `zstandard`, or by Python's own `compression.zstd` (3.14), whichever is there.
+For `deltas` and for Orbax's arrays. By the package `zstandard`, or by Python's own `compression.zstd` (3.14), whichever is there.
 
 [Note: one frame] SGLang reads one frame, and has to know its size before: it cannot decompress one that does not say it.
 Source: python-zstandard 0.25 (`compressobj(size)`), Python 3.14 (`compression.zstd`).
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from zckpt.base.errors import CorruptError
-from zckpt.deltas.form import LEVEL, missing
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
+
+LEVEL = 1
+"""Higher levels make differences little smaller, and take much longer."""
 
 _READ_BYTES = 1 << 18
 
@@ -48,14 +50,15 @@ class Decompressor:
     Args:
         read: gives bytes of the frame, given how many at most and the offset in it; none at its end.
         file: that it is in, for errors.
-        name: of the tensor that it is of.
+        what: the frame is, for errors.
+        remedy: for one that is damaged.
 
     Raises:
         UnsupportedError: no package is there.
     """
 
-    def __init__(self, read: Callable[[int, int], bytes], file: str, name: str) -> None:
-        self._file, self._name = file, name
+    def __init__(self, read: Callable[[int, int], bytes], file: str, what: str, remedy: str = COPY_AGAIN) -> None:
+        self._file, self._what, self._remedy = file, what, remedy
         source = _Source(read)
         self._stream: Any = _native_reader(source) or _packaged_reader(source)
 
@@ -63,7 +66,7 @@ class Decompressor:
         """Exactly the next `nbytes` bytes. Raises CorruptError if the frame is damaged or ends before."""
         parts: list[bytes] = []
         while nbytes:
-            part = self._some(nbytes)
+            part = self.some(nbytes)
             if not part:
                 raise self._damaged("a frame that ends before its tensor does")
             parts.append(part)
@@ -78,16 +81,17 @@ class Decompressor:
     def drain(self) -> int:
         """The number of bytes that follow; errors as in `take`."""
         nbytes = 0
-        while part := self._some(1 << 20):
+        while part := self.some(1 << 20):
             nbytes += len(part)
         return nbytes
 
     def end(self) -> None:
         """Raises CorruptError if anything follows the bytes that were taken."""
-        if self._some(1):
+        if self.some(1):
             raise self._damaged("a frame that is longer than its tensor")
 
-    def _some(self, nbytes: int) -> bytes:
+    def some(self, nbytes: int) -> bytes:
+        """At most the next `nbytes` bytes, and none only at the end; errors as in `take`."""
         try:
             data: bytes = self._stream.read(nbytes)
         except (OSError, CorruptError):
@@ -97,10 +101,7 @@ class Decompressor:
         return data
 
     def _damaged(self, found: str) -> CorruptError:
-        return CorruptError(
-            f"the difference of tensor {self._name!r} cannot be read", file=self._file, found=found,
-            remedy="Copy the delta's directory again.",
-        )  # fmt: skip
+        return CorruptError(f"{self._what} cannot be read", file=self._file, found=found, remedy=self._remedy)
 
 
 def frame_bytes(header: bytes) -> int | None:
@@ -143,6 +144,13 @@ class _NativeReader:
         return b""
 
 
+def _missing() -> UnsupportedError:
+    return UnsupportedError(
+        "what is compressed with zstd needs the package zstandard, which is not installed",
+        remedy="Run: pip install zstandard.",
+    )
+
+
 def _native_compressor(nbytes: int) -> Any:
     try:
         from compression import zstd
@@ -157,7 +165,7 @@ def _packaged_compressor(nbytes: int) -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise missing("zstandard") from error
+        raise _missing() from error
     return zstandard.ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
 
 
@@ -173,5 +181,5 @@ def _packaged_reader(source: _Source) -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise missing("zstandard") from error
+        raise _missing() from error
     return zstandard.ZstdDecompressor().stream_reader(cast(Any, source), read_size=_READ_BYTES)
