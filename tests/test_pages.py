@@ -160,7 +160,8 @@ CONVERTED = ("docs/jobs.md", "docs/push.md", "docs/verify.md")
 
 def put(fixture: str, place: Path) -> None:
     """A fixture's checkpoint under the name that a page uses, with its tag called global_step500."""
-    shutil.copytree(FIXTURES / fixture / "checkpoint", place)
+    home = FIXTURES / fixture
+    shutil.copytree(home / "checkpoint" if (home / "checkpoint").exists() else home, place)
     latest = place / "latest"
     if latest.is_file():
         (place / latest.read_text()).rename(place / "global_step500")

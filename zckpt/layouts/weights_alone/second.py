@@ -194,12 +194,8 @@ def _find_array(
         ref = TensorRef(FileStore(what or path, 0), offset, dtype, sizes, stride, "", 0, numel, offset)
         runs.extend(hold_box(name, "", ref, first, shape))
 
-    names = {
-        tuple(map(int, re.findall(r"\d+", one))) if shape else (): one
-        for one in rest
-        if not one.endswith(("zarray", "json"))
-    }
-    for at, own in names.items():
+    for own in (one for one in rest if not one.endswith(("zarray", "json"))):
+        at = tuple(map(int, re.findall(r"\d+", own))) if shape else ()
         path, offset, _, nbytes = place(f"{name}/{own}")
         begin = tuple(number * size for number, size in zip(at, outer, strict=True))
         if not sharded:
