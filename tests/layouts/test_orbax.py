@@ -70,14 +70,14 @@ def test_large_chunks_are_unpacked_beside(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Chunks that are read in parts: a place in the temporary file is used again, when all of its numbers were."""
     monkeypatch.setattr(unpacking, "_IN_MEMORY", 0)
     ends: list[int] = []
-    take = unpacking.Scratch.take
+    take = unpacking.UnpackedChunks.take
 
-    def taken(self: unpacking.Scratch, nbytes: int) -> tuple[int, int]:
+    def taken(self: unpacking.UnpackedChunks, nbytes: int) -> tuple[int, int]:
         place = take(self, nbytes)
         ends.append(sum(place))
         return place
 
-    monkeypatch.setattr(unpacking.Scratch, "take", taken)
+    monkeypatch.setattr(unpacking.UnpackedChunks, "take", taken)
     check(HOME / "zarr2")
     zckpt.convert(HOME / "ocdbt", tmp_path / "out")
     assert all(

@@ -1,4 +1,4 @@
-"""OCDBT, TensorStore's key-value store: which bytes of which file each key stands for.
+"""OCDBT, TensorStore's key-value store: the bytes in its files that each key stands for.
 
 For Orbax's saves. `manifest.ocdbt` says where the root of the newest B+tree is; a leaf has keys with values, or with the places
 of values in data files; an inner node has the places of nodes, and the part of the key that all of a node's keys begin with. Each

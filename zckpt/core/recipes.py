@@ -59,7 +59,7 @@ class DerivedStore:
         itemsize: bytes of one of them.
         size: in bytes.
         steps: how an engine computes them itself from the inputs of the recipe (`core.folds`); empty where it cannot.
-        place: what of which file is unpacked; empty for elements that are computed from tensors.
+        place: the part of a file that is unpacked; empty for elements that are computed from tensors.
     """
 
     recipe: Recipe

@@ -66,7 +66,7 @@ class MemoryStore:
         address: of the first byte.
         size: in bytes.
         owner: whatever keeps the memory alive.
-        place: what of which file it is; empty where it is of none.
+        place: the part of a file that it is; empty where it is none.
     """
 
     address: int

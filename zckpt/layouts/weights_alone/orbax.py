@@ -32,7 +32,7 @@ from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import as_mapping
 from zckpt.layouts.save.trainers import UNFINISHED
 from zckpt.layouts.weights_alone import ORBAX, zarr
-from zckpt.layouts.weights_alone.unpacking import Scratch, unpacked, zeros
+from zckpt.layouts.weights_alone.unpacking import UnpackedChunks, unpacked, zeros
 from zckpt.storage.json_files import read_json
 
 _MOST_BYTES = 256 << 20
@@ -69,7 +69,7 @@ class Tree(NamedTuple):
     stores_zeros: bool
 
 
-class Keys:
+class SavedKeys:
     """The keys of a save, and the bytes that they stand for.
 
     Args:
@@ -148,7 +148,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         CorruptError: metadata cannot be read, or do not fit the files. UnsupportedError: arrays are stored in another way.
     """
     _check_finished(listing)
-    tree, keys = _read_tree(listing), Keys(listing)
+    tree, keys = _read_tree(listing), SavedKeys(listing)
     stored = sorted(
         name.removesuffix(f"/{end}") for name in keys.names for end in (zarr.V2, zarr.V3) if name.endswith(f"/{end}")
     )
@@ -253,11 +253,11 @@ class _Arrays:
         allow_unknown: as for `read`.
     """
 
-    def __init__(self, listing: Listing, keys: Keys, tree: Tree, *, allow_unknown: bool) -> None:
+    def __init__(self, listing: Listing, keys: SavedKeys, tree: Tree, *, allow_unknown: bool) -> None:
         self._listing, self._keys, self._stores_zeros = listing, keys, tree.stores_zeros
         self._may_lack = not tree.stores_zeros and (keys.is_store or allow_unknown)
         self._items = Items(listing, listing.files[ORBAX].path)
-        self._scratch = Scratch()
+        self._scratch = UnpackedChunks()
         self._zeros: list[str] = []
         self._places = set[tuple[str, int]]()
         self._said = _read_chunk_shapes(listing)
@@ -287,7 +287,7 @@ class _Arrays:
         item = TensorItem(name, (name,), grid.dtype, grid.shape, chunks)
         return self._items.tensors({name: item}, {name: role})[name]
 
-    def _check_count(self, name: str, grid: zarr.Grid) -> None:
+    def _check_count(self, name: str, grid: zarr.ZarrGrid) -> None:
         """Raises IncompleteError where an array has more chunks than there are files, before they are counted one by one."""
         total = math.prod(grid.counts)
         held = sum(key.startswith(f"{name}/") for key in self._keys.names) - 1 if total > _MOST_ZEROS else total
@@ -297,7 +297,7 @@ class _Arrays:
                 expected=count(total * math.prod(grid.inner_counts), "chunk"), remedy=_COPY,
             )  # fmt: skip
 
-    def _chunks(self, name: str, grid: zarr.Grid, at: tuple[int, ...]) -> Iterator[DcpChunk]:
+    def _chunks(self, name: str, grid: zarr.ZarrGrid, at: tuple[int, ...]) -> Iterator[DcpChunk]:
         """The boxes of an array that a chunk holds."""
         key = f"{name}/{grid.key(at)}"
         begin = tuple(number * own for number, own in zip(at, grid.chunk, strict=True))
@@ -317,7 +317,7 @@ class _Arrays:
                 self._absent(grid, part, first, grid.inner) if where is None else self._held(grid, part, where, first)
             )
 
-    def _index(self, key: str, grid: zarr.Grid, place: Place) -> Iterator[Place | None]:
+    def _index(self, key: str, grid: zarr.ZarrGrid, place: Place) -> Iterator[Place | None]:
         """Where the chunks in a chunk are; None for one that is not there."""
         store, offset, nbytes = place
         number = math.prod(grid.inner_counts)
@@ -340,7 +340,7 @@ class _Arrays:
             else:
                 yield store, offset + start, length
 
-    def _absent(self, grid: zarr.Grid, key: str, begin: tuple[int, ...], chunk: tuple[int, ...]) -> DcpChunk:
+    def _absent(self, grid: zarr.ZarrGrid, key: str, begin: tuple[int, ...], chunk: tuple[int, ...]) -> DcpChunk:
         if not self._may_lack:
             raise IncompleteError(
                 "a chunk of an array is missing", file=self._listing.directory, found=f"no {key!r}",
@@ -352,7 +352,7 @@ class _Arrays:
         self._zeros.append(key)
         return self._box(grid, zeros(key, math.prod(chunk), grid.dtype), 0, begin, chunk)
 
-    def _held(self, grid: zarr.Grid, key: str, place: Place, begin: tuple[int, ...]) -> DcpChunk:
+    def _held(self, grid: zarr.ZarrGrid, key: str, place: Place, begin: tuple[int, ...]) -> DcpChunk:
         store, offset, nbytes = place
         if (known := (str(store), offset)) in self._places and nbytes:
             raise InconsistentError(
@@ -371,7 +371,7 @@ class _Arrays:
         return self._box(grid, store, offset, begin, grid.inner)
 
     def _box(
-        self, grid: zarr.Grid, store: Store, offset: int, begin: tuple[int, ...], chunk: tuple[int, ...]
+        self, grid: zarr.ZarrGrid, store: Store, offset: int, begin: tuple[int, ...], chunk: tuple[int, ...]
     ) -> DcpChunk:
         sizes = tuple(min(own, extent - low) for own, extent, low in zip(chunk, grid.shape, begin, strict=True))
         nbytes = math.prod(chunk) * grid.dtype.itemsize

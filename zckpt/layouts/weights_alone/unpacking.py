@@ -30,7 +30,7 @@ _IN_MEMORY = 8 << 20
 """Bytes of a chunk that is unpacked into memory, where it is wanted whole."""
 
 
-class Scratch:
+class UnpackedChunks:
     """The temporary file of a save."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Unpacking:
     packed: TensorEntry
     nbytes: int
     dtype: DType
-    scratch: Scratch
+    scratch: UnpackedChunks
     unit: int = 1
     _lock: Lock = field(default_factory=Lock, repr=False)
     _place: tuple[int, int] | None = None
@@ -162,7 +162,7 @@ class Unpacking:
 
 
 @dataclass(frozen=True, slots=True)
-class Zeros:
+class ZeroElements:
     """A recipe: numbers that are zero, as those of a chunk that was not stored.
 
     Attributes:
@@ -183,7 +183,9 @@ class Zeros:
         return array
 
 
-def unpacked(name: str, place: tuple[Store, int, int], numel: int, dtype: DType, scratch: Scratch) -> DerivedStore:
+def unpacked(
+    name: str, place: tuple[Store, int, int], numel: int, dtype: DType, scratch: UnpackedChunks
+) -> DerivedStore:
     """A store of the numbers of a zstd frame, which is so many bytes of a store from an offset on."""
     store, offset, nbytes = place
     packed = TensorEntry(name, (nbytes,), U8, "parameter", (Fragment(store, offset, 0, nbytes),))
@@ -193,4 +195,4 @@ def unpacked(name: str, place: tuple[Store, int, int], numel: int, dtype: DType,
 
 def zeros(name: str, numel: int, dtype: DType) -> DerivedStore:
     """A store of zeros; the name is of the chunk that is not there."""
-    return DerivedStore(Zeros(dtype), dtype.itemsize, numel * dtype.itemsize, place=f"no {name}")
+    return DerivedStore(ZeroElements(dtype), dtype.itemsize, numel * dtype.itemsize, place=f"no {name}")

@@ -1,8 +1,8 @@
 """Zarr's arrays, of version 2 and 3: where the numbers of each chunk lie, by what an array's metadata say.
 
 For Orbax's saves. An array is a grid of chunks of one shape; those at the edges are stored whole. Of version 2, `.zarray` says
-the shapes, and a chunk is called `1.0`; of version 3, `zarr.json` does, a chunk is called `c/1/0`, and may hold smaller chunks,
-whose places are at its end (`sharding_indexed`). A chunk is numbers in row-major order, or a zstd frame of them.
+the shapes, and a chunk is called `1.0`; of version 3, `zarr.json` does, a chunk is called `c/1/0`, and may hold smaller chunks;
+their places are at its end (`sharding_indexed`). A chunk is numbers in row-major order, or a zstd frame of them.
 Source: the specifications of Zarr 2 and 3; tensorstore 0.1.86, driver/zarr/metadata.cc, driver/zarr3/codec/sharding_indexed.cc.
 """
 
@@ -28,7 +28,7 @@ _NAMES = {dtype.numpy: dtype for dtype in dtypes.ALL if dtype.numpy} | dtypes.BY
 Shape = tuple[int, ...]
 
 
-class Grid(NamedTuple):
+class ZarrGrid(NamedTuple):
     """An array.
 
     Attributes:
@@ -82,7 +82,7 @@ class Grid(NamedTuple):
         return itertools.product(*map(range, self.inner_counts))
 
 
-def parse(data: bytes, file: str, name: str) -> Grid:
+def parse(data: bytes, file: str, name: str) -> ZarrGrid:
     """What an array's metadata say; `file` ends in `.zarray` or `zarr.json`.
 
     Raises:
@@ -119,7 +119,7 @@ class _Unread(Exception):
     """A way of storing that is not read."""
 
 
-def _parse_v2(said: Mapping[str, object]) -> Grid:
+def _parse_v2(said: Mapping[str, object]) -> ZarrGrid:
     packed = said["compressor"]
     if isinstance(packed, dict) and packed.get("id") != "zstd":
         raise _Unread(f"compressed by {brief(packed.get('id'))}")
@@ -129,10 +129,10 @@ def _parse_v2(said: Mapping[str, object]) -> Grid:
     separator = said.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise ValueError(f"separator {brief(separator)}")
-    return Grid(_shape(said["shape"]), _dtype(said["dtype"]), chunk, chunk, packed is not None, "", str(separator))
+    return ZarrGrid(_shape(said["shape"]), _dtype(said["dtype"]), chunk, chunk, packed is not None, "", str(separator))
 
 
-def _parse_v3(said: Mapping[str, object]) -> Grid:
+def _parse_v3(said: Mapping[str, object]) -> ZarrGrid:
     grid = _object(said["chunk_grid"])
     if said["zarr_format"] != 3 or grid["name"] != "regular" or said.get("storage_transformers"):
         raise _Unread(f"a grid {brief(grid.get('name'))}")
@@ -160,7 +160,7 @@ def _parse_v3(said: Mapping[str, object]) -> Grid:
         raise _Unread("big-endian numbers")
     if separator not in (".", "/"):
         raise ValueError(f"separator {brief(separator)}")
-    return Grid(
+    return ZarrGrid(
         _shape(said["shape"]),
         _dtype(said["data_type"]),
         chunk,
