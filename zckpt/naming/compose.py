@@ -51,6 +51,11 @@ def compose(parts: Catalog, scheme: Scheme, facts: Facts, origins: Mapping[str, 
         InconsistentError: blocks do not hold the same tensors, or parts do not fit each other.
         UsageError: a fact that is needed is not known.
     """
+    if any(rule.inputs >= 0 for rule in scheme.rules):
+        raise UnsupportedError(
+            f"tensors are not written as the scheme {scheme.name} has them", file=facts.path,
+            expected="another program's names", remedy="Choose another program: this one's names are only read.",
+        )  # fmt: skip
     facts = _as_written(with_parts(facts, parts), scheme)
     held: _Held = {}
     for name, entry in parts.tensors.items():

@@ -178,6 +178,8 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
     templates = rule.parts or ()
     if rule.is_plain:
         return [replace_name(entry, fill_template(templates[0], fit.block, fit.expert))]
+    if rule.inputs >= 0:
+        return [_of_flax(item, rule, place, facts) for place, item in _unstacked(entry, rule, fit, facts)]
     entry = _in_shape(entry, rule, facts)
     lead = entry.shape[: len(rule.stack)]
     shape = entry.shape[len(rule.stack) :]
@@ -207,6 +209,69 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
     if vocabulary is not None:
         held = [with_rows(part, min(vocabulary, part.shape[0])) for part in held]
     return held
+
+
+def _unstacked(
+    entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts
+) -> Iterator[tuple[tuple[int, int], TensorEntry]]:
+    """The arrays of single blocks and experts in an array of Flax, with the numbers of these.
+
+    Raises:
+        InconsistentError: it has too few dimensions.
+    """
+    at = rule.axis
+    lead = entry.shape[at : at + 1] if at else entry.shape[: len(rule.stack)]
+    rest = (*entry.shape[:at], *entry.shape[at + 1 :]) if at else entry.shape[len(rule.stack) :]
+    if len(lead) < max(1, len(rule.stack)) * bool(at or rule.stack) or len(rest) < max(
+        1, rule.inputs + bool(rule.inputs)
+    ):
+        raise _unfit(entry, f"shape {list(entry.shape)}", facts)
+    if math.prod(lead) > _MOST_STACKED:
+        raise _unfit(entry, f"{math.prod(lead):,} blocks and experts", facts)
+    if not at:
+        places = [_numbers(rule.stack, index, fit) for index in itertools.product(*map(range, lead))]
+        yield from zip(places, split_rows(entry, [(entry.name, rest)] * len(places)), strict=True)
+        return
+    rows = math.prod(entry.shape[:at])
+    flat = move_rows(
+        entry, entry.name, (rows * lead[0], math.prod(entry.shape[at + 1 :])), lambda fragments, _: fragments
+    )
+    for block in range(lead[0]):
+        own = rows_of(flat, entry.name, rows, [1] * lead[0], block)
+        yield (block, fit.expert), move_rows(own, own.name, rest, lambda fragments, _: fragments)
+
+
+def _of_flax(item: TensorEntry, rule: NamingRule, place: tuple[int, int], facts: Facts) -> TensorEntry:
+    """The part that an array of Flax is: its inputs are columns."""
+    inputs = math.prod(item.shape[: rule.inputs])
+    shape = (inputs, item.numel // max(1, inputs)) if rule.inputs else (item.numel,)
+    part = transpose(
+        move_rows(item, fill_template((rule.parts or ("",))[0], *place), shape, lambda fragments, _: fragments)
+    )
+    if rule.pairs:
+        part = in_pairs(part, rule, facts, 0, apart=True)
+    return shifted_by(part, 0, math.sqrt(facts.number(rule.root))) if rule.root else part
+
+
+def _heads_of_flax(catalog: Catalog, fits: Mapping[str, Fit], facts: Facts) -> Facts:
+    """The facts, with the heads that kernels of queries and keys have as a dimension.
+
+    Raises:
+        InconsistentError: a config says others.
+    """
+    for name, fit in fits.items():
+        rule, shape = fit.rules[0], catalog.tensors[name].shape
+        fact = (
+            {"query": "query_heads", "key": "key_heads"}.get((rule.parts or ("",))[0].split(".")[-2])
+            if rule.inputs == 1
+            else None
+        )
+        if fact is not None and len(shape) == 3 + bool(rule.axis):
+            for said, value in ((fact, shape[-2]), ("head_size", shape[-1])):
+                if facts.whole(said) not in (None, value):
+                    raise _unfit(catalog.tensors[name], f"{said.replace('_', ' ')} {value:,}", facts)
+                facts = facts.having(**{said: value})
+    return facts
 
 
 def _in_shape(entry: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry:
@@ -284,6 +349,7 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
         if fit.rules[0].parts == ("blocks.{b}.router.weight",) and len(catalog.tensors[name].shape) > 1:
             facts = facts.having(experts=catalog.tensors[name].shape[-2], hidden=catalog.tensors[name].shape[-1])
             break
+    facts = _heads_of_flax(catalog, fits, facts)
     fused: tuple[TensorEntry, int, int] | None = None
     has_gate = False
     up: dict[str, int] = {}

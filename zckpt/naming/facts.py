@@ -143,6 +143,7 @@ def facts_of(
     values: dict[str, object] = {name: _number(keys, given, arguments) for name, keys in _KEYS.items()}
     values["key_heads"] = _key_heads(given, arguments)
     values["tied"] = _is_head_tied(given, arguments)
+    values["rotary_form"] = _rotary_form(config)
     values["window"] = _window(arguments)
     values["model_type"] = kind if isinstance(kind := (config or {}).get("model_type"), str) else None
     values["version"] = float(version) if isinstance(version, int | float) else None
@@ -160,6 +161,13 @@ def facts_of(
     return Facts(
         {name: value for name, value in values.items() if value is not None}, arguments, config, catalog.source.path
     )
+
+
+def _rotary_form(config: Mapping[str, Any] | None) -> str | None:
+    """What a config says of how rotary frequencies are stretched: "default" where they are not; None without a config."""
+    said = (config or {}).get("rope_parameters") or (config or {}).get("rope_scaling") or {}
+    kind = said.get("rope_type", said.get("type", "default")) if isinstance(said, Mapping) else "default"
+    return kind if config and isinstance(kind, str) else None
 
 
 def with_parts(facts: Facts, parts: Catalog) -> Facts:

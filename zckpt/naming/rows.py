@@ -205,15 +205,16 @@ def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShiftedElements:
-    """A recipe (`core.recipes`): the elements of a tensor as fp32, with a number added to each."""
+    """A recipe (`core.recipes`): the elements of a tensor as fp32, each times a number, with a number added to it."""
 
     inputs: tuple[TensorEntry]
     amount: float
+    times: float = 1
     unit: int = 1
 
     @property
     def facts(self) -> tuple[object, ...]:
-        return ("shifted", self.amount)
+        return ("shifted", self.amount, self.times)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
         return [(self.inputs[0], start, stop)]
@@ -221,9 +222,9 @@ class ShiftedElements:
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        return tools.read_floats(self.inputs[0], start, stop) + np.float32(self.amount)
+        return tools.read_floats(self.inputs[0], start, stop) * np.float32(self.times) + np.float32(self.amount)
 
 
-def shifted_by(entry: TensorEntry, amount: float) -> TensorEntry:
-    """The tensor as fp32, with a number added to each element; without its replicas."""
-    return derive_entry(entry.name, entry.shape, F32, ShiftedElements((entry,), amount), entry.role)
+def shifted_by(entry: TensorEntry, amount: float, times: float = 1) -> TensorEntry:
+    """The tensor as fp32, each element times a number, with a number added to it; without its replicas."""
+    return derive_entry(entry.name, entry.shape, F32, ShiftedElements((entry,), amount, times), entry.role)

@@ -20,6 +20,10 @@ those in `family_files`, one each; `add_family` adds a user's.
   as two halves.
 - "shape": facts that are the extents in which its elements lie, null for what is left, where the tensor's own shape is another.
 - "stack": ["b"], ["e"] or ["b", "e"]: leading axes, in that order, for numbers that are not in the name.
+- "axis": the axis that numbers blocks, where it is not a leading one.
+- "inputs": for an array of Flax: how many of its first dimensions, without those of a stack, are a matrix's inputs; the part is the
+  matrix with the others as rows. 0 is a vector, in as many dimensions as it has.
+- "root": the fact of which the root is what the parts' elements are, times the tensor's.
 - "vocabulary": true where rows may be padding behind the vocabulary: those beyond the fact `vocabulary` are cut off when it is
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
 - "when": facts and the values (or lists of values) that they must have for the rule to count.
@@ -97,6 +101,9 @@ class NamingRule:
         plus: what is added to the parts' elements.
         widths: facts that the rows of the parts are as; empty where these are as many, or as the heads.
         some: whether only some blocks of a kind have it.
+        axis: the axis that numbers blocks; 0 where `stack` says it.
+        inputs: dimensions of an array of Flax that are a matrix's inputs; -1 for other tensors.
+        root: a fact; its root, times the elements, is the part's. Empty for none.
     """
 
     number: int
@@ -119,6 +126,9 @@ class NamingRule:
     plus: float = 0
     widths: tuple[str, ...] = ()
     some: bool = False
+    axis: int = 0
+    inputs: int = -1
+    root: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -126,7 +136,7 @@ class NamingRule:
         return (
             self.parts is not None
             and len(self.parts) == 1
-            and not (self.stack or self.transpose or self.pairs or self.vocabulary or self.plus)
+            and not (self.stack or self.transpose or self.pairs or self.vocabulary or self.plus or self.inputs >= 0)
         )
 
 
@@ -511,6 +521,9 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         written.get("plus", 0),
         tuple(written.get("widths", ())),
         written.get("some", False),
+        written.get("axis", 0),
+        written.get("inputs", -1),
+        written.get("root", ""),
     )
 
 

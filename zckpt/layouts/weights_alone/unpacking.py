@@ -134,7 +134,7 @@ class Unpacking:
                     self._unpack(tools)
                 assert self._place is not None
                 data = self.scratch.read(self._place[0] + first, last - first)
-                self._served += len(data)
+                self._served += len(data) if len(data) < self.nbytes else 0
                 if self._served >= self.nbytes:
                     self.scratch.give_back(self._place)
                     self._place, self._served = None, 0
