@@ -21,9 +21,9 @@ those in `family_files`, one each; `add_family` adds a user's.
 - "shape": facts that are the extents in which its elements lie, null for what is left, where the tensor's own shape is another.
 - "stack": ["b"], ["e"] or ["b", "e"]: leading axes, in that order, for numbers that are not in the name.
 - "axis": the axis that numbers blocks, where it is not a leading one.
-- "inputs": for an array of Flax: how many of its first dimensions, without those of a stack, are a matrix's inputs; the part is the
-  matrix with the others as rows. 0 is a vector, in as many dimensions as it has.
-- "root": the fact of which the root is what the parts' elements are, times the tensor's.
+- "inputs": for an array of Flax: how many of its first dimensions, but for those of a stack, are a matrix's inputs; the part is
+  the matrix with the others as rows. 0 is a vector, in as many dimensions as it has.
+- "root": a fact: the elements of the part are its root times those of the tensor.
 - "vocabulary": true where rows may be padding behind the vocabulary: those beyond the fact `vocabulary` are cut off when it is
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
 - "when": facts and the values (or lists of values) that they must have for the rule to count.
