@@ -124,9 +124,8 @@ def loader_of(config: Mapping[str, object], place: str, auto: str = "") -> str:
     if not isinstance(name, str) or not _CLASS.fullmatch(name):
         return f"the transformers class for your task: {place}/config.json has no architectures, which would name the class"
     remote = config.get("auto_map")
-    own = (
-        [key for key, value in remote.items() if str(value).endswith(f".{name}")] if isinstance(remote, Mapping) else []
-    )
+    remote = remote if isinstance(remote, Mapping) else {}
+    own = [key for key, value in remote.items() if str(value).endswith(f".{name}")]
     if own and _CLASS.fullmatch(str(own[0])):
         call = f'transformers.{own[0]}.from_pretrained({place!r}, dtype="auto", trust_remote_code=True)'
         return f"{call}, which runs code of the model's authors"

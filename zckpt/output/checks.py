@@ -124,9 +124,7 @@ def _not_apart(out: Location, home: Location, *, inside: bool) -> OutputError:
 
 
 def refuse_existing(path: str) -> None:
-    """Refuses a local output that exists; an empty directory or mount point is accepted. Raises OutputError if it
-    exists.
-    """
+    """Raises OutputError for a local output that exists; an empty directory or mount point is accepted."""
     if os.path.isdir(path):
         if entries(path):
             raise exists(LocalPath(path), is_directory=True)
