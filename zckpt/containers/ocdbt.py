@@ -64,7 +64,7 @@ class _Cursor:
         value = shift = 0
         while True:
             if self.at >= len(self.data) or shift > 63:
-                raise damaged(self.file, "a number that does not end")
+                raise damage_error(self.file, "a number that does not end")
             byte = self.data[self.at]
             self.at += 1
             value |= (byte & 127) << shift
@@ -86,7 +86,7 @@ class _Cursor:
     def check(self, count: int) -> None:
         """Raises CorruptError where fewer bytes are left."""
         if count > len(self.data) - self.at:
-            raise damaged(self.file, f"{count:,} bytes where {len(self.data) - self.at:,} are left")
+            raise damage_error(self.file, f"{count:,} bytes where {len(self.data) - self.at:,} are left")
 
     def files(self) -> list[str]:
         """The names of data files: each begins as the one before it, for so many bytes."""
@@ -97,7 +97,7 @@ class _Cursor:
         for prefix, suffix in zip(prefixes, suffixes, strict=True):
             before = found[-1] if found else b""
             if prefix > len(before):
-                raise damaged(self.file, "a name of a data file that begins as none")
+                raise damage_error(self.file, "a name of a data file that begins as none")
             found.append(before[:prefix] + self.take(suffix))
         return [self.text(name) for name in found]
 
@@ -106,7 +106,7 @@ class _Cursor:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise damaged(self.file, f"a name that is no text: {error.reason}") from error
+            raise damage_error(self.file, f"a name that is no text: {error.reason}") from error
 
     def keys(self, count: int, *, inner: bool) -> tuple[list[bytes], list[int]]:
         """So many keys, in order; of an inner node, how much of each all keys below begin with."""
@@ -116,7 +116,7 @@ class _Cursor:
         for prefix, suffix in zip(prefixes, suffixes, strict=True):
             before = found[-1] if found else b""
             if prefix > len(before):
-                raise damaged(self.file, "a key that begins as none")
+                raise damage_error(self.file, "a key that begins as none")
             found.append(before[:prefix] + self.take(suffix))
         return found, common
 
@@ -125,7 +125,7 @@ class _Cursor:
         numbers, offsets = self.numbers(count), self.numbers(count)
         lengths = self.numbers(count) if sized else [0] * count
         if any(number >= len(files) for number in numbers):
-            raise damaged(self.file, "a data file that it does not name")
+            raise damage_error(self.file, "a data file that it does not name")
         return [(files[number], at, length) for number, at, length in zip(numbers, offsets, lengths, strict=True)]
 
 
@@ -142,7 +142,7 @@ def read_keys(read: Read) -> dict[str, StoredValue]:
         node = rest.pop()
         data = read(node.file, node.offset, node.nbytes)
         if (node.file, node.offset) in seen or len(data) != node.nbytes:
-            raise damaged(
+            raise damage_error(
                 node.file,
                 "a node that is named twice" if len(data) == node.nbytes else "an end before that of a node",
                 node.offset,
@@ -190,18 +190,18 @@ def _read_node(said: _Cursor, node: _Node) -> tuple[list[_Node], dict[str, Store
     """The nodes below one, or the values in it."""
     height = said.take(1)[0]
     if height != node.height or height > _HIGHEST:
-        raise damaged(node.file, f"a node of height {height}", node.offset)
+        raise damage_error(node.file, f"a node of height {height}", node.offset)
     files, count = said.files(), said.number()
     keys, common = said.keys(count, inner=height > 0)
     if height:
         places = said.places(count, files, sized=True)
         if any(begin > len(key) for key, begin in zip(keys, common, strict=True)):
-            raise damaged(node.file, "a key that begins as none", node.offset)
+            raise damage_error(node.file, "a key that begins as none", node.offset)
         below = zip(places, keys, common, strict=True)
         return [_Node(*place, node.prefix + key[:begin], height - 1) for place, key, begin in below], {}
     lengths, kinds = said.numbers(count), said.take(count)
     if any(kind > 1 for kind in kinds):
-        raise damaged(node.file, "a value of an unknown kind", node.offset)
+        raise damage_error(node.file, "a value of an unknown kind", node.offset)
     apart = iter(said.places(sum(kinds), files, sized=False))
     values: dict[str, StoredValue] = {}
     for key, nbytes, kind in zip(keys, lengths, kinds, strict=True):
@@ -217,9 +217,9 @@ def _read_node(said: _Cursor, node: _Node) -> tuple[list[_Node], dict[str, Store
 def _body(data: bytes, magic: int, file: str) -> bytes:
     """What is in a manifest or node: what is around it is checked, and it is unpacked."""
     if len(data) < 18 or int.from_bytes(data[:4], "big") != magic:
-        raise damaged(file, "other first bytes than those of OCDBT")
+        raise damage_error(file, "other first bytes than those of OCDBT")
     if int.from_bytes(data[4:12], "little") != len(data) or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-        raise damaged(file, "another length or checksum than it says")
+        raise damage_error(file, "another length or checksum than it says")
     version, packed = data[12], data[13]
     if version or packed > 1:
         raise UnsupportedError(
@@ -245,7 +245,7 @@ def unpack(data: bytes, most: int, file: str) -> bytes:
     return b"".join(parts)
 
 
-def damaged(file: str, found: str, byte_offset: int = 0) -> CorruptError:
+def damage_error(file: str, found: str, byte_offset: int = 0) -> CorruptError:
     """The error for a store that contradicts itself."""
     return CorruptError(
         "is damaged", file=file, found=found, expected="a store of OCDBT", remedy=COPY_AGAIN, byte_offset=byte_offset

@@ -179,7 +179,7 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
     if rule.is_plain:
         return [replace_name(entry, fill_template(templates[0], fit.block, fit.expert))]
     if rule.inputs >= 0:
-        return [_of_flax(item, rule, place, facts) for place, item in _unstacked(entry, rule, fit, facts)]
+        return [_of_flax(item, rule, place, facts) for place, item in _unstack(entry, rule, fit, facts)]
     entry = _in_shape(entry, rule, facts)
     lead = entry.shape[: len(rule.stack)]
     shape = entry.shape[len(rule.stack) :]
@@ -211,7 +211,7 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
     return held
 
 
-def _unstacked(
+def _unstack(
     entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts
 ) -> Iterator[tuple[tuple[int, int], TensorEntry]]:
     """The arrays of single blocks and experts in an array of Flax, with the numbers of these.

@@ -32,7 +32,7 @@ from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import as_mapping
 from zckpt.layouts.save.trainers import UNFINISHED
 from zckpt.layouts.weights_alone import ORBAX, zarr
-from zckpt.layouts.weights_alone.unpacking import UnpackedChunks, unpacked, zeros
+from zckpt.layouts.weights_alone.unpacking import UnpackedChunks, unpack_later, zeros
 from zckpt.storage.json_files import read_json
 
 _MOST_BYTES = 256 << 20
@@ -362,7 +362,7 @@ class _Arrays:
         self._places.add(known)
         numel = math.prod(grid.inner)
         if grid.packed:
-            return self._box(grid, unpacked(key, place, numel, grid.dtype, self._scratch), 0, begin, grid.inner)
+            return self._box(grid, unpack_later(key, place, numel, grid.dtype, self._scratch), 0, begin, grid.inner)
         if nbytes != numel * grid.dtype.itemsize:
             raise CorruptError(
                 f"does not fit chunk {key!r}", file=str(store), found=f"{nbytes:,} bytes",

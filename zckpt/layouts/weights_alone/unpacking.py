@@ -183,7 +183,7 @@ class ZeroElements:
         return array
 
 
-def unpacked(
+def unpack_later(
     name: str, place: tuple[Store, int, int], numel: int, dtype: DType, scratch: UnpackedChunks
 ) -> DerivedStore:
     """A store of the numbers of a zstd frame, which is so many bytes of a store from an offset on."""
