@@ -43,7 +43,7 @@ class ZckptError(Exception):
         what: what is wrong, as a clause in lower case that reads on after `file` and a colon: "2 of 8 rank files are missing".
         file: the file, directory or tensor that is wrong.
         found: what is there: a noun phrase in lower case, without a full stop.
-        expected: what should be there; likewise.
+        expected: what should be there, in the same form.
         remedy: what a person can do now, as whole sentences in the imperative.
     """
 

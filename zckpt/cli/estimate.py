@@ -97,11 +97,11 @@ def estimate(
         config: DeepSpeed's config: what it asks for is estimated too.
         optimizer: where no config says it.
         micro_batch: samples per GPU, where no config says it.
-        accumulation: micro batches per step, likewise.
+        accumulation: micro batches per step, where no config says it.
         seq_length: tokens of a sample; None for what the model was made for, at most 2,048.
         adapter: a LoRA adapter; None for the one beside the model's config.
         memory: of a GPU, as bytes or "80GB", to say what fits.
-        cpu_memory: of a node, likewise.
+        cpu_memory: of a node, to say what fits.
 
     Returns:
         Every combination of stage, offload and precision with what it needs. `print` shows what `zckpt estimate` prints; `ok`

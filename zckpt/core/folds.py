@@ -53,8 +53,7 @@ class MatrixBlocks(NamedTuple):
     Attributes:
         rows: those at hand.
         columns: of the matrix.
-        block_rows: of a block; the last ones may have fewer.
-        block_columns: likewise.
+        block_rows, block_columns: of a block; the last ones may have fewer.
         first: the number of the first row at hand.
     """
 
@@ -159,7 +158,7 @@ class Kernels(Protocol):
             table: of 256 numbers; those behind the 16th are 0 if codes have 4 bits.
             blocks: how blocks lie over the codes.
             zeros: a zero point for each block; None for none.
-            factors: likewise.
+            factors: a factor for each block.
             numbers: the result.
         """
 

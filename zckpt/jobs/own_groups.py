@@ -265,8 +265,7 @@ class Quantize:
     Attributes:
         target: the form: fp8 in blocks of 128 x 128 elements, or one of compressed-tensors.
         group_size: columns that share a scale, of int4; None for 128.
-        quantize: as in `Fp8`.
-        keep: likewise.
+        quantize, keep: as in `Fp8`.
     """
 
     target: str = field(default="fp8", metadata=option("--to", QUANTISED, "The form of the weights."))

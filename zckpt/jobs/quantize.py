@@ -186,9 +186,9 @@ def quantize(
         exclude: globs of names; matrices that match one are written as they are, in `dtype`.
         dtype: of what is not quantised: "bf16", "fp16" or "fp32".
         tag: as for `zckpt.to_fp8`.
-        also: likewise.
-        options: likewise.
-        progress: likewise.
+        also: as for `zckpt.to_fp8`.
+        options: as for `zckpt.to_fp8`.
+        progress: as for `zckpt.to_fp8`.
 
     Raises:
         UnsupportedError: it is not known which tensors of the model are weights of linear layers; `include` names them.
@@ -323,9 +323,9 @@ def fp8_weights(
         catalog: the model's tensors.
         config: its config.
         scheme: as for `to_fp8`.
-        quantize: likewise.
-        keep: likewise.
-        dtype: likewise.
+        quantize: as for `to_fp8`.
+        keep: as for `to_fp8`.
+        dtype: as for `to_fp8`.
         group_size: as for `quantize`.
         flags: the options for `quantize` and `keep`, for errors.
 

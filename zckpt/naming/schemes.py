@@ -145,8 +145,7 @@ class Fit(NamedTuple):
 
     Attributes:
         rules: in their order.
-        block: its number in the name; -1 without one.
-        expert: likewise.
+        block, expert: their numbers in the name; -1 without one.
     """
 
     rules: tuple[NamingRule, ...]

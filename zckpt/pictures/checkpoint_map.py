@@ -156,10 +156,10 @@ def checkpoint_map(
     """Reads all that is drawn; no element but step counters.
 
     Args:
-        path: of the checkpoint, as for `inspect_checkpoint`.
-        tag: the same.
-        also: the same.
-        read_options: the same.
+        path: of the checkpoint.
+        tag: as for `inspect_checkpoint`.
+        also: as for `inspect_checkpoint`.
+        read_options: as for `inspect_checkpoint`.
         world_size: also lay out what `reshard` would write for so many ranks.
         stage: of ZeRO, for that; None for the one that the checkpoint has.
         as_part: draw one part of a save alone.

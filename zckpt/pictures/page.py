@@ -77,7 +77,7 @@ def page(title: str, body: str, data: object, *, styles: Sequence[str] = (), scr
         body: HTML in which `text` has escaped whatever is not the program's own.
         data: what scripts read, as a value that JSON has; they find it by `DATA_ID`.
         styles: names of `asset`s, after the common one.
-        scripts: the same.
+        scripts: names of `asset`s, after the common one.
     """
     style = "".join(asset(name) for name in ("page.css", *styles))
     script = "".join(asset(name) for name in ("page.js", *scripts))

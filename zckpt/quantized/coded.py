@@ -32,8 +32,7 @@ class Codes:
     Attributes:
         entry: the tensor.
         bits: of a code.
-        rows: of codes, in each matrix of a stack.
-        columns: likewise.
+        rows, columns: of codes, in each matrix of a stack.
         pitch: elements of the tensor that a row has; packed downwards, that several rows have.
         downwards: whether an element holds codes of several rows.
         order: of codes that are packed downwards, the row of each among those of its element; empty for one after the other.
@@ -245,8 +244,7 @@ class Coded:
     """A recipe (`core.recipes`): a tensor that is packed, as fp32.
 
     Attributes:
-        name: of the tensor.
-        shape: likewise.
+        name, shape: of the tensor.
         codes: where its codes are.
         table: what codes stand for; or the tensor that says it.
         grid: how blocks lie over it.

@@ -24,10 +24,8 @@ class Grid:
 
     Attributes:
         matrices: in the stack; 1 for a matrix.
-        rows: of each matrix.
-        columns: likewise.
-        block_rows: of each block; the last ones of a matrix may have fewer.
-        block_columns: likewise.
+        rows, columns: of each matrix.
+        block_rows, block_columns: of each block; the last ones of a matrix may have fewer.
     """
 
     matrices: int

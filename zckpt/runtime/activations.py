@@ -115,12 +115,12 @@ def configure(
     Args:
         mpu_: the ranks of model parallelism, as an object with DeepSpeed's methods; None without any.
         deepspeed_config: a config; its section `activation_checkpointing` is read.
-        partition_activations: see `CheckpointingOptions`, for this and the following.
-        contiguous_checkpointing: likewise.
-        num_checkpoints: likewise.
-        checkpoint_in_cpu: likewise.
-        synchronize: likewise.
-        profile: likewise.
+        partition_activations: as in `CheckpointingOptions`.
+        contiguous_checkpointing: as in `CheckpointingOptions`.
+        num_checkpoints: as in `CheckpointingOptions`.
+        checkpoint_in_cpu: as in `CheckpointingOptions`.
+        synchronize: as in `CheckpointingOptions`.
+        profile: as in `CheckpointingOptions`.
 
     Raises:
         UsageError: contiguous checkpointing without partitioned activations, or without their number.

@@ -60,7 +60,7 @@ class Init:
         mpu: the script's parallelism; only data parallelism is built.
         zero_param_parallel_group: as `data_parallel_group`.
         zero_quantized_weights: refused: not built.
-        zero_quantized_nontrainable_weights: likewise.
+        zero_quantized_nontrainable_weights: refused: not built.
         sequence_data_parallel_group: as `data_parallel_group`.
         param_swapper: for DeepSpeed's sake: offloading is what the config says.
         tensor_overrides: for DeepSpeed's sake: every initialisation is followed.

@@ -74,7 +74,7 @@ def init_distributed(
         dist_init_required: False: there has to be a group already.
         config: for DeepSpeed's logger of collectives; not read.
         rank: this process's number, where no variable says it.
-        world_size: the number of processes, likewise.
+        world_size: the number of processes, where no variable says it.
 
     Raises:
         UsageError: `dist_init_required` is False, and there is no process group.

@@ -25,7 +25,7 @@ class DeepSpeedConfig:
     Args:
         config: a path, a dict or JSON text.
         mpu: not read: batch sizes are those of data parallelism.
-        mesh_device: likewise.
+        mesh_device: not read, for the same reason.
 
     Raises:
         UsageError: the config is wrong; see `read_config`.

@@ -65,7 +65,7 @@ class Weights:
             strict: the names have to be those of the model.
             custom_load_fn: puts them into the module itself, which is whole then: `custom_load_fn(src=..., dst=module)`.
             fetch_z3_params: for DeepSpeed's sake: parameters are always gathered.
-            z3_params_to_fetch: likewise.
+            z3_params_to_fetch: for DeepSpeed's sake: parameters are always gathered.
             allowed_missing_keys: names that may be missing although `strict` is set.
 
         Raises:

@@ -320,7 +320,7 @@ class Recorder(TorchDispatchMode):
         Args:
             func: the op.
             args: its arguments, deferred parameters among them.
-            kwargs: likewise.
+            kwargs: its keyword arguments, deferred parameters among them.
             reads: gather the parameters; otherwise the op gets memory without their numbers.
         """
         whole: dict[int, torch.Tensor] = {}
