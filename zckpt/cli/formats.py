@@ -12,7 +12,7 @@ from zckpt.base.extensions import extensions
 from zckpt.base.version import __version__
 from zckpt.base.words import wrap_text
 from zckpt.cli.arguments import Shown
-from zckpt.cli.commands import GROUPS
+from zckpt.cli.commands import COMMANDS, GROUPS
 from zckpt.cli.declare import command
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def known_formats() -> dict[str, Any]:
             "gguf_types": [kind.name for kind in BY_NUMBER.values()],
         },
         "writes": {
-            "commands": {name: about for group in _WRITE for name, (_, about) in GROUPS[group].items()},
+            "commands": {
+                name: COMMANDS[name][1] for name in (*(name for group in _WRITE for name in GROUPS[group]), "slim")
+            },
             "files": [*FILES],
             "dtypes": [*SHORT_NAMES.values()],
             "fp8": [*SCHEMES],
