@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from zckpt import runtime
@@ -59,13 +61,63 @@ def called_inside(model: Borrower, x: torch.Tensor) -> torch.Tensor:
     return model.blocks[1].lin(x)
 
 
-@pytest.mark.parametrize("use", [multiplied, of_a_variable, called_inside])
+@pytest.mark.parametrize("use", [multiplied, of_a_variable])
 def test_a_parameter_whose_unit_is_not_called(use: Callable[[Borrower, torch.Tensor], torch.Tensor]) -> None:
     engine = start(Borrower(use), 3)
     with pytest.raises(UsageError) as caught:
         engine(torch.ones(1, 8))
     assert "'blocks.1.lin.weight'" in str(caught.value) and "Call 'blocks.1'," in caught.value.remedy
     assert "line" in caught.value.found and "mixed" in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parts_called_by_themselves_train_as_the_forward_does(stage: int) -> None:
+    """A part of a unit, parts of the model, a unit before the model; by the engine's backward and by the script's own."""
+    ways: list[Callable[[runtime.Engine, torch.Tensor], torch.Tensor]] = [
+        lambda engine, x: engine(x),
+        lambda engine, x: engine.module.blocks[1].lin(engine.module[1](engine.module[0](x))),
+        lambda engine, x: engine.module.blocks[1].lin(engine.module[1](engine.module.first(x))),
+    ]
+    x, losses = torch.ones(1, 8), []
+    for way in ways:
+        for direct in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+            model.blocks = nn.ModuleList(Block() for _ in range(2))
+            model.first = model[0]
+            model.forward = lambda x, model=model: called_inside(model, model[1](model[0](x)))  # type: ignore[method-assign,misc]
+            engine = start(model, stage)
+            for _ in range(3):
+                loss = way(engine, x).square().sum()
+                loss.backward() if direct else engine.backward(loss)
+                engine.step()
+            losses.append(loss.item())
+    assert losses == losses[:1] * 6 and losses[0] > 0
+    fresh = start(Borrower(called_inside), stage)
+    assert torch.equal(fresh.module.blocks[0](x), fresh.module.blocks[0](x)) and fresh(x).shape == (1, 8)
+
+
+def test_a_state_dict_of_stage_3_has_no_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be saved, as DeepSpeed's scripts do on rank 0, and this is said; any other use of its numbers is an error."""
+    engine = start(Borrower(called_inside), 3, bf16=True)
+    state = engine.module.state_dict()
+    weight = state["blocks.0.lin.weight"]
+    assert (weight.shape, weight.dtype, weight.numel()) == ((8, 8), torch.bfloat16, 64) and "8" in repr(weight)
+    for use in (weight.cpu, weight.tolist, lambda: weight + 1, lambda: save_file(state, tmp_path / "x.safetensors")):
+        with pytest.raises(UsageError, match="has no numbers") as caught:
+            use()
+        assert "dtype='fp32'" in caught.value.remedy
+    torch.save(state, tmp_path / "x.bin")
+    assert torch.load(tmp_path / "x.bin")["blocks.0.lin.weight"].shape == (0,) and "empty" in caplog.text
+    with pytest.raises(UsageError, match="finds a part"):
+        engine.module.load_state_dict(state)
+    with runtime.zero.GatheredParameters(held := dict(engine.module.named_parameters()).values()):
+        seen = [one.detach().cpu() for one in held]
+        assert all(
+            torch.equal(one, value.bfloat16())
+            for one, value in zip(seen, engine.module.state_dict().values(), strict=True)
+        )
+    assert type(seen[0]) is torch.Tensor and {str(one.data.dtype) for one in seen} == {"torch.bfloat16"}
 
 
 def test_other_errors_are_the_models_own() -> None:

@@ -16,7 +16,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
@@ -104,7 +103,7 @@ class Engine(TrainingRun):
             self.optimizer.belong_to(self)
             remember_optimizer(self.sharded.parameters, self.optimizer)
             self._direct = DirectBackwards(self.module, self.sharded.parameters, self._begin_direct)
-            self.module.register_forward_hook(self._forward_ended)
+            self.module.register_forward_hook(self.forward_ended)
         if isinstance(self.basic_optimizer, Lamb):
             self.basic_optimizer.sum_over_shards = self._sum_over_shards
         self.observer = Observer(self)
@@ -146,7 +145,7 @@ class Engine(TrainingRun):
             raise explain_failure(error, self.module) or error from error.__cause__
         if not torch.is_grad_enabled() and self.settings.zero.stage == 3:
             self.reshard()
-        self._forward_ended(self.module, inputs, result)  # a compiled module has left its hooks out
+        self.forward_ended()  # a compiled module has left its hooks out
         return result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -363,7 +362,8 @@ class Engine(TrainingRun):
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 
-    def _forward_ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def forward_ended(self, *_: Any) -> None:
+        """A forward of the module, or of a part of it, has ended."""
         if self._direct is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._direct.attach()
             self._counted = False

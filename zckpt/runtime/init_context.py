@@ -25,7 +25,7 @@ from zckpt.runtime.config.read import read_config
 from zckpt.runtime.config.zero import Zero
 from zckpt.runtime.sharding.deferred import Recorder, defer, gather_rows, local_rows, rows_held_by
 from zckpt.runtime.sharding.external import register_external_parameter, unregister_external_parameter
-from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType, label
+from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType, label, show_plain
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
 from zckpt.runtime.sharding.pretrained import take_over
 from zckpt.runtime.world import join_world, mesh_of
@@ -138,7 +138,9 @@ class GatheredParameters:
     """Makes parameters whole inside a `with` block; with `modifier_rank`, that rank's changes are kept.
 
     Inside, the parameters are plain tensors in fp32, the master weights; frozen ones keep their dtype. They are what the
-    context manager returns, as a list, and what the modules hold (`model.head.weight`). Every rank has to enter and leave.
+    context manager returns, as a list, and what the modules hold (`model.head.weight`). A parameter that was taken from its
+    module before, at stage 3, is read as a plain tensor too: in the dtype of the computation, as DeepSpeed's is, or with
+    `modifier_rank` in fp32. Every rank has to enter and leave.
 
     Args:
         params: parameters as the modules hold them, one or several; of a model before or after `initialize`. As DeepSpeed
@@ -163,7 +165,7 @@ class GatheredParameters:
     @torch.no_grad()
     def __enter__(self) -> list[nn.Parameter]:
         order = sorted(range(len(self._params)), key=lambda place: _order(self._params[place]))
-        gathered = {place: _gather(self._params[place]) for place in order}
+        gathered = {place: _gather(self._params[place], self._modifier_rank is not None) for place in order}
         self._inside = [gathered[place] for place in order]
         return [gathered[place][0] for place in range(len(self._params))]
 
@@ -190,11 +192,14 @@ def _order(parameter: torch.Tensor) -> tuple[int, str]:
     return -1 if rows is None else rows.number, "" if sharded is None else sharded.name
 
 
-def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], None]]:
-    """Gathers a parameter; returns it with a function that undoes this, and keeps the changes if called with True."""
+def _gather(parameter: torch.Tensor, changes: bool) -> tuple[nn.Parameter, Callable[[bool], None]]:
+    """Gathers a parameter; returns it with a function that undoes this, and keeps the changes if called with True.
+
+    Without `changes`, a parameter in parts shows its numbers in the dtype of the computation.
+    """
     sharded = sharded_parameter_of(parameter)
     if sharded is not None:
-        return _gather_sharded(sharded)
+        return _gather_sharded(sharded, changes)
     assert isinstance(parameter, nn.Parameter)
     rows = rows_held_by(parameter)
     if rows is None:
@@ -210,7 +215,7 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
     return parameter, leave
 
 
-def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[bool], None]]:
+def _gather_sharded(sharded: ShardedParameter, changes: bool) -> tuple[nn.Parameter, Callable[[bool], None]]:
     weight = sharded.weight
     part = sharded.part() if sharded.replicated else sharded.local()
     if sharded.whole is not None and sharded.is_whole:
@@ -225,6 +230,7 @@ def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[
         # Code that took the parameter from the module before finds all of it there too.
         weight._spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=spec.tensor_meta)  # type: ignore[attr-defined]
         weight._local_tensor = whole.data  # type: ignore[attr-defined]
+        show_plain(weight, lambda: whole.data if changes else whole.data.to(sharded.dtype))
     is_labelled = hasattr(weight, "ds_id")
     for one in (weight, whole) if is_labelled else ():
         whole.ds_id = weight.ds_id  # type: ignore[attr-defined]
@@ -236,6 +242,7 @@ def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[
             part.view(-1).copy_(whole.data.reshape(-1)[sharded.elements])
         if spec is not None:
             weight._spec, weight._local_tensor = spec, part  # type: ignore[attr-defined]
+            show_plain(weight, None)
         if is_labelled:
             label(weight, sharded.shape, part)
         _register(sharded, weight)

@@ -33,7 +33,7 @@ from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
 from zckpt.runtime.sharding.buffers import cast_buffers
-from zckpt.runtime.sharding.inference import allow_inference
+from zckpt.runtime.sharding.parts import allow_parts
 from zckpt.runtime.sharding.shard import DTYPES, Precision, shard
 from zckpt.runtime.sharding.units import Wrap
 from zckpt.runtime.sharding.watch import Watch
@@ -140,7 +140,7 @@ def initialize(
     cast_buffers(model, settings)
     precision = _precision(settings, trains=trains)
     sharded = shard(model, settings.zero, precision, mesh_of(settings.zero, world), world, wrap)
-    allow_inference(model)
+    parts_ended = allow_parts(model)
     if world.size > 1:
         Watch(model, world)
     swap = Swap(settings, model, sharded, trains=trains) if settings.zero.nvme else None
@@ -157,6 +157,7 @@ def initialize(
         drop_last = settings.config.dataloader_drop_last
         loader = Loader(training_data, batch.micro, world, collate_fn=collate_fn, drop_last=drop_last)
     engine = Engine(model, settings, batch, world, sharded, built, schedule, loader)
+    parts_ended.append(engine.forward_ended)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     return engine, built, loader, schedule

@@ -20,7 +20,7 @@ from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.loss_scale import loss_scaler
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.shard import Sharded
-from zckpt.runtime.sharding.whole import OF_STAGE_3, Copies, WholeParameters, refuse_parts
+from zckpt.runtime.sharding.whole import Copies, WholeParameters, refuse_parts
 from zckpt.runtime.world import World
 
 
@@ -90,7 +90,7 @@ class TrainingRun(nn.Module):
         if settings.zero.stage < 3:
             self.whole = WholeParameters(module, sharded.parameters, self.copies)
         else:
-            refuse_parts(module, OF_STAGE_3)
+            refuse_parts(module)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.micro_steps = self.pending_micro_steps = 0
         self._norm: float | None = None

@@ -20,15 +20,28 @@ from zckpt.live.device import accelerator, default_backend
 __all__ = ["Accelerator", "DeepSpeedAccelerator", "get_accelerator"]
 
 
+def _nothing(*_: Any) -> Any:
+    """What there is to do, or to name, on a CPU."""
+
+
+_OF_TORCH: dict[str, Any] = {
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "current_stream", "default_stream"), _nothing),
+    **dict.fromkeys(("device", "stream"), nullcontext),
+    **{name: getattr(torch, name) for name in ("manual_seed", "initial_seed", "get_rng_state", "set_rng_state")},
+    "manual_seed_all": torch.manual_seed,
+    "Stream": None,
+    "Event": None,
+}
+"""What torch's module for the device has under DeepSpeed's name -> what takes its place on a CPU."""
+
+
 class Accelerator:
-    """The device of this process. `kind`: "cuda", "xpu", "cpu", ...: torch's name of the kind of device."""
+    """The device of this process, of torch's kind "cuda", "xpu", "cpu", ...; it has the names of `_OF_TORCH` too."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._module: Any = None if kind == "cpu" else torch.get_device_module(kind)
         self._most = 0
-
-    # The device.
 
     def is_available(self) -> bool:
         """Whether there is such a device."""
@@ -37,15 +50,6 @@ class Accelerator:
     def device_name(self, device_index: int | None = None) -> str:
         """The device as torch takes it: "cuda", or "cuda:1"; on a CPU always "cpu"."""
         return self._name if self._module is None or device_index is None else f"{self._name}:{device_index}"
-
-    def device(self, device_index: int | None = None) -> Any:
-        """A context manager that makes a device the current one."""
-        return nullcontext() if self._module is None else self._module.device(device_index)
-
-    def set_device(self, device_index: int) -> None:
-        """Makes a device the current one."""
-        if self._module is not None:
-            self._module.set_device(device_index)
 
     def current_device(self) -> int:
         """The number of the current device; on a CPU that of the process on its node."""
@@ -58,11 +62,6 @@ class Accelerator:
     def device_count(self) -> int:
         """How many devices this process sees; 1 on a CPU."""
         return 1 if self._module is None else int(self._module.device_count())
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Waits until the device has done all its work."""
-        if self._module is not None:
-            self._module.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
         """The backend of collectives that torch names for the device."""
@@ -82,72 +81,13 @@ class Accelerator:
         """Calls a function, at once."""
         return callback()
 
-    # Random numbers.
-
     def random(self) -> Any:
         """Torch's module of random generators."""
         return torch.random
 
-    def manual_seed(self, seed: int) -> Any:
-        """Seeds the generator of the current device."""
-        return torch.manual_seed(seed) if self._module is None else self._module.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        """Seeds the generators of all devices."""
-        return torch.manual_seed(seed) if self._module is None else self._module.manual_seed_all(seed)
-
-    def initial_seed(self) -> int:
-        """What the current device's generator was seeded with."""
-        return int(torch.initial_seed() if self._module is None else self._module.initial_seed())
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The state of the generator."""
-        if self._module is None:
-            return torch.get_rng_state()
-        state: torch.Tensor = self._module.get_rng_state(*([] if device_index is None else [device_index]))
-        return state
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the state of the generator."""
-        if self._module is None:
-            torch.set_rng_state(new_state)
-        else:
-            self._module.set_rng_state(new_state, *([] if device_index is None else [device_index]))
-
     def default_generator(self, device_index: int) -> Any:
         """The generator of a device."""
         return torch.default_generator if self._module is None else self._module.default_generators[device_index]
-
-    # Streams.
-
-    @property
-    def Stream(self) -> Any:
-        """The class of streams; None on a CPU."""
-        return getattr(self._module, "Stream", None)
-
-    @property
-    def Event(self) -> Any:
-        """The class of events; None on a CPU."""
-        return getattr(self._module, "Event", None)
-
-    def stream(self, stream: Any) -> Any:
-        """A context manager that makes a stream the current one."""
-        return nullcontext() if self._module is None else self._module.stream(stream)
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """The current stream; None on a CPU."""
-        return None if self._module is None else self._module.current_stream(device_index)
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """The default stream; None on a CPU."""
-        return None if self._module is None else self._module.default_stream(device_index)
-
-    # Memory, in bytes.
-
-    def empty_cache(self) -> None:
-        """Gives memory that torch keeps back to the device."""
-        if self._module is not None:
-            self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Memory of tensors; on a CPU what the process holds."""
@@ -204,14 +144,12 @@ class Accelerator:
         self._most = max(self._most, now)
         return self._most if name.startswith("max") else now
 
-    # Tensors.
-
     def is_bf16_supported(self) -> bool:
         """Whether it computes in bf16."""
         return bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 
     def is_fp16_supported(self) -> bool:
-        """True: every device computes in fp16 and fp64."""
+        """Whether it computes in fp16; in fp64 likewise."""
         return True
 
     is_fp64_supported = is_fp16_supported
@@ -247,6 +185,8 @@ class Accelerator:
             self._module.nvtx.range_pop()
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_TORCH:
+            return _OF_TORCH[name] if self._module is None else getattr(self._module, name)
         if name.endswith("Tensor"):  # FloatTensor, HalfTensor, ...: constructors on the device
             dtype = {"BFloat16": "bfloat16", "Byte": "uint8", "Int": "int32"}.get(name[:-6], name[:-6].lower())
             return functools.partial(torch.tensor, dtype=getattr(torch, dtype), device=self.current_device_name())

@@ -86,6 +86,17 @@ class DeferredParameter(nn.Parameter):
         asks = str(sys._getframe(1).f_globals.get("__name__"))
         return torch.device("meta") if rows is None or asks.partition(".")[0] == "torch" else rows.values.device
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In another dtype; `initialize` decides on the device."""
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        return self if dtype in (None, self.dtype) else super().to(dtype=dtype)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Itself, likewise."""
+        return self
+
+    cuda = cpu
+
 
 def local_rows(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, unwritten: bool = False) -> Rows:
     """This rank's rows of a whole tensor, in memory of their own.

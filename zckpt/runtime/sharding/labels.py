@@ -9,8 +9,9 @@ Source: DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from itertools import count
 from math import prod
 from typing import Any
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 _numbers = count()
 _COMPUTE = "_zckpt_compute_dtype"
+_PLAIN = "_zckpt_plain"
+_READS = ("bfloat16", "clone", "cpu", "detach", "float", "half", "numpy", "to")
 
 
 def _dtype(self: DTensor) -> torch.dtype:
@@ -29,7 +32,15 @@ def _dtype(self: DTensor) -> torch.dtype:
     return own if asks in ("torch", "zckpt") else vars(self).get(_COMPUTE, own)
 
 
+def _data(self: DTensor) -> torch.Tensor:
+    """What scripts that took the parameter from the module before they gathered it find of it: a plain tensor."""
+    plain = vars(self).get(_PLAIN)
+    own: torch.Tensor = torch._C.TensorBase.data.__get__(self) if plain is None else plain()  # type: ignore[attr-defined]
+    return own
+
+
 DTensor.dtype = property(_dtype)  # type: ignore[assignment]
+DTensor.data = property(_data, torch._C.TensorBase.data.__set__)  # type: ignore[assignment,attr-defined]
 
 
 class ZeroParamType(Enum):
@@ -69,3 +80,17 @@ def label(
     parameter.ds_persist = False
     parameter.ds_param_type = ZeroParamType.PARTITIONED
     parameter.ds_status = ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
+
+
+def show_plain(parameter: torch.Tensor, plain: Callable[[], torch.Tensor] | None) -> None:
+    """Lets scripts that read a parameter in parts find a plain tensor; None takes it back."""
+    for name in _READS:
+        if plain is None:
+            vars(parameter).pop(name, None)
+        else:
+            vars(parameter)[name] = partial(_read, name, plain)
+    vars(parameter)[_PLAIN] = plain
+
+
+def _read(name: str, plain: Callable[[], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    return getattr(plain(), name)(*args, **kwargs)

@@ -8,7 +8,7 @@ them. At stages 0 to 2 they are gathered when a step has updated the masters, an
 and ask no other rank. The next forward finds them gathered: there are as many collectives as without. A whole parameter is
 no master: what a script writes to it (the average of another network's weights, for one) is taken into the rank's part before
 the part is used: by a step, a save, an export.
-At stage 3 a state dict would be rows that only this rank can use, so it is refused.
+At stage 3 a state dict has no numbers of what is in parts; see `AbsentTensor`.
 [Note: copies] `.half()`, `.cpu()` and the like would exchange the memory that `fully_shard` gathers into. So the modules get
 copies in what was asked for, and hold them until the engine needs its own parameters: for a forward that trains, a step, a save.
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `unshard`, `_register_state_dict_hooks`.
@@ -16,6 +16,8 @@ Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `unshard`
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,9 @@ from torch.distributed.tensor import DTensor
 from zckpt.base.errors import UsageError
 from zckpt.live.slices import COPIES, copies_of
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
-from zckpt.runtime.sharding.parameter import ShardedParameter
+from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
+
+_log = logging.getLogger(__name__)
 
 
 def _converting(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,8 +133,6 @@ class WholeParameters:
     def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter], copies: Copies) -> None:
         self._copies = copies
         self._by_name = {one.name: one for one in parameters}
-        assert isinstance(model, FSDPModule)
-        model._get_fsdp_state()._lazy_init()  # the root's, before that of a unit in it
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
             module.set_reshard_after_backward(False, recurse=False)
@@ -140,7 +142,7 @@ class WholeParameters:
             for one in unit.fsdp_params:
                 self._by_name[names[place_of(one)]].hold(one._unsharded_param, unit.reshard)
         refuse_parts(model, "Call engine.gather() on every rank first.")
-        model.register_load_state_dict_post_hook(lambda module, keys: self.take_all())  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(lambda module, keys: self.take_all())
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -185,16 +187,28 @@ class WholeParameters:
         return whole if given is None else given
 
 
-def refuse_parts(model: nn.Module, remedy: str) -> None:
-    """Makes a model refuse to give or take a state dict while its modules hold parts of parameters."""
+def refuse_parts(model: nn.Module, remedy: str | None = None) -> None:
+    """Makes a model refuse to give or take a state dict while its modules hold parts of parameters.
+
+    Without a remedy, as at stage 3, it gives one that has `AbsentTensor` for what is in parts.
+    """
 
     def check(what: str) -> None:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise UsageError(f"{what} finds a part of each parameter, which nothing else can use", remedy=remedy)
+            raise UsageError(
+                f"{what} finds a part of each parameter, which nothing else can use", remedy=remedy or OF_STAGE_3
+            )
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not prefix or prefix == "module.":  # the first that is asked, or the engine's only child
             check("state_dict()")
+
+    def after(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name, held in module._parameters.items():
+            if isinstance(held, DTensor) and isinstance(state.get(f"{prefix}{name}"), DTensor):
+                one = sharded_parameter_of(held)
+                meta = torch.empty(held.shape, dtype=held.dtype if one is None else one.dtype, device="meta")
+                state[f"{prefix}{name}"] = meta.as_subclass(AbsentTensor)
 
     for unit in units_of(model):
         for hooks in (unit._module_to_pre_save_state_dict_hook_handle, unit._module_to_pre_load_state_dict_hook_handle):
@@ -203,8 +217,47 @@ def refuse_parts(model: nn.Module, remedy: str) -> None:
         for one in unit.fsdp_params:
             one._post_load_hook_handle.remove()  # it looks for a part where the whole is
     for module in model.modules():
-        module.register_state_dict_pre_hook(before)
+        if remedy is None:
+            module._register_state_dict_hook(after)
+        else:
+            module.register_state_dict_pre_hook(before)
     model.register_load_state_dict_pre_hook(lambda *_: check("load_state_dict()"))
+
+
+_KNOWN = frozenset(
+    ["__get__", "__repr__", "__format__", "detach", "dim", "is_floating_point", "numel", "size", "stride"]
+)
+
+
+class AbsentTensor(torch.Tensor):
+    """What a state dict at stage 3 has for a parameter in parts: its shape and dtype. A use of its numbers is an error.
+
+    DeepSpeed has tensors without elements there, and its scripts let rank 0 alone save them, before all ranks gather each
+    parameter and overwrite the file. So `torch.save` writes such tensors, and this is said.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers what it is; anything else raises a UsageError."""
+        name = getattr(func, "__name__", "")
+        if name in _KNOWN:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise UsageError(
+            f"{name} of a parameter in a state dict of stage 3, which has no numbers", found=f"shape {list(args[0].shape)}",
+            remedy=OF_STAGE_3,
+        )  # fmt: skip
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _log_absent()
+        return torch.empty(0, dtype=self.dtype).__reduce_ex__(protocol)
+
+
+@functools.cache
+def _log_absent() -> None:
+    """Says once what a saved state dict lacks."""
+    _log.warning(
+        "A state dict of stage 3 is saved: weights in parts are empty in it, as DeepSpeed's are. %s", OF_STAGE_3
+    )
 
 
 OF_STAGE_3 = (
