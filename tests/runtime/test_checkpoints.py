@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
+import runpy
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +20,11 @@ from descriptors import FILES, open_below
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import Dataset, IterableDataset
+from typer.testing import CliRunner
 
 from zckpt import runtime, verify
 from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.cli import app
 
 
 @pytest.fixture(autouse=True)
@@ -323,3 +327,30 @@ def test_a_save_leaves_no_file_open(tmp_path: Path) -> None:
 def whole(engine: runtime.Engine) -> dict[str, torch.Tensor]:
     with runtime.zero.GatheredParameters(engine.module.parameters()):
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def test_what_the_readme_beside_the_saves_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command in it works there, and the file named in it has the weights as they were trained."""
+    engine = start(nn.Linear(4, 3), config(2))
+    for tag in ("one", "two"):
+        engine.save_checkpoint(str(tmp_path / "saves"), tag=tag)
+    monkeypatch.chdir(tmp_path / "saves")
+    words = Path("README.txt").read_text()
+    assert Path("latest").read_text() == "two" and {"one", "two"} == {
+        path.name for path in Path().iterdir() if path.is_dir()
+    }
+    commands = [line.strip().partition("  ")[0] for line in words.splitlines() if line.startswith("    zckpt ")]
+    for command in commands:
+        done = CliRunner().invoke(app, command.replace("OUT", "../resharded").replace(" N", " 2").split()[1:])
+        assert done.exit_code == 0, (command, done.output)
+    weights = torch.load("pytorch_model.bin")
+    assert len(commands) == 5 and weights["weight"].dtype == torch.float32
+    monkeypatch.setattr("sys.argv", ["zero_to_fp32.py", ".", "../script"])
+    with contextlib.suppress(SystemExit):
+        runpy.run_path("zero_to_fp32.py", run_name="__main__")
+    assert any(Path("../script").iterdir()) and "python zero_to_fp32.py . OUT" in words
+    again = start(nn.Linear(4, 3), config(2))
+    again.load_checkpoint(str(Path.cwd()))
+    assert torch.equal(again.module.weight, engine.module.weight) and torch.equal(
+        weights["weight"], again.module.weight
+    )
