@@ -271,3 +271,14 @@ def test_an_index_that_says_more_bytes_than_its_files_have(tmp_path: Path) -> No
         found = zckpt.inspect_checkpoint(tmp_path)
         assert found.complete is complete, size
         assert (complete is True) != ("1,024 bytes" in " ".join(found.notes))
+
+
+def test_an_optimizer_that_trains_more_than_the_state_dict_has(tmp_path: Path) -> None:
+    home = shutil.copytree(FIXTURES / "zero0" / "fp32" / "checkpoint", tmp_path / "save")
+    file = next(home.glob("*/mp_rank_00_model_states.pt"))
+    root = torch.load(file, weights_only=False)
+    del root["module"]["head.weight"]
+    torch.save(root, file)
+    found = evidence_of(home)
+    assert found.complete is None and not found.is_counted
+    assert "trains 1 parameter more" in found.by

@@ -18,10 +18,11 @@ from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
+from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
 from zckpt.engine.elements import ElementReader
 from zckpt.engine.replicas import first_difference
-from zckpt.layouts.run.values import missing_ranks
+from zckpt.layouts.run.values import as_list, missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole
 from zckpt.layouts.zero.assembly import assemble, source_of
@@ -40,7 +41,17 @@ def read(listing: Listing) -> Catalog:
     found, notes = masters(model)
     source = source_of(listing, model, 0, state_names(model.root.get("optimizer")), notes)
     catalog = assemble(model, found, source, model.topology(world_size), frozen={})
+    if (lost := _trained(model) - len(candidates(model))) > 0:
+        by = f"its optimizer trains {count(lost, 'parameter')} more than its state dict has"
+        catalog = replace(catalog, evidence=Evidence("unknown", by, "the model that the run began with"))
     return frozen_without_master(catalog, found) if found else catalog
+
+
+def _trained(model: ModelStates) -> int:
+    """Parameters in the groups of torch's optimizer; 0 where the file has no list of them."""
+    optimizer = model.root.get("optimizer")
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    return sum(len(as_list(group.get("params"))) for group in as_list(groups) if isinstance(group, Mapping))
 
 
 def own_weights(model: ModelStates) -> dict[str, TensorEntry] | None:
