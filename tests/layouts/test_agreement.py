@@ -186,3 +186,16 @@ def test_shapes_that_one_rank_lists_otherwise(key: str, name: str, tmp_path: Pat
     torch.save(root, file)
     problems = str([check.problems for check in zckpt.verify(checkpoint, progress=False).checks if not check.ok])
     assert f"{key} of {file.name!r}" in problems, problems
+
+
+@pytest.mark.parametrize("said", [None, 3, [3], "x"])
+def test_sub_parameters_without_patterns_are_no_fault_of_zckpts(said: object, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(FIXTURES / "autotp" / "fused_tp2" / "checkpoint", tmp_path / "ckpt"))
+    for file in checkpoint.glob("*/mp_rank_0*_model_states.pt"):
+        root = torch.load(file, weights_only=False)
+        root["universal_checkpoint_info"]["parameter_with_sub_params"] = [said, {"patterns": said}]
+        torch.save(root, file)
+    try:
+        zckpt.convert(checkpoint, tmp_path / "out.safetensors", progress=False)
+    except ZckptError as error:
+        assert "mp_rank_00_model_states.pt" in str(error)

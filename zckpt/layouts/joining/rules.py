@@ -29,6 +29,7 @@ from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.fragments import Block
 from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.joining.slices import Joint, SliceRows, join_along, join_replicas, join_sums, parts
+from zckpt.layouts.run.values import as_list
 from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.save.state_names import WRAPPERS
 
@@ -190,7 +191,10 @@ class CheckpointRules:
         """The regular expressions of all categories."""
         lists = [value for key, value in self.info.items() if key.startswith(_CATEGORIES) and isinstance(value, list)]
         found = [pattern for value in lists for pattern in value if isinstance(pattern, str)]
-        found += [one for entry in _entries(self.info.get("parameter_with_sub_params")) for one in entry["patterns"]]
+        entries = [
+            entry for entry in _entries(self.info.get("parameter_with_sub_params")) if isinstance(entry, Mapping)
+        ]
+        found += [one for entry in entries for one in as_list(entry.get("patterns"))]
         maps = self._mapping("affine_map").get("params")
         return [*found, *(maps if isinstance(maps, Mapping) else ())]
 
