@@ -191,10 +191,9 @@ class CheckpointRules:
         """The regular expressions of all categories."""
         lists = [value for key, value in self.info.items() if key.startswith(_CATEGORIES) and isinstance(value, list)]
         found = [pattern for value in lists for pattern in value if isinstance(pattern, str)]
-        entries = [
-            entry for entry in _entries(self.info.get("parameter_with_sub_params")) if isinstance(entry, Mapping)
-        ]
-        found += [one for entry in entries for one in as_list(entry.get("patterns"))]
+        for entry in _entries(self.info.get("parameter_with_sub_params")):
+            patterns: object = entry.get("patterns") if isinstance(entry, Mapping) else None
+            found += [one for one in patterns if isinstance(one, str)] if isinstance(patterns, list) else []
         maps = self._mapping("affine_map").get("params")
         return [*found, *(maps if isinstance(maps, Mapping) else ())]
 
