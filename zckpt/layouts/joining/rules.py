@@ -29,7 +29,6 @@ from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.fragments import Block
 from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.joining.slices import Joint, SliceRows, join_along, join_replicas, join_sums, parts
-from zckpt.layouts.run.values import as_list
 from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.save.state_names import WRAPPERS
 
