@@ -41,13 +41,13 @@ def read(listing: Listing) -> Catalog:
     found, notes = masters(model)
     source = source_of(listing, model, 0, state_names(model.root.get("optimizer")), notes)
     catalog = assemble(model, found, source, model.topology(world_size), frozen={})
-    if (lost := _trained(model) - len(candidates(model))) > 0:
+    if (lost := _count_trained(model) - len(candidates(model))) > 0:
         by = f"its optimizer trains {count(lost, 'parameter')} more than its state dict has"
         catalog = replace(catalog, evidence=Evidence("unknown", by, "the model that the run began with"))
     return frozen_without_master(catalog, found) if found else catalog
 
 
-def _trained(model: ModelStates) -> int:
+def _count_trained(model: ModelStates) -> int:
     """Parameters in the groups of torch's optimizer; 0 where the file has no list of them."""
     optimizer = model.root.get("optimizer")
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
