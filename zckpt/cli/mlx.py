@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 def to_mlx(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Mlx], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
-    """Writes MLX's form."""
+    """Writes the model in MLX's form."""
     began = time.perf_counter()
     planned = TO_MLX.prepare(ckpt, out, asked)
     dtype = name_of(planned.asked.casting.dtype)

@@ -36,7 +36,7 @@ from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
 RECORDED = "mlx"
-"""The key of a manifest's options that says how an output was quantised."""
+"""The key of a manifest's options under which it says how an output was quantised."""
 _MOST_BYTES = 16 << 20
 
 
@@ -61,9 +61,9 @@ def to_mlx(
         group_size: columns that have a scale and a bias: 32, 64 or 128.
         dtype: of scales and of what is not quantised: "bf16", "fp16" or "fp32"; None for what the config says.
         tag: as for `zckpt.to_fp8`.
-        also: likewise.
-        options: likewise.
-        progress: likewise.
+        also: as for `zckpt.to_fp8`.
+        options: as for `zckpt.to_fp8`.
+        progress: as for `zckpt.to_fp8`.
 
     Raises:
         UnsupportedError: it is not known how MLX has such a model.
@@ -85,7 +85,7 @@ def to_mlx(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Mlx]) -> PlannedConversion:
-    """Plans it; arguments as for `to_mlx`. Writes nothing."""
+    """Plans the output and checks the arguments, which are those of `to_mlx`; writes nothing."""
     ready = open_model_for(checkpoint, out, asked, "there is no config.json, without which MLX loads no model")
     opened, form, catalog, config = ready.opened, ready.form, ready.catalog, ready.config
     dtype = asked.casting.dtype or dtype_said(config)
@@ -138,7 +138,7 @@ def mlx_tensors(form: MlxForm, dtype: DType) -> tuple[Catalog, dict[str, DType]]
 
 
 def dtype_said(config: Mapping[str, Any]) -> DType:
-    """The dtype that a config says, as mlx-lm reads it; bf16 where it says none that weights can have."""
+    """The dtype that mlx-lm reads in a config; bf16 where the config names none that weights can have."""
     text = config.get("text_config")
     places = (config.get("torch_dtype"), config.get("dtype"), text.get("dtype") if isinstance(text, Mapping) else None)
     found = (BY_TORCH_NAME.get(str(said)) for said in places if said is not None)

@@ -55,7 +55,7 @@ def is_foreign(catalog: Catalog) -> bool:
 
 
 def in_peft_form(catalog: Catalog, facts: Facts) -> Catalog:
-    """Such an adapter as PEFT saves it.
+    """The tensors of such an adapter with the names and shapes that PEFT gives them.
 
     Args:
         catalog: its tensors.
@@ -69,7 +69,7 @@ def in_peft_form(catalog: Catalog, facts: Facts) -> Catalog:
         parts = _of_torchtune(entry, facts) if _TUNE.fullmatch(entry.name) else _of_bridge(entry, facts)
         tensors |= {name: replace_name(part, name) for name, part in parts}
     stores = {id(one.store): one.store for entry in catalog.tensors.values() for one in entry.fragments}
-    views = tuple(ByteSpan(store, 0, store.size) for store in stores.values())  # one A of Bridge is that of several
+    views = tuple(ByteSpan(store, 0, store.size) for store in stores.values())  # several modules share one A of Bridge
     return replace(catalog, tensors=tensors, aliases={}, padding=(), views=views)
 
 
@@ -132,7 +132,7 @@ def _of_bridge(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, TensorEn
 def config_of_meta(
     meta: object, file: str, adapter: Mapping[str, TensorEntry], whole: Iterable[str], model: Iterable[str]
 ) -> dict[str, object]:
-    """The config of a LoRA adapter.
+    """Makes the fields of `adapter_config.json` from what verl says of a LoRA adapter.
 
     Args:
         meta: what `lora_train_meta.json` says.

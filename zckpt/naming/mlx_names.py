@@ -23,7 +23,7 @@ GROUP_SIZES, BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 
 
 class MlxModel(NamedTuple):
-    """What is not as it is elsewhere.
+    """The peculiarities of one of MLX's models; the defaults are those of most.
 
     Attributes:
         eight: ends of the names of modules that have 8 bits, in groups of 64.
@@ -49,7 +49,7 @@ MLX_MODELS: Mapping[str, MlxModel] = {
     "glm4_moe": MlxModel(plain=("mlp.gate.weight",), has_more_layers=True),
     "deepseek_v3": MlxModel(plain=("mlp.gate.weight",), has_more_layers=True),
 }
-"""`model_type` -> the model."""
+"""`model_type` of a config -> the peculiarities of MLX's model."""
 
 _EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe))\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _ROLES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -74,7 +74,7 @@ class MlxForm(NamedTuple):
 
 
 def in_mlx_form(catalog: Catalog, config: Mapping[str, Any], bits: int | None, group: int) -> MlxForm:
-    """The model in MLX's form.
+    """Names, stacks and cuts the tensors of a model as MLX has them, and says how many bits each gets.
 
     Args:
         catalog: with the hub's names.
@@ -118,7 +118,7 @@ def in_mlx_form(catalog: Catalog, config: Mapping[str, Any], bits: int | None, g
 
 
 def _stack_experts(tensors: Mapping[str, TensorEntry], path: str) -> dict[str, TensorEntry]:
-    """The tensors, with those of a layer's experts in one each."""
+    """The tensors, with one tensor for each matrix that all experts of a layer have."""
     stacks: dict[str, dict[int, TensorEntry]] = {}
     found: dict[str, TensorEntry | None] = {}
     for name, entry in tensors.items():
@@ -172,7 +172,7 @@ def _split_heads(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) 
 def _widths(
     tensors: Mapping[str, TensorEntry], model: MlxModel, bits: int | None, group: int, path: str
 ) -> tuple[dict[str, tuple[int, int]], dict[str, dict[str, int]]]:
-    """`widths` and `own` of `MlxForm`."""
+    """Computes `widths` and `own` of `MlxForm`."""
     widths: dict[str, tuple[int, int]] = {}
     own: dict[str, dict[str, int]] = {}
     for name, entry in tensors.items() if bits is not None else ():
@@ -193,6 +193,6 @@ def _widths(
 
 
 def _turn(module: str, eight: Sequence[str]) -> tuple[bool, int, int]:
-    """The place of a module in the model: by layers, and what is in none at last."""
+    """A sort key of modules: by layers, those outside of layers last, and by their places in `eight`."""
     numbers = [int(part) for part in module.split(".") if part.isdigit()]
     return not numbers, numbers[0] if numbers else 0, next(n for n, end in enumerate(eight) if module.endswith(end))

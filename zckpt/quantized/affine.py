@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from zckpt.core.folds import Array, Bytes, Floats, Tools
 
 _AT_ONCE = 1 << 21
-"""Numbers that are computed at once."""
+"""The most numbers that are computed at once."""
 _COMPUTED, _GIVEN, _BOTH = 1, 2, 6
-"""Of a row: whether scales and biases were kept; that scales were given, and one bit higher biases; both."""
+"""Bits of a row's state: its scales and biases were kept; its scales were given, or one bit higher its biases; both were."""
 _MOST_KEPT = 1 << 23
-"""Groups of a tensor with scales and biases that are kept."""
+"""The most groups of a tensor for which scales and biases are kept."""
 
 
 class Affine:
-    """One tensor's way to MLX's form; its three recipes share what they find.
+    """Quantises one tensor for MLX; its codes, scales and biases are computed together and read by three recipes.
 
     Args:
         entry: of floats, in the dtype of the model.
@@ -51,7 +51,7 @@ class Affine:
 
     @property
     def columns(self) -> int:
-        """Of a row."""
+        """The elements of a row."""
         return self.entry.shape[-1]
 
     @property
@@ -165,21 +165,17 @@ class AffinePart:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        """The tensor."""
         return (self.affine.entry,)
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """How it becomes codes."""
         return ("affine", self.name, self.affine.group, self.affine.bits, self.affine.dtype.name)
 
     @property
     def unit(self) -> int:
-        """A row."""
         return self.affine.words if self.name == "weight" else self.affine.across
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; bits of dtypes that numpy lacks."""
         first, last = start // self.unit, stop // self.unit
         if self.name == "weight":
             return self.affine.packed(first, last, tools).view("<u4")
@@ -187,7 +183,7 @@ class AffinePart:
 
 
 def affine_entries(entry: TensorEntry, group: int, bits: int, dtype: DType) -> dict[str, TensorEntry]:
-    """The tensors that stand for one, `X.weight`, in MLX's form: name -> tensor, in the order of a file."""
+    """The tensors that stand for `X.weight` in MLX's form: name -> tensor, in the order of a file."""
     affine = Affine(in_dtype(entry, dtype), group, bits, dtype)
     module, lead = entry.name.removesuffix(".weight"), entry.shape[:-1]
     sizes = {"weight": (affine.words, U32), "scales": (affine.across, dtype), "biases": (affine.across, dtype)}
@@ -198,7 +194,7 @@ def affine_entries(entry: TensorEntry, group: int, bits: int, dtype: DType) -> d
 
 
 def in_dtype(entry: TensorEntry, dtype: DType) -> TensorEntry:
-    """A tensor in a dtype, rounded once."""
+    """The tensor in another dtype, rounded once; the entry itself if it has that dtype."""
     if entry.dtype == dtype:
         return entry
     return derive_entry(entry.name, entry.shape, dtype, Narrowed((entry,), dtype), entry.role)

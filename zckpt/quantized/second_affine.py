@@ -21,11 +21,11 @@ _AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class AffineAgain:
-    """A recipe (`core.recipes`): `weight`, `scales` or `biases`.
+    """A recipe (`core.recipes`): one of the three tensors that a quantised tensor becomes.
 
     Attributes:
         inputs: the tensor.
-        name: of what it is.
+        name: "weight", "scales" or "biases".
         group: columns of a group.
         bits: of a code.
         dtype: of the model.
@@ -39,17 +39,14 @@ class AffineAgain:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """That it is another computation."""
         return ("affine again", self.name, self.group, self.bits, self.dtype.name)
 
     @property
     def unit(self) -> int:
-        """A row."""
         columns = self.inputs[0].shape[-1]
         return columns * self.bits // 32 if self.name == "weight" else columns // self.group
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
         import numpy as np
 
         first, last, columns = start // self.unit, stop // self.unit, self.inputs[0].shape[-1]
@@ -63,7 +60,7 @@ class AffineAgain:
         return whole
 
     def _part(self, x: Any) -> Any:
-        """What groups of doubles become."""
+        """Computes the codes, scales or biases of groups of columns; `x` has a row of doubles for each group."""
         import numpy as np
 
         most = 2**self.bits - 1
@@ -86,7 +83,7 @@ class AffineAgain:
 
 
 def affine_again(entry: TensorEntry, group: int, bits: int, dtype: DType) -> dict[str, TensorEntry]:
-    """The tensors that an output has of one: name -> tensor."""
+    """The tensors that stand for a quantised one in an output: name -> tensor."""
     columns, stem = entry.shape[-1], entry.name[: -len("weight")]
     found: dict[str, TensorEntry] = {}
     beside = columns // group
@@ -101,12 +98,12 @@ def affine_again(entry: TensorEntry, group: int, bits: int, dtype: DType) -> dic
 
 
 def _single(numbers: Any) -> Any:
-    """Doubles rounded to fp32."""
+    """Rounds doubles to fp32; returns doubles."""
     return numbers.astype("float32").astype("float64")
 
 
 def _in_dtype(numbers: Any, dtype: DType) -> Any:
-    """Doubles rounded to a dtype: to a multiple of the step that its digits leave, to nearest even."""
+    """Rounds doubles to a dtype, to nearest even: to multiples of the step that its digits leave. Returns doubles."""
     import numpy as np
 
     if dtype == F32:
@@ -117,7 +114,7 @@ def _in_dtype(numbers: Any, dtype: DType) -> Any:
 
 
 def _bits(numbers: Any, dtype: DType) -> Any:
-    """Doubles in a dtype, as it is stored."""
+    """Converts doubles to a dtype; returns the elements as they are stored."""
     import numpy as np
 
     rounded = _in_dtype(numbers, dtype)
