@@ -118,6 +118,7 @@ MORE = {
     "docs/nvme-offload.md": {"run": "nvme/bf16_w2"},
     "docs/to-mcore.md": {"llama": "transformers/llama_zero3"},
     "docs/fairscale.md": {"run": "fairscale/fairseq_w3"},
+    "docs/instead-of-merging.md": {"outputs/fsdp/checkpoint-500": "dcp/accelerate_fsdp2_w2"},
     "docs/orbax.md": {"run": "orbax/steps"},
     "docs/more-saves.md": {"checkpoints": "nanotron/llama_tp2_pp2"},
     "docs/megatron-legacy.md": {"run": "megatron_legacy/llama_tp2_pp2"},

@@ -505,3 +505,15 @@ def test_the_weight_in_a_wrapper_that_casts_it(
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], weight)
     found = zckpt.verify(tmp_path / "save", tmp_path / "out", progress=False)
     assert found.deletable is not None and found.deletable[0], found.deletable
+
+
+def test_the_same_as_accelerates_own_merge(tmp_path: Path) -> None:
+    """Its `merge_fsdp_weights`, of what its `save_state` left."""
+    from accelerate.utils import merge_fsdp_weights
+
+    checkpoint = FIXTURES / "accelerate_fsdp2_w2" / "checkpoint"
+    merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(tmp_path / "theirs"))
+    zckpt.convert(checkpoint, tmp_path / "ours", dtype="fp32")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(same_bits(ours[name], tensor.float()) for name, tensor in theirs.items())

@@ -204,6 +204,21 @@ def same_from_any_number(
     )
 
 
+def test_a_call_of_every_rank(zero2: Path, quick_path: Path) -> None:
+    """In Python, under torchrun; it is the same as that of one process."""
+    script = quick_path / "call.py"
+    script.write_text("import sys, zckpt\nprint(zckpt.convert(*sys.argv[1:], dtype='bf16', together=True).out)\n")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    out, one = quick_path / "out", quick_path / "one"
+    done = subprocess.run(
+        [*launcher, str(script), str(zero2), str(out)], env=ENVIRONMENT, capture_output=True, text=True, check=False,
+        timeout=HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    zckpt.convert(zero2, one, dtype="bf16")
+    assert contents(out) == contents(one)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_torchrun(world: int, zero2: Path, quick_path: Path) -> None:
     out, one = quick_path / "out", quick_path / "one"

@@ -88,6 +88,7 @@ def convert(
     threads: int | None = None,
     options: Options | None = None,
     progress: Progress = None,
+    together: bool = False,
     **more: Any,
 ) -> Report:
     """Writes a checkpoint's consolidated weights, in constant memory; returns what it wrote.
@@ -113,6 +114,8 @@ def convert(
         options: these and all others together; its dtype is overridden by `dtype`, and its others by what is given beside it.
         progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
             shows a bar in a terminal or notebook, False shows none.
+        together: every rank that torchrun or srun started makes this call, and they share the work; by default each call is
+            alone.
         more: further fields of `Options`, for those who make no `Options` of them: `keep_dtype=["*.router.*"]`, `best=True`.
 
     Raises:
@@ -129,6 +132,7 @@ def convert(
         (11, ['model.safetensors', 'config.json', 'generation_config.json'])
     """
     from zckpt.jobs.options import Options
+    from zckpt.team.together import working_together
 
     began = time.perf_counter()
     given = Options(
@@ -137,7 +141,8 @@ def convert(
     )  # fmt: skip
     options = (options or Options()).with_others(given, more)
     asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
-    return carried_out(prepare(checkpoint, out, asked), progress, "convert", began)
+    with working_together(together):
+        return carried_out(prepare(checkpoint, out, asked), progress, "convert", began)
 
 
 def prepare(

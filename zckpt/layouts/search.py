@@ -17,7 +17,7 @@ from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location
 
 POINTERS = ("latest", UNIVERSAL_POINTER)
-_DEPTH = 3
+_DEPTH = 4
 _MOST_LOOKED_INTO = 100
 _MOST_BEHIND_ADDRESSES = 30
 """The most directories that are listed to find saves further below an address; each takes a request."""
@@ -94,7 +94,7 @@ def tags_in(folder: Folder, also: Sequence[Folder] = ()) -> tuple[str, ...]:
 
 
 def look_below(folder: Folder) -> Below:
-    """What lies at most three directories below one that holds no save itself; not in those of optimizers, logs and the like."""
+    """What lies at most four directories below one that holds no save itself; not in those of optimizers, logs and the like."""
     below = Below([], [])
     rest = _MOST_BEHIND_ADDRESSES if folder.path.is_remote else _MOST_LOOKED_INTO
     level = [folder]

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,6 +102,17 @@ def allow() -> None:
     """
     global _asked
     _asked = True
+
+
+@contextmanager
+def working_together(wanted: bool) -> Iterator[None]:
+    """The same for a block of code, where it is wanted: a call that every rank makes."""
+    global _asked
+    before, _asked = _asked, _asked or wanted
+    try:
+        yield
+    finally:
+        _asked = before
 
 
 def here() -> Launched:
