@@ -15,7 +15,7 @@ from outputs import contents
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from zckpt import CastError, IncompleteError, UnsupportedError, UsageError
+from zckpt import CastError, IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.jobs.declarations import TO_MLX
 from zckpt.naming.mlx_names import MLX_MODELS
@@ -66,7 +66,7 @@ def test_a_few_tensors_are_stored_whole(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not MLX.MLX.is_dir(), reason="`make .make/mlx` installs it")
 def test_mlx_itself(tmp_path: Path) -> None:
-    """Models of fp32 and fp16, and 200 shapes of matrices."""
+    """Models of fp32 and fp16, 200 shapes of matrices, and what it dequantises."""
     sys.path.append(str(MLX.MLX))
     import mlx.core as mx
 
@@ -78,6 +78,15 @@ def test_mlx_itself(tmp_path: Path) -> None:
         zckpt.to_mlx(source, tmp_path / f"{family}-own", bits=4, group_size=32, progress=False)
         assert MLX.tensors(tmp_path / f"{family}-own") == MLX.tensors(tmp_path / f"{family}-theirs")
         assert MLX.digests(tmp_path / f"{family}-own") == MLX.digests(tmp_path / f"{family}-theirs")
+    zckpt.convert(tmp_path / "qwen3_moe-own", tmp_path / "plain", dtype="fp32", progress=False)
+    stored, plain = (
+        mx.load(str(tmp_path / "qwen3_moe-own" / "model.safetensors")),
+        load_file(tmp_path / "plain" / "model.safetensors"),
+    )
+    for module in [name.removesuffix(".scales") for name in stored if name.endswith(".scales")]:
+        own = (64, 8) if module.endswith("mlp.gate") else (32, 4)
+        numbers = mx.dequantize(*(stored[f"{module}.{part}"] for part in ("weight", "scales", "biases")), *own)
+        assert np.array_equal(np.array(numbers), plain[f"{module}.weight"].numpy()), module
     random = np.random.default_rng(0)
     for number in range(200):
         bits, group = (2, 3, 4, 5, 6, 8)[number % 6], (32, 64, 128)[number % 3]
@@ -132,6 +141,35 @@ def test_from_shards_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     index = json.loads((shards / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == MLX.tensors(shards).keys()
     assert zckpt.verify(source, shards, progress=False).ok
+
+
+def test_a_model_of_mlx_is_a_source(tmp_path: Path) -> None:
+    """Numbers are code * scale + bias, each step rounded; modules may have bits of their own."""
+    for family, bits, group in (("granite", 6, 32), ("mixtral", 4, 128), ("llama", 3, 64)):
+        source, out, plain = model(tmp_path / family, family), tmp_path / f"{family}-mlx", tmp_path / f"{family}-plain"
+        zckpt.to_mlx(source, out, bits=bits, group_size=group, progress=False)
+        zckpt.convert(out, plain, dtype="fp32", progress=False)
+        stored, found = load_file(out / "model.safetensors"), load_file(plain / "model.safetensors")
+        own = json.loads((out / "config.json").read_text())["quantization"]
+        assert "quantization" not in json.loads((plain / "config.json").read_text())
+        for name, numbers in found.items():
+            module = name.removesuffix(".weight")
+            if f"{module}.scales" not in stored:
+                assert torch.equal(numbers, stored[name].float())
+                continue
+            said = own.get(module, own)
+            raw = np.unpackbits(stored[name].view(torch.uint8).numpy(), axis=-1, bitorder="little")
+            codes = np.packbits(raw.reshape(*numbers.shape, said["bits"]), axis=-1, bitorder="little")[..., 0]
+            groups = torch.from_numpy(codes).float().reshape(*numbers.shape[:-1], -1, said["group_size"])
+            scales, biases = (stored[f"{module}.{end}"].float()[..., None] for end in ("scales", "biases"))
+            assert torch.equal(numbers, (groups * scales + biases).reshape(numbers.shape)), name
+        assert found.keys() == {name for name in stored if not name.endswith((".scales", ".biases"))}
+        assert zckpt.verify(out, plain, progress=False).ok
+        assert "MLX" in dict(zckpt.inspect_checkpoint(out).catalog.source.details)["quantized"]  # type: ignore[union-attr]
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 3, "group_size": 32}}))
+    with pytest.raises(InconsistentError, match=r"scales of tensor .* do not fit it"):
+        zckpt.convert(out, tmp_path / "x", progress=False)
 
 
 def test_a_wrong_code_is_found(tmp_path: Path) -> None:

@@ -253,6 +253,7 @@ class Coded:
         order: the group of each column, where groups are not one behind the other; None where they are.
         groups: of columns, where `order` names them.
         last: what the product is multiplied by, in a step of its own.
+        biases: what is added to the product, for each block of a row; None for nothing.
     """
 
     name: str
@@ -265,10 +266,11 @@ class Coded:
     order: TensorEntry | None = None
     groups: int = 0
     last: float = 1.0
+    biases: TensorEntry | None = None
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        more = (self.table if isinstance(self.table, TensorEntry) else None, self.order)
+        more = (self.table if isinstance(self.table, TensorEntry) else None, self.order, self.biases)
         zeros = () if self.zeros is None else (self.zeros.codes.entry,)
         return (self.codes.entry, *self.factors.inputs, *zeros, *(one for one in more if one is not None))
 
@@ -308,6 +310,10 @@ class Coded:
             count = min(len(codes), len(found) - at)  # the last row of a tensor without rows may be shorter
             numbers = found[at : at + count] if count == len(codes) else np.empty(len(codes), np.float32)
             tools.kernels.of_codes(codes, table, blocks, zeros, factors, numbers)
+            if self.biases is not None:
+                more = tools.read_floats(self.biases, band * across, (band + bands) * across)
+                check_finite(more, self.name, self.biases)
+                numbers.reshape(len(more), -1)[...] += more[:, None]
             if count < len(codes):
                 found[at:] = numbers[:count]
             at += count

@@ -24,7 +24,7 @@ RECORDED = "fp8"
 """The key of a manifest's options that says how an output was quantised."""
 
 BLOCK = (128, 128)
-_KEYS = ("quantization_config", "compression_config")
+_KEYS = ("quantization_config", "compression_config", "quantization")
 _FLOATS = ("float-quantized", "naive-quantized")
 
 

@@ -149,7 +149,7 @@ FORMS: tuple[PackedForm, ...] = (
     ),
     PackedForm(
         "MLX's quantised tensors", "weight", "U32", (("scales", FLOATS),), _by_rows, ("biases",),
-        "mlx-lm (mlx_lm.convert --dequantize)",
+        "mlx-lm (mlx_lm.convert --dequantize)", "mlx",
     ),
     PackedForm("AQLM", "codes", "I8 U8 I16", (("codebooks", FLOATS), ("scales", FLOATS)), by="AQLM"),
     PackedForm("EXL2", "q_weight", "I32", (("q_scale", "I32"),), others=("q_groups", "q_invperm", "q_perm", "q_scale_max")),

@@ -369,7 +369,14 @@ def carried_entries(entry: TensorEntry, target: Target) -> dict[str, TensorEntry
     Numbers quantised again have other scales: the largest one of a block of int4 is 7 / 7.5 of what it was made from.
     """
     recipe = _recipe_of(entry)
-    if not isinstance(recipe, Coded) or recipe.zeros or recipe.order or recipe.last != 1 or recipe.factors.nested:
+    if (
+        not isinstance(recipe, Coded)
+        or recipe.zeros
+        or recipe.order
+        or recipe.last != 1
+        or recipe.factors.nested
+        or recipe.biases
+    ):
         return None
     codes, factors, grid, (dtype, end) = recipe.codes, recipe.factors, recipe.grid, target.codes
     *lead, columns = entry.shape

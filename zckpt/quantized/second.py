@@ -422,8 +422,33 @@ def _qdata(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str,
     return _bytes(f"{module}{dot}{last.lstrip('_')}", entry, scales, points, {})
 
 
+def _mlx(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
+    import numpy as np
+
+    scales, biases = tensors.get(stem + "scales"), tensors.get(stem + "biases")
+    if scales is None or biases is None or entry.dtype.name != "U32":
+        return None
+    own = config.get(stem[:-1])
+    bits = int((own if isinstance(own, Mapping) else config)["bits"])
+    words, across = entry.shape[-1], scales.shape[-1]
+    columns = words * 32 // bits
+
+    def rows(first: int, last: int, tools: Tools) -> Any:
+        held: Any = tools.read(entry, first * words, last * words)
+        codes = _bits(held.reshape(-1, words).T, 32, np.arange(columns) * bits, bits).T
+        group = np.arange(columns) * across // columns
+        factors, more = (
+            tools.read_floats(one, first * across, last * across).astype(np.float64).reshape(-1, across)[:, group]
+            for one in (scales, biases)
+        )
+        return (codes * factors).astype(np.float32).astype(np.float64) + more
+
+    return entry.name, (*entry.shape[:-1], columns), (entry, scales, biases), columns, rows
+
+
 _ENDS: tuple[tuple[str, Callable[..., Made | None]], ...] = (
     ("_packed", _by_packed), ("_blocks", _blocks), ("qweight", _qweight), ("SCB", _scb), ("_qdata", _qdata), (":qdata", _qdata),
-    (".quant_state.bitsandbytes__nf4", _four_bits), (".quant_state.bitsandbytes__fp4", _four_bits), ("", _weight),
+    (".quant_state.bitsandbytes__nf4", _four_bits), (".quant_state.bitsandbytes__fp4", _four_bits), ("weight", _mlx),
+    ("", _weight),
 )  # fmt: skip
 """Ends of tensors' names -> the function that reads such tensors."""

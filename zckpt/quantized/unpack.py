@@ -326,6 +326,27 @@ def _awq(part: Part, known: Quantization, values: Values) -> Coded | None:
     return Coded(f"{part.stem}weight", (rows, columns), packing, unsigned_codes(4), grid, factors, points)
 
 
+def _mlx(part: Part, known: Quantization, values: Values) -> Coded | None:
+    """Groups with a scale and a bias; a config says for each module, or for all others, how wide codes and groups are."""
+    codes, scales, biases = part.codes, part.beside[0], part.others.get("biases")
+    own = known.facts.get(part.stem.removesuffix("."))
+    said = own if isinstance(own, Mapping) else known.facts
+    bits, group = said.get("bits"), said.get("group_size")
+    is_known = isinstance(bits, int) and isinstance(group, int) and 1 <= bits <= 8 and group > 0
+    if biases is None or not is_known or said.get("mode", "affine") != "affine":
+        return None
+    *lead, words = codes.shape
+    columns = words * 32 // bits
+    if words * 32 % bits or columns % group or scales.shape != (*lead, columns // group):
+        raise _misfit(part, "scales", scales, f"one for {group} columns of {bits} bits, as config.json says")
+    if biases.shape != scales.shape:
+        raise _misfit(part, "biases", biases, f"{list(scales.shape)}")
+    rows = math.prod(lead)
+    packing, grid = Codes(codes, bits, rows, columns, words), Grid(1, rows, columns, 1, group)
+    shape = (*lead, columns)
+    return Coded(codes.name, shape, packing, unsigned_codes(bits), grid, BlockScales(scales), biases=biases)
+
+
 # ---- bitsandbytes ---------------------------------------------------------------------------------------------------------
 
 
@@ -376,5 +397,5 @@ def _bnb_int8(part: Part, known: Quantization, values: Values) -> Coded | None:
 _READERS: Mapping[str, Reader] = {
     "nvfp4": _nvfp4, "nvfp4, divided": _nvfp4_divided, "mxfp4": _mxfp4, "mxfp8": _mxfp8, "gpt-oss": _gpt_oss,
     "packed integers": _packed_integers, "int8": _int8, "torchao": _of_torchao, "gptq": _gptq, "awq": _awq,
-    "bnb4": _bnb_4_bits, "bnb8": _bnb_int8,
+    "bnb4": _bnb_4_bits, "bnb8": _bnb_int8, "mlx": _mlx,
 }  # fmt: skip
