@@ -104,7 +104,7 @@ loaders: .make/test interop .make/loaders
 .make/mlx:
 	$(PIP) --no-deps --target .make/mlx.new mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2 && mv .make/mlx.new $@
 
-bench: .make/zckpt .make/test interop .make/verl .make/mergekit
+bench: .make/zckpt .make/test interop .make/verl .make/mergekit .make/mlx
 	$(BIN)/python benchmarks/run.py
 
 # Checks and measures the trainer and live models on a machine with a GPU and torch: GPU_PYTHON is the Python that has it. What is

@@ -61,6 +61,9 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
         for grid in NumberGrid:
             into = np.empty(numel, np.uint8)
             found[f"to_codes ({grid.name}), {label}"] = partial(KERNELS.to_codes, grid, x, blocks, scales, into)
+    for bits in (4, 8):
+        into, both = np.empty(numel * bits // 8, np.uint8), np.empty((2, numel // 64), np.float32)
+        found[f"to_affine ({bits} bits of MLX), groups of 64"] = partial(KERNELS.to_affine, x, 64, bits, into, *both)
     packed = np.empty(numel // 32 * 34, np.uint8)
     found["to_q8_0"] = partial(KERNELS.to_q8_0, x, packed)
     found["of_q8_0"] = partial(KERNELS.of_q8_0, packed, y)

@@ -1,7 +1,7 @@
 """Quantised weights and GGUF out of a sharded run, beside what people do today: whole weights, then a second tool over them.
 
     python benchmarks/quantising.py --whole WEIGHTS [--layers 48]            # the model as transformers has it
-    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0 WEIGHTS OUT  # from weights
+    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0|mlx-4 WEIGHTS OUT  # from weights
 
 A Llama shape in bf16. The rivals' times begin with whole weights: zckpt's begin with shards of torch.distributed.checkpoint.
 """
@@ -41,6 +41,7 @@ def write(dest: Path, layers: int) -> None:
     dest.mkdir(parents=True)
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": 16}
     more = {"num_key_value_heads": 16, "vocab_size": WORDS, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+    more |= {"tie_word_embeddings": False}  # which mlx-lm takes for true
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **sizes, **more}
     (dest / "config.json").write_text(json.dumps(config))
     tensors = {
@@ -117,6 +118,14 @@ def by_gguf(whole: Path, out: Path) -> None:
     writer.close()
 
 
+def by_mlx(whole: Path, out: Path) -> None:
+    """4 bits by mlx_lm.convert itself, without a tokenizer."""
+    sys.path.insert(0, str(ROOT / "fixtures"))
+    from generate_mlx import convert
+
+    convert(whole, out, 4, 64)
+
+
 def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     """Each from shards, beside `cp` of the output, and the second pass of each rival."""
     whole, shards = work / "whole", work / "shards"
@@ -124,6 +133,7 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     subprocess.run([*ZCKPT, "to-dcp", str(whole), str(shards), "--quiet"], check=True)
     rows: list[Row] = []
     fp8, gguf, nvfp4, int4 = work / "fp8", work / "model.gguf", work / "nvfp4", work / "int4"
+    mlx = work / "mlx"
     commands = {
         "torch-fp8": ("to-fp8, blocks of 128 x 128", ["to-fp8", str(shards), str(fp8)], fp8, work / "their-fp8"),
         "compressed-nvfp4": (
@@ -144,11 +154,13 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
             gguf,
             work / "their.gguf",
         ),
+        "mlx-4": ("to-mlx, 4 bits", ["to-mlx", str(shards), str(mlx), "--bits", "4"], mlx, work / "their-mlx"),
     }
     theirs_are = "compressed-tensors, from consolidated weights in memory"
     names = {
         "torch-fp8": "torch, from consolidated weights in memory", "gguf-q8_0": "the gguf package, from consolidated weights",
         "compressed-nvfp4": theirs_are, "compressed-int4": theirs_are,
+        "mlx-4": "mlx_lm.convert, from consolidated weights",
     }  # fmt: skip
     for rival, (what, words, out, theirs) in commands.items():
         drops = (theirs,)
@@ -175,7 +187,7 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--rival", choices=("torch-fp8", "compressed-nvfp4", "compressed-int4", "gguf-q8_0"))
+    parser.add_argument("--rival", choices=("torch-fp8", "compressed-nvfp4", "compressed-int4", "gguf-q8_0", "mlx-4"))
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
     if options.rival:
@@ -183,6 +195,6 @@ if __name__ == "__main__":
         if kind == "compressed":
             by_compressed_tensors(form, options.dest, options.out)
         else:
-            {"torch": by_torch, "gguf": by_gguf}[kind](options.dest, options.out)
+            {"torch": by_torch, "gguf": by_gguf, "mlx": by_mlx}[kind](options.dest, options.out)
     else:
         write(options.dest, options.layers)

@@ -354,6 +354,18 @@ def kernels() -> None:
                 NativeKernels().of_codes(codes, known, blocks, zeros, found, own)
                 ReferenceKernels().of_codes(codes, known, blocks, zeros, found, its)
                 assert np.array_equal(own, its, equal_nan=True), "of_codes"
+        for bits_of, vectors in itertools.product((2, 3, 4, 5, 6, 8), (False, True)):
+            core.use_vector_paths(vectors)
+            groups = count // 32
+            for numbers in (x, y):
+                packed = [np.empty(groups * 4 * bits_of, np.uint8) for _ in range(2)]
+                both = [np.empty((2, groups), np.float32) for _ in range(2)]
+                each = zip((NativeKernels(), ReferenceKernels()), packed, both, strict=True)
+                bad = [
+                    one.to_affine(numbers[: groups * 32], 32, bits_of, codes, *beside) for one, codes, beside in each
+                ]
+                assert bad[0] == bad[1], "to_affine"
+            assert np.array_equal(*packed) and np.array_equal(*both), "to_affine"
         NativeKernels().multiply_blocks(y, blocks, found)
     for width in range(1, 9):
         raw, one, two = RNG.bytes(7 * 41), np.empty((7, 41), np.uint8), np.empty((7, 41), np.uint8)

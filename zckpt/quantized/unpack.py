@@ -332,8 +332,9 @@ def _mlx(part: Part, known: Quantization, values: Values) -> Coded | None:
     own = known.facts.get(part.stem.removesuffix("."))
     said = own if isinstance(own, Mapping) else known.facts
     bits, group = said.get("bits"), said.get("group_size")
-    is_known = isinstance(bits, int) and isinstance(group, int) and 1 <= bits <= 8 and group > 0
-    if biases is None or not is_known or said.get("mode", "affine") != "affine":
+    if biases is None or said.get("mode", "affine") != "affine":
+        return None
+    if not isinstance(bits, int) or not isinstance(group, int) or not 1 <= bits <= 8 or group < 1:
         return None
     *lead, words = codes.shape
     columns = words * 32 // bits
