@@ -384,7 +384,7 @@ def test_the_list_of_formats_is_what_readers_and_fixtures_say(tmp_path: Path) ->
     listed = {one["name"]: one["optimizer_states"] for one in found["reads"]["layouts"]}
     zckpt.to_universal(FIXTURE, tmp_path / "universal", progress=False)
     seen = set()
-    for path in [*fixture_saves(), tmp_path / "universal"]:
+    for path in [*fixture_saves(), REPO / "fixtures/orbax/zarr2", tmp_path / "universal"]:
         family = layouts.family_of(find(locate(path)).listing)
         assert listed[family.name] == (family.read_training is not None), path
         seen.add(family.name)
