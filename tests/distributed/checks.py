@@ -454,7 +454,7 @@ def modules_as_scripts_use_them() -> dict[str, Any]:
         parameters = [p for p in engine.module.parameters() if p.ndim]
         out[f"dtype {stage}"] = {p.dtype for p in parameters} == {torch.bfloat16}
         if stage == 3:
-            out["in parts"] = refusal(engine.module.half().state_dict)
+            out["in parts"] = refusal(engine.module.half().state_dict()["embed.weight"].cpu)
             out["loaded into parts"] = refusal(engine.module.load_state_dict, {})
             with runtime.zero.GatheredParameters(engine.module.parameters()):
                 gathered = engine.module.state_dict()
