@@ -339,6 +339,46 @@ def test_other_methods_than_lora(method: str, tmp_path: Path) -> None:
     check(type(make()).__name__, tmp_path, want)
 
 
+def test_what_is_not_merged_is_refused_for_its_own_reason(tmp_path: Path) -> None:
+    """Butterfly factors, an older PEFT's series, convolutions, tokens beyond the base's, and numbers packed in a wider dtype."""
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    base = tmp_path / "base"
+
+    def refused(kind: type[Exception], words: str, base: Path = base) -> None:
+        with pytest.raises(kind, match=words):
+            options = Options(lora=LoraMerge(base=base))
+            zckpt.convert(tmp_path / "adapter", tmp_path / "out", options=options, progress=False)
+        assert not (tmp_path / "out").exists()
+
+    train_as(llama(), tmp_path, peft.BOFTConfig(target_modules=QD, boft_block_size=4))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"  # without a GPU PEFT has one factor alone
+    two = {name: torch.cat([value] * 2) if "boft_R" in name else value for name, value in load_file(file).items()}
+    save_file(two, file)
+    refused(zckpt.UnsupportedError, "several butterfly factors")
+    train_as(llama(), tmp_path, peft.OFTConfig(target_modules=QD, oft_block_size=8, use_cayley_neumann=True))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "peft_version": "0.17.1"}))
+    refused(zckpt.UnsupportedError, "PEFT before 0.18")
+    more = llama()
+    more.resize_token_embeddings(44)
+    train(more, tmp_path, ["q_proj"], trainable_token_indices=[3, 41])
+    refused(InconsistentError, r"token 41 .*below 40, the rows of 'model.embed_tokens.weight'")
+    train(llama(), tmp_path, ["q_proj"])
+    weights = load_file(base / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    packed = shutil.copytree(base, tmp_path / "packed")
+    save_file(
+        {**weights, name: torch.zeros(weights[name].numel() // 4, 1, dtype=torch.bfloat16)},
+        packed / "model.safetensors",
+    )
+    refused(zckpt.UnsupportedError, "Only the adapter can be had", packed)
+    convolution = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3))
+    save_file({name: value.detach() for name, value in convolution.state_dict().items()}, base / "model.safetensors")
+    train_as(convolution, tmp_path, peft.OFTConfig(target_modules=["0"], oft_block_size=4))
+    refused(zckpt.UnsupportedError, "OFT of the convolution '0.weight'")
+
+
 @pytest.mark.parametrize(
     ("how", "ranks"), [("linear", (3, 3)), ("cat", (3, 2)), ("ties", (3, 3)), ("magnitude_prune", (3, 3))]
 )

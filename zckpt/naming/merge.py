@@ -199,6 +199,11 @@ def _recipe(
         )  # fmt: skip
     if kind == "VERA":
         return _recipe_of_vera(model, adapter, name, base, parts)
+    if kind == "BOFT" and odd.shape[:1] != (1,):
+        raise UnsupportedError(
+            f"BOFT of several butterfly factors is not merged, as in {name!r}", file=adapter.file,
+            found=f"shape {list(odd.shape)}", expected="boft_n_butterfly_factor 1", remedy="Merge this adapter with PEFT.",
+        )  # fmt: skip
     turned = rotate_rows(adapter.config, base, parts)
     if not turned.fits(is_shared=bool(adapter.config.get("block_share"))):
         raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
@@ -400,13 +405,15 @@ def _replace_tokens(
             rows = adapter.rows_of(module)
             if entry.shape != (len(rows), *base.shape[1:]):
                 raise other_shape(adapter, entry.name, entry.shape, name, base.shape)
+            if beyond := [row for row in rows if not 0 <= row < base.shape[0]]:
+                raise InconsistentError(
+                    f"adapter {adapter.name!r} trained tokens that the base model does not have", file=adapter.config_file,
+                    found=f"token {beyond[0]:,} in trainable_token_indices",
+                    expected=f"below {base.shape[0]:,}, the rows of {name!r}",
+                    remedy="Pass with --base the model as it was trained: with its embedding resized, and saved.",
+                )  # fmt: skip
             taken = {row for _, pairs in found.get(name, ()) for row, _ in pairs}
-            if (
-                adapter.weight != 1
-                or name in updates
-                or taken & set(rows)
-                or not all(0 <= row < base.shape[0] for row in rows)
-            ):
+            if adapter.weight != 1 or name in updates or taken & set(rows):
                 raise _no_tokens(name, adapter, entry)
             found.setdefault(name, []).append((entry, tuple((row, own) for own, row in enumerate(rows))))
     stored = {name: model.stored(name) for name in found}
@@ -428,7 +435,7 @@ def _no_tokens(name: str, adapter: AdapterWeights, entry: TensorEntry) -> Unsupp
     return UnsupportedError(
         f"the trained tokens of {name!r} cannot be merged", file=adapter.file,
         found=f"{entry.name!r} with weight {adapter.weight:g}",
-        expected="weight 1, tokens of the base model, each trained by one adapter, and no LoRA of the same matrix",
+        expected="weight 1, tokens each trained by one adapter, and no LoRA of the same matrix",
         remedy="Merge the adapters one after the other, or with PEFT.",
     )  # fmt: skip
 

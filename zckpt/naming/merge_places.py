@@ -118,7 +118,7 @@ def places(model: ModelTensors, adapter: AdapterWeights) -> Iterator[Place]:
             continue
         name = f"{bare(module)}.weight"
         entry = base_tensor(model, adapter, name, factors.a.name)
-        transposed = _is_transposed(adapter, factors, name, entry, conv1d)
+        transposed = _is_transposed(model, adapter, factors, name, entry, conv1d)
         yield name, factors, factors.rank, 1, math.prod(entry.shape[1:]), transposed
     for module, several in nested.items():
         yield from _experts(model, adapter, module, several)
@@ -232,12 +232,12 @@ def _transposed_blocks(model: ModelTensors, adapter: AdapterWeights) -> bool | N
 
 
 def _is_transposed(
-    adapter: AdapterWeights, factors: Factors, name: str, entry: TensorEntry, conv1d: bool | None
+    model: ModelTensors, adapter: AdapterWeights, factors: Factors, name: str, entry: TensorEntry, conv1d: bool | None
 ) -> bool:
     """Whether the update of a module's weight is transposed.
 
     Raises:
-        InconsistentError: the factors do not fit the weight, or each other. UnsupportedError: a convolution in groups.
+        InconsistentError: the factors do not fit the weight, or each other. UnsupportedError: a grouped convolution, or 4 bits.
     """
     a, b = factors.a, factors.b
     if len(a.shape) != len(b.shape) or len(a.shape) < 2 or b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
@@ -262,6 +262,14 @@ def _is_transposed(
         return False
     ways = [] if factors.embedding else [False] * (entry.shape == (b.shape[0], *a.shape[1:]))
     ways += [True] * (entry.shape == (*a.shape[1:], b.shape[0]))
+    if not ways and entry.shape[1:] == (1,) and 2 * entry.numel * entry.dtype.itemsize == math.prod(_sides(factors)):
+        raise UnsupportedError(
+            f"the base weight {name!r} holds packed numbers of 4 bits, without what unpacks them", file=model.path,
+            found=f"{entry.dtype} of shape {list(entry.shape)}, as FSDP with QLoRA stores them",
+            expected=f"shape {list(_sides(factors))}",
+            remedy="Only the adapter can be had from this save: write it with to-peft, or pass the model in half precision "
+            "with --base.",
+        )  # fmt: skip
     if not ways:
         raise other_shape(adapter, a.name, (b.shape[0], *a.shape[1:]), name, entry.shape)
     if len(ways) == 2:  # a square: a Conv1D, if the others of the model are

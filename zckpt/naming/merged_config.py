@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.patterns import compile_late
 from zckpt.core.catalog import TensorEntry
-from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
+from zckpt.layouts.save.tied import EMBEDDINGS, HEADS, OTHER_HEADS
 from zckpt.naming.adapter_weights import AdapterWeights
 
 _CLASSES = {
@@ -22,9 +22,7 @@ _CLASSES = {
 """PEFT's `task_type` -> the end of the class's name."""
 
 _LABELS = compile_late(r"(?:score|classifier|classifier\.out_proj)\.weight")
-_OTHER_HEAD = compile_late(
-    r"(?:.*\.)?(?:score|classifier|qa_outputs|v_head|value_head|summary)(?:\.\w+)*\.(?:weight|bias)"
-)
+_OTHER_HEAD = compile_late(rf"(?:.*\.)?(?:{'|'.join(OTHER_HEADS)})(?:\.\w+)*\.(?:weight|bias)")
 _LANGUAGE_HEAD = compile_late(r"(?:lm_head|embed_out|cls)\..*")
 _KIND = compile_late(r"(?:For\w+|LMHeadModel|Model)$")
 

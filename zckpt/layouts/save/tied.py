@@ -21,6 +21,8 @@ from zckpt.base.patterns import compile_late
 
 KEY = "tie_word_embeddings"
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+OTHER_HEADS = ("score", "classifier", "qa_outputs", "v_head", "value_head", "summary")
+"""Modules that a language model has not: of classifiers, taggers and reward models."""
 EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
