@@ -894,7 +894,7 @@ def test_a_planted_fault_is_caught(
 
 def test_every_kind_of_fault_is_planted_in_every_family() -> None:
     """All of these faults are caught; what cannot be is below."""
-    assert len(CASES) == len(set(map(str, CASES))) == 207
+    assert len(CASES) == len(set(map(str, CASES))) == 210
 
 
 def test_every_family_has_planted_faults(made: dict[str, Path]) -> None:
@@ -923,7 +923,7 @@ def storages_swapped(p: Planter) -> None:
 
 
 UNSEEN = {
-    "which storage of a file a tensor is in": (
+    "in which storage of a file a tensor is": (
         Case("zero0 fp32", "zero0/fp32", "storages of one size swapped", storages_swapped),
         "both readers have it from the reader of pickles, which tests hold against torch's own",
     ),
@@ -939,4 +939,4 @@ def test_what_nothing_in_the_files_tells_is_listed(
     case, _ = UNSEEN[name]
     checkpoint = FIXTURES / case.fixture / "checkpoint"
     assert outcome(case, checkpoint, rights(case, checkpoint), tmp_path, monkeypatch) == "believed"
-    assert name in (FIXTURES.parent / "docs" / "verify.md").read_text()
+    assert name in " ".join((FIXTURES.parent / "docs" / "verify.md").read_text().split())
