@@ -37,6 +37,7 @@ LONG = (
     ("to-peft LORA out", "write"),
     ("to-fp8 LLAMA out", "write"),
     ("quantize LLAMA out --to int8", "write"),
+    ("to-mlx MODEL out --bits 8", "write"),
     ("to-gguf MODEL out.gguf --pre-tokenizer llama-bpe", "write"),
     ("reshard ZERO out --world-size 3", "write"),
     ("to-universal ZERO out", "write"),
