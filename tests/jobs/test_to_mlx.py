@@ -243,3 +243,15 @@ def test_heads_and_ends(tmp_path: Path) -> None:
     assert (
         "lm_head.scales" in MLX.tensors(tmp_path / "own") and zckpt.verify(source, tmp_path / "own", progress=False).ok
     )
+
+
+@pytest.mark.parametrize("kind", ["smollm3", "starcoder2", "ernie4_5", "gemma"])
+def test_a_head_that_the_class_ties_goes_where_the_config_says_nothing(kind: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "model", kind)
+    state = load_file(source / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    config = {name: value for name, value in TRUTH[kind]["config"].items() if name != "tie_word_embeddings"}
+    (source / "config.json").write_text(json.dumps(config))
+    zckpt.to_mlx(source, tmp_path / "out", bits=4, progress=False)
+    assert not any(name.startswith("lm_head") for name in MLX.tensors(tmp_path / "out"))

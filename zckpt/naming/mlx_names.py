@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.layouts.save.tied import is_tied
 from zckpt.naming.rows import split_rows, stack_rows, transpose
 from zckpt.naming.schemes import family_of
 
@@ -104,11 +105,10 @@ def in_mlx_form(catalog: Catalog, config: Mapping[str, Any], bits: int | None, g
             expected="the tensors of the model as transformers has it",
             remedy="Leave them out with --exclude; or pass --to hf if another program named them.",
         )  # fmt: skip
-    is_tied = bool(config.get("tie_word_embeddings", kind in ("gemma", "gemma2", "gemma3_text", "cohere")))
     for name, fit in fits.items():
         if fit is None or all(rule.parts is None for rule in fit.rules):
             dropped[name] = "buffer"
-        elif name == "lm_head.weight" and is_tied:
+        elif name == "lm_head.weight" and is_tied(config):
             dropped[name] = "form"
     kept = {name: entry for name, entry in catalog.tensors.items() if name not in dropped}
     tensors = _stack_experts(_split_heads(kept, config) if kind == "deepseek_v3" else kept, path)
