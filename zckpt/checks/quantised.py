@@ -49,9 +49,12 @@ def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest 
 
         return read_again(catalog)
     was_made = facts is not None and RECORDED in facts.options
-    if not was_made and any(is_fp8(entry.dtype) for entry in output.tensors.values()):
-        return catalog
+    dtypes = [entry.dtype for entry in output.tensors.values()]
     opened = opened_as_stored(catalog, place)
+    codes = () if opened.packed is None else opened.packed.members
+    is_copy = all(name in output.tensors for name in codes) if codes else any(map(is_fp8, dtypes))
+    if not was_made and is_copy:
+        return catalog
     numbers = dequantise(opened).catalog
     if numbers is catalog:
         return catalog

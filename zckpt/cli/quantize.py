@@ -69,7 +69,10 @@ def _loader(planned: PlannedFp8) -> str:
     """The code with which a person loads the output."""
     from zckpt.cli.loading import loading_line
 
-    line, place = loading_line(planned.out, planned.catalog), planned.out.rstrip("/") or "/"
+    place = planned.out.rstrip("/") or "/"
+    if not planned.quantisers:
+        return f"vllm serve {place}, or what loads the source"
+    line = loading_line(planned.out, planned.catalog)
     return f"{line}, or vllm serve {place}" if ".from_pretrained(" in line else line
 
 

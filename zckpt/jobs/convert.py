@@ -300,9 +300,9 @@ def _target(out: Location, asked: Asked[object]) -> tuple[WeightsTarget, bool]:
 
 
 def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
-    """The dtype that most floating elements have."""
+    """The dtype that most floating elements have; those of one byte are of a quantisation."""
     numels: Counter[DType] = Counter()
     for entry in entries:
-        if entry.dtype.kind == "float":
+        if entry.dtype.kind == "float" and entry.dtype.itemsize > 1:
             numels[entry.dtype] += entry.numel
     return numels.most_common(1)[0][0] if numels else F32

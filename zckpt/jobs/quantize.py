@@ -22,9 +22,11 @@ from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
+from zckpt.jobs.convert import prepare as prepare_copy
 from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
+from zckpt.jobs.groups import Casting
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import Opened, open_asked, strip_wrappers
+from zckpt.jobs.open import Opened, open_asked, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
 from zckpt.jobs.planned import Report, carried_out, protected_places
@@ -35,13 +37,15 @@ from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
 from zckpt.naming.transform import Formed, apply_form
 from zckpt.output.publish import check_output
-from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, quantization_config, without
+from zckpt.quantized.configs import BLOCK, OWN_FILES, RECORDED, Scheme, quantization_config, without
 from zckpt.quantized.grids import Grid, as_matrices, blocks_of
+from zckpt.quantized.plain import find_scaled
 from zckpt.quantized.quantise import (
     Quantiser,
     Second,
     carried_entries,
     carried_fp8,
+    is_in_form,
     quantise_entry,
     scales,
     target_entries,
@@ -272,6 +276,8 @@ def prepare(
         checkpoint, out, asked, "there is no config.json, which must say that the weights are quantised"
     )
     opened, place, bare, stripped, form, catalog, config = ready
+    if (copied := _as_stored(checkpoint, out, asked, ready)) is not None:
+        return copied
     weights = fp8_weights(
         catalog, config, asked.own.scheme, asked.own.quantize, asked.own.keep, asked.casting.dtype or BF16,
         asked.own.group_size, asked.own.flags,
@@ -305,6 +311,33 @@ def prepare(
         opened, order, notes, asked, sources=(of_quantised,), quantisers=weights.quantisers,
         others=len(catalog) - len(weights.quantisers) - len(weights.carried), carried=len(weights.carried),
     )  # fmt: skip
+
+
+def _as_stored(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize], ready: OpenModel
+) -> PlannedFp8 | None:
+    """The plan of a copy, if all that the checkpoint has quantised has this form: scales, those of activations and of the cache
+    too, and what its config says stay as they are. None for another checkpoint, or where tensors are chosen.
+    """
+    own = asked.own
+    if own.quantize or own.keep or not ready.opened.is_plain:
+        return None
+    stored = open_catalog(checkpoint, asked.reading, as_stored=True)
+    scaled = find_scaled(stored.catalog, stored.quantization, () if stored.packed is None else stored.packed.members)
+    grids = {name: _grid(one.entry.shape, own.scheme) for name, one in scaled.items() if isinstance(own, Fp8)}
+    target = target_of(own.scheme, own.group_size)
+    if not is_in_form(stored.packed, scaled, grids, own.scheme, target.group if target is not None else 0):
+        return None
+    planned = prepare_copy(checkpoint, out, replace(asked, casting=Casting(dtype=None)), stored)
+    beside = [(home, name) for name in OWN_FILES if (home := stored.place.home / name).is_file()]
+    carried = len(scaled) + (len(stored.packed.parts) if stored.packed is not None else 0)
+    return PlannedFp8(
+        stored, replace(planned.order, copies=(*planned.order.copies, *beside)), (*planned.notes, _COPIED), asked,
+        sources=planned.sources, quantisers={}, others=len(ready.catalog) - carried, carried=carried,
+    )  # fmt: skip
+
+
+_COPIED = "The weights are in this form already: the output is a copy, with all scales and the config of the source."
 
 
 def fp8_weights(

@@ -13,6 +13,7 @@ dtype of the model).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from zckpt.core.recipes import DerivedStore, derive_entry
 from zckpt.quantized.coded import Coded, e2m1
 from zckpt.quantized.dequantise import Dequantised, Narrowed
 from zckpt.quantized.grids import Grid
+from zckpt.quantized.packed import Packed
+from zckpt.quantized.plain import Scaled
 from zckpt.quantized.targets import Target, rounded_to, second_of, stored_bits
 
 if TYPE_CHECKING:
@@ -404,6 +407,39 @@ def carried_entries(entry: TensorEntry, target: Target) -> dict[str, TensorEntry
     if target.codes[0] == I32:  # words may be longer than rows
         found.append(derive_entry(f"{entry.name}_shape", (2,), I64, ShapeOf((entry,))))
     return {one.name: one for one in found}
+
+
+_OWN = {
+    "nvfp4": ("nvfp4", "nvfp4, divided"), "mxfp4": ("mxfp4", "gpt-oss"), "mxfp8": ("mxfp8",), "int4": ("packed integers",),
+    "int8": ("int8",),
+}  # fmt: skip
+"""Form -> the readers of `unpack` that read what its own libraries write."""
+
+
+def is_in_form(packed: Packed | None, scaled: Mapping[str, Scaled], grids: Mapping[str, Grid], scheme: str, group: int) -> bool:
+    """Whether all quantised tensors of a checkpoint have a form already, whichever library wrote them.
+
+    Args:
+        packed: the packed ones.
+        scaled: those of fp8.
+        grids: of these, the grid that the form has; empty for any.
+        scheme: the form.
+        group: its columns of a block.
+    """
+    parts = () if packed is None else packed.parts
+    if scheme not in _OWN:
+        return bool(scaled) and not parts and all(
+            one.entry.dtype == F8_E4M3 and grids.get(name, one.grid) == one.grid for name, one in scaled.items()
+        )
+    for part in parts:
+        codes, scales = part.codes.shape, part.beside[0].shape if part.beside else ()
+        if part.form.read not in _OWN[scheme]:
+            return False
+        if scheme == "int4" and (len(scales) < 2 or -(-scales[-1] * group // 8) != codes[-1]):
+            return False
+        if scheme == "int8" and scales != (*codes[:-1], 1):
+            return False
+    return bool(parts) and not scaled
 
 
 def carried_fp8(entry: TensorEntry, grid: Grid, dtype: DType) -> tuple[TensorEntry, TensorEntry] | None:
