@@ -242,3 +242,122 @@ def test_to_fp8_is_its_short_form(tmp_path: Path) -> None:
     zckpt.quantize(source, tmp_path / "a", to="fp8", progress=False)
     zckpt.to_fp8(source, tmp_path / "b", progress=False)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def experts(generator: torch.Generator, rows: int, span: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of gpt-oss whose powers of two span so much."""
+    blocks = torch.randint(0, 256, (3, rows, 2, 16), generator=generator, dtype=torch.uint8)
+    powers = torch.randint(120 - span, 121, (3, rows, 2), generator=generator, dtype=torch.uint8)
+    powers[0, 0], powers[1, 1] = 120, 120 - span
+    return blocks, powers
+
+
+def of_mxfp4(at: Path) -> Path:
+    """A layer of gpt-oss; a scale of `down_proj` is too small for NVFP4 beside the largest."""
+    at.mkdir()
+    generator, own = torch.Generator().manual_seed(0), f"{LAYER}mlp.experts."
+    tensors = {
+        LAYER + "self_attn.q_proj.weight": torch.randn(64, 64).bfloat16(),
+        "lm_head.weight": torch.ones(8, 64).bfloat16(),
+    }
+    for name, rows, span in (("gate_up_proj", 96, 17), ("down_proj", 64, 20)):
+        tensors[f"{own}{name}_blocks"], tensors[f"{own}{name}_scales"] = experts(generator, rows, span)
+    save_file(tensors, at / "model.safetensors")
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
+    (at / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "quantization_config": said}))
+    return at
+
+
+def test_mxfp4_of_gpt_oss_becomes_nvfp4_without_loss(tmp_path: Path) -> None:
+    """In ModelOpt's form of turned stacks, with its arithmetic of the cast; what was not quantised is not."""
+    source, out, own = of_mxfp4(tmp_path / "oss"), tmp_path / "out", f"{LAYER}mlp.experts."
+    said = CliRunner().invoke(app, ["quantize", str(source), str(out), "--to", "nvfp4", "--json"])
+    found = json.loads(said.stdout)
+    assert {t["name"]: t["lossless"] for t in found["quantized_tensors"]} == {
+        own + "gate_up_proj": True,
+        own + "down_proj": False,
+    }
+    assert found["lossless"] == [1, 2]
+    stored, blocks = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+    assert stored[LAYER + "self_attn.q_proj.weight"].dtype == torch.bfloat16
+    for name, top in (("gate_up_proj", 120), ("down_proj", 120)):
+        codes, powers = blocks[f"{own}{name}_blocks"], blocks[f"{own}{name}_scales"]
+        second = stored[f"{own}{name}_weight_scale_2"]
+        assert second.shape == () and second == 2.0 ** (top - 127 - 8)
+        wanted = (2.0 ** (powers.float() - top + 8).clamp(-9, 8)).repeat_interleave(2, -1)
+        assert torch.equal(stored[f"{own}{name}_weight_scale"].float(), wanted.mT)
+        if name == "gate_up_proj":
+            assert torch.equal(stored[own + name], codes.flatten(-2).mT)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "W4A16_NVFP4" and config["ignore"] == ["lm_head", LAYER + "self_attn.q_proj"]
+    assert zckpt.verify(source, out, progress=False).ok
+    for at in (source, out):
+        zckpt.convert(at, tmp_path / f"{at.name}.safetensors", dtype="fp32", progress=False)
+    one, two = (load_file(tmp_path / f"{name}.safetensors") for name in ("oss", "out"))
+    assert one.keys() == two.keys() and torch.equal(one[own + "gate_up_proj"], two[own + "gate_up_proj"])
+    off = (one[own + "down_proj"] - two[own + "down_proj"]).abs().max()
+    assert 0 < off <= 2.0 ** (120 - 127 - 17)  # half a step of the smallest scale, at most 1
+    assert zckpt.verify(out, tmp_path / "out.safetensors", progress=False).ok
+    again = tmp_path / "again"
+    zckpt.quantize(out, again, to="nvfp4", progress=False)
+    same = load_file(again / "model.safetensors")
+    assert all(
+        torch.equal(same[key].view(torch.uint8), stored[key].view(torch.uint8)) for key in stored if stored[key].dim()
+    )
+    for name, change in ((own + "gate_up_proj", 1), (own + "gate_up_proj_weight_scale", 8)):
+        wrong = {key: tensor.clone() for key, tensor in stored.items()}
+        wrong[name].view(torch.uint8)[0, 0, 0] ^= change
+        check_found(source, out, wrong)
+
+
+def check_found(source: Path, out: Path, wrong: dict[str, torch.Tensor]) -> None:
+    """verify derives what is stored by other code, and finds a code or a scale that is another one."""
+    save_file(wrong, out / "model.safetensors", {"format": "pt"})
+    verified = zckpt.verify(source, out, progress=False)
+    assert not verified.ok and next(check for check in verified.checks if check.name == "equal").number
+
+
+def test_mxfp4_of_layers_becomes_nvfp4_without_loss(tmp_path: Path) -> None:
+    """Matrices that servers join share the power of two."""
+    source = model(tmp_path / "llama", torch.bfloat16)
+    zckpt.quantize(source, tmp_path / "mxfp4", to="mxfp4", progress=False)
+    zckpt.quantize(tmp_path / "mxfp4", tmp_path / "nvfp4", to="nvfp4", progress=False)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("mxfp4", "nvfp4"))
+    of = {kind: two[f"{LAYER}self_attn.{kind}.weight_global_scale"] for kind in ("q_proj", "k_proj", "v_proj")}
+    assert len({float(value) for value in of.values()}) == 1
+    top = max(int(one[f"{LAYER}self_attn.{kind}.weight_scale"].max()) for kind in of)
+    assert of["q_proj"] == 2.0 ** (8 + 127 - top)
+    name = LAYER + "mlp.up_proj.weight"
+    assert torch.equal(one[name + "_packed"], two[name + "_packed"])
+    assert zckpt.verify(tmp_path / "mxfp4", tmp_path / "nvfp4", progress=False).ok
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
+def test_modelopts_own_form_stays_as_it_is(tmp_path: Path, kind: str) -> None:
+    """All scales are carried, also those of activations and of the cache; what is excluded stays so."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    name, tensors = LAYER + "self_attn.k_proj.", {"lm_head.weight": torch.ones(8, 64).bfloat16()}
+    tensors[LAYER + "self_attn.q_proj.weight"] = torch.randn(64, 64).bfloat16()
+    tensors |= {name + "k_scale": torch.tensor(0.5), name + "input_scale": torch.tensor(0.1)}
+    if kind == "nvfp4":
+        tensors[name + "weight"] = torch.randint(0, 256, (32, 32), dtype=torch.uint8)
+        tensors[name + "weight_scale"] = torch.rand(32, 4).to(torch.float8_e4m3fn)
+        tensors[name + "weight_scale_2"] = torch.tensor(0.3)
+    else:
+        tensors |= {
+            name + "weight": torch.randn(32, 64).to(torch.float8_e4m3fn),
+            name + "weight_scale": torch.tensor(0.3),
+        }
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    said = {"quant_algo": kind.upper(), "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*.q_proj"]}
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    zckpt.quantize(source, out, to=kind, progress=False)
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert stored[key].dtype == tensor.dtype and torch.equal(stored[key].view(-1), tensor.view(-1)), key
+    assert json.loads((out / "config.json").read_text()) == CONFIG
+    assert json.loads((out / "hf_quant_config.json").read_text())["quantization"] == said
+    assert zckpt.verify(source, out, progress=False).ok

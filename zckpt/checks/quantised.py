@@ -93,20 +93,29 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
     if facts is None or not isinstance(said, Mapping):
         return Expected(wanted)
     from zckpt.jobs.quantize import fp8_weights
-    from zckpt.quantized.second import stored_again
+    from zckpt.quantized.quantise import Powers, as_stack
+    from zckpt.quantized.second import powers_again, stored_again
     from zckpt.quantized.second_codes import quantise_again
 
     scheme, group = said.get("scheme", "block128"), said.get("group_size")
     config, dtype = read_config(output.home) or {}, to_dtype(facts.dtype) if facts.dtype else BF16
-    weights = fp8_weights(wanted, config, scheme, said.get("quantize", ()), said.get("keep", ()), dtype, group)
+    doubled = {name: powers_again(wanted.tensors[name]) for name in said.get("powers", ()) if name in wanted.tensors}
+    powers = {name: Powers(*one) for name, one in doubled.items() if one is not None}
+    weights = fp8_weights(
+        wanted, config, scheme, said.get("quantize", ()), said.get("keep", ()), dtype, group, powers=powers
+    )
     tensors = dict(weights.catalog.tensors)
     for name, quantiser in weights.quantisers.items():
         entry = wanted.tensors[name]
         if name in said.get("carried", ()):
             again = stored_again(entry, {one: made for one, made in tensors.items() if one.startswith(name)})
         else:
-            together = () if quantiser.second is None else quantiser.second.entries
-            again = quantise_again(entry, scheme, group, quantiser.dtype, together)
+            second = quantiser.second
+            together = () if second is None else second.entries
+            of = [] if quantiser.powers is None or second is None else [quantiser.powers.scales]
+            of += [one.scales for one in second.powers] if second is not None else []
+            again = quantise_again(quantiser.entry, scheme, group, quantiser.dtype, together, of)
+            again = as_stack(again, entry) if entry.shape != quantiser.entry.shape else again
         tensors |= again
     dtypes = {**weights.dtypes, **{name: tensors[name].dtype for name in weights.dtypes.keys() - wanted.tensors.keys()}}
     return Expected(replace(weights.catalog, tensors=tensors), dtypes)

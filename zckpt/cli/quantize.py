@@ -61,7 +61,7 @@ def _write(planned: PlannedFp8, asked: Asked[Fp8 | Quantize], form: str, dry_run
     number = len(planned.quantisers) + planned.carried
     what = f"{count(number, 'matrix', 'matrices')} as {form}, {count(planned.others, 'other tensor')} as {dtype}"
     facts: dict[str, object] = {"dtype": dtype, "scheme": scheme, "quantized": number}
-    words = Words(what, lambda files: f"load it with {_loader(planned)}", facts)
+    words = Words(what, lambda files: f"{_lossless(planned)}load it with {_loader(planned)}", facts)
     finish(planned, words, began, shown, more=lambda report: _more(planned), dry_run=dry_run)
 
 
@@ -72,9 +72,20 @@ def _loader(planned: PlannedFp8) -> str:
     place = planned.out.rstrip("/") or "/"
     if not planned.quantisers:
         return f"vllm serve {place}, or what loads the source"
+    if any(name.endswith("_weight_scale_2") for name in planned.catalog.tensors):
+        return f"trtllm-serve {place}, or another server that reads ModelOpt's experts"
     line = loading_line(planned.out, planned.catalog)
     return f"{line}, or vllm serve {place}" if ".from_pretrained(" in line else line
 
 
 def _more(planned: PlannedFp8) -> dict[str, object]:
-    return {"quantized_tensors": planned.tensors()}
+    return {
+        "quantized_tensors": planned.tensors(),
+        **({"lossless": list(found)} if (found := planned.lossless()) else {}),
+    }
+
+
+def _lossless(planned: PlannedFp8) -> str:
+    """How many matrices of MXFP4 lost nothing; empty if there are none, or if others made a part of them."""
+    found = planned.lossless()
+    return f"without loss: {found[0]:,} of {count(found[1], 'matrix', 'matrices')} of MXFP4\n" if found else ""

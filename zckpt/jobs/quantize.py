@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field, replace
 from typing import Any, NamedTuple
 
@@ -41,11 +41,14 @@ from zckpt.quantized.configs import BLOCK, OWN_FILES, RECORDED, Scheme, quantiza
 from zckpt.quantized.grids import Grid, as_matrices, blocks_of
 from zckpt.quantized.plain import find_scaled
 from zckpt.quantized.quantise import (
+    Powers,
     Quantiser,
     Second,
+    as_stack,
     carried_entries,
     carried_fp8,
     is_in_form,
+    powers_of,
     quantise_entry,
     scales,
     target_entries,
@@ -65,6 +68,7 @@ class Fp8Weights:
         kept: modules with matrices that are not quantised.
         carried: names of tensors that are as the source has them, quantised already.
         notes: sentences for a person.
+        has_stacks: whether stacks of MXFP4 become ModelOpt's.
     """
 
     catalog: Catalog
@@ -73,6 +77,7 @@ class Fp8Weights:
     kept: tuple[str, ...]
     carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    has_stacks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,11 @@ class PlannedFp8(PlannedConversion):
         """
         return [_describe_quantiser(name, self.quantisers[name]) for name in self.quantisers]
 
+    def lossless(self) -> tuple[int, int] | None:
+        """Of the matrices of MXFP4, how many kept each number, and how many there are; None where that is not known."""
+        found = [tensor["lossless"] for tensor in self.tensors() if "lossless" in tensor]
+        return (sum(map(bool, found)), len(found)) if found and None not in found else None
+
 
 def _describe_quantiser(name: str, quantiser: Quantiser) -> dict[str, object]:
     found = quantiser.measured
@@ -107,7 +117,9 @@ def _describe_quantiser(name: str, quantiser: Quantiser) -> dict[str, object]:
         "saturated": found.saturated,
         "underflowed": found.underflowed,
     }
-    shape = {"name": name, "shape": list(quantiser.entry.shape)}
+    shape: dict[str, object] = {"name": name, "shape": list(quantiser.entry.shape)}
+    if quantiser.powers is not None:
+        shape["lossless"] = found.error == 0 if is_whole else None
     return {**shape, **(numbers if is_whole else dict.fromkeys(numbers))}
 
 
@@ -280,14 +292,16 @@ def prepare(
         return copied
     weights = fp8_weights(
         catalog, config, asked.own.scheme, asked.own.quantize, asked.own.keep, asked.casting.dtype or BF16,
-        asked.own.group_size, asked.own.flags,
+        asked.own.group_size, asked.own.flags, _powers(catalog) if asked.own.scheme == "nvfp4" else {},
     )  # fmt: skip
     wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
     target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, order="narrow first")
     destination = lay_out(wanted, weights.catalog.aliases, target)
     config = {
         **without(config),
-        "quantization_config": quantization_config(asked.own.scheme, weights.kept, asked.own.group_size),
+        "quantization_config": quantization_config(
+            "stacks" if weights.has_stacks else asked.own.scheme, weights.kept, asked.own.group_size
+        ),
     }
     file = config_file(config, asked.casting.dtype or BF16)
     copies, left_out = opened.companions()
@@ -296,6 +310,7 @@ def prepare(
     recorded = {
         "scheme": asked.own.scheme, "quantize": list(asked.own.quantize), "keep": list(asked.own.keep),
         "group_size": asked.own.group_size, "carried": list(weights.carried),
+        "powers": [name for name, one in weights.quantisers.items() if one.powers is not None],
     }  # fmt: skip
     order = order_for(
         asked, Plan(destination.files, pairs), place, weights.catalog, copies,
@@ -349,6 +364,7 @@ def fp8_weights(
     dtype: DType,
     group_size: int | None = None,
     flags: tuple[str, str] = Fp8.flags,
+    powers: Mapping[str, Powers] | None = None,
 ) -> Fp8Weights:
     """The tensors of an output, from those of a Hugging Face model.
 
@@ -361,16 +377,18 @@ def fp8_weights(
         dtype: as for `to_fp8`.
         group_size: as for `quantize`.
         flags: the options for `quantize` and `keep`, for errors.
+        powers: of tensors of MXFP4 that become NVFP4, what they are computed from.
 
     Raises:
         UnsupportedError: the model is not known and `quantize` is empty, or experts cannot be quantised in this scheme.
         UsageError: a glob matches nothing, nothing is left, or groups do not divide columns.
     """
-    layers = layers_of(catalog.tensors, config)
-    chosen, left = _choose_matrices(catalog, config, layers, quantize, keep, flags)
+    layers, powers = layers_of(catalog.tensors, config), powers or {}
+    turned = {name for name in powers if catalog.tensors[name].shape[:-2]}
+    chosen, left = _choose_matrices(catalog, config, layers, quantize, keep, flags, turned)
     notes: list[str] = []
     stacks = {name for name in chosen if catalog.tensors[name].shape[:-2]}
-    if scheme != "block128" and stacks:
+    if scheme != "block128" and stacks - turned:
         raise UnsupportedError(
             f"compressed-tensors has no form for stacks of experts ({scheme})", file=catalog.source.path,
             found=f"{count(len(stacks), 'stack')} such as {examples(sorted(stacks))}",
@@ -384,8 +402,8 @@ def fp8_weights(
     ragged: list[str] = []
     target, carried = target_of(scheme, group_size), []
     if target is not None:
-        _check_groups(catalog, chosen, target)
-    seconds = _seconds(catalog, chosen, layers) if target is not None and target.has_second else {}
+        _check_groups(catalog, chosen - turned, target)
+    seconds = _seconds(catalog, chosen, layers, powers) if target is not None and target.has_second else {}
     for name, entry in catalog.tensors.items():
         if name not in chosen:
             tensors[name] = entry
@@ -397,10 +415,14 @@ def fp8_weights(
             if own is not None:
                 carried.append(name)
             else:
-                rows, columns = entry.shape
+                second = seconds.get(name)
+                of = powers[name] if second is not None and second.powers else None
+                numbers = entry if of is None else of.numbers
+                rows, columns = numbers.shape
                 grid = Grid(1, rows, columns, 1, target.group or columns)
-                quantisers[name] = Quantiser(entry, grid, target.scales or dtype, target, seconds.get(name))
+                quantisers[name] = Quantiser(numbers, grid, target.scales or dtype, target, second, of)
                 own = target_entries(quantisers[name], target)
+                own = as_stack(own, entry) if name in turned else own
             tensors |= own
             dtypes |= {one: made.dtype for one, made in own.items()}
             continue
@@ -425,12 +447,24 @@ def fp8_weights(
         notes += _of_joined(layers, chosen, catalog, scheme)
     if carried:
         notes.append(f"{count(len(carried), 'matrix is', 'matrices are')} in this form already, and written as stored.")
+    if doubled := [name for name, one in quantisers.items() if one.powers is not None]:
+        notes.append(
+            f"{count(len(doubled), 'matrix', 'matrices')} of MXFP4: codes and powers of two are kept, so nothing is lost where a "
+            "scale is at least 2^-17 of the largest one."
+        )
     modules = [name.removesuffix(".weight") for name in left]
     if layers is not None and layers.head and f"{layers.head}.weight" not in chosen:
         modules.append(layers.head)
     modules += sorted({name.partition(".experts.")[0] + ".experts" for name in left if ".experts." in name})
     made = replace(catalog, tensors=tensors)
-    return Fp8Weights(made, dtypes, quantisers, tuple(dict.fromkeys(modules)), tuple(carried), tuple(notes))
+    return Fp8Weights(
+        made, dtypes, quantisers, tuple(dict.fromkeys(modules)), tuple(carried), tuple(notes), bool(turned)
+    )
+
+
+def _powers(catalog: Catalog) -> dict[str, Powers]:
+    found = {name: powers_of(entry) for name, entry in catalog.tensors.items()}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def target_of(scheme: str, group_size: int | None) -> Target | None:
@@ -453,13 +487,17 @@ def _check_groups(catalog: Catalog, chosen: Iterable[str], target: Target) -> No
         )  # fmt: skip
 
 
-def _seconds(catalog: Catalog, chosen: Collection[str], layers: LinearLayers | None) -> dict[str, Second]:
+def _seconds(
+    catalog: Catalog, chosen: Collection[str], layers: LinearLayers | None, powers: Mapping[str, Powers]
+) -> dict[str, Second]:
     """The scale of scales of each matrix: one for those that servers of models join, as vLLM wants it."""
-    found = {name: Second((catalog.tensors[name],)) for name in chosen}
-    for group in layers.joined if layers is not None else ():
-        together = [name for name in group if name in chosen]
-        if together:
-            found |= dict.fromkeys(together, Second(tuple(catalog.tensors[name] for name in together)))
+    groups = [[name] for name in chosen]
+    groups += [[name for name in group if name in chosen] for group in (layers.joined if layers is not None else ())]
+    found: dict[str, Second] = {}
+    for group in filter(None, groups):
+        of = [powers[name] for name in group if name in powers]
+        entries = tuple(powers[name].numbers if name in powers else catalog.tensors[name] for name in group)
+        found |= dict.fromkeys(group, Second(entries, tuple(of) if len(of) == len(group) else ()))
     return found
 
 
@@ -494,17 +532,20 @@ def _choose_matrices(
     quantize: Sequence[str],
     keep: Sequence[str],
     flags: tuple[str, str],
+    turned: Set[str],
 ) -> tuple[set[str], list[str]]:
-    """The names of the tensors that are quantised, and of the other matrices of linear layers."""
+    """The names of the tensors that are quantised, and of other matrices of linear layers; stacks alone, if some are turned."""
     matrices = [name for name, entry in catalog.tensors.items() if _is_matrix(entry)]
-    if layers is None and not quantize:
+    if layers is None and not quantize and not turned:
         raise UnsupportedError(
             "it is not known which tensors are the weights of linear layers", file=catalog.source.path,
             found=f"model_type {config.get('model_type')!r}", expected=f"a model of one of {', '.join(families())}",
             remedy=f"Name them with {flags[0]} GLOB; names look like {examples(matrices or catalog)}.",
         )  # fmt: skip
     tied = set(catalog.aliases.values())
-    can = [name for name in matrices if (layers is None or name in layers.linear) and name not in tied]
+    can = sorted(turned) or [
+        name for name in matrices if (layers is None or name in layers.linear) and name not in tied
+    ]
     for option, globs in zip(flags, (quantize, keep)):
         for glob in globs:
             if not any(matches(name, (glob,)) for name in can):
@@ -521,8 +562,12 @@ def _choose_matrices(
             remedy=f"Change {flags[0]}, {flags[1]} or what else chooses tensors.",
         )  # fmt: skip
     _check_experts(chosen, can, catalog.source.path, flags)
-    others = layers.other if layers is not None else frozenset(matrices)
-    left = [name for name in matrices if name not in chosen and (name in others or name in can)]
+    others = frozenset(matrices) if layers is None else layers.other | (layers.linear if turned else frozenset())
+    left = [
+        name
+        for name in matrices
+        if name not in chosen and (name in others or name in can) and not name.endswith("bias")
+    ]
     return chosen, left
 
 

@@ -160,14 +160,25 @@ def without(config: Mapping[str, object]) -> dict[str, object]:
     return kept
 
 
-def quantization_config(scheme: Scheme, kept: Sequence[str], group_size: int | None = None) -> dict[str, object]:
+def quantization_config(
+    scheme: Scheme | Literal["stacks"], kept: Sequence[str], group_size: int | None = None
+) -> dict[str, object]:
     """The `quantization_config` of an output.
 
     Args:
-        scheme: of its scales.
+        scheme: of its scales; "stacks" for NVFP4 of experts as ModelOpt has it.
         kept: modules with weights that are matrices and not quantised.
         group_size: of the scheme, where it has another one than usual.
     """
+    if scheme == "stacks":
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "W4A16_NVFP4",
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "ignore": list(kept),
+            "producer": {"name": "zckpt"},
+        }
     if scheme in TARGETS:
         return _config_of(TARGETS[scheme], kept, group_size)
     if scheme == "block128":

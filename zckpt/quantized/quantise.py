@@ -13,18 +13,19 @@ dtype of the model).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, DType
+from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, U8, DType
 from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools
 from zckpt.core.recipes import DerivedStore, derive_entry
-from zckpt.quantized.coded import Coded, e2m1
+from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
 from zckpt.quantized.dequantise import Dequantised, Narrowed
 from zckpt.quantized.grids import Grid
 from zckpt.quantized.packed import Packed
@@ -59,11 +60,30 @@ class Measured:
     underflowed: int = 0
 
 
-class Second:
-    """A scale of scales that several tensors share, because servers of models join them. `entries`: these tensors."""
+class Powers(NamedTuple):
+    """A tensor of MXFP4 that becomes NVFP4: its blocks' powers of two are scales of halves of these blocks.
 
-    def __init__(self, entries: tuple[TensorEntry, ...]) -> None:
+    Attributes:
+        numbers: the tensor, with a row of blocks for each row of a matrix.
+        scales: its powers, one for 32 elements (E8M0).
+    """
+
+    numbers: TensorEntry
+    scales: TensorEntry
+
+
+class Second:
+    """A scale of scales that several tensors share, because servers of models join them.
+
+    Args:
+        entries: these tensors.
+        powers: their powers of two, if all are of MXFP4; the scale of scales is then one too, and the largest scale 2^8.
+    """
+
+    def __init__(self, entries: tuple[TensorEntry, ...], powers: tuple[Powers, ...] = ()) -> None:
         self.entries = entries
+        self.powers = powers
+        self.inputs = (*entries, *(one.scales for one in powers))
         self._lock = Lock()
         self._value: float | None = None
 
@@ -72,6 +92,15 @@ class Second:
         import numpy as np
 
         with self._lock:
+            if self._value is None and self.powers:
+                parts = (
+                    BlockScales(one.scales)
+                    .read(at, min(at + _AT_ONCE, one.scales.numel), tools, one.numbers.name)
+                    .max()
+                    for one in self.powers
+                    for at in range(0, one.scales.numel, _AT_ONCE)
+                )
+                self._value = math.ldexp(1.0, min(127, 9 - math.frexp(float(max(parts)))[1]))
             if self._value is None:
                 found, top = np.zeros(1, np.float32), np.zeros(1, np.float32)
                 for entry in self.entries:
@@ -92,18 +121,21 @@ class Quantiser:
         dtype: of the scales.
         target: the form; None for fp8 as [Note: numbers] has it.
         second: its scale of scales, where the form has one.
+        powers: of a tensor of MXFP4 with such a scale of scales, its powers.
     """
 
     def __init__(
-        self, entry: TensorEntry, grid: Grid, dtype: DType, target: Target | None = None, second: Second | None = None
-    ) -> None:
+        self, entry: TensorEntry, grid: Grid, dtype: DType, target: Target | None = None, second: Second | None = None,
+        powers: Powers | None = None,
+    ) -> None:  # fmt: skip
         self.entry = entry
         self.grid = grid
         self.dtype = dtype
         self.target = target
         self.second = second
+        self.powers = powers
         own = ("E4M3",) if target is None else (target.form, target.bits, second and len(second.entries))
-        self.facts: tuple[object, ...] = (*own, grid, dtype.name)
+        self.facts: tuple[object, ...] = (*own, grid, dtype.name, *(("powers",) if powers else ()))
         self._lock = Lock()
         self._measuring = Lock()
         self._scales: Any = None
@@ -121,6 +153,12 @@ class Quantiser:
         import numpy as np
 
         grid = self.grid
+        if self.powers is not None and self.second is not None:
+            across = grid.across // 2
+            twos = BlockScales(self.powers.scales).read(first * across, last * across, tools, self.entry.name)
+            with np.errstate(under="ignore"):
+                twos = np.maximum(twos * np.float32(self.second.value(tools)), np.float32(2**-9))
+            return np.repeat(twos, 2)
         kept, is_known = self._kept(first, last)
         if grid.block_rows == 1 and not is_known.all():
             at = 0
@@ -167,7 +205,9 @@ class Quantiser:
             bands = -(-(blocks.first + blocks.rows) // grid.block_rows)
             largest = np.empty(bands * grid.across, np.float32)
             tools.kernels.largest(part, blocks, largest)
-            if not grid.is_cut:
+            if self.powers is not None:
+                factors = self.scales(band, band + bands, tools)
+            elif not grid.is_cut:
                 factors = self._scales_of(largest, tools).reshape(-1)
                 self._keep(band, factors.reshape(bands, grid.across))
             if self.second is not None:
@@ -308,7 +348,7 @@ class Scales:
 
 def _inputs_of(quantiser: Quantiser) -> tuple[TensorEntry, ...]:
     """The tensor, with those that share its scale of scales."""
-    second = () if quantiser.second is None else quantiser.second.entries
+    second = () if quantiser.second is None else quantiser.second.inputs
     return (quantiser.entry, *(entry for entry in second if entry is not quantiser.entry))
 
 
@@ -322,12 +362,24 @@ class SecondScale:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        return self.second.entries
+        return self.second.inputs
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
         return np.full(stop - start, self.second.value(tools), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """The recipe of 1 divided by each number of a tensor, rounded to fp32."""
+
+    inputs: tuple[TensorEntry]
+    unit: int = 1
+    facts: tuple[object, ...] = ("inverse",)
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        return 1 / tools.read_floats(self.inputs[0], start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +415,40 @@ def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntr
     if target.codes[0] == I32:  # words may be longer than rows
         found.append(derive_entry(f"{entry.name}_shape", (2,), I64, ShapeOf((entry,))))
     return {one.name: one for one in found}
+
+
+def powers_of(entry: TensorEntry) -> Powers | None:
+    """What a tensor of MXFP4 is computed from; None for another one. Stacks of gpt-oss are turned, as their blocks lie."""
+    recipe = _recipe_of(entry)
+    if not isinstance(recipe, Coded) or recipe.factors.entry.dtype != U8 or recipe.table != e2m1():
+        return None
+    codes, scales = recipe.codes.entry, recipe.factors.entry
+    if recipe.factors.second is not None or recipe.factors.nested is not None:
+        return None
+    if not recipe.codes.downwards:
+        return Powers(entry, scales)
+    (*lead, columns, rows), matrices = entry.shape, recipe.grid.matrices
+    codes, scales = (turn(one, matrices, columns // each, rows) for one, each in ((codes, 2), (scales, 32)))
+    across = entry.numel // 32
+    packing, grid = Codes(codes, 4, across, 32, 16), Grid(1, across, 32, 1, 32)
+    shape = (math.prod(lead) * rows, columns)
+    again = Coded(entry.name, shape, packing, e2m1(), grid, BlockScales(scales))
+    return Powers(derive_entry(entry.name, shape, F32, again, entry.role), scales)
+
+
+def as_stack(made: Mapping[str, TensorEntry], entry: TensorEntry) -> dict[str, TensorEntry]:
+    """The tensors of NVFP4 of the matrices of a stack, one below the other, as ModelOpt stores a turned stack.
+
+    Source: nvidia-modelopt 0.47, torch/export/unified_export_hf.py (experts of gpt-oss and Llama 4).
+    """
+    *lead, columns, rows = entry.shape
+    found: dict[str, TensorEntry] = {}
+    for end, to, each in (("_packed", "", 2), ("_scale", "_weight_scale", 16)):
+        turned = turn(made[entry.name + end], math.prod(lead), rows, columns // each)
+        found[entry.name + to] = replace(turned, name=entry.name + to, shape=(*lead, columns // each, rows))
+    second, name = made[f"{entry.name}_global_scale"], f"{entry.name}_weight_scale_2"
+    found[name] = derive_entry(name, (), F32, Inverse((second,)))
+    return found
 
 
 def carried_entries(entry: TensorEntry, target: Target) -> dict[str, TensorEntry] | None:
@@ -416,7 +502,9 @@ _OWN = {
 """Form -> the readers of `unpack` that read what its own libraries write."""
 
 
-def is_in_form(packed: Packed | None, scaled: Mapping[str, Scaled], grids: Mapping[str, Grid], scheme: str, group: int) -> bool:
+def is_in_form(
+    packed: Packed | None, scaled: Mapping[str, Scaled], grids: Mapping[str, Grid], scheme: str, group: int
+) -> bool:
     """Whether all quantised tensors of a checkpoint have a form already, whichever library wrote them.
 
     Args:
@@ -428,8 +516,12 @@ def is_in_form(packed: Packed | None, scaled: Mapping[str, Scaled], grids: Mappi
     """
     parts = () if packed is None else packed.parts
     if scheme not in _OWN:
-        return bool(scaled) and not parts and all(
-            one.entry.dtype == F8_E4M3 and grids.get(name, one.grid) == one.grid for name, one in scaled.items()
+        return (
+            bool(scaled)
+            and not parts
+            and all(
+                one.entry.dtype == F8_E4M3 and grids.get(name, one.grid) == one.grid for name, one in scaled.items()
+            )
         )
     for part in parts:
         codes, scales = part.codes.shape, part.beside[0].shape if part.beside else ()

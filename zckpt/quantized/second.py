@@ -190,6 +190,51 @@ def _fp4(
     return name, shape, (codes, scales, *(() if second is None else (second,))), columns, rows
 
 
+def _fp4_down(name: str, codes: TensorEntry, scales: TensorEntry, second: TensorEntry) -> Made:
+    """Two codes of E2M1 in a byte, for two rows; a scale for 16 of them."""
+    import numpy as np
+
+    *lead, half, width = codes.shape
+    across = scales.shape[-2]
+
+    def rows(first: int, last: int, tools: Tools) -> Any:
+        row = np.arange(first, last)
+        matrix, inside = row // (2 * half), row % (2 * half)
+        held, of = matrix * half + inside // 2, matrix * across + inside // 16
+        raw = _window(codes, width, (int(held[0]), int(held[-1]) + 1), (0, width), tools)[held - held[0]].astype(
+            np.int64
+        )
+        low, high = int(of[0]), int(of[-1]) + 1
+        own = tools.read_floats(scales, low * width, high * width).astype(np.float64).reshape(-1, width)[of - low]
+        whole = tools.read_floats(second, 0, second.numel).astype(np.float64)
+        own = own * whole[matrix if len(whole) > 1 else matrix * 0][:, None]
+        return _e2m1(raw >> 4 * (row % 2)[:, None] & 15, has_minus_zero=False) * own.astype(np.float32).astype(
+            np.float64
+        )
+
+    return name, (*lead, 2 * half, width), (codes, scales, second), width, rows
+
+
+def powers_again(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
+    """The numbers of a tensor of MXFP4, with a row of blocks for each row, and its powers; None for another tensor.
+
+    Args:
+        entry: what `derive_again` found.
+    """
+    recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
+    if len(recipes) != 1 or not isinstance(recipes[0], RowsAgain) or len(recipes[0].inputs) != 2:
+        return None
+    codes, scales = recipes[0].inputs
+    if codes.dtype.name != "U8" or scales.dtype.name != "U8":
+        return None
+    if len(codes.shape) < 4:
+        return entry, scales
+    each = math.prod(scales.shape[:-1])
+    flat = replace(codes, shape=(each, codes.numel // each)), replace(scales, shape=(each, scales.shape[-1]))
+    _, shape, inputs, width, rows = _fp4(entry.name, *flat, None, 32, divides=False)
+    return derive_entry(entry.name, shape, F32, RowsAgain(inputs, width, math.prod(shape), rows), entry.role), flat[1]
+
+
 def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
     import numpy as np
 
@@ -245,6 +290,11 @@ def _weight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str
         whole = next((tensors[name + end] for end in ("_scale_2", "_weight_scale_2") if name + end in tensors), None)
         if whole is None and scales.dtype.name != "U8":
             return None
+        turned = (
+            whole is not None and len(entry.shape) > 2 and scales.shape[-1] == entry.shape[-1] != scales.shape[-2] * 8
+        )
+        if turned and whole is not None:
+            return _fp4_down(name, entry, scales, whole)
         return _fp4(name, entry, scales, whole, 32 if whole is None else 16, divides=False)
     return _bytes(name, entry, scales, tensors.get(name + "_zero_point"), config)
 

@@ -35,7 +35,12 @@ _SECOND = -1
 
 
 def quantise_again(
-    entry: TensorEntry, scheme: str, group: int | None, scales: DType, together: Sequence[TensorEntry]
+    entry: TensorEntry,
+    scheme: str,
+    group: int | None,
+    scales: DType,
+    together: Sequence[TensorEntry],
+    powers: Sequence[TensorEntry] = (),
 ) -> dict[str, TensorEntry]:
     """The tensors that an output has for one tensor: name -> tensor.
 
@@ -45,6 +50,7 @@ def quantise_again(
         group: columns of a block, where they are not as usual.
         scales: their dtype.
         together: the tensors that have a scale of scales with it.
+        powers: of tensors of MXFP4, the powers of two of this one, and of all that are together.
     """
     kind, (tall, wide), top, dtype, end = _FORMS[scheme]
     *lead, rows, columns = entry.shape
@@ -54,7 +60,7 @@ def quantise_again(
     down = 1 if scheme in ("tensor",) else -(-rows // tall)
     per_row = -(-columns // (8 * dtype.itemsize // (4 if end else 8)))
     shape = (1,) if scheme == "tensor" else (*lead, down, across)
-    own = _Blocks(entry, scheme, kind, matrices, rows, columns, tall, wide, top, tuple(together), scales)
+    own = _Blocks(entry, scheme, kind, matrices, rows, columns, tall, wide, top, tuple(together), scales, tuple(powers))
     beside = entry.name + ("_scale_inv" if scheme == "block128" else "_scale")
     found = [
         derive_entry(entry.name + end, (*lead, rows, per_row), dtype, _Again(own, per_row, dtype)),
@@ -82,6 +88,7 @@ class _Blocks:
     top: float
     together: tuple[TensorEntry, ...]
     scales: DType
+    powers: tuple[TensorEntry, ...] = ()
     kept: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def largest(self, band: int, tools: Tools) -> Any:
@@ -105,6 +112,11 @@ class _Blocks:
         """The scales of rows of blocks."""
         import numpy as np
 
+        if self.powers:
+            across = self.columns // 32
+            held: Any = tools.read(self.powers[0], first * across, last * across)
+            wide = np.repeat(held.astype(np.int64).reshape(-1, across) - 127, 2, axis=1)
+            return np.ldexp(1.0, np.maximum(wide + round(math.log2(float(second))), -9))
         if self.tall > 1:
             return self.scales_of(np.stack([self.largest(band, tools) for band in range(first, last)]), second)
         held = abs(self.read(first, last, tools))
@@ -122,6 +134,10 @@ class _Blocks:
         import numpy as np
 
         if _SECOND in self.kept:
+            return self.kept[_SECOND]
+        if self.powers:
+            tops: Any = [tools.read(one, 0, one.numel).max() for one in self.powers]
+            self.kept[_SECOND] = np.float32(2.0 ** min(127, 135 - int(max(tops))))
             return self.kept[_SECOND]
         top = 0.0
         for entry in self.together:
@@ -180,7 +196,8 @@ class _Again:
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
-        return (self.blocks.entry, *(one for one in self.blocks.together if one is not self.blocks.entry))
+        others = (*self.blocks.together, *self.blocks.powers)
+        return (self.blocks.entry, *(one for one in others if one is not self.blocks.entry))
 
     @property
     def facts(self) -> tuple[object, ...]:

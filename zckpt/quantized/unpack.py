@@ -120,6 +120,15 @@ def _misfit(part: Part, what: str, entry: TensorEntry, expected: str) -> Inconsi
 
 
 def _nvfp4(part: Part, known: Quantization, values: Values) -> Coded:
+    """A stack of experts of gpt-oss or Llama 4 is turned: a byte holds two rows, and each 16 rows of a column have a scale."""
+    codes, scales, second = part.codes, *part.beside
+    *lead, half, width = codes.shape if len(codes.shape) > 2 else (0, 0)
+    if lead and scales.shape == (*lead, half // 8, width) and half % 8 == 0 and second.numel in (1, math.prod(lead)):
+        packing = Codes(codes, 4, 2 * half, width, width, downwards=True)
+        grid = Grid(math.prod(lead), 2 * half, width, 16, 1)
+        return Coded(
+            part.stem, (*lead, 2 * half, width), packing, e2m1(has_minus_zero=False), grid, BlockScales(scales, second)
+        )
     return _in_groups(part, part.stem, 4, e2m1(has_minus_zero=False), 16, part.beside[1])
 
 
