@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field, replace
 from typing import Any, NamedTuple
 
@@ -109,14 +109,11 @@ class PlannedFp8(PlannedConversion):
 def _describe_quantiser(name: str, quantiser: Quantiser) -> dict[str, object]:
     found = quantiser.measured
     is_whole = found.elements == quantiser.entry.numel
-    relative = found.error / found.largest if found.largest else 0.0
     numbers = {
-        "largest": found.largest,
-        "max_error": found.error,
-        "max_relative_error": relative,
-        "saturated": found.saturated,
-        "underflowed": found.underflowed,
-    }
+        "largest": found.largest, "max_error": found.error,
+        "max_relative_error": found.error / found.largest if found.largest else 0.0,
+        "saturated": found.saturated, "underflowed": found.underflowed,
+    }  # fmt: skip
     shape: dict[str, object] = {"name": name, "shape": list(quantiser.entry.shape)}
     if quantiser.powers is not None:
         shape["lossless"] = found.error == 0 if is_whole else None
@@ -592,12 +589,7 @@ def _check_experts(chosen: Iterable[str], can: Iterable[str], path: str, flags: 
 
 def _grid(shape: tuple[int, ...], scheme: Scheme) -> Grid:
     _, rows, columns = as_matrices(shape)
-    of: dict[str, Callable[[], tuple[int, int]]] = {
-        "block128": lambda: BLOCK,
-        "channel": lambda: (1, columns),
-        "tensor": lambda: (rows, columns),
-    }
-    return blocks_of(shape, of[scheme]())
+    return blocks_of(shape, {"channel": (1, columns), "tensor": (rows, columns)}.get(scheme, BLOCK))
 
 
 def _scales_shape(shape: tuple[int, ...], grid: Grid, scheme: Scheme) -> tuple[int, ...]:
