@@ -1,19 +1,19 @@
 """Averages of three checkpoints, beside reading them all (and writing as much), `cp` of the output, and what people do today.
 
     python benchmarks/averaging.py DEST [--layers 48]                # writes what is averaged
-    python benchmarks/averaging.py --rival torch|mergekit DEST OUT   # averages it in another way
+    python benchmarks/averaging.py --rival torch DEST OUT            # averages it in another way; or mergekit, ties, dare_ties
 
-A GPT-2 shape in bf16. The rivals: torch with the tensors of all three files in memory maps, and mergekit's linear merge.
+A GPT-2 shape in bf16. The rivals: torch with the tensors of all three files in memory maps, and mergekit's merges.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from limits import least_time
 from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
@@ -60,15 +60,22 @@ def by_torch(dest: Path, out: Path) -> None:
     save_file(mean, out / "model.safetensors", {"format": "pt"})
 
 
-def by_mergekit(dest: Path, out: Path) -> None:
-    """mergekit's linear merge on the CPU, as its command does it."""
+def by_mergekit(dest: Path, out: Path, method: str = "linear") -> None:
+    """A merge of mergekit on the CPU, as its command does it."""
     sys.path.insert(0, str(MERGEKIT))
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
-    models = [{"model": str(dest / str(number)), "parameters": {"weight": 1.0}} for number in range(COUNT)]
-    config = {"models": models, "merge_method": "linear", "dtype": "bfloat16"}
+    models: list[dict[str, Any]] = [
+        {"model": str(dest / str(number)), "parameters": {"weight": 1.0}} for number in range(COUNT)
+    ]
+    config = {"models": models, "merge_method": method, "dtype": "bfloat16"}
+    if method != "linear":
+        models[0:1] = []
+        for model in models:
+            model["parameters"] = {"weight": 0.5, "density": 0.5}
+        config["base_model"] = str(dest / "0")
     options = MergeOptions(copy_tokenizer=False, lazy_unpickle=True, write_model_card=False, quiet=True)
     run_merge(MergeConfiguration.model_validate(config), str(out), options)
 
@@ -106,7 +113,8 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     ]
     jobs = {"ours": Job(ours, clears=(out,)), "cp": copying(out, work / "copy")}
     rivals = {"torch": "torch, all in memory"}
-    if importlib.util.find_spec("mergekit", [str(MERGEKIT)]) or (MERGEKIT / "mergekit").is_dir():
+    sparse = ("ties", "dare_ties") if (MERGEKIT / "mergekit").is_dir() else ()
+    if sparse:
         rivals["mergekit"] = "mergekit's linear merge"
     for rival in rivals:
         theirs = work / rival
@@ -120,6 +128,19 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         {"ours": Job([*ours[: -2 - COUNT], *homes[:2], str(out), "--slerp", "0.5", "--quiet"], clears=(out,))}, rounds
     )
     rows.append(Row("slerp of 2", taken["ours"], least=least_time(work, read=2 * one, written=one)))
+    for method in sparse:
+        theirs = work / method
+        how = ["--task-vector", homes[0], "--method", method, "--density", "0.5", "--weights", "0.5,0.5", "--quiet"]
+        taken = in_turn(
+            {
+                "ours": Job([*ZCKPT, "average", *homes[1:], str(out), *how], clears=(out,)),
+                "theirs": Job([*PYTHON, __file__, "--rival", method, str(dest), str(theirs)], (theirs,), (theirs,)),
+            },
+            rounds,
+        )
+        least = least_time(work, read=COUNT * one, written=one)
+        what = f"{method} of 2 on a base"
+        rows.append(Row(what, taken["ours"], f"mergekit's {method}", taken["theirs"], "not durable", least=least))
     remove(out)
     remove(dest)
     return rows
@@ -130,10 +151,12 @@ if __name__ == "__main__":
     parser.add_argument("dest", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--rival", choices=("torch", "mergekit"))
+    parser.add_argument("--rival", choices=("torch", "mergekit", "ties", "dare_ties"))
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    if options.rival:
-        {"torch": by_torch, "mergekit": by_mergekit}[options.rival](options.dest, options.out)
+    if options.rival == "torch":
+        by_torch(options.dest, options.out)
+    elif options.rival:
+        by_mergekit(options.dest, options.out, "linear" if options.rival == "mergekit" else options.rival)
     else:
         write(options.dest, options.layers)

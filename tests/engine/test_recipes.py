@@ -22,6 +22,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derive_entry
 from zckpt.core.stores import FileStore, MemoryStore
+from zckpt.core.task_vectors import DRAWS, Kept, Sparsity
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run
@@ -85,6 +86,40 @@ def test_a_thin_product_is_the_same_in_both(vector: bool) -> None:
                 NativeKernels().add_low_rank(total, left, right, rank, 0.3)
                 ReferenceKernels().add_low_rank(other, left, right, rank, 0.3)
                 assert same(total, other)
+    finally:
+        use_vector_paths(True)
+
+
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize("kind", range(3))
+def test_thinned_differences_are_the_same_in_both(vector: bool, kind: int) -> None:
+    """Large ones, those drawn, all and none; with an election of signs or without, of weights that add up to nothing too."""
+    use_vector_paths(vector)
+    try:
+        base, *others = (thin(kind, seed, 3001) for seed in range(4))
+        with np.errstate(all="ignore"):
+            bits = (others[0] - base).view(np.uint32) & 0x7FFFFFFF
+        least = int(np.median(bits))
+        low, high, found, other = least - (1 << 22), least + (1 << 22), *np.empty((2, 3001), np.uint32)
+        above, near = NativeKernels().select_near(others[0], base, low, high, found)
+        assert (above, near) == ReferenceKernels().select_near(others[0], base, low, high, other)
+        assert near and np.array_equal(found[:near], other[:near])
+        kept = (
+            Kept(int(bits[1500]), 5000, weight=0.7),
+            Kept(key=9, draws=DRAWS // 3, scale=2.9, weight=-0.7),
+            Kept(0x7FFFFFFF),
+        )
+        for elects, normalises, those in ((True, True, kept), (False, True, kept[:2]), (True, False, (Kept(),) * 3)):
+            for one in those:
+                lengths = [
+                    kernels.lengths(others[0], base, one, 3500) for kernels in (NativeKernels(), ReferenceKernels())
+                ]
+                assert np.array_equal(*lengths, equal_nan=True)
+            how = Sparsity((), (), elects=elects, normalises=normalises, factor=0.3)
+            x, y = base.copy(), base.copy()
+            for kernels, total in ((NativeKernels(), x), (ReferenceKernels(), y)):
+                kernels.move_sparsely(total, others[: len(those)], those, 3500, how)
+            assert same(x, y)
     finally:
         use_vector_paths(True)
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from zckpt.core.task_vectors import Kept, Sparsity
+
     Floats = NDArray[np.float32]
+    Whole = NDArray[np.int64 | np.uint32]
     Bytes = NDArray[np.uint8]
     Matrix = NDArray[np.generic]
     Array = NDArray[np.generic]
@@ -110,6 +113,23 @@ class Kernels(Protocol):
         Each element of the product is a sum of fused multiply-adds in fp32, in the order of the ranks; it is multiplied and
         added, each time rounded to fp32.
         """
+
+    def move_sparsely(
+        self, total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity
+    ) -> None:
+        """Moves `total`, which begins with element `start`, by what stays of the others' differences from it, in place.
+
+        Each step is rounded to fp32.
+        """
+
+    def select_near(self, numbers: Floats, base: Floats, low: int, high: int, found: Whole) -> tuple[int, int]:
+        """Counts magnitudes of (number - base), as the bits of fp32: those above `high`, and those from `low` on to it.
+
+        The latter go into `found`, in order; it has room for all.
+        """
+
+    def lengths(self, numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+        """The sums of |number - base| in fp64, of all and of those that stay: of every 16th element, then of these."""
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
         """Puts the largest magnitude of each block into `found`; infinity is larger than all numbers, and NaN than infinity."""

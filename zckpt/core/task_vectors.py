@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from zckpt.core.folds import Array, Floats
+    from zckpt.core.folds import Array, Floats, Whole
 
     Bools = NDArray[np.bool_]
-    Whole = NDArray[np.int64 | np.uint32]
 
-_AT_ONCE, _IN_CACHE = 1 << 18, 1 << 14
+_AT_ONCE = 1 << 18
 _SAMPLES, _SAMPLED = 64, 1 << 10
 """Places in a large tensor at which magnitudes are looked at first, and elements at each."""
 _MOST_KEPT = 1 << 22
@@ -32,7 +31,8 @@ _MOST_KEPT = 1 << 22
 _MOST = 0x7FFFFFFF
 _SMALL = 1e-7
 """Sums of magnitudes below which nothing is multiplied."""
-_DRAWS = 1 << 24
+DRAWS = 1 << 24
+"""What is drawn for an element is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,36 @@ class Sparsity:
         return ("sparse", self.weights, self.densities, *how)
 
 
-class _Chosen(NamedTuple):
-    """What stays of a difference: magnitudes above `least` (as the bits of fp32), and those equal to it before element
-    `last`.
+class Kept(NamedTuple):
+    """What stays of a difference, and what it counts.
+
+    Attributes:
+        least: magnitudes above it stay, as the bits of fp32.
+        last: those equal to it stay before this element.
+        key: of the random choice.
+        draws: what is drawn for an element that stays is less than this.
+        scale: what the rest is multiplied by.
+        weight: of the difference.
     """
 
-    least: int
-    last: int
-    scale: float
+    least: int = -1
+    last: int = 0
+    key: int = 0
+    draws: int = DRAWS
+    scale: float = 1.0
+    weight: float = 1.0
+
+    def elements(self, difference: Floats, start: int) -> Bools:
+        """Which elements of a difference from `start` on stay."""
+        import numpy as np
+
+        bits = _magnitudes(difference).view(np.int32)
+        stays: Bools = bits > self.least
+        early = max(0, self.last - start)
+        stays[:early] |= bits[:early] == self.least
+        if self.draws < DRAWS:
+            stays &= _draw(self.key, start, len(difference)) < self.draws
+        return stays
 
 
 class SparseSum:
@@ -89,115 +111,69 @@ class SparseSum:
         self.inputs = inputs
         self.facts = how.facts
         self._how = how
-        self._chosen: list[_Chosen] | None = None
+        self._kept: list[Kept] | None = None
         self._lock = Lock()
-        self._keys = [_key(how.seed, inputs[0].name, number) for number in range(1, len(inputs))]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        import numpy as np
-
-        how = self._how
         with self._lock:
-            if self._chosen is None:
-                self._chosen = [self._choose(number, tools) for number in range(len(how.weights))]
+            if self._kept is None:
+                self._kept = [self._choose(number, tools) for number in range(len(self._how.weights))]
         moved: Floats = tools.read_floats(self.inputs[0], start, stop)
         others = [tools.read_floats(entry, start, stop) for entry in self.inputs[1:]]
-        with np.errstate(all="ignore"):
-            for at in range(0, stop - start, _IN_CACHE):
-                base = moved[at : at + _IN_CACHE]
-                terms: list[Floats] = []
-                for number, weight in enumerate(how.weights):
-                    term = others[number][at : at + _IN_CACHE] - base
-                    stays, scale = self._stays(number, term, start + at), np.float32(self._chosen[number].scale)
-                    terms.append((term * stays if scale == 1 else term * stays * scale) * np.float32(weight))
-                base += self._sum(terms)
+        tools.kernels.move_sparsely(moved, others, self._kept, start, self._how)
         return moved
-
-    def _sum(self, terms: Sequence[Floats]) -> Floats:
-        """The sum of the terms that count, divided and multiplied as is asked."""
-        import numpy as np
-
-        how = self._how
-        total = sum(terms[1:], terms[0].copy())
-        divisor: Floats = np.full_like(total, sum(map(np.float32, how.weights)))
-        if how.elects:
-            up = total >= 0
-            down, is_finite = ~up, np.isfinite(total).all()
-            positive, negative, divisor = np.zeros_like(total), np.zeros_like(total), np.zeros_like(total)
-            for term, weight in zip(terms, how.weights, strict=True):
-                counts = ((term > 0) & up) | ((term < 0) & down)
-                divisor += np.float32(weight) * counts
-                positive += np.maximum(term, 0) if is_finite else term * counts
-                negative += np.minimum(term, 0)
-            total = positive * up + negative * down if is_finite else positive
-            divisor += divisor == 0
-        elif abs(float(divisor.flat[0]) if divisor.size else 1) < _NOTHING:
-            divisor[:] = 1
-        if how.normalises:
-            total = total / divisor
-        return total * np.float32(how.factor) if how.factor != 1 else total
 
     def _difference(self, number: int, start: int, stop: int, tools: Tools) -> Floats:
         return tools.read_floats(self.inputs[number + 1], start, stop) - tools.read_floats(self.inputs[0], start, stop)
 
-    def _stays(self, number: int, difference: Floats, start: int) -> Bools:
-        """Which elements of a difference from `start` on stay."""
-        import numpy as np
-
-        density = self._how.densities[number]
-        if density >= 1:
-            return np.ones(len(difference), bool)
-        if density <= 0:
-            return np.zeros(len(difference), bool)
-        if self._how.is_random:
-            stays: Bools = _draw(self._keys[number], start, len(difference)) < int(density * _DRAWS)
-            return stays
-        assert self._chosen is not None
-        chosen, bits = self._chosen[number], _magnitudes(difference)
-        stays = bits > chosen.least
-        early = max(0, chosen.last - start)
-        stays[:early] |= bits[:early] == chosen.least
-        return stays
-
-    def _choose(self, number: int, tools: Tools) -> _Chosen:
+    def _choose(self, number: int, tools: Tools) -> Kept:
         """Chooses what of a difference stays: the largest magnitudes, and of equal ones the first."""
-        density, numel = self._how.densities[number], self.inputs[0].numel
-        if not 0 < density < 1 or not numel:
-            return _Chosen(0, 0, 1.0)
-        if self._how.is_random:
-            chosen = _Chosen(0, 0, 1.0)
+        how, numel = self._how, self.inputs[0].numel
+        density = how.densities[number]
+        kept = Kept(weight=how.weights[number])
+        if density <= 0:
+            return kept._replace(least=_MOST)
+        if density >= 1 or not numel:
+            return kept
+        if how.is_random:
+            key = _key(how.seed, self.inputs[0].name, number + 1)
+            kept = kept._replace(key=key, draws=int(density * DRAWS))
         else:
-            chosen = self._threshold(number, max(1, int(density * numel)), tools)
-        return chosen._replace(scale=self._scale(number, chosen, tools)) if self._how.rescales else chosen
+            least, last = self._threshold(number, max(1, int(density * numel)), tools)
+            kept = kept._replace(least=least, last=last)
+        return kept._replace(scale=self._scale(number, kept, tools)) if how.rescales else kept
 
     def _parts(self, number: int, tools: Tools) -> Iterator[tuple[int, Floats]]:
         for start in range(0, self.inputs[0].numel, _AT_ONCE):
             yield start, self._difference(number, start, min(start + _AT_ONCE, self.inputs[0].numel), tools)
 
-    def _threshold(self, number: int, wanted: int, tools: Tools) -> _Chosen:
+    def _threshold(self, number: int, wanted: int, tools: Tools) -> tuple[int, int]:
         """The `wanted`th largest magnitude, of those around it; of equal ones, up to which element they are wanted."""
         import numpy as np
 
         low, high = self._around(number, wanted, tools)
+        rank, size = wanted, 0
         near: list[tuple[int, Whole]] = []
-        for start, part in self._parts(number, tools):
-            bits = _magnitudes(part)
-            wanted -= int(np.count_nonzero(bits > high))
-            near.append((start, bits[(bits >= low) & (bits <= high)]))
-            if sum(len(found) for _, found in near) > _MOST_KEPT:
-                break
+        base, other = self.inputs[0], self.inputs[number + 1]
+        for start in range(0, base.numel, _AT_ONCE):
+            stop = min(start + _AT_ONCE, base.numel)
+            found: Whole = np.empty(stop - start, np.uint32)
+            numbers = tools.read_floats(other, start, stop)
+            above, count = tools.kernels.select_near(numbers, tools.read_floats(base, start, stop), low, high, found)
+            rank, size = rank - above, size + count
+            near.append((start, found[:count].copy()))
+            if size > _MOST_KEPT:
+                return self._threshold_of_all(number, wanted, tools)
         found = np.concatenate([found for _, found in near])
-        if not 1 <= wanted <= len(found) <= _MOST_KEPT:
-            return self._threshold_of_all(
-                number, max(1, int(self._how.densities[number] * self.inputs[0].numel)), tools
-            )
-        found.partition(len(found) - wanted)
-        least = int(found[len(found) - wanted])
-        wanted -= int(np.count_nonzero(found > least))
+        if not 1 <= rank <= size:
+            return self._threshold_of_all(number, wanted, tools)
+        found.partition(size - rank)
+        least = int(found[size - rank])
+        rank -= int(np.count_nonzero(found > least))
         for start, found in near:
-            wanted -= (equal := int(np.count_nonzero(found == least)))
-            if wanted <= 0:
-                return _Chosen(least, self._last(number, start, least, wanted + equal, tools), 1.0)
+            rank -= (equal := int(np.count_nonzero(found == least)))
+            if rank <= 0:
+                return least, self._last(number, start, least, rank + equal, tools)
         raise AssertionError
 
     def _last(self, number: int, start: int, least: int, wanted: int, tools: Tools) -> int:
@@ -222,7 +198,7 @@ class SparseSum:
         low = int(sample[at - width]) if at > width else 0
         return low, int(sample[at + width]) if at + width < len(sample) else _MOST
 
-    def _threshold_of_all(self, number: int, wanted: int, tools: Tools) -> _Chosen:
+    def _threshold_of_all(self, number: int, wanted: int, tools: Tools) -> tuple[int, int]:
         """The same, by counting magnitudes in two passes."""
         import numpy as np
 
@@ -238,24 +214,72 @@ class SparseSum:
         for start, part in self._parts(number, tools):
             equal = int(np.count_nonzero(_magnitudes(part) == least))
             if equal >= wanted:
-                return _Chosen(least, self._last(number, start, least, wanted, tools), 1.0)
+                return least, self._last(number, start, least, wanted, tools)
             wanted -= equal
         raise AssertionError
 
-    def _scale(self, number: int, chosen: _Chosen, tools: Tools) -> float:
-        import numpy as np
-
+    def _scale(self, number: int, kept: Kept, tools: Tools) -> float:
         before = after = 0.0
-        kept, self._chosen = self._chosen, [chosen] * (number + 1)
-        for start, part in self._parts(number, tools):
-            lengths = np.abs(part, dtype=np.float64)
-            before += float(lengths.sum())
-            after += float(lengths[self._stays(number, part, start)].sum())
-        self._chosen = kept
+        base, other = self.inputs[0], self.inputs[number + 1]
+        for start in range(0, base.numel, _AT_ONCE):
+            stop = min(start + _AT_ONCE, base.numel)
+            numbers, those = tools.read_floats(other, start, stop), tools.read_floats(base, start, stop)
+            whole, part = tools.kernels.lengths(numbers, those, kept, start)
+            before, after = before + whole, after + part
         return 1.0 if before < _SMALL or after < _SMALL else before / after
 
 
+def move_sparsely(total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity) -> None:
+    """The reference of `Kernels.move_sparsely`."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        terms: list[Floats] = []
+        for other, one in zip(others, kept, strict=True):
+            term = other - total
+            terms.append(term * one.elements(term, start) * np.float32(one.scale) * np.float32(one.weight))
+        moved = sum(terms[1:], terms[0].copy())
+        divisor: Floats = np.full_like(moved, sum(np.float32(one.weight) for one in kept))
+        if how.elects:
+            up = moved >= 0
+            moved, divisor = np.zeros_like(moved), np.zeros_like(moved)
+            for term, one in zip(terms, kept, strict=True):
+                counts = np.where(up, term > 0, term < 0)
+                divisor += np.float32(one.weight) * counts
+                moved += term * counts
+            divisor += divisor == 0
+        elif abs(float(divisor.flat[0]) if divisor.size else 1) < _NOTHING:
+            divisor[:] = 1
+        total += (moved / divisor if how.normalises else moved) * np.float32(how.factor)
+
+
+def select_near(numbers: Floats, base: Floats, low: int, high: int, found: Whole) -> tuple[int, int]:
+    """The reference of `Kernels.select_near`."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        bits = _magnitudes(numbers - base)
+    near = bits[(bits >= low) & (bits <= high)]
+    found[: len(near)] = near
+    return int(np.count_nonzero(bits > high)), len(near)
+
+
+def lengths(numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+    """The reference of `Kernels.lengths`."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        difference = numbers - base
+        rows = np.zeros((2, -(-len(numbers) // _LANES) * _LANES))
+        rows[0, : len(numbers)] = np.abs(difference)
+        rows[1, : len(numbers)] = np.where(kept.elements(difference, start), rows[0, : len(numbers)], 0)
+        whole, part = (float(row.reshape(-1, _LANES).cumsum(0)[-1].cumsum()[-1]) if len(row) else 0.0 for row in rows)
+    return whole, part
+
+
 _NOTHING = 1e-8
+_LANES = 16
+"""Sums that `lengths` takes side by side, in `csrc/sparse.cpp` too."""
 
 
 def _magnitudes(numbers: Floats) -> Whole:

@@ -239,6 +239,34 @@ void add_low_rank(uintptr_t total, uintptr_t left, uintptr_t right, size_t rows,
   zckpt::add_low_rank(const_cast<float*>(at(total)), at(left), at(right), rows, columns, rank, scaling);  // NOLINT
 }
 
+void move_sparsely(uintptr_t total, size_t count, uint64_t first, nb::bytes terms, bool elects, bool normalises, float factor) {
+  const auto kept = structs<zckpt::Kept>(terms);
+  if (kept.empty()) throw std::invalid_argument("nothing to move by");
+  nb::gil_scoped_release release;
+  zckpt::move_sparsely(reinterpret_cast<float*>(total), count, first, kept.data(), kept.size(), {elects, normalises, factor});  // NOLINT
+}
+
+nb::tuple lengths(uintptr_t base, size_t count, uint64_t first, nb::bytes kept) {
+  const auto one = structs<zckpt::Kept>(kept);
+  if (one.size() != 1) throw std::invalid_argument("one difference");
+  zckpt::Lengths found{};
+  {
+    nb::gil_scoped_release release;
+    found = zckpt::lengths(reinterpret_cast<const float*>(base), count, first, one[0]);  // NOLINT
+  }
+  return nb::make_tuple(found.all, found.kept);
+}
+
+nb::tuple select_near(uintptr_t x, uintptr_t base, size_t count, uint32_t low, uint32_t high, uintptr_t found) {
+  const auto at = [](uintptr_t address) { return reinterpret_cast<const float*>(address); };  // NOLINT
+  zckpt::Selected selected{};
+  {
+    nb::gil_scoped_release release;
+    selected = zckpt::select_near(at(x), at(base), count, low, high, reinterpret_cast<uint32_t*>(found));  // NOLINT
+  }
+  return nb::make_tuple(selected.above, selected.near);
+}
+
 zckpt::Blocks blocks_of(const std::array<size_t, 5>& b) {
   if (!b[2] || !b[3]) throw std::invalid_argument("blocks without elements");
   return {b[0], b[1], b[2], b[3], b[4]};
@@ -403,6 +431,9 @@ NB_MODULE(_core, m) {
   m.def("blend", &blend, "total"_a, "numbers"_a, "count"_a, "keep"_a, "weight"_a);
   m.def("products", &products, "a"_a, "b"_a, "count"_a);
   m.def("add_low_rank", &add_low_rank, "total"_a, "left"_a, "right"_a, "rows"_a, "columns"_a, "rank"_a, "scaling"_a);
+  m.def("move_sparsely", &move_sparsely, "total"_a, "count"_a, "first"_a, "terms"_a, "elects"_a, "normalises"_a, "factor"_a);
+  m.def("lengths", &lengths, "base"_a, "count"_a, "first"_a, "kept"_a);
+  m.def("select_near", &select_near, "numbers"_a, "base"_a, "count"_a, "low"_a, "high"_a, "found"_a);
   m.def("largest", &largest, "x"_a, "blocks"_a, "found"_a);
   m.def("multiply_blocks", &multiply_blocks, "x"_a, "blocks"_a, "factors"_a);
   m.def("split_codes", &split_codes, "raw"_a, "pitch"_a, "rows"_a, "columns"_a, "bits"_a, "high_first"_a, "codes"_a);

@@ -26,6 +26,36 @@ Products products(const float* a, const float* b, size_t n);
 // AVX2, but for very small matrices and for ranks of 256 and more. It is multiplied by scaling and added, each time rounded to fp32.
 void add_low_rank(float* total, const float* left, const float* right, size_t rows, size_t columns, size_t rank, float scaling);
 
+// What stays of the difference of `numbers` from a base, and what it counts: `Kept` of zckpt/core/task_vectors.py, behind an address.
+struct Kept {
+  uint64_t numbers;
+  int64_t least, last;
+  uint64_t key;
+  int64_t draws;
+  float scale, weight;
+};
+
+// How differences that are thinned out are added.
+struct Sparsely {
+  bool elects, normalises;
+  float factor;
+};
+
+// Moves n numbers, of which `first` is the number of the first one in its tensor, by what stays of others' differences from them.
+void move_sparsely(float* total, size_t n, uint64_t first, const Kept* kept, size_t count, const Sparsely& how);
+
+// The sums of |numbers - base| in fp64, of all and of those that stay: of every 16th element in order, then of these 16 sums in order.
+struct Lengths {
+  double all, kept;
+};
+Lengths lengths(const float* base, size_t n, uint64_t first, const Kept& kept);
+
+// Of the magnitudes of x - base, as bits: how many are above `high`, and how many from `low` on to it; the latter go into `found`.
+struct Selected {
+  size_t above, near;
+};
+Selected select_near(const float* x, const float* base, size_t n, uint32_t low, uint32_t high, uint32_t* found);
+
 // How blocks lie over a matrix of which `rows` rows, from number `first` on, are at hand. Blocks are numbered row by row.
 struct Blocks {
   size_t rows, columns, block_rows, block_columns, first;

@@ -5,13 +5,17 @@ For `bringing` and `elements`. Both give the same bits; of a NaN, that it is one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
+from zckpt.core import task_vectors
 from zckpt.core.folds import Kernels, MatrixBlocks, NumberGrid, Rounded
 from zckpt.engine import kernels_blocks, kernels_codes, kernels_ggml, kernels_to_ggml
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Bytes, Floats, Matrix
+    from zckpt.core.folds import Bytes, Floats, Matrix, Whole
+    from zckpt.core.task_vectors import Kept, Sparsity
 
 try:
     from zckpt import _core
@@ -19,6 +23,7 @@ except ImportError:  # pragma: no cover - depends on the build
     _core = None  # type: ignore[assignment]
 
 
+_KEPT = Struct("<QqqQqff")
 _LANES = 16
 """Sums that `products` takes side by side, in `csrc/kernels.cpp` too."""
 
@@ -41,6 +46,24 @@ class NativeKernels:
     def add_low_rank(self, total: Floats, left: Floats, right: Floats, rank: int, scaling: float) -> None:
         rows, columns = _shape(total, left, right, rank)
         _core.add_low_rank(_address(total), _address(left), _address(right), rows, columns, rank, scaling)
+
+    def move_sparsely(
+        self, total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity
+    ) -> None:
+        packed = b"".join(_KEPT.pack(_address(other), *one) for other, one in zip(others, kept, strict=True))
+        if any(len(other) != len(total) for other in others):
+            raise ValueError("tensors of different lengths")
+        _core.move_sparsely(_address(total), len(total), start, packed, how.elects, how.normalises, how.factor)
+
+    def select_near(self, numbers: Floats, base: Floats, low: int, high: int, found: Whole) -> tuple[int, int]:
+        if not len(numbers) == len(base) <= len(found):
+            raise ValueError("arrays of different lengths")
+        return _core.select_near(_address(numbers), _address(base), len(numbers), low, high, _address(found))
+
+    def lengths(self, numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+        if len(numbers) != len(base):
+            raise ValueError("arrays of different lengths")
+        return _core.lengths(_address(base), len(base), start, _KEPT.pack(_address(numbers), *kept))
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
         kernels_blocks.check(numbers, blocks, found)
@@ -141,6 +164,17 @@ class ReferenceKernels:
             for k in range(rank):
                 product = _multiply_add(left[k::rank, None], right[None, k * columns : (k + 1) * columns], product)
             total += (product * np.float32(scaling)).reshape(-1)
+
+    def move_sparsely(
+        self, total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity
+    ) -> None:
+        task_vectors.move_sparsely(total, others, kept, start, how)
+
+    def select_near(self, numbers: Floats, base: Floats, low: int, high: int, found: Whole) -> tuple[int, int]:
+        return task_vectors.select_near(numbers, base, low, high, found)
+
+    def lengths(self, numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+        return task_vectors.lengths(numbers, base, kept, start)
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
         kernels_blocks.largest(numbers, blocks, found)
