@@ -18,11 +18,11 @@ from zckpt.containers.gguf_file import PACKED, GgmlType
 from zckpt.core import plan as plans
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
+from zckpt.core.folds import DRAWS, Sparsity, Thinned
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derive_entry
 from zckpt.core.stores import FileStore, MemoryStore
-from zckpt.core.task_vectors import DRAWS, Kept, Sparsity
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run
@@ -105,11 +105,11 @@ def test_thinned_differences_are_the_same_in_both(vector: bool, kind: int) -> No
         assert (above, near) == ReferenceKernels().select_near(others[0], base, low, high, other)
         assert near and np.array_equal(found[:near], other[:near])
         kept = (
-            Kept(int(bits[1500]), 5000, weight=0.7),
-            Kept(key=9, draws=DRAWS // 3, scale=2.9, weight=-0.7),
-            Kept(0x7FFFFFFF),
+            Thinned(int(bits[1500]), 5000, weight=0.7),
+            Thinned(key=9, draws=DRAWS // 3, scale=2.9, weight=-0.7),
+            Thinned(0x7FFFFFFF),
         )
-        for elects, normalises, those in ((True, True, kept), (False, True, kept[:2]), (True, False, (Kept(),) * 3)):
+        for elects, normalises, those in ((True, True, kept), (False, True, kept[:2]), (True, False, (Thinned(),) * 3)):
             for one in those:
                 lengths = [
                     kernels.lengths(others[0], base, one, 3500) for kernels in (NativeKernels(), ReferenceKernels())

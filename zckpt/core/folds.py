@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.stores import FileStore
@@ -17,8 +18,6 @@ from zckpt.core.stores import FileStore
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from zckpt.core.task_vectors import Kept, Sparsity
 
     Floats = NDArray[np.float32]
     Whole = NDArray[np.int64 | np.uint32]
@@ -48,6 +47,61 @@ class Uptake(NamedTuple):
     how: How
     a: float = 0.0
     b: float = 0.0
+
+
+DRAWS = 1 << 24
+"""What is drawn for an element is less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """How differences are thinned out and added.
+
+    Attributes:
+        weights: of each tensor's difference.
+        densities: the part of it that stays.
+        is_random: whether random numbers stay (DARE), and not the largest ones.
+        elects: whether only numbers count that have the sign of their sum.
+        normalises: whether the sum is divided by the weights that count.
+        rescales: whether what stays is multiplied so that the magnitudes add up to what they were.
+        factor: of the whole sum.
+        seed: of the random choice, which depends on it, on the tensor's name and on its place among the others.
+    """
+
+    weights: tuple[float, ...]
+    densities: tuple[float, ...]
+    is_random: bool = False
+    elects: bool = True
+    normalises: bool = True
+    rescales: bool = False
+    factor: float = 1.0
+    seed: int = 0
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """As `core.recipes.Recipe.facts`."""
+        how = self.is_random, self.elects, self.normalises, self.rescales, self.factor, self.seed
+        return ("sparse", self.weights, self.densities, *how)
+
+
+class Thinned(NamedTuple):
+    """What stays of a difference, and what it counts.
+
+    Attributes:
+        least: magnitudes above it stay, as the bits of fp32.
+        last: those equal to it stay before this element.
+        key: of the random choice.
+        draws: what is drawn for an element that stays is less than this.
+        scale: what the rest is multiplied by.
+        weight: of the difference.
+    """
+
+    least: int = -1
+    last: int = 0
+    key: int = 0
+    draws: int = DRAWS
+    scale: float = 1.0
+    weight: float = 1.0
 
 
 class MatrixBlocks(NamedTuple):
@@ -115,7 +169,7 @@ class Kernels(Protocol):
         """
 
     def move_sparsely(
-        self, total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity
+        self, total: Floats, others: Sequence[Floats], kept: Sequence[Thinned], start: int, how: Sparsity
     ) -> None:
         """Moves `total`, which begins with element `start`, by what stays of the others' differences from it, in place.
 
@@ -128,7 +182,7 @@ class Kernels(Protocol):
         The latter go into `found`, in order; it has room for all.
         """
 
-    def lengths(self, numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+    def lengths(self, numbers: Floats, base: Floats, kept: Thinned, start: int) -> tuple[float, float]:
         """The sums of |number - base| in fp64, of all and of those that stay: of every 16th element, then of these."""
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.folds import Tools
+from zckpt.core.folds import DRAWS, Sparsity, Thinned, Tools
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,70 +30,6 @@ _MOST_KEPT = 1 << 22
 _MOST = 0x7FFFFFFF
 _SMALL = 1e-7
 """Sums of magnitudes below which nothing is multiplied."""
-DRAWS = 1 << 24
-"""What is drawn for an element is less."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sparsity:
-    """How differences are thinned out and added.
-
-    Attributes:
-        weights: of each tensor's difference.
-        densities: the part of it that stays.
-        is_random: whether random numbers stay (DARE), and not the largest ones.
-        elects: whether only numbers count that have the sign of their sum.
-        normalises: whether the sum is divided by the weights that count.
-        rescales: whether what stays is multiplied so that the magnitudes add up to what they were.
-        factor: of the whole sum.
-        seed: of the random choice, which depends on it, on the tensor's name and on its place among the others.
-    """
-
-    weights: tuple[float, ...]
-    densities: tuple[float, ...]
-    is_random: bool = False
-    elects: bool = True
-    normalises: bool = True
-    rescales: bool = False
-    factor: float = 1.0
-    seed: int = 0
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        how = self.is_random, self.elects, self.normalises, self.rescales, self.factor, self.seed
-        return ("sparse", self.weights, self.densities, *how)
-
-
-class Kept(NamedTuple):
-    """What stays of a difference, and what it counts.
-
-    Attributes:
-        least: magnitudes above it stay, as the bits of fp32.
-        last: those equal to it stay before this element.
-        key: of the random choice.
-        draws: what is drawn for an element that stays is less than this.
-        scale: what the rest is multiplied by.
-        weight: of the difference.
-    """
-
-    least: int = -1
-    last: int = 0
-    key: int = 0
-    draws: int = DRAWS
-    scale: float = 1.0
-    weight: float = 1.0
-
-    def elements(self, difference: Floats, start: int) -> Bools:
-        """Which elements of a difference from `start` on stay."""
-        import numpy as np
-
-        bits = _magnitudes(difference).view(np.int32)
-        stays: Bools = bits > self.least
-        early = max(0, self.last - start)
-        stays[:early] |= bits[:early] == self.least
-        if self.draws < DRAWS:
-            stays &= _draw(self.key, start, len(difference)) < self.draws
-        return stays
 
 
 class SparseSum:
@@ -111,7 +46,7 @@ class SparseSum:
         self.inputs = inputs
         self.facts = how.facts
         self._how = how
-        self._kept: list[Kept] | None = None
+        self._kept: list[Thinned] | None = None
         self._lock = Lock()
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
@@ -126,11 +61,11 @@ class SparseSum:
     def _difference(self, number: int, start: int, stop: int, tools: Tools) -> Floats:
         return tools.read_floats(self.inputs[number + 1], start, stop) - tools.read_floats(self.inputs[0], start, stop)
 
-    def _choose(self, number: int, tools: Tools) -> Kept:
+    def _choose(self, number: int, tools: Tools) -> Thinned:
         """Chooses what of a difference stays: the largest magnitudes, and of equal ones the first."""
         how, numel = self._how, self.inputs[0].numel
         density = how.densities[number]
-        kept = Kept(weight=how.weights[number])
+        kept = Thinned(weight=how.weights[number])
         if density <= 0:
             return kept._replace(least=_MOST)
         if density >= 1 or not numel:
@@ -218,7 +153,7 @@ class SparseSum:
             wanted -= equal
         raise AssertionError
 
-    def _scale(self, number: int, kept: Kept, tools: Tools) -> float:
+    def _scale(self, number: int, kept: Thinned, tools: Tools) -> float:
         before = after = 0.0
         base, other = self.inputs[0], self.inputs[number + 1]
         for start in range(0, base.numel, _AT_ONCE):
@@ -229,7 +164,7 @@ class SparseSum:
         return 1.0 if before < _SMALL or after < _SMALL else before / after
 
 
-def move_sparsely(total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity) -> None:
+def move_sparsely(total: Floats, others: Sequence[Floats], kept: Sequence[Thinned], start: int, how: Sparsity) -> None:
     """The reference of `Kernels.move_sparsely`."""
     import numpy as np
 
@@ -237,7 +172,7 @@ def move_sparsely(total: Floats, others: Sequence[Floats], kept: Sequence[Kept],
         terms: list[Floats] = []
         for other, one in zip(others, kept, strict=True):
             term = other - total
-            terms.append(term * one.elements(term, start) * np.float32(one.scale) * np.float32(one.weight))
+            terms.append(term * _stay(one, term, start) * np.float32(one.scale) * np.float32(one.weight))
         moved = sum(terms[1:], terms[0].copy())
         divisor: Floats = np.full_like(moved, sum(np.float32(one.weight) for one in kept))
         if how.elects:
@@ -264,7 +199,7 @@ def select_near(numbers: Floats, base: Floats, low: int, high: int, found: Whole
     return int(np.count_nonzero(bits > high)), len(near)
 
 
-def lengths(numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+def lengths(numbers: Floats, base: Floats, kept: Thinned, start: int) -> tuple[float, float]:
     """The reference of `Kernels.lengths`."""
     import numpy as np
 
@@ -272,7 +207,7 @@ def lengths(numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[floa
         difference = numbers - base
         rows = np.zeros((2, -(-len(numbers) // _LANES) * _LANES))
         rows[0, : len(numbers)] = np.abs(difference)
-        rows[1, : len(numbers)] = np.where(kept.elements(difference, start), rows[0, : len(numbers)], 0)
+        rows[1, : len(numbers)] = np.where(_stay(kept, difference, start), rows[0, : len(numbers)], 0)
         whole, part = (float(row.reshape(-1, _LANES).cumsum(0)[-1].cumsum()[-1]) if len(row) else 0.0 for row in rows)
     return whole, part
 
@@ -280,6 +215,19 @@ def lengths(numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[floa
 _NOTHING = 1e-8
 _LANES = 16
 """Sums that `lengths` takes side by side, in `csrc/sparse.cpp` too."""
+
+
+def _stay(kept: Thinned, difference: Floats, start: int) -> Bools:
+    """Which elements of a difference from `start` on stay."""
+    import numpy as np
+
+    bits = _magnitudes(difference).view(np.int32)
+    stays: Bools = bits > kept.least
+    early = max(0, kept.last - start)
+    stays[:early] |= bits[:early] == kept.least
+    if kept.draws < DRAWS:
+        stays &= _draw(kept.key, start, len(difference)) < kept.draws
+    return stays
 
 
 def _magnitudes(numbers: Floats) -> Whole:

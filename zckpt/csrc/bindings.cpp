@@ -240,14 +240,14 @@ void add_low_rank(uintptr_t total, uintptr_t left, uintptr_t right, size_t rows,
 }
 
 void move_sparsely(uintptr_t total, size_t count, uint64_t first, nb::bytes terms, bool elects, bool normalises, float factor) {
-  const auto kept = structs<zckpt::Kept>(terms);
+  const auto kept = structs<zckpt::Thinned>(terms);
   if (kept.empty()) throw std::invalid_argument("nothing to move by");
   nb::gil_scoped_release release;
   zckpt::move_sparsely(reinterpret_cast<float*>(total), count, first, kept.data(), kept.size(), {elects, normalises, factor});  // NOLINT
 }
 
 nb::tuple lengths(uintptr_t base, size_t count, uint64_t first, nb::bytes kept) {
-  const auto one = structs<zckpt::Kept>(kept);
+  const auto one = structs<zckpt::Thinned>(kept);
   if (one.size() != 1) throw std::invalid_argument("one difference");
   zckpt::Lengths found{};
   {

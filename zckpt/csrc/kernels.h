@@ -26,8 +26,8 @@ Products products(const float* a, const float* b, size_t n);
 // AVX2, but for very small matrices and for ranks of 256 and more. It is multiplied by scaling and added, each time rounded to fp32.
 void add_low_rank(float* total, const float* left, const float* right, size_t rows, size_t columns, size_t rank, float scaling);
 
-// What stays of the difference of `numbers` from a base, and what it counts: `Kept` of zckpt/core/task_vectors.py, behind an address.
-struct Kept {
+// What stays of the difference of `numbers` from a base, and what it counts: `Thinned` of zckpt/core/folds.py, behind an address.
+struct Thinned {
   uint64_t numbers;
   int64_t least, last;
   uint64_t key;
@@ -42,13 +42,13 @@ struct Sparsely {
 };
 
 // Moves n numbers, of which `first` is the number of the first one in its tensor, by what stays of others' differences from them.
-void move_sparsely(float* total, size_t n, uint64_t first, const Kept* kept, size_t count, const Sparsely& how);
+void move_sparsely(float* total, size_t n, uint64_t first, const Thinned* kept, size_t count, const Sparsely& how);
 
 // The sums of |numbers - base| in fp64, of all and of those that stay: of every 16th element in order, then of these 16 sums in order.
 struct Lengths {
   double all, kept;
 };
-Lengths lengths(const float* base, size_t n, uint64_t first, const Kept& kept);
+Lengths lengths(const float* base, size_t n, uint64_t first, const Thinned& kept);
 
 // Of the magnitudes of x - base, as bits: how many are above `high`, and how many from `low` on to it; the latter go into `found`.
 struct Selected {

@@ -81,7 +81,7 @@ ZCKPT_VECTOR void add_lengths(const float* __restrict x, const float* __restrict
 }
 
 // 1 for each difference that stays, else 0
-void keep(float* kept, const float* x, const float* base, size_t n, uint64_t first, const Kept& one) {
+void keep(float* kept, const float* x, const float* base, size_t n, uint64_t first, const Thinned& one) {
   const int64_t early = std::clamp<int64_t>(one.last - static_cast<int64_t>(first), 0, static_cast<int64_t>(n));
   keep_large(kept, x, base, n, static_cast<int32_t>(one.least), static_cast<size_t>(early));
   if (one.draws < kDraws) keep_drawn(kept, n, first, one.key, one.draws);
@@ -109,7 +109,7 @@ ZCKPT_FOR("avx2") size_t select_eights(const float* x, const float* base, size_t
 
 }  // namespace
 
-void move_sparsely(float* total, size_t n, uint64_t first, const Kept* kept, size_t count, const Sparsely& how) {
+void move_sparsely(float* total, size_t n, uint64_t first, const Thinned* kept, size_t count, const Sparsely& how) {
   const PlainFloats floats;
   std::vector<float> terms(count * kPart);
   float sum[kPart], moved[kPart], divisor[kPart], weights = 0;
@@ -118,7 +118,7 @@ void move_sparsely(float* total, size_t n, uint64_t first, const Kept* kept, siz
   for (size_t at = 0; at < n; at += kPart, total += kPart, first += kPart) {
     const size_t m = std::min(kPart, n - at);
     for (size_t k = 0; k < count; ++k) {
-      const Kept& one = kept[k];
+      const Thinned& one = kept[k];
       float* term = terms.data() + k * kPart;
       const float* x = reinterpret_cast<const float*>(one.numbers) + at;  // NOLINT
       keep(term, x, total, m, first, one);
@@ -142,7 +142,7 @@ void move_sparsely(float* total, size_t n, uint64_t first, const Kept* kept, siz
   }
 }
 
-Lengths lengths(const float* base, size_t n, uint64_t first, const Kept& one) {
+Lengths lengths(const float* base, size_t n, uint64_t first, const Thinned& one) {
   const PlainFloats floats;
   const float* x = reinterpret_cast<const float*>(one.numbers);  // NOLINT
   LengthSums sums{};

@@ -14,8 +14,7 @@ from zckpt.core.folds import Kernels, MatrixBlocks, NumberGrid, Rounded
 from zckpt.engine import kernels_blocks, kernels_codes, kernels_ggml, kernels_to_ggml
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Bytes, Floats, Matrix, Whole
-    from zckpt.core.task_vectors import Kept, Sparsity
+    from zckpt.core.folds import Bytes, Floats, Matrix, Sparsity, Thinned, Whole
 
 try:
     from zckpt import _core
@@ -48,7 +47,7 @@ class NativeKernels:
         _core.add_low_rank(_address(total), _address(left), _address(right), rows, columns, rank, scaling)
 
     def move_sparsely(
-        self, total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity
+        self, total: Floats, others: Sequence[Floats], kept: Sequence[Thinned], start: int, how: Sparsity
     ) -> None:
         packed = b"".join(_KEPT.pack(_address(other), *one) for other, one in zip(others, kept, strict=True))
         if any(len(other) != len(total) for other in others):
@@ -60,7 +59,7 @@ class NativeKernels:
             raise ValueError("arrays of different lengths")
         return _core.select_near(_address(numbers), _address(base), len(numbers), low, high, _address(found))
 
-    def lengths(self, numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+    def lengths(self, numbers: Floats, base: Floats, kept: Thinned, start: int) -> tuple[float, float]:
         if len(numbers) != len(base):
             raise ValueError("arrays of different lengths")
         return _core.lengths(_address(base), len(base), start, _KEPT.pack(_address(numbers), *kept))
@@ -166,14 +165,14 @@ class ReferenceKernels:
             total += (product * np.float32(scaling)).reshape(-1)
 
     def move_sparsely(
-        self, total: Floats, others: Sequence[Floats], kept: Sequence[Kept], start: int, how: Sparsity
+        self, total: Floats, others: Sequence[Floats], kept: Sequence[Thinned], start: int, how: Sparsity
     ) -> None:
         task_vectors.move_sparsely(total, others, kept, start, how)
 
     def select_near(self, numbers: Floats, base: Floats, low: int, high: int, found: Whole) -> tuple[int, int]:
         return task_vectors.select_near(numbers, base, low, high, found)
 
-    def lengths(self, numbers: Floats, base: Floats, kept: Kept, start: int) -> tuple[float, float]:
+    def lengths(self, numbers: Floats, base: Floats, kept: Thinned, start: int) -> tuple[float, float]:
         return task_vectors.lengths(numbers, base, kept, start)
 
     def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:

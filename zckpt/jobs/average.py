@@ -25,8 +25,9 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType
 from zckpt.core.evidence import weakest
+from zckpt.core.folds import Sparsity
 from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derive_entry
-from zckpt.core.task_vectors import SparseSum, Sparsity
+from zckpt.core.task_vectors import SparseSum
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.jobs.casting import to_dtype

@@ -15,8 +15,9 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.base.words import join_words
 from zckpt.core.catalog import TensorEntry
+from zckpt.core.folds import Sparsity
 from zckpt.core.recipes import Interpolated, Recipe, WeightedSum
-from zckpt.core.task_vectors import SparseSum, Sparsity
+from zckpt.core.task_vectors import SparseSum
 from zckpt.jobs.merged import find_model
 from zckpt.storage.location import locate
 
