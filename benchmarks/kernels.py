@@ -18,7 +18,9 @@ from pathlib import Path
 
 import numpy as np
 from measure import machine
+from numpy.typing import NDArray
 
+from zckpt import _core
 from zckpt.core.folds import MatrixBlocks, NumberGrid
 from zckpt.engine.kernels import kernels_of
 
@@ -64,10 +66,20 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
     for bits in (4, 8):
         into, both = np.empty(numel * bits // 8, np.uint8), np.empty((2, numel // 64), np.float32)
         found[f"to_affine ({bits} bits of MLX), groups of 64"] = partial(KERNELS.to_affine, x, 64, bits, into, *both)
+    for part in (0.03, 0.17, 0.6):
+        changed = random.random(2 * numel, np.float32) < part  # of bf16 numbers, in their lowest bits
+        after = x.view(np.uint16) ^ np.where(changed, random.geometric(0.5, 2 * numel).clip(1, 127), 0).astype(
+            np.uint16
+        )
+        found[f"difference (deltas), {part:.0%} of bf16 numbers changed"] = partial(_difference, x, after)
     packed = np.empty(numel // 32 * 34, np.uint8)
     found["to_q8_0"] = partial(KERNELS.to_q8_0, x, packed)
     found["of_q8_0"] = partial(KERNELS.of_q8_0, packed, y)
     return found
+
+
+def _difference(before: NDArray[np.float32], after: NDArray[np.uint16]) -> None:
+    _core.difference(before.ctypes.data, after.ctypes.data, before.nbytes, 2, ends=True)
 
 
 def main() -> None:

@@ -400,6 +400,21 @@ def kernels() -> None:
         assert np.array_equal(y, z, equal_nan=True), "of_q8_0"
 
 
+def differences() -> None:
+    """Zstd blocks of differences of any length and density, read by zstandard."""
+    import zstandard
+
+    for nbytes, density in itertools.product((1, 63, 64, 65, 4097, 131_071, 131_073, 300_000), (0, 0.001, 0.1, 0.5, 1)):
+        for values in (2, 130, 256):
+            old = RNG.integers(0, 256, nbytes).astype(np.uint8)
+            found = np.where(RNG.random(nbytes) < density, RNG.integers(0, values, nbytes), 0).astype(np.uint8)
+            new = old ^ found
+            blocks, changed = core.difference(old.ctypes.data, new.ctypes.data, nbytes, 1, True)
+            frame = b"\x28\xb5\x2f\xfd\xc0\x38" + nbytes.to_bytes(8, "little") + blocks
+            assert changed == np.count_nonzero(found)
+            assert zstandard.ZstdDecompressor().decompress(frame) == found.tobytes(), (nbytes, density, values)
+
+
 def main() -> None:
     batches.LEAST_BYTES = 0
     root = Path(tempfile.mkdtemp(prefix="zckpt-sanitized-"))
@@ -410,6 +425,7 @@ def main() -> None:
             moves,
             folds,
             lambda _: memory(),
+            lambda _: differences(),
             sinks,
             faults,
             scans,

@@ -14,6 +14,7 @@
 #include "codes.h"
 #include "confirm.h"
 #include "crc32.h"
+#include "difference.h"
 #include "early.h"
 #include "floats.h"
 #include "io.h"
@@ -358,6 +359,17 @@ void copy_aside(uintptr_t to, uintptr_t from, size_t nbytes) {
   zckpt::copy_aside(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), nbytes);  // NOLINT
 }
 
+nb::tuple difference(uintptr_t before, uintptr_t after, size_t nbytes, unsigned width, bool ends) {
+  if (!width || width > 16 || width & (width - 1)) throw std::invalid_argument("bytes of an element");
+  std::string blocks;
+  uint64_t changed;
+  {
+    nb::gil_scoped_release release;
+    changed = zckpt::add_difference(bytes_at(before), bytes_at(after), nbytes, width, ends, blocks);
+  }
+  return nb::make_tuple(nb::bytes(blocks.data(), blocks.size()), changed);
+}
+
 bool is_beyond_doubt(int from, int to, uintptr_t a, uintptr_t b, size_t count) {
   if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
   nb::gil_scoped_release release;
@@ -447,6 +459,7 @@ NB_MODULE(_core, m) {
   m.def("to_q8_0", &to_q8_0, "numbers"_a, "blocks"_a, "count"_a);
   m.def("copy_aside", &copy_aside, "to"_a, "source"_a, "nbytes"_a);
   m.def("is_beyond_doubt", &is_beyond_doubt, "source"_a, "target"_a, "a"_a, "b"_a, "count"_a);
+  m.def("difference", &difference, "before"_a, "after"_a, "nbytes"_a, "width"_a, "ends"_a);
   m.def("of_q8_0", &of_q8_0, "blocks"_a, "numbers"_a, "count"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",

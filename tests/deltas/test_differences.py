@@ -1,0 +1,91 @@
+"""The frames that the engine makes of differences: what zstandard reads in them, and how large they are."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import zstandard
+
+from zckpt.core.dtypes import BY_NAME
+from zckpt.deltas import encode
+from zckpt.deltas.encode import Encoder
+from zckpt.deltas.form import DeltaForm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+FORM = DeltaForm(1, 0)
+BLOCK = 128 << 10
+WIDTHS = {1: "U8", 2: "BF16", 4: "F32", 8: "F64", 16: "C128"}
+CHANGES = np.random.default_rng(5)
+
+
+def frame(difference: Bytes, width: int, pieces: int, directory: Path) -> tuple[bytes, int]:
+    """The frame of a difference, fed in so many pieces, and how many elements changed."""
+    old = CHANGES.integers(0, 256, len(difference), np.uint8)
+    encoder = Encoder("x", len(old) // width, BY_NAME[WIDTHS[width]], FORM, str(directory))
+    step = max(1, len(old) // pieces // width) * width
+    for start in range(0, len(old), step):
+        encoder.feed(old[start : start + step], (old ^ difference)[start : start + step])
+    made = encoder.finish()
+    try:
+        return (made.data.read() if made.data else b""), made.changed
+    finally:
+        made.close()
+
+
+def differences(nbytes: int) -> list[Bytes]:
+    """Sparse and dense ones, of few values and of all; with runs of every length between changes; and of one value only."""
+    found = []
+    for density in (0, 1e-4, 0.01, 0.2, 0.9, 1):
+        for values in (2, 130, 256):
+            changed = CHANGES.integers(0, values, nbytes).astype(np.uint8)
+            found.append(np.where(CHANGES.random(nbytes) < density, changed, 0).astype(np.uint8))
+    skewed = np.minimum(CHANGES.geometric(0.3, nbytes) * 17 % 256, 255).astype(np.uint8)
+    stairs = np.zeros(nbytes, np.uint8)
+    stairs[np.cumsum(np.arange(int(nbytes**0.5)))] = 1
+    return [*found, skewed, stairs, np.full(nbytes, 7, np.uint8)]
+
+
+@pytest.mark.parametrize("nbytes", [16, 48, 64, 80, 1008, 16_384, BLOCK - 16, BLOCK, BLOCK + 16, 3 * BLOCK])
+def test_zstandard_reads_every_frame(nbytes: int, tmp_path: Path) -> None:
+    for number, difference in enumerate(differences(nbytes)):
+        width, pieces = (1, 2, 4, 8, 16)[number % 5], 1 + number % 3
+        made, changed = frame(difference, width, pieces, tmp_path)
+        assert changed == np.count_nonzero(difference.reshape(-1, width).any(axis=1))
+        if not changed:
+            assert made == b""
+            continue
+        assert zstandard.get_frame_parameters(made).content_size == nbytes
+        assert zstandard.ZstdDecompressor().decompress(made) == difference.tobytes(), number
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(made)) as stream:
+            assert stream.read() == difference.tobytes()
+        assert len(made) <= nbytes + 14 + 3 * (nbytes // BLOCK + 2 * pieces)
+
+
+@pytest.mark.skipif(encode._core is None, reason="level 1 of zstd is larger")
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
+def test_a_step_of_training_takes_at_most_half_as_much_again_as_its_entropy(rate: float, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    masters = random.standard_normal(1 << 20, np.float32) * np.float32(0.02)
+    stepped = masters - np.float32(rate) * random.standard_normal(1 << 20, np.float32).clip(-1, 1)
+    old, new = ((x.view(np.uint32) + 0x8000 >> 16).astype(np.uint16) for x in (masters, stepped))
+    _, counts = np.unique(old ^ new, return_counts=True)
+    entropy = -(counts * np.log2(counts / len(old))).sum() / 8
+    made, _ = frame((old ^ new).view(np.uint8), 2, 1, tmp_path)
+    assert len(made) <= 1.5 * entropy
+
+
+def test_without_the_engine_the_difference_is_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(encode, "_core", None)
+    for difference in differences(1008):
+        made, changed = frame(difference, 2, 2, tmp_path)
+        assert changed == np.count_nonzero(difference.view(np.uint16))
+        assert (zstandard.ZstdDecompressor().decompress(made) if made else bytes(1008)) == difference.tobytes()

@@ -1,0 +1,159 @@
+#include "entropy.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace zckpt {
+
+FseCode::FseCode(const uint32_t* counts, unsigned symbols, unsigned log) : log_(log), symbols_(symbols) {
+  const uint64_t total = std::accumulate(counts, counts + symbols, uint64_t{0});
+  const int states = 1 << log;
+  int left = states;
+  for (unsigned s = 0; s < symbols; ++s) {
+    if (!counts[s]) continue;
+    shares_[s] = static_cast<uint16_t>(std::max<uint64_t>(1, (counts[s] * states + total / 2) / total));
+    left -= shares_[s];
+  }
+  for (; left; left += left < 0 ? 1 : -1) {  // rounding gave away too many, or too few
+    auto* largest = std::max_element(shares_, shares_ + symbols);
+    *largest = static_cast<uint16_t>(*largest + (left < 0 ? -1 : 1));
+  }
+  uint8_t spread[1 << kLog];
+  unsigned at = 0;
+  for (unsigned s = 0; s < symbols; ++s)
+    for (unsigned i = 0; i < shares_[s]; ++i) {
+      spread[at] = static_cast<uint8_t>(s);
+      at = (at + (states >> 1) + (states >> 3) + 3) & (states - 1);
+    }
+  uint16_t firsts[kSymbols];
+  unsigned before = 0;
+  for (unsigned s = 0; s < symbols; ++s) {
+    firsts[s] = static_cast<uint16_t>(before);
+    if (const unsigned share = shares_[s]; share) {
+      const unsigned bits = share == 1 ? log : log + 1 - std::bit_width(share - 1);
+      steps_[s] = {(bits << 16) - (share << bits), static_cast<int32_t>(before) - static_cast<int32_t>(share)};
+      before += share;
+    }
+  }
+  for (int u = 0; u < states; ++u) next_[firsts[spread[u]]++] = static_cast<uint16_t>(states + u);
+}
+
+uint8_t* FseCode::describe(uint8_t* to) const {
+  BitWriter bits(to);
+  bits.add({log_ - 5, 4});
+  unsigned left = (1u << log_) + 1, threshold = 1u << log_, width = log_ + 1;
+  for (unsigned s = 0; s < symbols_ && left > 1;) {
+    const unsigned share = shares_[s++] + 1u, spare = 2 * threshold - 1 - left;
+    left -= share - 1;
+    const unsigned value = share >= threshold ? share + spare : share;
+    bits.add({value, value < spare ? width - 1 : width});
+    for (; left < threshold; threshold >>= 1) --width;
+    bits.flush();
+    if (share != 1 || left <= 1) continue;
+    unsigned zeros = 0;  // that follow
+    for (; s < symbols_ && !shares_[s]; ++s) ++zeros;
+    for (; zeros >= 3; zeros -= 3) {
+      bits.add({3, 2});
+      bits.flush();
+    }
+    bits.add({zeros, 2});
+  }
+  return bits.end();
+}
+
+namespace {
+
+// The lengths of an optimal prefix code, without a limit, for symbols in ascending order of their counts.
+void measure(const uint32_t* counts, int n, uint8_t* lengths) {
+  uint32_t weights[511];
+  int parents[511];
+  std::copy_n(counts, n, weights);
+  int leaf = 0, inner = n;
+  for (int node = n; node < 2 * n - 1; ++node) {
+    weights[node] = 0;
+    for (int side = 0; side < 2; ++side) {
+      const int least = leaf < n && (inner == node || weights[leaf] <= weights[inner]) ? leaf++ : inner++;
+      weights[node] += weights[least];
+      parents[least] = node;
+    }
+  }
+  uint8_t depths[511];
+  depths[2 * n - 2] = 0;
+  for (int node = 2 * n - 3; node >= 0; --node) depths[node] = static_cast<uint8_t>(depths[parents[node]] + 1);
+  std::copy_n(depths, n, lengths);
+}
+
+}  // namespace
+
+HuffmanCode::HuffmanCode(const uint32_t counts[256]) {
+  std::pair<uint32_t, uint8_t> order[256];
+  int n = 0;
+  for (int b = 0; b < 256; ++b)
+    if (counts[b]) order[n++] = {counts[b], last_ = static_cast<uint8_t>(b)};
+  std::sort(order, order + n);
+  uint32_t ascending[256];
+  uint8_t lengths[256];
+  for (int i = 0; i < n; ++i) ascending[i] = order[i].first;
+  for (measure(ascending, n, lengths); lengths[0] > kBits; measure(ascending, n, lengths))  // flatter, until it fits
+    for (int i = 0; i < n; ++i) ascending[i] = (ascending[i] + 1) / 2;
+  longest_ = lengths[0];
+  uint16_t of_length[kBits + 2] = {};
+  for (int i = 0; i < n; ++i) ++of_length[lengths_[order[i].second] = lengths[i]];
+  uint16_t code = 0, first[kBits + 2] = {};
+  for (unsigned length = longest_; length; --length) {
+    first[length] = code;
+    code = static_cast<uint16_t>((code + of_length[length]) >> 1);
+  }
+  for (int b = 0; b <= last_; ++b)
+    codes_[b] = {lengths_[b] ? first[lengths_[b]]++ : uint16_t{0}, lengths_[b]};
+}
+
+uint8_t* HuffmanCode::describe(uint8_t* to) const {
+  constexpr unsigned kDirect = 128, kWeightLog = 6;
+  uint8_t weights[256];
+  uint32_t counts[kBits + 1] = {};
+  for (int b = 0; b < last_; ++b) ++counts[weights[b] = lengths_[b] ? static_cast<uint8_t>(longest_ + 1 - lengths_[b]) : 0];
+  const unsigned direct = last_ <= kDirect ? (last_ + 1u) / 2 : UINT32_MAX;
+  const auto distinct = std::count_if(counts, counts + kBits + 1, [](uint32_t c) { return c != 0; });
+  if (distinct > 1 && last_ > 2) {  // two states take turns
+    const FseCode code(counts, kBits + 1, kWeightLog);
+    BitWriter bits(code.describe(to + 1));
+    int at = last_ - 1;
+    uint32_t states[2];
+    states[at % 2] = code.begin(weights[at]);
+    --at;
+    states[at % 2] = code.begin(weights[at]);
+    for (--at; at >= 0; --at) {
+      bits.add(code.take(states[at % 2], weights[at]));
+      bits.flush();
+    }
+    code.finish(bits, states[1]);
+    code.finish(bits, states[0]);
+    uint8_t* const end = bits.finish();
+    const auto size = static_cast<unsigned>(end - to - 1);
+    if (size < kDirect && size < direct) {
+      *to = static_cast<uint8_t>(size);
+      return end;
+    }
+  }
+  if (direct == UINT32_MAX) return nullptr;
+  *to++ = static_cast<uint8_t>(kDirect - 1 + last_);
+  weights[last_] = 0;
+  for (int b = 0; b < last_; b += 2) *to++ = static_cast<uint8_t>(weights[b] << 4 | weights[b + 1]);
+  return to;
+}
+
+uint8_t* HuffmanCode::write(const uint8_t* bytes, size_t count, uint8_t* to) const {
+  BitWriter bits(to);
+  const auto of = [&](size_t i) { return Bits{codes_[bytes[i]].value, codes_[bytes[i]].count}; };
+  size_t at = count;
+  for (; at % 4; --at) bits.add(of(at - 1));
+  bits.flush();
+  for (; at; at -= 4) {
+    bits.add((of(at - 1) + of(at - 2)) + (of(at - 3) + of(at - 4)));
+    bits.flush();
+  }
+  return bits.finish();
+}
+
+}  // namespace zckpt
