@@ -104,7 +104,7 @@ def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
         quantization = quantization_of(config)
     if quantization is None and any(entry.dtype.name in _CODES for entry in catalog.tensors.values()):
         quantization = _said_beside(place)
-    if not any(_may_be_packed(name, entry) for name, entry in catalog.tensors.items()):
+    if quantization is None and not any(_may_be_packed(name, entry) for name, entry in catalog.tensors.items()):
         return Opened(catalog, place, quantization)
     from zckpt.quantized.packed import find_packed
 

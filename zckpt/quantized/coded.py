@@ -158,6 +158,7 @@ class BlockScales:
             found = tools.read_floats(self.entry, first, last)
         if self.second is not None:
             second = tools.read_floats(self.second, 0, self.second.numel)
+            check_finite(second, of, self.second)
             each = second[np.arange(first, last) // (self.entry.numel // len(second))] if len(second) > 1 else second
             with np.errstate(all="ignore"):
                 found = found / each if self.divides else found * each
@@ -295,6 +296,8 @@ class Coded:
         table = np.zeros(256, np.float32)
         known = tools.read_floats(self.table, 0, 16) if isinstance(self.table, TensorEntry) else self.table
         table[: len(known)] = known
+        if isinstance(self.table, TensorEntry):
+            check_finite(table, self.name, self.table)
         order = self._read_order(tools)
         for row, blocks, band in grid.chunks(start // columns, -(-stop // columns)):
             bands = -(-(blocks.first + blocks.rows) // grid.block_rows)

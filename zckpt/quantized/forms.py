@@ -113,6 +113,10 @@ FORMS: tuple[PackedForm, ...] = (
         "MXFP4 of gpt-oss", "_blocks", "U8", (("_scales", "U8"),), _as_blocks,
         by="transformers (Mxfp4Config(dequantize=True))", read="gpt-oss",
     ),
+    PackedForm(
+        "MXFP4 of gpt-oss", "_proj_blocks", "U8", (("_proj_scales", "U8"),),
+        by="transformers (Mxfp4Config(dequantize=True))", read="gpt-oss",
+    ),
     PackedForm("MXFP4", "", "U8", ((_SCALE, "U8"),), _by_groups(16), read="mxfp4"),
     PackedForm("MXFP8", "", _FP8, ((_SCALE, "U8"),), by=_COMPRESSED, read="mxfp8"),
     PackedForm("int8 with scales", "", "I8", ((_SCALE, FLOATS),), _is_matrix, ("_zero_point",), _COMPRESSED, "int8"),
@@ -120,7 +124,9 @@ FORMS: tuple[PackedForm, ...] = (
         "GPTQ", "qweight", "I32 U32", (("g_idx", "I32 I64"), ("scales", FLOATS)), others=("qzeros",), by="GPTQModel",
         read="gptq",
     ),
-    PackedForm("GPTQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(1), ("qzeros",), "GPTQModel", "gptq"),
+    PackedForm(
+        "GPTQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(1), ("qzeros", "g_idx"), "GPTQModel", "gptq"
+    ),
     PackedForm("AWQ", "qweight", "I32 U32", (("scales", FLOATS),), _in_columns(8), ("qzeros",), "AutoAWQ", "awq"),
     PackedForm("nf4 of bitsandbytes", ".quant_state.bitsandbytes__nf4", "U8", others=_OF_4_BITS, by=_BNB, read="bnb4"),
     PackedForm("fp4 of bitsandbytes", ".quant_state.bitsandbytes__fp4", "U8", others=_OF_4_BITS, by=_BNB, read="bnb4"),
@@ -169,7 +175,7 @@ FORMS: tuple[PackedForm, ...] = (
     PackedForm("Marlin", "B", "I32", (("s", FLOATS),), _as_marlin),
 )  # fmt: skip
 
-BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale", "input_scale_ub")
+BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub")
 """The tensors beside the weight of a module with quantised activations; plain weights have no use for them."""
 
 

@@ -39,6 +39,17 @@ _NAMED = (".absmax", "W_q")
 _COLUMNS = PackedForm("4 bits of bitsandbytes without their scales", "weight", "")
 _INTEGERS = PackedForm("packed integers with scales", "weight", "", by="the library that wrote it")
 
+_PART = PackedForm("a part of one whose codes or scales are not beside it", "", "", by="the library that wrote it")
+_SMOOTHED = PackedForm(
+    "NVFP4 of weights that were scaled or split before (pre_quant_scale, svdquant)", "", "", by="ModelOpt"
+)
+_LOST = re.compile(
+    r"(.*?)(?:(weight_packed|weight_global_scale|weight_scale_2)|_?weight_(?:scale|scale_inv|shape|zero_point|g_idx|qdata)"
+    r"|qweight|qzeros|SCB|weight\.absmax|weight\.quant_map|(?<=_proj)_(?:blocks|scales))"
+)
+"""The names of parts of quantised weights; the first ones mean nothing beside a plain weight."""
+_BEFORE = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
+
 _WEIGHT = re.compile(r"(?:.*\.)?(?:q_?|packed_|int_|quantized_)?weight(?:_packed|_q|_quantized|_int[48])?")
 _INTO = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up"))
 _OUT_OF = tuple(f".{name}_proj.weight" for name in ("o", "out", "down"))
@@ -107,7 +118,7 @@ def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed |
     more = forms_of_packages(tensors.keys())
     own = tuple(form.codes for form in more)
     candidates = [name for name, entry in tensors.items() if _may_be_codes(name, entry) or (own and name.endswith(own))]
-    if not candidates:
+    if not candidates and quantization is None:
         return None
     parts: list[Part] = []
     members: set[str] = set()
@@ -125,7 +136,26 @@ def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed |
     parts += [Part(_COLUMNS, name, tensors[name]) for name in _find_columns(tensors, rest, quantization)]
     for name, scales in _find_integers(tensors, rest).items():
         parts.append(Part(_INTEGERS, name, tensors[name], tuple(tensors[one] for one in scales)))
+    for name, form in _find_lost(tensors, members | {one for part in parts for one in part.names}):
+        if (
+            quantization is None or tensors[name].dtype.name in _FLOATS or form is _SMOOTHED
+        ):  # else the config names its form
+            parts.append(Part(form, name, tensors[name]))
     return _packed_of(parts, tensors)
+
+
+def _find_lost(tensors: Mapping[str, TensorEntry], members: Set[str]) -> Iterator[tuple[str, PackedForm]]:
+    """The tensors that belong to a quantised weight, and to none that was found: without codes, scales or of another dtype."""
+    for name, entry in tensors.items():
+        if name.endswith(_BEFORE):
+            yield name, _SMOOTHED
+        elif name not in members and (found := _LOST.fullmatch(name)):
+            is_coded = bool(found[2]) or entry.dtype.name in ("U8", "F8_E4M3")
+            plain = [tensors.get(one) for one in (f"{found[1]}weight", found[1])]
+            if not any(
+                one is not None and one.dtype.kind == "float" and (is_fp8(one.dtype) or not is_coded) for one in plain
+            ):
+                yield name, _PART
 
 
 def _packed_of(parts: Sequence[Part], tensors: Mapping[str, TensorEntry]) -> Packed | None:

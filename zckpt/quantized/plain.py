@@ -6,6 +6,7 @@ scales are not tensors any more. What zckpt cannot read is found by `packed`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from zckpt.quantized.configs import BLOCK, Quantization
 if TYPE_CHECKING:
     from zckpt.quantized.grids import Grid
 
-_SCALES = ("_scale_inv", "_scale")
+_SCALES = ("_scale_inv", "_scale", "_weight_scale")
 _OF_INPUTS = ("input_scale", "activation_scale", "input_scale_inv")
 """Tensors beside a weight with the scale of its module's input; plain weights have no use for them."""
 _OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
@@ -64,6 +65,11 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
         scales = catalog.tensors[beside]
         block = quantization.block if quantization is not None else BLOCK
         grid = grid_of(entry.shape, scales.shape, block, has_groups=not by_blocks)
+        strategies = {
+            one.get("strategy", "tensor") for one in (quantization.weights if quantization is not None else ())
+        }
+        if strategies and "tensor" not in strategies and scales.numel == 1 < math.prod(entry.shape[:-1]):
+            grid = None
         if grid is None or scales.dtype.kind != "float" or is_fp8(scales.dtype):
             raise InconsistentError(
                 f"the scales of tensor {name!r} do not fit it", file=catalog.source.path,

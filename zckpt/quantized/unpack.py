@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import F8_E4M3, F32, I8, DType
+from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I8, I32, I64, U8, U32, DType
 from zckpt.core.recipes import derive_entry
 from zckpt.quantized.coded import (
     BlockScales,
@@ -175,12 +175,15 @@ def _in_groups(
 
 def _gpt_oss(part: Part, known: Quantization, values: Values) -> Coded:
     codes, scales = part.codes, part.beside[0]
+    if codes.shape != (*scales.shape, 16) or len(scales.shape) < 2:
+        raise _misfit(part, "scales", scales, "one for each 16 bytes")
     *lead, rows, across, _ = codes.shape
     matrices = math.prod(lead)
     turned, factors = turn(codes, matrices, rows, 16 * across), turn(scales, matrices, rows, across)
     packing = Codes(turned, 4, 32 * across, rows, rows, downwards=True)
     grid = Grid(matrices, 32 * across, rows, 32, 1)
-    return Coded(part.stem, (*lead, 32 * across, rows), packing, e2m1(), grid, BlockScales(factors))
+    name = codes.name.removesuffix("_blocks")
+    return Coded(name, (*lead, 32 * across, rows), packing, e2m1(), grid, BlockScales(factors))
 
 
 # ---- whole numbers --------------------------------------------------------------------------------------------------------
@@ -196,7 +199,10 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
         raise _misfit(part, "shape", told, f"{list(codes.shape[:-1])} and the number of columns, not {list(shape)}")
     matrices, rows, columns = as_matrices(shape)
     fits = {bits for bits in range(1, 9) if -(-columns * bits // 32) == codes.shape[-1]}
-    groups = [one for one in known.weights if one.get("type") == "int" and one.get("num_bits") in fits]
+    said = [one for one in known.weights if one.get("type") == "int"]
+    groups = [one for one in said if one.get("num_bits") in fits]
+    if said and not groups:
+        raise _misfit(part, "codes", codes, f"{columns} columns of {said[0].get('num_bits')} bits, as config.json says")
     if len(fits) > 1:
         fits &= {int(one["num_bits"]) for one in groups} or {4, 8}
     if len(fits) != 1:
@@ -211,15 +217,16 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
     offset = 1 << bits - 1
     zeros = part.others.get("_zero_point")
     points = None
+    _check_zeros(part, zeros, groups)
     if zeros is not None:
         whole = (*shape[:-2], -(-grid.down * bits // 32), grid.across)
-        if zeros.shape != whole or zeros.dtype.itemsize != 4:
+        if zeros.shape != whole or zeros.dtype not in (I32, U32):
             raise _misfit(part, "zero points", zeros, f"{list(whole)}: {bits} bits, packed along the rows")
         points = Zeros(Codes(zeros, bits, grid.down, grid.across, grid.across, downwards=True), -offset)
     packing = Codes(codes, bits, rows, columns, codes.shape[-1])
     ordered = Grid(matrices, rows, columns, 1, 1) if order is not None else grid
-    if order is not None and order.shape != (columns,):
-        raise _misfit(part, "groups of columns", order, f"{[columns]}")
+    if order is not None and (order.shape != (columns,) or order.dtype not in (I32, I64)):
+        raise _misfit(part, "groups of columns", order, f"I32 {[columns]}")
     return Coded(
         part.stem,
         shape,
@@ -233,6 +240,25 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
     )
 
 
+def _check_zeros(part: Part, zeros: TensorEntry | None, said: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that zero points are there if a config says so; raises InconsistentError."""
+    if zeros is None and said and all(one.get("symmetric") is False for one in said):
+        raise _misfit(
+            part, "zero points", part.codes, "weight_zero_point beside it, since config.json says symmetric: false"
+        )
+
+
+def _check_groups(part: Part, known: Quantization, columns: int, groups: int) -> None:
+    """Checks that there are as many groups as GPTQ's or AWQ's config says for all modules; raises InconsistentError."""
+    said = known.facts.get("group_size", known.facts.get("q_group_size"))
+    if not isinstance(said, int) or known.facts.get("dynamic") or known.facts.get("extra_config"):
+        said = 0
+    if columns < 1 or groups < 1 or (said > 0 and -(-columns // said) != groups) or (said == -1 and groups != 1):
+        raise _misfit(
+            part, "scales", part.beside[-1], f"groups of {said or 1} columns or more, of {columns}, as the config says"
+        )
+
+
 def _grid_of_groups(part: Part, shape: tuple[int, ...], scales: TensorEntry, said: list[Mapping[str, Any]]) -> Grid:
     """The grid of scales for one tensor (a row each) or for groups of columns, as the config has it, if it says
     anything.
@@ -243,6 +269,8 @@ def _grid_of_groups(part: Part, shape: tuple[int, ...], scales: TensorEntry, sai
             part, "scales", scales, f"one, one for each row, or one for groups of equal size, of {list(shape)}"
         )
     sizes = {one.get("group_size") or -1 for one in said}
+    if said and scales.numel == 1 != math.prod(shape[:-1]) and all(one.get("strategy") != "tensor" for one in said):
+        raise _misfit(part, "scales", scales, "one for each row or group, as config.json says")
     width = grid.block_columns if grid.across > 1 else grid.columns
     if sizes and width not in sizes and not (-1 in sizes and grid.across == 1):
         raise _misfit(
@@ -253,6 +281,12 @@ def _grid_of_groups(part: Part, shape: tuple[int, ...], scales: TensorEntry, sai
 
 def _int8(part: Part, known: Quantization, values: Values) -> Coded:
     shape = part.codes.shape
+    said = [one for one in known.weights if one.get("type") == "int"]
+    if known.weights and not said:
+        raise _misfit(part, "codes", part.codes, "floats of 8 bits, as config.json says")
+    _check_zeros(part, part.others.get("_zero_point"), said)
+    if said and all(one.get("strategy") == "channel" for one in said) and part.beside[0].numel != math.prod(shape[:-1]):
+        raise _misfit(part, "scales", part.beside[0], "one for each row, as config.json says")
     return _of_bytes(part, part.stem, grid_of(shape, part.beside[0].shape, known.block, has_groups=True), "_zero_point")
 
 
@@ -273,7 +307,7 @@ def _of_bytes(part: Part, name: str, grid: Grid | None, zeros: str) -> Coded:
     codes, scales, points = part.codes, part.beside[0], part.others.get(zeros)
     if grid is None:
         raise _misfit(part, "scales", scales, "one, one for each row, or one for each block")
-    if points is not None and (points.numel != scales.numel or points.dtype != I8):
+    if points is not None and (points.shape != scales.shape or points.dtype != I8):
         raise _misfit(part, "zero points", points, f"I8 {list(scales.shape)}")
     own = None if points is None else Zeros(Codes(points, 8, grid.down, grid.across, grid.across), 0, is_signed=True)
     packing = Codes(codes, 8, grid.rows, grid.columns, grid.columns)
@@ -302,11 +336,16 @@ def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
         raise _misfit(part, "zero points", zeros or scales, "words of 2, 3, 4 or 8 bits for each column")
     if order is not None and order.shape != (columns,):
         raise _misfit(part, "groups of columns", order, f"{[columns]}")
+    if (other := part.others.get("g_idx")) is not None:
+        raise _misfit(part, "groups of columns", other, f"I32 {[columns]}")
+    _check_groups(part, known, columns, groups)
+    if order is None and known.facts.get("desc_act") is True:
+        raise _misfit(part, "groups of columns", codes, "g_idx beside it, since the config says desc_act")
     if order is None and columns % groups:
         raise _misfit(part, "scales", scales, f"groups of equal size, of {columns} columns")
     points = None
     if zeros is not None:
-        if zeros.shape != (groups, rows * bits // 32):
+        if zeros.shape != (groups, rows * bits // 32) or zeros.dtype not in (I32, U32):
             raise _misfit(part, "zero points", zeros, f"{[groups, rows * bits // 32]}")
         stored = turn(zeros, 1, *zeros.shape)
         own = Codes(stored, bits, rows, groups, groups, downwards=True)
@@ -324,9 +363,10 @@ def _awq(part: Part, known: Quantization, values: Values) -> Coded | None:
     if known.version_of_awq != "gemm" or zeros is None:
         return None
     (columns, words), groups = codes.shape, scales.shape[0]
+    _check_groups(part, known, columns, groups)
     if columns % groups:
         raise _misfit(part, "scales", scales, f"groups of equal size, of {columns} columns")
-    if zeros.shape != (groups, words):
+    if zeros.shape != (groups, words) or zeros.dtype not in (I32, U32):
         raise _misfit(part, "zero points", zeros, f"{[groups, words]}")
     rows = 8 * words
     packing = Codes(turn(codes, 1, columns, words), 4, rows, columns, columns, downwards=True, order=_AWQ)
@@ -382,11 +422,20 @@ def _bnb_4_bits(part: Part, known: Quantization, values: Values) -> Coded | None
         size % (2 * width)
         or size < 1
         or any(extent < 0 for extent in shape)
-        or -(-math.prod(shape) // 2) > codes.nbytes
+        or -(-math.prod(shape) // (2 * width)) * width != codes.nbytes
+        or codes.dtype not in (U8, I8, BF16, F16, F32)
     ):
         raise _misfit(part, "codes", codes, f"two in a byte, for {list(shape)} in blocks of {size}")
     if scales.numel != rows or table.numel != 16 or (nested and nested.scales.numel != -(-rows // nested.size)):
         raise _misfit(part, "scales", scales, f"one for {size} elements of {list(shape)}, and a table of 16")
+    for one, numel in (
+        (table, 16),
+        *(((nested.table, 256), (nested.scales, nested.scales.numel)) if nested else ((scales, rows),)),
+    ):
+        if one.numel != numel or one.dtype not in (F32, F16, BF16):
+            raise _misfit(part, "scales", one, f"floats, {numel} of them")
+    if nested is not None and scales.dtype != U8:
+        raise _misfit(part, "scales", scales, "U8, places in a table")
     packing = Codes(codes, 4, rows, size, size // 2 // width, high_first=True)
     return Coded(part.stem, shape, packing, table, Grid(1, rows, size, 1, size), BlockScales(scales, nested=nested))
 
