@@ -51,7 +51,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 581,
-    "lines": 104_460,
+    "lines": 104_554,
     "lines of the trainer": 17_327,
     "classes": 811,
     "functions named by one participle": 0,
