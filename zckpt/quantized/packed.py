@@ -39,7 +39,7 @@ _NAMED = (".absmax", "W_q")
 _COLUMNS = PackedForm("4 bits of bitsandbytes without their scales", "weight", "")
 _INTEGERS = PackedForm("packed integers with scales", "weight", "", by="the library that wrote it")
 
-_PART = PackedForm("a part of one whose codes or scales are not beside it", "", "", by="the library that wrote it")
+_PART = PackedForm("codes without scales, or scales without codes", "", "", by="the library that wrote it")
 _SMOOTHED = PackedForm(
     "NVFP4 of weights that were scaled or split before (pre_quant_scale, svdquant)", "", "", by="ModelOpt"
 )
