@@ -319,6 +319,18 @@ def embed(
     return place(fragments, Block(0, row, outer, row, row, 1), offset * inner, extent * inner, itemsize)
 
 
+def embed_box(
+    fragments: Sequence[Fragment], sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int], itemsize: int
+) -> Sequence[Fragment]:
+    """Fragments of a box of `sizes` at `offsets`, as fragments of the whole tensor, which has this shape."""
+    cut = list(sizes)
+    for dim in reversed(range(len(cut))):
+        if cut[dim] != shape[dim]:
+            fragments = embed(fragments, cut, dim, offsets[dim], shape[dim], itemsize)
+            cut[dim] = shape[dim]
+    return fragments
+
+
 def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, itemsize: int) -> tuple[Fragment, ...]:
     """Some rows of one tensor, as fragments of another.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, examples
@@ -45,7 +46,30 @@ def _ranges_to_compare(entry: TensorEntry, replica: Replica) -> Iterator[tuple[i
     """Element ranges at which a replica is compared."""
     if not replica.whole:
         return ends(entry.fragments, entry.dtype.itemsize)
-    return ((start, min(start + _PART, entry.numel)) for start in range(0, entry.numel, _PART))
+    return _cut(0, entry.numel)
+
+
+def _cut(first: int, numel: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _PART, numel)) for start in range(first, numel, _PART))
+
+
+def _confirmed_first(entries: Iterable[TensorEntry]) -> dict[int, int]:
+    """`id` of a large copy in another dtype that is compared whole -> its first element that the C++ does not confirm, or
+    the number of all.
+    """
+    large = [
+        (entry, replica)
+        for entry in entries
+        for replica in entry.replicas
+        if replica.whole and replica.dtype != entry.dtype and entry.numel > _PART
+    ]
+    if not large:
+        return {}
+    from zckpt.engine.independent import differences
+
+    pairs = [(replace(e, replicas=()), replace(e, dtype=r.dtype, fragments=r.fragments, replicas=())) for e, r in large]
+    firsts = {found.number: found.first for found in differences(pairs)}
+    return {id(replica): firsts.get(n, entry.numel) for n, (entry, replica) in enumerate(large)}
 
 
 def first_difference(
@@ -103,6 +127,7 @@ def _same(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:
     """Tensors with replicas that do not hold the same numbers, with the first such replica and difference found."""
     entries = [entry for entry in catalog.tensors.values() if entry.replicas]
+    firsts = _confirmed_first(entries)
     with ElementReader() as reader:
         for index, entry in enumerate(entries):
             if index % _AHEAD == 0:
@@ -112,7 +137,9 @@ def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tupl
                     reader,
                     (entry.fragments, entry.dtype),
                     (replica.fragments, replica.dtype),
-                    _ranges_to_compare(entry, replica),
+                    _cut(firsts[id(replica)], entry.numel)
+                    if id(replica) in firsts
+                    else _ranges_to_compare(entry, replica),
                 )
                 if difference is not None:
                     yield entry, replica, difference

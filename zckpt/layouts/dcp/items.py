@@ -172,6 +172,10 @@ class Items:
             )  # fmt: skip
         return ref
 
+    def chunk_fragments(self, item: TensorItem, chunk: DcpChunk) -> Sequence[Fragment]:
+        """The elements of a chunk of an opened item, numbered from the chunk's first."""
+        return self._ref(item, chunk).fragments()
+
     def _embedded(self, item: TensorItem, chunk: DcpChunk) -> Sequence[Fragment]:
         """A chunk's fragments, as fragments of its tensor."""
         fragments: Sequence[Fragment] = self._ref(item, chunk).fragments()

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from zckpt.base import limits
@@ -48,7 +49,7 @@ def find_again(listing: Listing) -> SecondLook:
         optimizer = beside.parent / f"optimizer_{match[1]}"
         if (optimizer / ".metadata").is_file() and not any("param_groups" in join_path(path) for path in others):
             apart, more = described_in(list_files(optimizer, ""))
-            tensors, others = [*tensors, *apart], [*others, *more]
+            tensors, others = [*tensors, *apart], others | more
     return look_at(listing, tensors, others)
 
 
@@ -119,11 +120,14 @@ def _state_of(name: str, parameters: Mapping[str, str]) -> tuple[str, str] | Non
     return None
 
 
-def described_in(listing: Listing) -> tuple[list[SavedTensor], list[Path]]:
-    """The tensors that `.metadata` describes, and the paths of other items; ranks that saved alone have metadata of their own."""
+def described_in(listing: Listing) -> tuple[list[SavedTensor], dict[Path, Callable[[], object]]]:
+    """The tensors that `.metadata` describes, and the paths of other items, with what reads them; ranks that saved alone
+    have metadata of their own.
+    """
+    files = _DataFiles(listing)
     found: dict[Path, tuple[Shape, list[tuple[Sequence[int], tuple[str, int, int]]]]] = {}
     beside: dict[Path, Mapping[str, object]] = {}
-    others: list[Path] = []
+    others: dict[Path, Callable[[], object]] = {}
     names = [name for name in listing.files if name.endswith(".metadata")]
     for name in [".metadata"] if ".metadata" in names else names:
         data = listing.files[name].read()
@@ -135,21 +139,19 @@ def described_in(listing: Listing) -> tuple[list[SavedTensor], list[Path]]:
         chunks: dict[str, list[tuple[Sequence[int], tuple[str, int, int]]]] = {}
         for index, info in fields_of(state["storage_data"]).items():
             key, at = fields_of(index), fields_of(info)
-            if key.get("offset") is not None:
-                place = (str(at["relative_path"]), _whole(at["offset"]), _whole(at["length"]))
-                chunks.setdefault(str(key["fqn"]), []).append((_numbers(key["offset"]), place))
+            place = (str(at["relative_path"]), _whole(at["offset"]), _whole(at["length"]))
+            chunks.setdefault(str(key["fqn"]), []).append((_numbers(key.get("offset")), place))
         for item, value in described.items():
             own, sizes = paths.get(item), fields_of(value)
             path: Path = tuple(own) if isinstance(own, tuple | list) else (item,)
             if "size" not in sizes:
-                others.append(path)
+                others[path] = partial(files.value, *(place for _, place in chunks.get(item, [])))
                 continue
             beside[path] = fields_of(fields_of(state.get("mcore_data")).get(item))
             boxes = map(fields_of, _as_sequence(sizes["chunks"]))
             empty = {_numbers(box["offsets"]) for box in boxes if 0 in _numbers(box["sizes"])}
             here = [chunk for chunk in chunks.get(item, []) if tuple(chunk[0]) not in empty]
             found.setdefault(path, (_numbers(sizes["size"]), []))[1].extend(here)
-    files = _DataFiles(listing)
     return [SavedTensor(at, shape, files.parts(places), beside[at]) for at, (shape, places) in found.items()], others
 
 
@@ -161,12 +163,17 @@ class _DataFiles:
         self._alike = AlikeItems()
         self._opened: dict[str, object] = {}
 
+    def value(self, place: tuple[str, int, int]) -> object:
+        """What the torch file at a place holds."""
+        file, offset, length = place
+        with open_input(self.listing.where(file).path) as source:
+            return self._alike.root(source.part(offset, length, "an item"))
+
     def parts(
         self, places: Iterable[tuple[Sequence[int], tuple[str, int, int]]]
     ) -> Iterator[tuple[Sequence[int], TensorRef]]:
         for offsets, (file, offset, length) in places:
-            with open_input(self.listing.where(file).path) as source:
-                ref = unwrap(self._alike.root(source.part(offset, length, "an item")))
+            ref = unwrap(self.value((file, offset, length)))
             if not isinstance(ref, TensorRef):
                 raise TypeError(f"no tensor in {file!r} at {offset:,}")
             yield offsets, ref

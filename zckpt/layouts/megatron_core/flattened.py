@@ -17,7 +17,7 @@ from zckpt.base.words import count
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import Block, Fragment, fragment_of
-from zckpt.core.overlaps import embed, shift
+from zckpt.core.overlaps import embed_box, shift
 
 
 def unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
@@ -77,9 +77,4 @@ def _place_boxes(
     for n, extent in zip(reversed(boxes), reversed(extents), strict=True):
         number, index = divmod(number, n)
         offsets.insert(0, index * extent)
-    cut = list(extents)
-    for dim in reversed(range(len(cut))):
-        if cut[dim] != shape[dim]:
-            local = embed(local, cut, dim, offsets[dim], shape[dim], itemsize)
-            cut[dim] = shape[dim]
-    return local
+    return embed_box(local, extents, offsets, shape, itemsize)

@@ -10,7 +10,7 @@ Source: megatron-core 0.9 - 0.16.1, optimizer/__init__.py `_get_param_groups`; o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
@@ -56,15 +56,21 @@ class _Group:
         return {**kept, "weight_decay": 0.0} if self.settings.get("wd_mult") == 0 else kept
 
 
-def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[ParameterGroup]:
-    """The groups that own a save's parameters, with their settings and the step. Raises UnsupportedError if the common
-    state does not say which group a parameter is in.
+def parameter_groups(
+    held: MegatronItems,
+    states: Mapping[str, Mapping[str, object]],
+    run: MegatronRun,
+    file: str,
+    beside: Iterable[Mapping[str, object]] = (),
+) -> list[ParameterGroup]:
+    """The groups that own a save's parameters, with their settings and the step; `beside`: settings of groups that are
+    not in the common state. Raises UnsupportedError if they do not say which group a parameter is in.
     """
-    groups = list(_groups(run))
+    groups = [*_groups(run), *map(_Group, beside)]
     members: list[list[str]] = [[] for _ in groups]
     apart = any(group.settings.get("is_expert_parallel") for group in groups)  # not where one rank has all experts
     for name in held.weights:
-        if name not in held.states:
+        if name not in states:
             continue
         is_vector = name.endswith(".bias") or len(held.weights[name].shape) - _count_stacked(name) <= 1
         taking = [number for number, group in enumerate(groups) if group.takes(name, is_vector, apart)]
@@ -79,7 +85,7 @@ def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[P
     made: list[ParameterGroup] = []
     for group, names in zip(groups, members, strict=True):
         if names:
-            made.append(_make_group(held, group, names, group.settings.get("step", _common_step(run))))
+            made.append(_make_group(states, group, names, group.settings.get("step", _common_step(run))))
     return made
 
 
@@ -99,12 +105,14 @@ def named_groups(held: MegatronItems, metadata: Metadata, items: Items) -> list[
             group = _Group({key: items.value(item) for key, item in settings.items()})
             step = items.value(held.steps[name]) if name in held.steps else group.settings.get("step", 0)
             groups.setdefault(repr(sorted(group.settings.items())), (group, step, []))[2].append(name)
-    return [_make_group(held, group, names, step) for group, step, names in groups.values()]
+    return [_make_group(held.states, group, names, step) for group, step, names in groups.values()]
 
 
-def _make_group(held: MegatronItems, group: _Group, names: list[str], step: object) -> ParameterGroup:
-    states = dict.fromkeys(state for name in names for state in held.states[name] if state != "param")
-    return ParameterGroup(tuple(names), group.kept(), {"step": step}, tuple(states))
+def _make_group(
+    states: Mapping[str, Mapping[str, object]], group: _Group, names: list[str], step: object
+) -> ParameterGroup:
+    kinds = dict.fromkeys(state for name in names for state in states[name] if state != "param")
+    return ParameterGroup(tuple(names), group.kept(), {"step": step}, tuple(kinds))
 
 
 def _groups(run: MegatronRun) -> Iterator[_Group]:

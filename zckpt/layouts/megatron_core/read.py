@@ -1,7 +1,7 @@
 """Reads Megatron-Core's distributed checkpoints: a save of torch.distributed.checkpoint with names that say what its items are.
 
 For `layouts`. Shapes and places in the metadata are those of the whole model, whatever the tensor, pipeline and expert parallel
-sizes were. What an item is, `contents` says; what the run was, `run_state`. The fp32 weights that an optimizer has by name are
+sizes were. What an item is, `contents` says; what the run was, `run_state`; whose the numbers of buckets are, `buckets`. The fp32 weights that an optimizer has by name are
 taken, and the model's own weights are their replicas, which `verify` compares.
 Source: megatron-core 0.9 - 0.16.1, dist_checkpointing; Megatron-LM, megatron/training/checkpointing.py.
 """
@@ -23,6 +23,7 @@ from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
 from zckpt.layouts.megatron_core import COMMON, CONFIG, NONE
+from zckpt.layouts.megatron_core.buckets import Placed, parts_of, place, settings_of, vectors_of
 from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
 from zckpt.layouts.megatron_core.flattened import unflatten
 from zckpt.layouts.megatron_core.optimizer import named_groups, parameter_groups
@@ -62,6 +63,12 @@ class MegatronSave:
     held: MegatronItems
     run: MegatronRun
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    placed: Placed = field(default_factory=Placed)
+
+    @property
+    def states(self) -> Mapping[str, Mapping[str, object]]:
+        """Name of a parameter -> state -> what holds it; the fp32 weights are `param`."""
+        return self.held.states or self.placed.states
 
     def shape(self, item: TensorItem) -> tuple[int, ...]:
         """The shape of the tensor that an item holds, flattened or not."""
@@ -90,13 +97,19 @@ def load(listing: Listing) -> MegatronSave:
     kept, aliases = dcp.ties(held.weights)  # a save by `write` has further spellings of some names
     states = {name: own for name, own in held.states.items() if name not in aliases}
     held = replace(held, weights=kept, states=states)
-    save = MegatronSave(metadata, items, held, run_state(listing, metadata, items), aliases)
-    if not save.held.weights:
+    run = run_state(listing, metadata, items)
+    if not held.weights:
         raise NotACheckpointError(
             "holds no weights", file=metadata.file, found=f"{count(len(metadata.items), 'item')}, none of a model",
             expected="the tensors of a model", remedy="Give the directory that has them.",
         )  # fmt: skip
-    return save
+    placed = Placed()
+    if held.buckets and not held.states:
+        problems: list[str] = []
+        vectors = vectors_of(held.buckets, metadata, items, problems)
+        shapes = {name: item.shape for name, item in held.weights.items()}
+        placed = place(vectors, parts_of(held.weights, items) if vectors else (), shapes, problems)
+    return MegatronSave(metadata, items, held, run, aliases, placed)
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -109,15 +122,18 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     del allow_unknown  # nothing here is laid out by unknown rules
     save = load(listing)
     held, run = save.held, save.run
-    roles = {name: _role(name, item, held) for name, item in held.weights.items()}
+    roles = {name: _role(name, item, save) for name, item in held.weights.items()}
     tensors = save.entries(held.weights, roles)
     masters = {name: states["param"] for name, states in held.states.items() if "param" in states}
     _check_masters(save, masters)
     for name, entry in save.entries(masters, dict.fromkeys(masters, "parameter")).items():
         own = tensors[name]
         tensors[name] = replace(entry, replicas=(Replica(own.dtype, own.fragments),))
+    for name, placed in save.placed.states.items():
+        weight = Replica(tensors[name].dtype, tensors[name].fragments, whole=True)
+        tensors[name] = replace(placed["param"], replicas=(weight, *save.placed.copies.get(name, ())))
     writers = {rank for rank in map(rank_of, listing.files) if rank is not None}
-    states = dict.fromkeys(state for own in held.states.values() for state in own if state != "param")
+    states = dict.fromkeys(state for own in save.states.values() for state in own if state != "param")
     return Catalog(
         tensors,
         Source(
@@ -149,11 +165,11 @@ def _check_masters(save: MegatronSave, masters: dict[str, TensorItem]) -> None:
             )  # fmt: skip
 
 
-def _role(name: str, item: TensorItem, held: MegatronItems) -> Role:
+def _role(name: str, item: TensorItem, save: MegatronSave) -> Role:
     """The role of a tensor: a parameter that the optimizer owns, another parameter, or a buffer."""
     if item.dtype.kind not in ("float", "complex") or name.endswith(_BUFFERS):
         return "buffer"
-    return "parameter" if name in held.states or not held.states else "frozen"
+    return "parameter" if name in save.states or not save.states else "frozen"
 
 
 def _notes(save: MegatronSave) -> Iterator[str]:
@@ -161,16 +177,23 @@ def _notes(save: MegatronSave) -> Iterator[str]:
     if reason := _why_unnamed(save):
         halves = sorted({item.dtype.torch_name for item in held.weights.values() if item.dtype != F32})
         yield f"{reason}: the weights are the model's own{f', in {join_words(halves)}' if halves else ''}."
+    elif save.placed.states:
+        yield (
+            "The optimizer's states have no names: each was placed by its fp32 weights, which are the model's when rounded. "
+            "Megatron-Core loads them at the same tensor and pipeline parallel sizes alone."
+        )
     if held.others:
         yield f"Left out: {count(len(held.others), 'tensor')} of the optimizer, such as {held.others[0]!r}."
 
 
 def _why_unnamed(save: MegatronSave) -> str:
     """Why an optimizer's states are not read, in words; empty where they are read, or there are none."""
-    if save.held.states or not (save.held.buckets or save.run.sharding):
+    if save.states or not (save.held.buckets or save.run.sharding):
         return ""
-    kind = save.run.sharding or "flat buckets"
-    return f"The optimizer's states do not name parameters ({kind}), and are not read"
+    why = f"the optimizer's states do not name parameters ({save.run.sharding or 'flat buckets'})"
+    problems = save.placed.problems
+    placed = f", and what they hold does not place them ({'; '.join(problems[:2])})" if problems else ""
+    return f"{why[0].upper()}{why[1:]}{placed}, and are not read"
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -180,16 +203,20 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     del allow_unknown
     save = load(listing)
     held, run = save.held, save.run
-    if not held.states:
+    if not save.states:
         reason = _why_unnamed(save)
         raise UnsupportedError(
-            "holds no optimizer states that name their parameters" if reason else "holds no optimizer states",
-            file=listing.directory, found=run.sharding or "weights only", expected="optimizer states by name (fully_reshardable)",
+            "holds no optimizer states of known parameters" if reason else "holds no optimizer states",
+            file=listing.directory, found="; ".join(save.placed.problems[:3]) or run.sharding or "weights only",
+            expected="optimizer states by name (fully_reshardable), or such as can be placed by what they hold",
             remedy="Load it with Megatron-Core, and save again with --dist-ckpt-optim-fully-reshardable; or convert the weights "
             "alone (to-bf16)." if reason else "Convert the weights alone (to-fp32, to-bf16).",
         )  # fmt: skip
-    groups = named_groups(held, save.metadata, save.items) or parameter_groups(held, run, save.metadata.file)
-    entries: dict[str, dict[str, TensorEntry]] = {}
+    beside = settings_of(held.buckets, save.metadata, save.items) if save.placed.states else ()
+    groups = named_groups(held, save.metadata, save.items) or parameter_groups(
+        held, save.states, run, save.metadata.file, beside
+    )
+    entries = {name: {s: e for s, e in own.items() if s != "param"} for name, own in save.placed.states.items()}
     for state in dict.fromkeys(state for group in groups for state in group.states):
         items = {name: own[state] for name, own in held.states.items() if state in own and name in held.weights}
         for name, entry in save.entries(items, dict.fromkeys(items, "parameter")).items():

@@ -2,7 +2,9 @@
 
 Places and shapes in the metadata are those of the whole model. `optimizer.state.exp_avg.NAME` is a state of NAME, and so is the
 fp32 weight. A tensor of `fully_sharded_model_space` is saved in another shape: how many boxes there are along each axis, and the
-elements of a box, laid out flat; the planner keeps its own shape beside it (`nd_reformulated_orig_global_shape`).
+elements of a box, laid out flat; the planner keeps its own shape beside it (`nd_reformulated_orig_global_shape`). Vectors of
+buckets name no parameter (`optimizer.distributed...`): their fp32 weights are proved by the model's own, and their moments lie
+beside them, cut alike.
 Source: megatron-core 0.12.3, dist_checkpointing/strategies/{torch,resharding}.py, dist_checkpointing/optimizer.py.
 """
 
@@ -10,11 +12,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from zckpt.containers import TensorRef
 from zckpt.layouts.dcp.second import SavedTensor, described_in
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import HeldRun, SecondLook, Shape, StoredRows, hold_box, join_path
+from zckpt.layouts.save.second import BesideMaster, HeldRun, SecondLook, Shape, StoredRows, hold_box, join_path
 
 _SHAPE = "nd_reformulated_orig_global_shape"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
@@ -24,13 +27,16 @@ _NO_WEIGHT = re.compile(
 )
 _WRAPPERS = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
 _MASTERS = ("param", "fp32_param", "master_param")
+_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 
 
 def find_again(listing: Listing) -> SecondLook:
     """The model's tensors and the optimizer's states."""
     names: dict[str, Shape | None] = {}
     held: list[tuple[str, str, SavedTensor]] = []
-    for tensor in described_in(listing)[0]:
+    buckets: dict[str, dict[str, dict[tuple[int, ...], TensorRef]]] = {}
+    tensors, others = described_in(listing)
+    for tensor in tensors:
         name = join_path(tensor.path)
         if _NO_WEIGHT.search(name):
             continue
@@ -38,13 +44,39 @@ def find_again(listing: Listing) -> SecondLook:
             owner, state = str(tensor.path[2]), str(tensor.path[3])
         elif match := _STATE.match(name):
             owner, state = match[2], match[1]
+        elif _BUCKET.match(name):
+            vector, _, state = name.rpartition(".")
+            parts = {tuple(at): ref for at, ref in tensor.parts}
+            buckets.setdefault(vector, {})["" if state in _MASTERS else state] = parts
         elif _OPTIMIZER.match(name):
             continue
         else:
             owner, state = name, ""
             names[_WRAPPERS.sub("", name)] = _own_shape(tensor) or tensor.shape
         held.append((_WRAPPERS.sub("", owner), "" if state in _MASTERS else state, tensor))
-    return SecondLook(names, (run for name, state, tensor in held for run in _runs(name, state, tensor)))
+    beside = [
+        BesideMaster(own[""][at], state, ref)
+        for own in buckets.values()
+        for state, parts in own.items()
+        for at, ref in (parts.items() if state and "" in own else ())
+    ]
+    gathered = [
+        value() for path, value in others.items() if _BUCKET.match(name := join_path(path)) and ".param_state" in name
+    ]
+    beside += [BesideMaster(*own) for value in gathered for own in _beside_in(value)]
+    runs = (run for name, state, tensor in held for run in _runs(name, state, tensor))
+    return SecondLook(
+        names, runs, beside=beside, by_copy=bool(buckets) or any(map(_BUCKET.match, map(join_path, others)))
+    )
+
+
+def _beside_in(value: object) -> Iterator[tuple[TensorRef, str, TensorRef]]:
+    """The fp32 weights of an object of `dp_zero_gather_scatter`, each with a state that lies beside them."""
+    for held in value if isinstance(value, list) else value.values() if isinstance(value, Mapping) else ():
+        refs = {k: ref for k, ref in held.items() if isinstance(ref, TensorRef)} if isinstance(held, Mapping) else {}
+        masters = [refs.pop(name) for name in _MASTERS if name in refs]
+        yield from ((master, state, ref) for master in masters for state, ref in refs.items())
+        yield from _beside_in(held)
 
 
 def _own_shape(tensor: SavedTensor) -> Shape | None:
