@@ -1,7 +1,7 @@
 """Reads Megatron-Core's distributed checkpoints: a save of torch.distributed.checkpoint with names that say what its items are.
 
 For `layouts`. Shapes and places in the metadata are those of the whole model, whatever the tensor, pipeline and expert parallel
-sizes were. What an item is, `contents` says; what the run was, `run_state`; whose the numbers of buckets are, `buckets`. An
+sizes were. What an item is, `contents` says; what the run was, `run_state`; whose the numbers of buckets are, `placing`. An
 optimizer's fp32 weights are taken, and the model's own weights are their replicas, which `verify` compares.
 Source: megatron-core 0.9 - 0.16.1, dist_checkpointing; Megatron-LM, megatron/training/checkpointing.py.
 """
@@ -23,11 +23,13 @@ from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
 from zckpt.layouts.megatron_core import COMMON, CONFIG, NONE
-from zckpt.layouts.megatron_core.buckets import Placed, parts_of, place, settings_of, vectors_of
+from zckpt.layouts.megatron_core.buckets import settings_of, vectors_of
 from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
 from zckpt.layouts.megatron_core.flattened import unflatten
 from zckpt.layouts.megatron_core.optimizer import named_groups, parameter_groups
+from zckpt.layouts.megatron_core.placing import PlacedStates, place
 from zckpt.layouts.megatron_core.run_state import MegatronRun, backend, run_state
+from zckpt.layouts.megatron_core.weight_parts import parts_of
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
@@ -63,7 +65,7 @@ class MegatronSave:
     held: MegatronItems
     run: MegatronRun
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    placed: Placed = field(default_factory=Placed)
+    placed: PlacedStates = field(default_factory=PlacedStates)
 
     @property
     def states(self) -> Mapping[str, Mapping[str, object]]:
@@ -103,7 +105,7 @@ def load(listing: Listing) -> MegatronSave:
             "holds no weights", file=metadata.file, found=f"{count(len(metadata.items), 'item')}, none of a model",
             expected="the tensors of a model", remedy="Give the directory that has them.",
         )  # fmt: skip
-    placed = Placed()
+    placed = PlacedStates()
     if held.buckets and not held.states:
         problems: list[str] = []
         vectors = vectors_of(held.buckets, metadata, items, problems)

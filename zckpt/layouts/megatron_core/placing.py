@@ -1,0 +1,194 @@
+"""The fp32 weights and states of buckets, which have no names: each is placed by what it holds.
+
+For `megatron_core`. Rounded, a parameter's fp32 weights are the model's own, which have names. So a part of a weight (a chunk:
+what one rank has of one layer) belongs where a bucket holds the same numbers, and its moments are there in the buckets beside it.
+Sixteen numbers at both ends of a part find its place; all are read where several parts agree there. Parts that are equal
+throughout, such as norms that are still ones, are told apart by the order that the others prove: a layer's parameters lie
+together, layers in reverse, and each layer's in the same order. A conversion then compares every number (`Replica.whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
+
+from zckpt.base.dataclass import dataclass
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Replica, TensorEntry
+from zckpt.core.dtypes import F32, DType
+from zckpt.core.fragments import Fragment
+from zckpt.core.overlaps import clip, embed_box
+from zckpt.engine.elements import ElementReader
+from zckpt.layouts.megatron_core.buckets import BucketVector
+from zckpt.layouts.megatron_core.line_order import BucketSlot, tell_apart
+from zckpt.layouts.megatron_core.weight_parts import HeldNumbers, WeightPart
+
+_ALIGNED = 64
+"""Elements at multiples of which parameters begin in a bucket."""
+_ENDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStates:
+    """What was placed.
+
+    Attributes:
+        states: name of a weight -> state -> tensor; the fp32 weights are `param`.
+        copies: name of a weight -> the same fp32 weights of other ranks.
+        problems: what could not be placed, as clauses; then nothing is given.
+    """
+
+    states: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict[str, Mapping[str, TensorEntry]])
+    copies: Mapping[str, tuple[Replica, ...]] = field(default_factory=dict[str, "tuple[Replica, ...]"])
+    problems: tuple[str, ...] = ()
+
+
+def place(
+    vectors: Sequence[BucketVector],
+    parts: Sequence[WeightPart],
+    shapes: Mapping[str, tuple[int, ...]],
+    problems: list[str],
+) -> PlacedStates:
+    """The parameters of vectors, placed by what they hold; `problems` says what was found wrong before."""
+    with ElementReader() as reader:
+        numbers = HeldNumbers(reader)
+        index = _Index(parts, numbers)
+        slots = [slot for n, vector in enumerate(vectors) for slot in _slots(n, vector, index, problems)]
+        tell_apart(slots, vectors)
+        if _share_equals(slots, vectors, numbers):
+            tell_apart(slots, vectors)
+    for slot in slots:
+        if len(slot.parts) > 1:
+            names = dict.fromkeys(_words(part) for part in slot.parts)
+            problems.append(
+                f"{examples(names)} hold the same numbers, and the order does not tell which is at element "
+                f"{slot.start:,} of {vectors[slot.vector].name}"
+            )
+        elif not slot.parts:
+            problems.append(
+                f"element {slot.start:,} of {vectors[slot.vector].name} is of no weight that is not elsewhere too"
+            )
+    return PlacedStates(problems=tuple(problems)) if problems else _put_together(slots, vectors, parts, shapes)
+
+
+def _words(part: WeightPart) -> str:
+    layer = part.layer()
+    return part.name if layer is None or str(layer[1]) in part.name.split(".") else f"{part.name}[{layer[1]}]"
+
+
+class _Index:
+    """Parts by their first numbers."""
+
+    def __init__(self, parts: Sequence[WeightPart], numbers: HeldNumbers) -> None:
+        self._numbers = numbers
+        self._by_head: dict[tuple[DType, bytes], list[WeightPart]] = {}
+        for part in parts:
+            head = numbers.of_part(part, 0, min(_ENDS, part.numel))
+            self._by_head.setdefault((part.dtype, head), []).append(part)
+        self._kinds = sorted({(dtype, len(head) // dtype.itemsize) for dtype, head in self._by_head}, key=str)
+
+    def at(self, vector: BucketVector, start: int) -> list[WeightPart]:
+        """The parts that a vector may hold at an element."""
+        found: list[WeightPart] = []
+        for dtype, length in self._kinds:
+            if start + length > vector.numel:
+                continue
+            head = self._numbers.of_vector(vector, dtype, start, start + length)
+            for part in self._by_head.get((dtype, head), ()):
+                stop = start + part.numel
+                if stop > vector.numel:
+                    continue
+                low = max(part.numel - _ENDS, 0)
+                tail = self._numbers.of_vector(vector, dtype, start + low, stop)
+                if tail == self._numbers.of_part(part, low, part.numel):
+                    found.append(part)
+        if len(found) > 1:
+            found = [part for part in found if self._numbers.agree(part, vector, start)]
+        return found
+
+
+def _slots(number: int, vector: BucketVector, index: _Index, problems: list[str]) -> Iterator[BucketSlot]:
+    """The places of parameters in a vector, in order."""
+    starts = {*vector.starts, vector.numel}
+    at, lost = 0, -1
+    while at < vector.numel:
+        parts = index.at(vector, at)
+        if any(at + part.numel in starts for part in parts):
+            parts = [part for part in parts if at + part.numel in starts]
+        if len({part.numel for part in parts}) > 1:
+            longest = max(part.numel for part in parts)
+            parts = [part for part in parts if part.numel == longest]
+        if parts:
+            if lost >= 0 and at - lost != -lost % _ALIGNED:
+                problems.append(f"elements {lost:,}-{at - 1:,} of {vector.name} are no weight's")
+            yield BucketSlot(number, at, parts)
+            at, lost = at + parts[0].numel, -1
+        else:
+            lost = at if lost < 0 else lost
+            at = min((at // _ALIGNED + 1) * _ALIGNED, vector.numel)
+    if lost >= 0 and vector.numel - lost != -lost % _ALIGNED:
+        problems.append(f"elements {lost:,}-{vector.numel - 1:,} of {vector.name} are no weight's")
+
+
+def _share_equals(slots: Sequence[BucketSlot], vectors: Sequence[BucketVector], numbers: HeldNumbers) -> bool:
+    """Gives slots with equal parts and equal states one part each: it is the same whichever has which; whether there are
+    any.
+    """
+    shared = False
+    tied: dict[tuple[object, ...], list[BucketSlot]] = {}
+    for slot in slots:
+        if len(slot.parts) > 1:
+            key = (vectors[slot.vector].group, *sorted((part.name, part.offsets) for part in slot.parts))
+            tied.setdefault(key, []).append(slot)
+    for own in tied.values():
+        if len(own) != len(own[0].parts):
+            continue
+        digests = {numbers.digest(vectors[slot.vector], slot.start, slot.parts[0].numel) for slot in own}
+        if len(digests) == 1:
+            for slot, part in zip(own, sorted(own[0].parts), strict=True):
+                slot.parts = [part]
+            shared = True
+    return shared
+
+
+def _put_together(
+    slots: Sequence[BucketSlot],
+    vectors: Sequence[BucketVector],
+    parts: Sequence[WeightPart],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> PlacedStates:
+    """The tensors that the parts of slots make."""
+    held: dict[str, dict[tuple[int, ...], list[BucketSlot]]] = {}
+    for slot in slots:
+        held.setdefault(slot.parts[0].name, {}).setdefault(slot.parts[0].offsets, []).append(slot)
+    wanted: dict[str, set[tuple[int, ...]]] = {}
+    for part in parts:
+        wanted.setdefault(part.name, set()).add(part.offsets)
+    lost = {name: min(wanted[name] - own.keys()) for name, own in held.items() if wanted[name] - own.keys()}
+    if lost:
+        some = ", ".join(f"{name!r} at {list(at)}" for name, at in list(lost.items())[:3])
+        return PlacedStates(problems=(f"{count(len(lost), 'weight')} have no fp32 weights in part: {some}",))
+    states: dict[str, dict[str, TensorEntry]] = {}
+    copies: dict[str, tuple[Replica, ...]] = {}
+    for name, own in held.items():
+        kinds = {frozenset(vectors[slot.vector].states) for every in own.values() for slot in every}
+        if len(kinds) != 1:
+            return PlacedStates(problems=(f"the ranks do not have the same states of {name!r}",))
+        most = max(map(len, own.values()))
+        for state in sorted(next(iter(kinds))):
+            rows = [[f for every in own.values() for f in _embedded(every[n % len(every)], vectors, state, shapes[name])]
+                    for n in range(most if state == "param" else 1)]  # fmt: skip
+            first, *others = (tuple(sorted(row, key=lambda f: f.start)) for row in rows)
+            states.setdefault(name, {})[state] = TensorEntry(name, shapes[name], F32, "parameter", first)
+            if others:
+                copies[name] = tuple(Replica(F32, other, f"copy {n}") for n, other in enumerate(others, 1))
+    return PlacedStates(states, copies)
+
+
+def _embedded(
+    slot: BucketSlot, vectors: Sequence[BucketVector], state: str, shape: Sequence[int]
+) -> Sequence[Fragment]:
+    """A slot's elements of a state, as fragments of the weight."""
+    part = slot.parts[0]
+    own = clip(vectors[slot.vector].states[state], slot.start, slot.start + part.numel, 4)
+    return embed_box(own, part.sizes, part.offsets, shape, 4)
