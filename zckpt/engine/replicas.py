@@ -46,30 +46,14 @@ def _ranges_to_compare(entry: TensorEntry, replica: Replica) -> Iterator[tuple[i
     """Element ranges at which a replica is compared."""
     if not replica.whole:
         return ends(entry.fragments, entry.dtype.itemsize)
-    return _cut(0, entry.numel)
+    first = 0
+    if replica.dtype != entry.dtype and entry.numel > _PART:  # the C++ finds where to begin
+        from zckpt.engine.independent import differences
 
-
-def _cut(first: int, numel: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + _PART, numel)) for start in range(first, numel, _PART))
-
-
-def _confirmed_first(entries: Iterable[TensorEntry]) -> dict[int, int]:
-    """`id` of a large copy in another dtype that is compared whole -> its first element that the C++ does not confirm, or
-    the number of all.
-    """
-    large = [
-        (entry, replica)
-        for entry in entries
-        for replica in entry.replicas
-        if replica.whole and replica.dtype != entry.dtype and entry.numel > _PART
-    ]
-    if not large:
-        return {}
-    from zckpt.engine.independent import differences
-
-    pairs = [(replace(e, replicas=()), replace(e, dtype=r.dtype, fragments=r.fragments, replicas=())) for e, r in large]
-    firsts = {found.number: found.first for found in differences(pairs)}
-    return {id(replica): firsts.get(n, entry.numel) for n, (entry, replica) in enumerate(large)}
+        copy = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
+        found = differences([(replace(entry, replicas=()), copy)])
+        first = found[0].first if found else entry.numel
+    return ((start, min(start + _PART, entry.numel)) for start in range(first, entry.numel, _PART))
 
 
 def first_difference(
@@ -127,7 +111,6 @@ def _same(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:
     """Tensors with replicas that do not hold the same numbers, with the first such replica and difference found."""
     entries = [entry for entry in catalog.tensors.values() if entry.replicas]
-    firsts = _confirmed_first(entries)
     with ElementReader() as reader:
         for index, entry in enumerate(entries):
             if index % _AHEAD == 0:
@@ -137,9 +120,7 @@ def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tupl
                     reader,
                     (entry.fragments, entry.dtype),
                     (replica.fragments, replica.dtype),
-                    _cut(firsts[id(replica)], entry.numel)
-                    if id(replica) in firsts
-                    else _ranges_to_compare(entry, replica),
+                    _ranges_to_compare(entry, replica),
                 )
                 if difference is not None:
                     yield entry, replica, difference
