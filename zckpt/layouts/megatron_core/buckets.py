@@ -62,10 +62,10 @@ def vectors_of(names: Sequence[str], metadata: Metadata, items: Items, problems:
             objects.setdefault(match["what"], []).append((match["group"], item))
     made = list(_of_buckets(found, items, problems))
     for group, item in objects.get("param_state", ()):
-        made += _gathered(group, _one(items.value(item)), problems)
+        made += _gathered_vectors(group, _one(items.value(item)), problems)
     for group, item in objects.get("per_bucket_numel_unpadded", ()):
         sizes = {vector.order: vector.numel for vector in made if vector.group == group}
-        for order, numel in _said(_one(items.value(item))):
+        for order, numel in _sizes_in(_one(items.value(item))):
             if sizes.get(order) != numel:
                 held = f"{sizes[order]:,}" if order in sizes else "none"
                 problems.append(
@@ -96,7 +96,7 @@ def _one(value: object) -> object:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _said(value: object) -> Iterator[tuple[tuple[int, int], int]]:
+def _sizes_in(value: object) -> Iterator[tuple[tuple[int, int], int]]:
     """(buffer, bucket) and elements, as `per_bucket_numel_unpadded` says them."""
     for buffer, own in enumerate(value if isinstance(value, list) else ()):
         for sizes in own.values() if isinstance(own, Mapping) else ():
@@ -121,7 +121,7 @@ def _of_buckets(
         yield BucketVector(what, group, (buffer, bucket), master.size[0], states, starts)
 
 
-def _gathered(group: str, held: object, problems: list[str]) -> Iterator[BucketVector]:
+def _gathered_vectors(group: str, held: object, problems: list[str]) -> Iterator[BucketVector]:
     """The vectors of `dp_zero_gather_scatter`."""
     for buffer, own in held.items() if isinstance(held, Mapping) else ():
         for vectors in own.values() if type(buffer) is int and isinstance(own, Mapping) else ():

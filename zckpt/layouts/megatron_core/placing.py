@@ -176,7 +176,7 @@ def _put_together(
             return PlacedStates(problems=(f"the ranks do not have the same states of {name!r}",))
         most = max(map(len, own.values()))
         for state in sorted(next(iter(kinds))):
-            rows = [[f for every in own.values() for f in _embedded(every[n % len(every)], vectors, state, shapes[name])]
+            rows = [[f for every in own.values() for f in _embed_slot(every[n % len(every)], vectors, state, shapes[name])]
                     for n in range(most if state == "param" else 1)]  # fmt: skip
             first, *others = (tuple(sorted(row, key=lambda f: f.start)) for row in rows)
             states.setdefault(name, {})[state] = TensorEntry(name, shapes[name], F32, "parameter", first)
@@ -185,7 +185,7 @@ def _put_together(
     return PlacedStates(states, copies)
 
 
-def _embedded(
+def _embed_slot(
     slot: BucketSlot, vectors: Sequence[BucketVector], state: str, shape: Sequence[int]
 ) -> Sequence[Fragment]:
     """A slot's elements of a state, as fragments of the weight."""
