@@ -40,7 +40,7 @@ def tell_apart(slots: Sequence[BucketSlot], vectors: Sequence[BucketVector]) -> 
 
 
 def _orders(lines: Iterable[Sequence[BucketSlot]]) -> set[tuple[str, str]]:
-    """Pairs of names, the first of which lies before the other in a layer."""
+    """Pairs of names; the first lies before the other in a layer."""
     found: set[tuple[str, str]] = set()
     for line in lines:
         layers: dict[tuple[str, int], dict[str, None]] = {}
