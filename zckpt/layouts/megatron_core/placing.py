@@ -24,7 +24,7 @@ from zckpt.layouts.megatron_core.line_order import BucketSlot, tell_apart
 from zckpt.layouts.megatron_core.weight_parts import HeldNumbers, WeightPart
 
 _ALIGNED = 64
-"""Elements at multiples of which parameters begin in a bucket."""
+"""Parameters begin at multiples of so many elements of a bucket."""
 _ENDS = 16
 
 
