@@ -1,7 +1,7 @@
 """Reads Megatron-Core's distributed checkpoints: a save of torch.distributed.checkpoint with names that say what its items are.
 
 For `layouts`. Shapes and places in the metadata are those of the whole model, whatever the tensor, pipeline and expert parallel
-sizes were. What an item is, `contents` says; what the run was, `run_state`; to which weights a bucket's numbers belong, `placing`.
+sizes were. What an item is, `contents` says; what the run was, `run_state`; which weights a bucket holds, `placing`.
 An optimizer's fp32 weights are taken, and the model's own weights are their replicas, which `verify` compares.
 Source: megatron-core 0.9 - 0.16.1, dist_checkpointing; Megatron-LM, megatron/training/checkpointing.py.
 """
