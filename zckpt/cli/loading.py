@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import examples
 from zckpt.layouts.save.companions import find_config
+from zckpt.layouts.save.tied import LANGUAGE_HEADS, OTHER_HEADS
 from zckpt.naming.families import architecture_of
 from zckpt.naming.recognise import by_config
 from zckpt.naming.schemes import scheme
@@ -43,7 +44,7 @@ _OWN = (
 """Classes with another Auto class than their names suggest: of audio and of pictures, for example."""
 
 _BODIES = ("model", "transformer", "gpt_neox")
-_HEADS = ("lm_head", "score", "embed_out")
+_HEADS = {*LANGUAGE_HEADS, *OTHER_HEADS}
 _MOST_NAMES = 64
 _CLASS = re.compile(r"[A-Za-z]\w{2,99}")
 
@@ -154,7 +155,7 @@ def wrong_prefix(names: Iterable[str], config: Mapping[str, object]) -> tuple[st
         if key != "quantization_config"
     )
     if of_several:
-        wrapped = [first for first, inner in parts.items() if inner <= {*_BODIES, *_HEADS}] if len(parts) == 1 else []
+        wrapped = [first for first, inner in parts.items() if inner <= _HEADS.union(_BODIES)] if len(parts) == 1 else []
     else:
-        wrapped = [first for first, inner in parts.items() if inner & {*_HEADS} or inner <= {*_BODIES}]
+        wrapped = [first for first, inner in parts.items() if inner & _HEADS or inner <= {*_BODIES}]
     return (f"{wrapped[0]}.", len(parts) > 1) if len(wrapped) == 1 else ("", False)

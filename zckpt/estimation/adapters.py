@@ -15,6 +15,7 @@ from typing import Any
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.estimation.sizes import ModelSize, ParameterSize
+from zckpt.layouts.save.tied import LANGUAGE_HEADS, OTHER_HEADS
 
 _NOT_COUNTED = (
     "use_dora", "exclude_modules", "layers_pattern", "target_parameters", "trainable_token_indices", "layer_replication",
@@ -96,7 +97,7 @@ def _is_targeted(module: str, targets: str | Sequence[str], adapter: Mapping[str
         return (
             "embed" not in module
             and _number(module)
-            and not re.search(r"(^|\.)(wte|wpe|lm_head|score|classifier)$", module)
+            and module.rpartition(".")[2] not in ("wte", "wpe", *LANGUAGE_HEADS, *OTHER_HEADS)
         )
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None

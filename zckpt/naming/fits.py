@@ -14,6 +14,7 @@ from zckpt.base.errors import ZckptError
 from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.save.known_shapes import known_shapes
+from zckpt.layouts.save.tied import LANGUAGE_HEADS
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import architecture_of
@@ -91,14 +92,13 @@ def find_misfits(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
 
 def compare_shapes(here: Mapping[str, Shape], wanted: Mapping[str, Shape], by: str, *, tied: bool) -> Misfits:
     """Compares tensors with those that a loader expects; a head that the model ties may be missing."""
-    neither = (*(_HEADS if tied else ()), *_BUFFERS)
+    neither = (*(f"{head}.weight" for head in (*LANGUAGE_HEADS, "decoder") if tied), *_BUFFERS)
     missing = [name for name in wanted if name not in here and not name.endswith(neither)]
     ignored = [name for name in here if name not in wanted and not name.endswith(neither)]
     shapes = {name: (own, wanted[name]) for name, own in here.items() if name in wanted and own != wanted[name]}
     return Misfits(by, missing, ignored, shapes)
 
 
-_HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight")
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 """Ends of names of tensors that a model computes itself, and that older versions of transformers saved."""
 

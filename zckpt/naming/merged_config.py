@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.patterns import compile_late
 from zckpt.core.catalog import TensorEntry
-from zckpt.layouts.save.tied import EMBEDDINGS, HEADS, OTHER_HEADS
+from zckpt.layouts.save.tied import EMBEDDINGS, HEADS, LANGUAGE_HEADS, OTHER_HEADS
 from zckpt.naming.adapter_weights import AdapterWeights
 
 _CLASSES = {
@@ -23,7 +23,7 @@ _CLASSES = {
 
 _LABELS = compile_late(r"(?:score|classifier|classifier\.out_proj)\.weight")
 _OTHER_HEAD = compile_late(rf"(?:.*\.)?(?:{'|'.join(OTHER_HEADS)})(?:\.\w+)*\.(?:weight|bias)")
-_LANGUAGE_HEAD = compile_late(r"(?:lm_head|embed_out|cls)\..*")
+_LANGUAGE_HEAD = compile_late(rf"(?:{'|'.join(LANGUAGE_HEADS)}|cls)\..*")
 _KIND = compile_late(r"(?:For\w+|LMHeadModel|Model)$")
 
 

@@ -26,7 +26,9 @@ from zckpt.core.folds import Tools
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
 
-_KEPT_BYTES = 128 << 20
+_KEPT_BYTES = 32 << 20
+_MOST_TURNED = 1 << 22
+"""The most elements of a factor that is kept whole; of a larger one, such as an embedding's, rows are read as they come."""
 _ROWS_AT_ONCE = 1 << 20
 """The most elements of a matrix that are read together to measure its columns' lengths."""
 
@@ -165,6 +167,14 @@ class MergedMatrix:
                 tools.read_floats(update.b, 0, update.b.numel).reshape(outputs, rank, experts).transpose(2, 1, 0)
             ),
         )[expert]
+        if update.transposed and update.a.numel <= _MOST_TURNED:
+            turned = KEPT.get(
+                (update.a, "turned"),
+                lambda: np.ascontiguousarray(  # expert x in x rank
+                    tools.read_floats(update.a, 0, update.a.numel).reshape(experts, rank, inputs).transpose(0, 2, 1)
+                ),
+            )
+            return turned[expert, first : first + rows].reshape(-1), b.reshape(-1)
         if update.transposed:
             at = range(expert * rank * inputs + first, (expert + 1) * rank * inputs, inputs)
             columns = [tools.read_floats(update.a, start, start + rows) for start in at]

@@ -20,7 +20,9 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.patterns import compile_late
 
 KEY = "tie_word_embeddings"
-HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+LANGUAGE_HEADS = ("lm_head", "embed_out")
+"""Modules of transformers that turn a language model's last states into tokens."""
+HEADS = (*(f"{head}.weight" for head in LANGUAGE_HEADS), "output.weight")
 OTHER_HEADS = ("score", "classifier", "qa_outputs", "v_head", "value_head", "summary")
 """Modules that a language model has not: of classifiers, taggers and reward models."""
 EMBEDDINGS = (

@@ -18,12 +18,12 @@ from zckpt.layouts.save.companions import config_near, other_class
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.model_shapes import own_name
-from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
+from zckpt.layouts.save.tied import EMBEDDINGS, HEADS, LANGUAGE_HEADS, OTHER_HEADS
 
 _BY_CONFIG = "the config.json beside it"
 _AS_PART = "Give the file or directory that holds the whole model; --as-part takes these weights as they are."
 _OTHER_RANKS = "Copy the files of the other ranks here (--also DIR lays further directories over this one)."
-_END = compile_late(r"(?:^|\.)(?:lm_head|score|classifier|cls|pooler)\.")
+_END = compile_late(rf"(?:^|\.)(?:{'|'.join((*LANGUAGE_HEADS, *OTHER_HEADS))}|cls|pooler)\.")
 """The pattern of a model's last modules, which only some classes of one kind of model have."""
 
 _NORM = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
