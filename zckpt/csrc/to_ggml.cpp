@@ -2,7 +2,8 @@
 
 #include <cmath>
 #include <cstring>
-#include <vector>
+#include <limits>
+#include <utility>
 
 #include "floats.h"
 #include "simd.h"
@@ -55,9 +56,16 @@ struct Trials {
   static constexpr float at(int step) { return kFirst + kApart * static_cast<float>(step) + kTop; }
 };
 
-// The same search for one group, of numbers so small or large that sums say nothing of errors.
+// What is found for groups: numbers are codes times a scale, less a minimum; codes are (numbers - start) * factor. And sums of weights.
+struct Ranges {
+  float *scales, *minima, *factors, *starts, *weights;
+  Ranges from(int group) const { return {scales + group, minima + group, factors + group, starts + group, weights + group}; }
+};
+constexpr float kNoCodes = std::numeric_limits<float>::infinity();  // a factor: all codes are 0
+
+// The search for one group, of numbers so small or large that sums say nothing of errors.
 template <class Trials>
-void search_range_plainly(const float* x, const float* w, float& scale, float& minimum, uint8_t* codes) {
+void search_range_plainly(const float* x, const float* w, const Ranges& found, int group) {
   constexpr int kNumbers = 32, kTop = static_cast<int>(Trials::kTop);
   float least = x[0], most = x[0], sum_w = w[0], sum_x = w[0] * x[0];
   for (int i = 1; i < kNumbers; ++i) {
@@ -66,8 +74,8 @@ void search_range_plainly(const float* x, const float* w, float& scale, float& m
     sum_w += w[i], sum_x += w[i] * x[i];
   }
   if (least > 0) least = 0;
-  minimum = -least, scale = 0;
-  std::memset(codes, 0, kNumbers);
+  float &scale = found.scales[group], &minimum = found.minima[group], &best = found.factors[group], &start = found.starts[group];
+  minimum = -least, scale = 0, best = kNoCodes, start = least;
   if (!(most > least)) return;
   float codes_of[kNumbers];
   const auto encode = [&](float factor, float start) {
@@ -84,12 +92,9 @@ void search_range_plainly(const float* x, const float* w, float& scale, float& m
     }
     return error;
   };
-  const auto keep = [&] {
-    for (int i = 0; i < kNumbers; ++i) codes[i] = static_cast<uint8_t>(codes_of[i]);
-  };
   float factor = Trials::kTop / (most - least);
-  scale = 1 / factor;
-  encode(factor, least), keep();
+  scale = 1 / factor, best = factor;
+  encode(factor, least);
   float error = error_of(scale, least);
   for (int step = 0; step <= Trials::kSteps; ++step) {
     factor = Trials::at(step) / (most - least);
@@ -103,25 +108,46 @@ void search_range_plainly(const float* x, const float* w, float& scale, float& m
     if (!(apart > 0)) continue;
     float own = (sum_w * sum_xl - sum_x * sum_l) / apart, low = (sum_ll * sum_x - sum_l * sum_xl) / apart;
     if (low > 0) low = 0, own = sum_xl / sum_ll;
-    const float found = error_of(own, low);
-    if (found < error) error = found, scale = own, least = low, keep();
+    const float off_by = error_of(own, low);
+    if (off_by < error) error = off_by, scale = own, best = factor, start = least, least = low;
   }
   minimum = -least;
 }
 
 // A set of instructions' loops.
 struct Search {
-  using Ranges = void (*)(const float*, const float*, int, float*, float*, uint8_t*);
-  using Scales = void (*)(const float*, const float*, int, float*, uint8_t*);
-  Ranges q4_k, q5_k, to_15, to_31;
-  Scales q6_k, to_8, to_16;
+  using RangesOf = void (*)(const float*, const float*, int, const Ranges&);
+  using ScalesOf = void (*)(const float*, const float*, int, float*, float*);
+  using Divide = void (*)(const float*, int, const float*, const float*, int, int, uint8_t*);
+  RangesOf q4_k, q5_k, to_15, to_31;
+  ScalesOf q6_k, to_8, to_16;
+  void (*wholes)(const float*, const float*, int, float*, uint8_t*);
   void (*matrix_weights)(const float*, const float*, float, int, float*);
-  void (*divide)(const float*, int, float, float, int, int, uint8_t*);
+  Divide divide_32, divide_16;
+  void (*multiply)(const float*, int, float, float, int, int, uint8_t*);
+  void (*pack_q45_k)(const uint8_t*, uint8_t*, uint8_t*);
+  void (*pack_q6_k)(const uint8_t*, uint8_t*, uint8_t*);
   void (*encode)(const float*, float, float, float, int, uint8_t*);
   void (*encode_e2m1)(const float*, float, uint8_t*);
   uint32_t (*largest_bits)(const float*, size_t);
   void (*ends_of)(const float*, float&, float&);
 };
+
+#if defined(ZCKPT_X86)
+using Four = __m128;
+ZCKPT_INLINE void turn_four(Four* rows) { _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]); }
+#else
+struct Four {
+  float of[4];
+};
+ZCKPT_INLINE void turn_four(Four* rows) {
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < i; ++j) std::swap(rows[i].of[j], rows[j].of[i]);
+}
+#endif
+
+// What a function for such instructions has inside: a part of it.
+#define ZCKPT_PART __attribute__((always_inline))
 
 namespace anywhere {
 #define ZCKPT_LANES 4
@@ -245,85 +271,47 @@ void put_pairs(const uint8_t* scales, const uint8_t* minima, uint8_t* to) {
   }
 }
 
-// Scales of groups as whole numbers to 63 times one number, which has the smallest weighted error.
-float whole_scales(const float* x, const float* w, uint8_t* codes) {
-  constexpr int kGroups = 8, kTop = 63;
-  float most = 0;
-  for (int i = 0; i < kGroups; ++i) most = most > x[i] ? most : x[i];
-  std::memset(codes, 0, kGroups);
-  if (most < kNothing) return 0;
-  float factor = kTop / most;
-  const auto error_of = [&](float times, float scale, int top) {
-    float error = 0;
-    for (int i = 0; i < kGroups; ++i) {
-      const int code = nearest(times * x[i]), held = code < top ? code : top;
-      const float off = x[i] - scale * static_cast<float>(static_cast<uint8_t>(held));
-      error += w[i] * off * off;
-    }
-    return error;
-  };
-  float error = error_of(factor, 1 / factor, 1 << 30);
-  for (int step = -4; step <= 4; ++step) {
-    if (step == 0) continue;
-    const float own = (0.1F * static_cast<float>(step) + kTop) / most, found = error_of(own, 1 / own, kTop);
-    if (found < error) error = found, factor = own;
-  }
-  float sum_xl = 0, sum_ll = 0;
-  for (int i = 0; i < kGroups; ++i) {
-    const int code = nearest(factor * x[i]), held = code < kTop ? code : kTop;
-    codes[i] = static_cast<uint8_t>(held);
-    const float l = static_cast<float>(held);
-    sum_xl += w[i] * x[i] * l, sum_ll += w[i] * l * l;
-  }
-  for (int turn = 0; turn < 5; ++turn) {
-    bool changed = false;
-    for (int i = 0; i < kGroups; ++i) {
-      const float l = codes[i];
-      float xl = sum_xl - w[i] * x[i] * l, ll = sum_ll - w[i] * l * l;
-      if (!(xl > 0 && ll > 0)) continue;
-      const int found = nearest(x[i] * ll / xl), code = found < kTop ? found : kTop;
-      if (code == codes[i]) continue;
-      const float to = static_cast<float>(code);
-      xl += w[i] * x[i] * to, ll += w[i] * to * to;
-      if (xl * xl * sum_ll > sum_xl * sum_xl * ll) codes[i] = static_cast<uint8_t>(code), sum_xl = xl, sum_ll = ll, changed = true;
-    }
-    if (!changed) break;
-  }
-  return sum_ll > 0 ? sum_xl / sum_ll : 0;
+// Sums of squares of so many runs of numbers at once, of kRuns at most, as each sum waits for its terms; runs lie one after the other.
+constexpr size_t kRuns = 8;
+void squares_of(const float* x, size_t runs, size_t count, float* sums) {
+  const float* own[kRuns];
+  for (size_t run = 0; run < kRuns; ++run) own[run] = x + (run < runs ? run : 0) * count;
+  float found[kRuns] = {};
+  for (size_t i = 0; i < count; ++i)
+    for (size_t run = 0; run < kRuns; ++run) found[run] += own[run][i] * own[run][i];
+  std::memcpy(sums, found, runs * sizeof *sums);
 }
 
-float square_of(const float* x, size_t count) {
-  float sum = 0;
-  for (size_t i = 0; i < count; ++i) sum += x[i] * x[i];
-  return sum;
+void codes_of_range(const Search& search, const Ranges& found, size_t group, const float* x, int top, uint8_t* codes) {
+  if (found.factors[group] == kNoCodes)
+    std::memset(codes, 0, 32);
+  else
+    search.multiply(x, 32, found.starts[group], found.factors[group], 0, top, codes);
 }
 
-// Q4_K and Q5_K: 256 numbers, of which groups of 32 have a scale and a least number.
-void put_q45_k(const Search& search, bool fifth, const float* x, size_t blocks, const float* columns, uint8_t* to) {
-  constexpr size_t kAtOnce = 2, kNumbers = 256;
+// Q4_K and Q5_K: 256 numbers, of which groups of 32 have a scale and a least number. A row has `across` blocks.
+void put_q45_k(const Search& search, bool fifth, const float* x, size_t blocks, const float* columns, size_t across, uint8_t* to) {
+  constexpr size_t kAtOnce = kRuns, kNumbers = 256, kGroups = kAtOnce * 8;
   const int top = fifth ? 31 : 15;
-  float weights[kAtOnce * kNumbers], scales[kAtOnce * 8], minima[kAtOnce * 8];
-  uint8_t codes[kAtOnce * kNumbers];
+  float weights[kAtOnce * kNumbers], found[5][kGroups], steps[kAtOnce], leasts[kAtOnce], squares[kAtOnce];
+  uint8_t wholes_s[kGroups], wholes_m[kGroups], codes[kNumbers];
+  const Ranges ranges{found[0], found[1], found[2], found[3], found[4]};
   for (size_t first = 0; first < blocks; first += kAtOnce) {
     const size_t count = blocks - first < kAtOnce ? blocks - first : kAtOnce;
     const float* own = x + first * kNumbers;
-    if (columns)
-      for (size_t b = 0; b < count; ++b)
-        search.matrix_weights(own + b * kNumbers, columns + (first + b) * kNumbers, 2 * square_of(own + b * kNumbers, kNumbers) / kNumbers, kNumbers,
-                              weights + b * kNumbers);
-    const auto ranges = columns ? (fifth ? search.to_31 : search.to_15) : fifth ? search.q5_k : search.q4_k;
-    ranges(own, columns ? weights : nullptr, static_cast<int>(count) * 8, scales, minima, codes);
+    if (columns) squares_of(own, count, kNumbers, squares);
+    for (size_t b = 0; columns && b < count; ++b)
+      search.matrix_weights(own + b * kNumbers, columns + (first + b) % across * kNumbers, 2 * squares[b] / kNumbers, kNumbers, weights + b * kNumbers);
+    const auto search_all = columns ? (fifth ? search.to_31 : search.to_15) : fifth ? search.q5_k : search.q4_k;
+    search_all(own, columns ? weights : nullptr, static_cast<int>(count) * 8, ranges);
+    if (columns) {
+      search.wholes(ranges.scales, ranges.weights, static_cast<int>(count), steps, wholes_s);
+      search.wholes(ranges.minima, ranges.weights, static_cast<int>(count), leasts, wholes_m);
+    }
     for (size_t b = 0; b < count; ++b, to += fifth ? 176 : 144) {
-      const float *s = scales + b * 8, *m = minima + b * 8;
-      uint8_t whole_s[8], whole_m[8], *own_codes = codes + b * kNumbers;
-      float step = 0, least = 0;
+      const float *s = ranges.scales + b * 8, *m = ranges.minima + b * 8;
+      uint8_t *whole_s = wholes_s + b * 8, *whole_m = wholes_m + b * 8;
       if (columns) {
-        float sums[8];
-        for (int j = 0; j < 8; ++j) {
-          sums[j] = 0;
-          for (int i = 0; i < 32; ++i) sums[j] += weights[b * kNumbers + static_cast<size_t>(j) * 32 + static_cast<size_t>(i)];
-        }
-        step = whole_scales(s, sums, whole_s), least = whole_scales(m, sums, whole_m);
         for (int j = 0; j < 8; ++j) whole_s[j] = whole_s[j] < 63 ? whole_s[j] : 63, whole_m[j] = whole_m[j] < 63 ? whole_m[j] : 63;
       } else {
         float most_s = 0, most_m = 0;
@@ -334,77 +322,89 @@ void put_q45_k(const Search& search, bool fifth, const float* x, size_t blocks, 
           const uint8_t one = as_byte(by_s * s[j]), other = as_byte(by_m * m[j]);
           whole_s[j] = one < 63 ? one : 63, whole_m[j] = other < 63 ? other : 63;
         }
-        step = most_s / 63.0F, least = most_m / 63.0F;
+        steps[b] = most_s / 63.0F, leasts[b] = most_m / 63.0F;
       }
-      const uint16_t half_s = to_half(step), half_m = to_half(least);
+      const uint16_t half_s = to_half(steps[b]), half_m = to_half(leasts[b]);
       put_half(to, half_s), put_half(to + 2, half_m);
       put_pairs(whole_s, whole_m, to + 4);
-      for (int j = 0; j < 8; ++j) {
-        const float by = of_half(half_s) * static_cast<float>(whole_s[j]);
-        if (by != 0) search.divide(own + b * kNumbers + static_cast<size_t>(j) * 32, 32, of_half(half_m) * static_cast<float>(whole_m[j]), by, 0, top, own_codes + j * 32);
-      }
-      uint8_t* low = to + (fifth ? 48 : 16);
-      if (fifth) std::memset(to + 16, 0, 32);
-      for (int part = 0; part < 4; ++part)
-        for (int l = 0; l < 32; ++l) {
-          const int a = own_codes[part * 64 + l], c = own_codes[part * 64 + 32 + l];
-          low[part * 32 + l] = static_cast<uint8_t>((a & 15) | (c & 15) << 4);
-          if (fifth) to[16 + l] = static_cast<uint8_t>(to[16 + l] | a >> 4 << 2 * part | c >> 4 << (2 * part + 1));
-        }
+      float by[8], more[8];
+      for (int j = 0; j < 8; ++j) by[j] = of_half(half_s) * static_cast<float>(whole_s[j]), more[j] = of_half(half_m) * static_cast<float>(whole_m[j]);
+      search.divide_32(own + b * kNumbers, 8, more, by, 0, top, codes);
+      for (size_t j = 0; j < 8; ++j)
+        if (by[j] == 0) codes_of_range(search, ranges, b * 8 + j, own + b * kNumbers + j * 32, top, codes + j * 32);
+      search.pack_q45_k(codes, to + (fifth ? 48 : 16), fifth ? to + 16 : nullptr);
     }
   }
 }
 
+void codes_of_scale(const Search& search, const float* x, int count, float factor, int half, uint8_t* codes) {
+  if (factor == kNoCodes)
+    std::memset(codes, 0, static_cast<size_t>(count));
+  else
+    search.multiply(x, count, 0, factor, -half, half - 1, codes);
+}
+
 // Q6_K: 256 numbers, of which groups of 16 have a scale.
-void put_q6_k(const Search& search, const float* x, const float* columns, uint8_t* to) {
-  float scales[16];
+void put_q6_k(const Search& search, const float* x, const float* scales, const float* factors, uint8_t* to) {
   uint8_t codes[256];
-  search.q6_k(x, columns, 16, scales, codes);
   float size = 0, largest = 0;
-  for (const float scale : scales)
-    if (std::fabs(scale) > size) size = std::fabs(scale), largest = scale;
+  for (int j = 0; j < 16; ++j)
+    if (std::fabs(scales[j]) > size) size = std::fabs(scales[j]), largest = scales[j];
   if (size < kNothing) {
     std::memset(to, 0, 210);
     return;
   }
   const float factor = -128.0F / largest;
   const uint16_t half = to_half(1 / factor);
+  float by[16];
   for (int j = 0; j < 16; ++j) {
     const int whole = nearest(factor * scales[j]);
     const int8_t held = static_cast<int8_t>(whole < 127 ? whole : 127);
     to[192 + j] = static_cast<uint8_t>(held);
-    const float by = of_half(half) * static_cast<float>(held);
-    if (by != 0) search.divide(x + j * 16, 16, 0, by, -32, 31, codes + j * 16);
+    by[j] = of_half(half) * static_cast<float>(held);
   }
+  search.divide_16(x, 16, nullptr, by, -32, 31, codes);
+  for (int j = 0; j < 16; ++j)
+    if (by[j] == 0) codes_of_scale(search, x + j * 16, 16, factors[j], 32, codes + j * 16);
   put_half(to + 208, half);
-  for (int part = 0; part < 2; ++part)
-    for (int l = 0; l < 32; ++l) {
-      const uint8_t* own = codes + part * 128 + l;
-      to[part * 64 + l] = static_cast<uint8_t>((own[0] & 15) | (own[64] & 15) << 4);
-      to[part * 64 + 32 + l] = static_cast<uint8_t>((own[32] & 15) | (own[96] & 15) << 4);
-      to[128 + part * 32 + l] = static_cast<uint8_t>(own[0] >> 4 | own[32] >> 4 << 2 | own[64] >> 4 << 4 | own[96] >> 4 << 6);
-    }
+  search.pack_q6_k(codes, to, to + 128);
 }
 
-// Blocks of 32 of one row, with an importance matrix.
-void put_weighted(const Search& search, GgmlBlocks kind, const float* x, size_t blocks, const float* columns, size_t nbytes, uint8_t* to) {
-  constexpr size_t kAtOnce = 16;
+void put_all_q6_k(const Search& search, const float* x, size_t blocks, const float* columns, size_t across, uint8_t* to) {
+  constexpr size_t kAtOnce = 2, kNumbers = 256;
+  float weights[kAtOnce * kNumbers], scales[kAtOnce * 16], factors[kAtOnce * 16];
+  for (size_t first = 0; first < blocks; first += kAtOnce, x += kAtOnce * kNumbers) {
+    const size_t count = blocks - first < kAtOnce ? blocks - first : kAtOnce;
+    for (size_t b = 0; columns && b < count; ++b) std::memcpy(weights + b * kNumbers, columns + (first + b) % across * kNumbers, kNumbers * sizeof *weights);
+    search.q6_k(x, columns ? weights : nullptr, static_cast<int>(count) * 16, scales, factors);
+    for (size_t b = 0; b < count; ++b, to += 210) put_q6_k(search, x + b * kNumbers, scales + b * 16, factors + b * 16, to);
+  }
+}
+
+// Blocks of 32 of one row, with an importance matrix; `square`: the mean of the squares of its numbers.
+void put_weighted(const Search& search, GgmlBlocks kind, const float* x, float square, size_t blocks, const float* columns, size_t nbytes, uint8_t* to) {
+  constexpr size_t kAtOnce = 32;
   const bool fifth = kind == GgmlBlocks::kQ5_0 || kind == GgmlBlocks::kQ5_1, ranged = kind == GgmlBlocks::kQ4_1 || kind == GgmlBlocks::kQ5_1;
-  const float square = square_of(x, blocks * 32) / static_cast<float>(blocks * 32);
-  float weights[kAtOnce * 32], scales[kAtOnce], minima[kAtOnce];
-  uint8_t codes[kAtOnce * 32];
+  float weights[kAtOnce * 32], found_of[5][kAtOnce];
+  const Ranges found{found_of[0], found_of[1], found_of[2], found_of[3], found_of[4]};
+  uint8_t codes[32];
   for (size_t first = 0; first < blocks; first += kAtOnce) {
     const int count = static_cast<int>(blocks - first < kAtOnce ? blocks - first : kAtOnce);
     const float* own = x + first * 32;
     search.matrix_weights(own, columns + first * 32, square, count * 32, weights);
     if (ranged)
-      (fifth ? search.to_31 : search.to_15)(own, weights, count, scales, minima, codes);
+      (fifth ? search.to_31 : search.to_15)(own, weights, count, found);
     else
-      (fifth ? search.to_16 : search.to_8)(own, weights, count, scales, codes);
+      (fifth ? search.to_16 : search.to_8)(own, weights, count, found.scales, found.factors);
     for (int b = 0; b < count; ++b, to += nbytes) {
-      put_half(to, to_half(scales[b]));
-      if (ranged) put_half(to + 2, to_half(-minima[b]));
-      put_codes(codes + b * 32, fifth, to + (ranged ? 4 : 2));
+      put_half(to, to_half(found.scales[b]));
+      if (ranged) {
+        put_half(to + 2, to_half(-found.minima[b]));
+        codes_of_range(search, found, static_cast<size_t>(b), own + b * 32, fifth ? 31 : 15, codes);
+      } else {
+        codes_of_scale(search, own + b * 32, 32, found.factors[b], fifth ? 16 : 8, codes);
+      }
+      put_codes(codes, fifth, to + (ranged ? 4 : 2));
     }
   }
 }
@@ -440,16 +440,20 @@ size_t to_ggml(GgmlBlocks kind, const float* x, size_t rows, size_t columns, con
   }
   const bool weighted = weights && kind != GgmlBlocks::kMxfp4;
   const uint32_t limit = kind == GgmlBlocks::kMxfp4 ? kInfinity : kHuge;
+  float squares[kRuns];
+  if (kind == GgmlBlocks::kQ6K)
+    put_all_q6_k(search, x, rows * across, weights, across, blocks);
+  else if (large)
+    put_q45_k(search, kind == GgmlBlocks::kQ5K, x, rows * across, weights, across, blocks);
   for (size_t row = 0; row < rows; ++row, x += columns, blocks += across * nbytes) {
-    if (kind == GgmlBlocks::kQ4K || kind == GgmlBlocks::kQ5K)
-      put_q45_k(search, kind == GgmlBlocks::kQ5K, x, across, weights, blocks);
-    else if (weighted && !large)
-      put_weighted(search, kind, x, across, weights, nbytes, blocks);
+    if (weighted && !large) {
+      if (row % kRuns == 0) squares_of(x, rows - row < kRuns ? rows - row : kRuns, columns, squares);
+      put_weighted(search, kind, x, squares[row % kRuns] / static_cast<float>(columns), across, weights, nbytes, blocks);
+    }
     for (size_t b = 0; b < across; ++b) {
       const float* own = x + b * numbers;
       uint8_t* to = blocks + b * nbytes;
       const uint32_t size = search.largest_bits(own, numbers);
-      if (kind == GgmlBlocks::kQ6K) put_q6_k(search, own, weights ? weights + b * numbers : nullptr, to);
       if (size < limit && !weighted) switch (kind) {
           case GgmlBlocks::kQ4_0: put_symmetric(search, size, own, 8, to); break;
           case GgmlBlocks::kQ5_0: put_symmetric(search, size, own, 16, to); break;
