@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from zckpt import _core
 from zckpt.core.folds import MatrixBlocks, NumberGrid
 from zckpt.engine.kernels import kernels_of
+from zckpt.engine.kernels_ggml import TYPES
+from zckpt.engine.kernels_to_ggml import KINDS
 
 HEAD = """# Loops over elements
 
@@ -63,7 +65,7 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
         for grid in NumberGrid:
             into = np.empty(numel, np.uint8)
             found[f"to_codes ({grid.name}), {label}"] = partial(KERNELS.to_codes, grid, x, blocks, scales, into)
-    for bits in (4, 8):
+    for bits in (3, 4, 8):
         into, both = np.empty(numel * bits // 8, np.uint8), np.empty((2, numel // 64), np.float32)
         found[f"to_affine ({bits} bits of MLX), groups of 64"] = partial(KERNELS.to_affine, x, 64, bits, into, *both)
     for part in (0.03, 0.17, 0.6):
@@ -72,6 +74,14 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
             np.uint16
         )
         found[f"difference (deltas), {part:.0%} of bf16 numbers changed"] = partial(_difference, x, after)
+    matter = random.random(COLUMNS, np.float32)
+    for kind, (size, each, _) in TYPES.items():
+        packed = np.zeros(numel // each * size, np.uint8)
+        if kind in KINDS:
+            found[f"to_ggml ({kind})"] = partial(KERNELS.to_ggml, kind, x, COLUMNS, None, packed)
+        if kind in KINDS and kind != "MXFP4":
+            found[f"to_ggml ({kind}), importance matrix"] = partial(KERNELS.to_ggml, kind, x, COLUMNS, matter, packed)
+        found[f"of_ggml ({kind})"] = partial(KERNELS.of_ggml, kind, packed, y)
     packed = np.empty(numel // 32 * 34, np.uint8)
     found["to_q8_0"] = partial(KERNELS.to_q8_0, x, packed)
     found["of_q8_0"] = partial(KERNELS.of_q8_0, packed, y)

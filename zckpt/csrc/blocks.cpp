@@ -6,6 +6,7 @@
 
 #include "cast.h"
 #include "floats.h"
+#include "simd.h"
 
 namespace zckpt {
 namespace {
@@ -14,12 +15,18 @@ constexpr size_t kNumbers = 32, kBytes = 34, kAtOnce = 256;
 constexpr uint32_t kInfinity = 0x7F800000;
 constexpr uint16_t kNoHalf = 0x7E00;  // NaN
 
-// Whole numbers of one block; its numbers are finite, and none of them times `factor` is greater than 128 (or all are infinite).
-void whole_numbers(const float* x, float factor, uint8_t* out) {
-  if (!std::isfinite(factor)) {
-    std::memset(out, 0, kNumbers);
-    return;
+ZCKPT_VECTOR uint32_t largest_bits(const float* x) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < kNumbers; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    largest = std::max(largest, bits & 0x7FFFFFFFU);
   }
+  return largest;
+}
+
+// Whole numbers of one block; its numbers are finite, and none of them times `factor` is greater than 128.
+ZCKPT_VECTOR void whole_numbers(const float* __restrict x, float factor, uint8_t* __restrict out) {
   for (size_t i = 0; i < kNumbers; ++i) {
     const float scaled = x[i] * factor, size = std::fabs(scaled);
     const int32_t below = static_cast<int32_t>(size);
@@ -38,16 +45,18 @@ void to_q8_0(const float* __restrict x, uint8_t* __restrict blocks, size_t count
     const size_t n = std::min(kAtOnce, count - first);
     for (size_t b = 0; b < n; ++b) {
       const float* own = x + (first + b) * kNumbers;
-      uint32_t bits[kNumbers], largest = 0;
-      std::memcpy(bits, own, sizeof bits);
-      for (const uint32_t each : bits) largest = std::max(largest, each & 0x7FFFFFFFU);
+      const uint32_t largest = largest_bits(own);
       float scale = 0;
       std::memcpy(&scale, &largest, 4);
       scale /= 127.0F;
       const bool sound = largest < kInfinity;
       scales[b] = sound ? scale : 0;
       const float factor = !sound ? INFINITY : scale > 0 ? 1.0F / scale : 0.0F;
-      whole_numbers(own, factor, blocks + (first + b) * kBytes + 2);
+      uint8_t* const to = blocks + (first + b) * kBytes + 2;
+      if (std::isfinite(factor))
+        whole_numbers(own, factor, to);
+      else
+        std::memset(to, 0, kNumbers);
       sounds[b] = sound;
     }
     uint16_t rounded[kAtOnce];

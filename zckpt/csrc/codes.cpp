@@ -54,6 +54,10 @@ ZCKPT_VECTOR void of_run(const uint8_t* __restrict codes, size_t n, const float*
   for (size_t i = 0; i < n; ++i) x[i] = table[codes[i]] * factor;
 }
 
+ZCKPT_VECTOR void of_run_from(const uint8_t* __restrict codes, size_t n, const float* __restrict table, float zero, float factor, float* __restrict x) {
+  for (size_t i = 0; i < n; ++i) x[i] = (table[codes[i]] - zero) * factor;
+}
+
 // The same for blocks of one column, which have one each.
 ZCKPT_VECTOR void of_columns(const uint8_t* __restrict codes, size_t n, const float* __restrict table, const float* __restrict zeros,
                              const float* __restrict factors, float* __restrict x) {
@@ -81,17 +85,25 @@ ZCKPT_FOR("avx2") void of_few(const uint8_t* codes, size_t n, const float* table
 
 // A grid has steps of 2^(kLeast - kDigits) below 2^kLeast, and kDigits bits behind the first one from there on. kLargest is the code of its
 // largest number, and kHalfway the middle between that and where the next one would be.
+#ifdef ZCKPT_X86
+#define ZCKPT_SIGNS(with) \
+  ZCKPT_FOR("avx2,fma") static ZCKPT_INLINE __m256i with_signs(__m256i code, __m256i negative) { return with; }
+#else
+#define ZCKPT_SIGNS(with)
+#endif
 struct E4M3 {
   static constexpr int kDigits = 3, kLeast = -6;
   static constexpr uint32_t kLargest = 0x7E, kMore = 0, kNan = 0x7F;
   static constexpr float kHalfway = 464, kTop = 448;
   static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return code | negative << 7; }
+  ZCKPT_SIGNS(_mm256_or_si256(code, _mm256_and_si256(negative, _mm256_set1_epi32(1 << 7))))
 };
 struct E2M1 {
   static constexpr int kDigits = 1, kLeast = 0;
   static constexpr uint32_t kLargest = 7, kMore = 0, kNan = 0;
   static constexpr float kHalfway = 7, kTop = 6;
   static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return code | negative << 3; }
+  ZCKPT_SIGNS(_mm256_or_si256(code, _mm256_and_si256(negative, _mm256_set1_epi32(1 << 3))))
 };
 template <int kBits, uint32_t kBase>
 struct Whole {  // steps of 1; below 0 there is one number more
@@ -99,6 +111,7 @@ struct Whole {  // steps of 1; below 0 there is one number more
   static constexpr uint32_t kLargest = (1 << (kBits - 1)) - 1, kMore = 1, kNan = 0;
   static constexpr float kHalfway = kLargest + 0.5F, kTop = kLargest;
   static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return kBase + ((code ^ (0 - negative)) + negative); }
+  ZCKPT_SIGNS(_mm256_and_si256(_mm256_add_epi32(_mm256_sub_epi32(_mm256_xor_si256(code, negative), negative), _mm256_set1_epi32(kBase)), _mm256_set1_epi32(0xFF)))
 };
 
 struct Losses {
@@ -111,24 +124,22 @@ constexpr float power(int n) { return n > 0 ? 2 * power(n - 1) : n < 0 ? power(n
 ZCKPT_INLINE uint32_t mask(bool is) { return 0U - static_cast<uint32_t>(is); }
 ZCKPT_INLINE uint32_t chosen(uint32_t mask, uint32_t yes, uint32_t no) { return (yes & mask) | (no & ~mask); }
 
+ZCKPT_INLINE float scale_for(float factor) { return factor < power(-64) ? power(80) : factor > power(64) ? power(-80) : 1.0F; }
+
 // The quotient is rounded to odd: cut off, and its last bit set if that left something. So rounding it to fewer bits is as if it had not
 // been rounded. What is left is exact in one rounding, as a fused multiply-add or in doubles. It needs numbers that are neither tiny nor huge,
 // so `scale` brings both there.
-template <typename G, bool kFused>
-ZCKPT_INLINE void round_run(const float* __restrict x, size_t n, float factor, uint8_t* __restrict out, Losses* __restrict losses) {
+template <typename G>
+void round_run(const float* __restrict x, size_t n, float factor, uint8_t* __restrict out, Losses* __restrict losses) {
   constexpr int kBelow = 23 - G::kDigits;
   constexpr float kSteps = power(23 + G::kLeast - G::kDigits), kFar = 1 << 20;
   constexpr uint32_t kNone = (127 - 1 + static_cast<uint32_t>(G::kLeast)) << G::kDigits;
-  const float scale = factor < power(-64) ? power(80) : factor > power(64) ? power(-80) : 1.0F, divisor = factor * scale;
+  const float scale = scale_for(factor), divisor = factor * scale;
   uint32_t saturated = 0, underflowed = 0, error = 0;
   for (size_t i = 0; i < n; ++i) {
     const uint32_t bits = as<uint32_t>(x[i]), size = bits & 0x7FFFFFFF, negative = bits >> 31, none = mask(size > 0x7F800000);
     const float dividend = as<float>(size) * scale, quotient = dividend / divisor, near = quotient < kFar ? quotient : kFar;
-    float left;
-    if constexpr (kFused)
-      left = __builtin_fmaf(-near, divisor, dividend);
-    else
-      left = static_cast<float>(static_cast<double>(dividend) - static_cast<double>(near) * static_cast<double>(divisor));
+    const float left = static_cast<float>(static_cast<double>(dividend) - static_cast<double>(near) * static_cast<double>(divisor));
     const uint32_t q = (as<uint32_t>(near) - (as<uint32_t>(left) >> 31 & static_cast<uint32_t>(left != 0))) | static_cast<uint32_t>(left != 0);
     const float a = as<float>(q), steps = a + kSteps;
     uint32_t code = as<uint32_t>(steps) - as<uint32_t>(kSteps), value = as<uint32_t>(steps - kSteps);
@@ -151,20 +162,115 @@ ZCKPT_INLINE void round_run(const float* __restrict x, size_t n, float factor, u
   *losses = {saturated, underflowed, error};
 }
 
-using RoundRun = void (*)(const float*, size_t, float, uint8_t*, Losses*);
-
 template <typename G>
-void round_anywhere(const float* x, size_t n, float factor, uint8_t* out, Losses* losses) {
-  round_run<G, false>(x, n, factor, out, losses);
+Rounded round_anywhere(const float* x, const Blocks& blocks, const float* factors, uint8_t* out) {
+  Rounded rounded;
+  uint32_t error = 0;
+  for_each_run(blocks, [&](size_t at, size_t n, size_t block) {
+    constexpr size_t kMost = size_t{1} << 30;  // counts of so many fit
+    for (size_t done = 0; done < n; done += kMost) {
+      Losses losses{};
+      round_run<G>(x + at + done, std::min(kMost, n - done), factors[block], out + at + done, &losses);
+      rounded.saturated += losses.saturated;
+      rounded.underflowed += losses.underflowed;
+      error = std::max(error, losses.error);
+    }
+  });
+  rounded.error = as<float>(error);
+  return rounded;
 }
-constexpr RoundRun kAnywhere[] = {round_anywhere<E4M3>, round_anywhere<E2M1>, round_anywhere<Whole<8, 0>>, round_anywhere<Whole<4, 8>>};
+
+using Round = Rounded (*)(const float*, const Blocks&, const float*, uint8_t*);
+constexpr Round kAnywhere[] = {round_anywhere<E4M3>, round_anywhere<E2M1>, round_anywhere<Whole<8, 0>>, round_anywhere<Whole<4, 8>>};
 
 #ifdef ZCKPT_X86
+// The same for eight numbers at once; what was lost is counted in each lane. Codes become bytes of 16 or 32 numbers at a time.
 template <typename G>
-ZCKPT_FOR("avx2,fma") void round_fused(const float* x, size_t n, float factor, uint8_t* out, Losses* losses) {
-  round_run<G, true>(x, n, factor, out, losses);
+struct RoundEight {
+  __m256i saturated, underflowed, error;
+  __m256 factor, scale, divisor;
+
+  ZCKPT_FOR("avx2,fma") ZCKPT_INLINE void begin(float own) {
+    const float lift = scale_for(own);
+    factor = _mm256_set1_ps(own), scale = _mm256_set1_ps(lift), divisor = _mm256_set1_ps(own * lift);
+  }
+
+  ZCKPT_FOR("avx2,fma") ZCKPT_INLINE __m256i eight(const float* from) {
+    constexpr bool kWhole = G::kDigits == 0;
+    const __m256 x = _mm256_loadu_ps(from), none = _mm256_cmp_ps(x, x, _CMP_UNORD_Q), zero = _mm256_setzero_ps();
+    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), x), dividend = _mm256_mul_ps(size, scale);
+    const __m256 near = _mm256_min_ps(_mm256_div_ps(dividend, divisor), _mm256_set1_ps(1 << 20)), left = _mm256_fnmadd_ps(near, divisor, dividend);
+    const __m256i cut = _mm256_add_epi32(_mm256_castps_si256(near), _mm256_castps_si256(_mm256_cmp_ps(left, zero, _CMP_LT_OQ)));
+    const __m256i q = _mm256_or_si256(cut, _mm256_srli_epi32(_mm256_castps_si256(_mm256_cmp_ps(left, zero, _CMP_NEQ_UQ)), 31));
+    const __m256i negative = _mm256_srai_epi32(_mm256_castps_si256(x), 31);
+    // the power of two below, but for small ones, so much larger that the sum's last bit is a step of the grid
+    const __m256i below = _mm256_max_epi32(_mm256_and_si256(q, _mm256_set1_epi32(0x7F800000)), _mm256_set1_epi32((127 + G::kLeast) << 23));
+    const __m256i lift = kWhole ? _mm256_set1_epi32((127 + 23) << 23) : _mm256_add_epi32(below, _mm256_set1_epi32((23 - G::kDigits) << 23));
+    const __m256 a = _mm256_castsi256_ps(q), sum = _mm256_add_ps(a, _mm256_castsi256_ps(lift));
+    __m256i code = _mm256_sub_epi32(_mm256_castps_si256(sum), lift);
+    if (!kWhole) code = _mm256_add_epi32(code, _mm256_sub_epi32(_mm256_srli_epi32(below, 23 - G::kDigits), _mm256_set1_epi32((127 + G::kLeast) << G::kDigits)));
+    __m256 top = _mm256_set1_ps(G::kTop), halfway = _mm256_set1_ps(G::kHalfway);
+    __m256i most = _mm256_set1_epi32(G::kLargest);
+    if (kWhole) {
+      const __m256 more = _mm256_and_ps(_mm256_castsi256_ps(negative), _mm256_set1_ps(1));
+      top = _mm256_add_ps(top, more), halfway = _mm256_add_ps(halfway, more), most = _mm256_sub_epi32(most, negative);
+    }
+    code = _mm256_min_epi32(code, most);
+    const __m256 value = _mm256_min_ps(_mm256_sub_ps(sum, _mm256_castsi256_ps(lift)), top);
+    const __m256 off = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), _mm256_sub_ps(size, _mm256_mul_ps(value, factor)));
+    error = _mm256_max_epu32(error, _mm256_castps_si256(off));
+    const __m256i is_zero = _mm256_setzero_si256(), over = _mm256_castps_si256(_mm256_andnot_ps(none, _mm256_cmp_ps(a, halfway, _CMP_GT_OQ)));
+    saturated = _mm256_sub_epi32(saturated, over);
+    underflowed = _mm256_sub_epi32(underflowed, _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_castps_si256(size), is_zero), _mm256_cmpeq_epi32(code, is_zero)));
+    code = _mm256_blendv_epi8(code, _mm256_set1_epi32(G::kNan), _mm256_castps_si256(none));
+    return G::with_signs(code, negative);
+  }
+
+  ZCKPT_FOR("avx2,fma") ZCKPT_INLINE void run(const float* x, size_t n, uint8_t* out) {
+    size_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+      const __m256i first = _mm256_packs_epi32(eight(x + i), eight(x + i + 8)), second = _mm256_packs_epi32(eight(x + i + 16), eight(x + i + 24));
+      const __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), packed);
+    }
+    for (; i < n; i += 16) {
+      float rest[16] = {};
+      const size_t here = std::min<size_t>(16, n - i);
+      const float* from = x + i;
+      if (here < 16) from = static_cast<const float*>(std::memcpy(rest, from, here * sizeof *from));
+      const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(eight(from), eight(from + 8)), 0xD8);
+      const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+      if (here == 16)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), bytes);
+      else
+        std::memcpy(out + i, &bytes, here);
+    }
+  }
+};
+
+template <typename G>
+ZCKPT_FOR("avx2,fma") Rounded round_with_vectors(const float* x, const Blocks& b, const float* factors, uint8_t* out) {
+  RoundEight<G> all;
+  all.saturated = all.underflowed = all.error = _mm256_setzero_si256();
+  const size_t across = (b.columns + b.block_columns - 1) / b.block_columns;
+  for (size_t row = 0; row < b.rows; ++row, x += b.columns, out += b.columns) {
+    const float* factor = factors + (b.first + row) / b.block_rows * across;
+    for (size_t at = 0; at < b.columns; at += b.block_columns) {
+      all.begin(*factor++);
+      all.run(x + at, std::min(b.block_columns, b.columns - at), out + at);
+    }
+  }
+  Rounded rounded;
+  uint32_t counts[3][8], error = 0;
+  std::memcpy(counts[0], &all.saturated, 32), std::memcpy(counts[1], &all.underflowed, 32), std::memcpy(counts[2], &all.error, 32);
+  for (int lane = 0; lane < 8; ++lane) {
+    rounded.saturated += counts[0][lane], rounded.underflowed += counts[1][lane];
+    error = std::max(error, counts[2][lane]);
+  }
+  rounded.error = as<float>(error > 0x7F800000 ? 0x7FC00000 : error);
+  return rounded;
 }
-constexpr RoundRun kWithVectors[] = {round_fused<E4M3>, round_fused<E2M1>, round_fused<Whole<8, 0>>, round_fused<Whole<4, 8>>};
+constexpr Round kWithVectors[] = {round_with_vectors<E4M3>, round_with_vectors<E2M1>, round_with_vectors<Whole<8, 0>>, round_with_vectors<Whole<4, 8>>};
 #endif
 
 // ---- groups with a scale and a bias --------------------------------------------------------------------------------------------
@@ -260,13 +366,40 @@ void join_stream(const uint8_t* codes, size_t n, unsigned bits, uint8_t* out) {
   }
 }
 
+#ifdef ZCKPT_X86
+// Eight bytes are written for each eight codes but the last ones, of which the next ones have their own.
+ZCKPT_FOR("bmi2") void join_stream_at_once(const uint8_t* codes, size_t n, unsigned bits, uint8_t* out) {
+  const uint64_t low = ((uint64_t{1} << bits) - 1) * 0x0101010101010101;
+  for (size_t i = 0; i < n; i += 8, out += bits) {
+    uint64_t all;
+    std::memcpy(&all, codes + i, 8);
+    all = _pext_u64(all, low);
+    std::memcpy(out, &all, i + 64 < n ? 8 : bits);
+  }
+}
+
+// The other way, eight codes at a time as long as eight bytes can be read; how many it has split.
+ZCKPT_FOR("bmi2") size_t split_stream_at_once(const uint8_t* raw, size_t pitch, size_t columns, unsigned bits, uint8_t* codes) {
+  const uint64_t low = ((uint64_t{1} << bits) - 1) * 0x0101010101010101;
+  size_t i = 0;
+  for (; i + 8 <= columns && i / 8 * bits + 8 <= pitch; i += 8) {
+    uint64_t all;
+    std::memcpy(&all, raw + i / 8 * bits, 8);
+    all = _pdep_u64(all, low);
+    std::memcpy(codes + i, &all, 8);
+  }
+  return i;
+}
+#endif
+
 }  // namespace
 
 size_t to_affine(const float* x, size_t groups, size_t size, unsigned bits, uint8_t* packed, float* scales, float* biases) {
   const PlainFloats floats;
   auto quantise = affine_anywhere;
+  auto join = join_stream;
 #ifdef ZCKPT_X86
-  if (has(Unit::kMultiplyAdd)) quantise = affine_with_vectors;
+  if (has(Unit::kMultiplyAdd)) quantise = affine_with_vectors, join = join_stream_at_once;
 #endif
   constexpr size_t kAtOnce = 4096;  // codes of a byte each
   std::array<uint8_t, kAtOnce> codes;
@@ -278,7 +411,7 @@ size_t to_affine(const float* x, size_t groups, size_t size, unsigned bits, uint
     if (bits == 4)
       join_halves(codes.data(), n / 2, out);
     else if (bits != 8)
-      join_stream(codes.data(), n, bits, out);
+      join(codes.data(), n, bits, out);
   }
   return bad;
 }
@@ -291,7 +424,11 @@ void split_codes(const uint8_t* raw, size_t pitch, size_t rows, size_t columns, 
       split_halves(raw, columns / 2, high_first ? 4 : 0, codes);
       if (columns % 2) codes[columns - 1] = raw[columns / 2] >> (high_first ? 4 : 0) & 15;
     } else {
-      for (size_t i = 0; i < columns; ++i) {
+      size_t i = 0;
+#ifdef ZCKPT_X86
+      if (has(Unit::kMultiplyAdd)) i = split_stream_at_once(raw, pitch, columns, bits, codes);
+#endif
+      for (; i < columns; ++i) {
         const size_t at = i * bits, byte = at / 8;
         const unsigned both = raw[byte] | (byte + 1 < pitch ? raw[byte + 1] << 8 : 0);
         codes[i] = static_cast<uint8_t>(both >> at % 8 & ((1U << bits) - 1));
@@ -332,32 +469,16 @@ void of_codes(const uint8_t* codes, const float* table, const Blocks& blocks, co
     if (is_few) return of_few(codes + at, n, table, zeros ? zeros[block] : 0.0F, zeros != nullptr, factors[block], x + at);
 #endif
     if (!zeros) return of_run(codes + at, n, table, factors[block], x + at);
-    float own[256];
-    for (size_t i = 0; i < 256; ++i) own[i] = table[i] - zeros[block];
-    of_run(codes + at, n, own, factors[block], x + at);
+    of_run_from(codes + at, n, table, zeros[block], factors[block], x + at);
   });
 }
 
 Rounded to_codes(NumberGrid grid, const float* x, const Blocks& blocks, const float* factors, uint8_t* out) {
   const PlainFloats floats;
-  RoundRun round = kAnywhere[static_cast<size_t>(grid)];
 #ifdef ZCKPT_X86
-  if (has(Unit::kMultiplyAdd)) round = kWithVectors[static_cast<size_t>(grid)];
+  if (has(Unit::kMultiplyAdd)) return kWithVectors[static_cast<size_t>(grid)](x, blocks, factors, out);
 #endif
-  Rounded rounded;
-  uint32_t error = 0;
-  for_each_run(blocks, [&](size_t at, size_t n, size_t block) {
-    constexpr size_t kMost = size_t{1} << 30;  // counts of so many fit
-    for (size_t done = 0; done < n; done += kMost) {
-      Losses losses{};
-      round(x + at + done, std::min(kMost, n - done), factors[block], out + at + done, &losses);
-      rounded.saturated += losses.saturated;
-      rounded.underflowed += losses.underflowed;
-      error = std::max(error, losses.error);
-    }
-  });
-  rounded.error = as<float>(error);
-  return rounded;
+  return kAnywhere[static_cast<size_t>(grid)](x, blocks, factors, out);
 }
 
 }  // namespace zckpt

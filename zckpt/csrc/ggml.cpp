@@ -37,11 +37,14 @@ template <bool kLeast, bool kFifth, int kLess>
 ZCKPT_INLINE void of_32(const uint8_t* b, float* x) {
   constexpr int kFifths = kLeast ? 4 : 2, kCodes = kFifths + (kFifth ? 4 : 0);
   const float step = half(b), least = kLeast ? half(b + 2) : 0;
-  uint8_t codes[32] = {};
-  add_bits<4, 16>(b + kCodes, 32, 0, codes);
-  if (kFifth)
-    for (int j = 0; j < 32; ++j) codes[j] |= static_cast<uint8_t>((b[kFifths + j / 8] >> j % 8 & 1) << 4);
-  for (int j = 0; j < 32; ++j) x[j] = kLeast ? step * static_cast<float>(codes[j]) + least : step * static_cast<float>(codes[j] - kLess);
+  uint32_t fifths = 0;
+  for (int j = 0; kFifth && j < 4; ++j) fifths |= static_cast<uint32_t>(b[kFifths + j]) << 8 * j;
+  const auto number_of = [&](int code, int j) ZCKPT_PART {
+    if (kFifth) code |= static_cast<int>(fifths >> j & 1) << 4;
+    return kLeast ? step * static_cast<float>(code) + least : step * static_cast<float>(code - kLess);
+  };
+  for (int j = 0; j < 16; ++j) x[j] = number_of(b[kCodes + j] & 15, j);
+  for (int j = 0; j < 16; ++j) x[j + 16] = number_of(b[kCodes + j] >> 4, j + 16);
 }
 
 ZCKPT_INLINE void of_table(float step, const uint8_t* codes, const int8_t* table, float* x) {

@@ -24,9 +24,11 @@
 #define ZCKPT_INLINE inline
 #endif
 
+#define ZCKPT_PART __attribute__((always_inline))  // the same for what has no name
+
 namespace zckpt {
 
-// AVX2 with F16C; carry-less multiplication, also in AVX2; AVX2 with FMA; AVX-512
+// AVX2 with F16C; carry-less multiplication, also in AVX2; AVX2 with FMA and BMI2; AVX-512
 enum class Unit { kHalves, kFolding, kWideFolding, kMultiplyAdd, kWideLanes };
 
 #ifdef ZCKPT_TESTING
@@ -48,7 +50,7 @@ inline bool has(Unit unit) {
   static const bool halves = __builtin_cpu_supports("avx2") && has_f16c();
   static const bool folding = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
   static const bool wide_folding = folding && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx2");
-  static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   static const bool wide_lanes = multiply_add && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                                  __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
   if (!vector_paths) return false;

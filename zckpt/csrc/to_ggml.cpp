@@ -19,19 +19,19 @@ constexpr float kRounder = 12582912;  // 1.5 * 2^23: what is added to it loses i
 constexpr float kNothing = 1e-15F;
 constexpr uint32_t kInfinity = 0x7F800000, kHuge = 0x5D800000;  // 2^60: far more than any block with halves holds, and sums of squares end
 
-float of_bits(uint32_t bits) {
+ZCKPT_INLINE float of_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
   return x;
 }
-uint32_t bits_of(float x) {
+ZCKPT_INLINE uint32_t bits_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return bits;
 }
 
 // To nearest even.
-uint16_t to_half(float x) {
+ZCKPT_INLINE uint16_t to_half(float x) {
   const uint32_t bits = bits_of(x), size = bits & 0x7FFFFFFF, sign = bits >> 16 & 0x8000;
   if (size > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00);
   if (size >= 0x47800000) return static_cast<uint16_t>(sign | 0x7C00);
@@ -43,6 +43,22 @@ float of_half(uint16_t half) {
   const uint32_t size = half & 0x7FFF, sign = static_cast<uint32_t>(half) >> 15 << 31;
   if (size >= 0x7C00) return of_bits(sign | 0x7F800000 | (size & 0x3FF) << 13);
   return of_bits(sign | 0x3F800000) * (of_bits(size << 13) * 0x1p112F);
+}
+
+ZCKPT_INLINE void put_half(uint8_t* to, uint16_t half) { to[0] = static_cast<uint8_t>(half), to[1] = static_cast<uint8_t>(half >> 8); }
+ZCKPT_INLINE bool is_finite(uint16_t half) { return (half & 0x7C00) != 0x7C00; }
+
+// The whole part of the logarithm to base 2, as it is rounded to fp32, of a number with these bits; it is the exponent but near powers of two.
+ZCKPT_INLINE int power_of(uint32_t bits) {
+  const uint32_t fraction = bits & 0x7FFFFF;
+  if (fraction > 0x7FFF00 || fraction < 0x100 || bits < 0x800000) return static_cast<int>(std::floor(std::log2(of_bits(bits))));
+  return static_cast<int>(bits >> 23) - 127;
+}
+
+uint8_t cut(float x, int most) {  // as compilers for x86 do it
+  const bool far = !(x > -2147483648.0F && x < 2147483648.0F);
+  const int code = far ? 0 : static_cast<int8_t>(static_cast<int32_t>(x));
+  return static_cast<uint8_t>(code < most ? code : most);
 }
 
 int32_t nearest(float x) { return static_cast<int32_t>(bits_of(x + kRounder) & 0x7FFFFF) - 0x400000; }
@@ -127,10 +143,9 @@ struct Search {
   void (*multiply)(const float*, int, float, float, int, int, uint8_t*);
   void (*pack_q45_k)(const uint8_t*, uint8_t*, uint8_t*);
   void (*pack_q6_k)(const uint8_t*, uint8_t*, uint8_t*);
-  void (*encode)(const float*, float, float, float, int, uint8_t*);
-  void (*encode_e2m1)(const float*, float, uint8_t*);
+  void (*put_codes)(const uint8_t*, bool, uint8_t*);
   uint32_t (*largest_bits)(const float*, size_t);
-  void (*ends_of)(const float*, float&, float&);
+  size_t (*plain)(GgmlBlocks, const float*, size_t, uint8_t*);
 };
 
 #if defined(ZCKPT_X86)
@@ -145,9 +160,6 @@ ZCKPT_INLINE void turn_four(Four* rows) {
     for (int j = 0; j < i; ++j) std::swap(rows[i].of[j], rows[j].of[i]);
 }
 #endif
-
-// What a function for such instructions has inside: a part of it.
-#define ZCKPT_PART __attribute__((always_inline))
 
 namespace anywhere {
 #define ZCKPT_LANES 4
@@ -193,72 +205,6 @@ const Search& search_here() {
   if (has(Unit::kMultiplyAdd)) return with_avx2::kSearch;
 #endif
   return anywhere::kSearch;
-}
-
-void put_half(uint8_t* to, uint16_t half) { to[0] = static_cast<uint8_t>(half), to[1] = static_cast<uint8_t>(half >> 8); }
-
-// Codes of 32 numbers: the lowest four bits of two in a byte, 16 elements apart, and the fifth ones in a word before them.
-void put_codes(const uint8_t* codes, bool fifth, uint8_t* to) {
-  if (fifth) {
-    uint32_t bits = 0;
-    for (int j = 0; j < 32; ++j) bits |= static_cast<uint32_t>(codes[j] >> 4 & 1) << j;
-    for (int j = 0; j < 4; ++j) *to++ = static_cast<uint8_t>(bits >> 8 * j);
-  }
-  for (int j = 0; j < 16; ++j) to[j] = static_cast<uint8_t>((codes[j] & 15) | codes[j + 16] << 4);
-}
-
-uint8_t cut(float x, int most) {  // as compilers for x86 do it
-  const bool far = !(x > -2147483648.0F && x < 2147483648.0F);
-  const int code = far ? 0 : static_cast<int8_t>(static_cast<int32_t>(x));
-  return static_cast<uint8_t>(code < most ? code : most);
-}
-
-void put_encoded(const Search& search, const float* x, float less, float step, float lift, int top, bool fifth, uint8_t* to) {
-  const float factor = step != 0 ? 1.0F / step : 0.0F;
-  uint8_t codes[32];
-  if (std::isfinite(factor))
-    search.encode(x, less, factor, lift, top, codes);
-  else
-    for (int i = 0; i < 32; ++i) codes[i] = cut((x[i] - less) * factor + lift, top);
-  put_codes(codes, fifth, to);
-}
-
-// Q4_0 and Q5_0: a step, from the first number of the largest magnitude; it becomes the lowest code.
-void put_symmetric(const Search& search, uint32_t size, const float* x, int half, uint8_t* to) {
-  float largest = 0;
-  for (int i = 0; size && i < 32; ++i)
-    if ((bits_of(x[i]) & 0x7FFFFFFF) == size) {
-      largest = x[i];
-      break;
-    }
-  const float step = largest / static_cast<float>(-half);
-  put_half(to, to_half(step));
-  put_encoded(search, x, 0, step, static_cast<float>(half) + 0.5F, 2 * half - 1, half == 16, to + 2);
-}
-
-// Q4_1 and Q5_1: a step and the least number.
-void put_ranged(const Search& search, const float* x, int top, uint8_t* to) {
-  float least = 0, most = 0;
-  search.ends_of(x, least, most);
-  for (int i = 0; least == 0 && i < 32; ++i)
-    if (x[i] == 0) {  // the first zero's sign
-      least = x[i];
-      break;
-    }
-  const float step = (most - least) / static_cast<float>(top);
-  put_half(to, to_half(step));
-  put_half(to + 2, to_half(least));
-  put_encoded(search, x, least, step, 0.5F, top, top == 31, to + 4);
-}
-
-// A power of two, by which the largest number becomes 4 to 8. (Where that is less than 2^-127, ggml's becomes another one by mistake.)
-void put_mxfp4(const Search& search, uint32_t size, const float* x, uint8_t* to) {
-  const float power = size ? std::floor(std::log2(of_bits(size))) - 2 + 127 : 0;
-  const uint32_t e = power > 0 ? static_cast<uint32_t>(power) : 0;
-  uint8_t codes[32];
-  search.encode_e2m1(x, e < 2 ? of_bits(0x00200000U << e) : of_bits((e - 1) << 23), codes);
-  to[0] = static_cast<uint8_t>(e);
-  put_codes(codes, false, to + 1);
 }
 
 // The scales of eight groups and their least numbers, in 6 bits each.
@@ -404,19 +350,8 @@ void put_weighted(const Search& search, GgmlBlocks kind, const float* x, float s
       } else {
         codes_of_scale(search, own + b * 32, 32, found.factors[b], fifth ? 16 : 8, codes);
       }
-      put_codes(codes, fifth, to + (ranged ? 4 : 2));
+      search.put_codes(codes, fifth, to + (ranged ? 4 : 2));
     }
-  }
-}
-
-bool is_sound(GgmlBlocks kind, const uint8_t* block) {
-  const auto is_finite = [&](size_t at) { return (block[at + 1] & 0x7C) != 0x7C; };
-  switch (kind) {
-    case GgmlBlocks::kMxfp4: return true;
-    case GgmlBlocks::kQ6K: return is_finite(208);
-    case GgmlBlocks::kQ4_0:
-    case GgmlBlocks::kQ5_0: return is_finite(0);
-    default: return is_finite(0) && is_finite(2);
   }
 }
 
@@ -438,31 +373,22 @@ size_t to_ggml(GgmlBlocks kind, const float* x, size_t rows, size_t columns, con
     case GgmlBlocks::kQ5K: nbytes = 176; break;
     default: nbytes = 210;
   }
-  const bool weighted = weights && kind != GgmlBlocks::kMxfp4;
-  const uint32_t limit = kind == GgmlBlocks::kMxfp4 ? kInfinity : kHuge;
+  if (!large && (!weights || kind == GgmlBlocks::kMxfp4)) return search.plain(kind, x, rows * across, blocks);
   float squares[kRuns];
   if (kind == GgmlBlocks::kQ6K)
     put_all_q6_k(search, x, rows * across, weights, across, blocks);
   else if (large)
     put_q45_k(search, kind == GgmlBlocks::kQ5K, x, rows * across, weights, across, blocks);
+  const size_t first = kind == GgmlBlocks::kQ6K ? 208 : 0, second = kind == GgmlBlocks::kQ6K || kind == GgmlBlocks::kQ4_0 || kind == GgmlBlocks::kQ5_0 ? first : 2;  // halves of a block
   for (size_t row = 0; row < rows; ++row, x += columns, blocks += across * nbytes) {
-    if (weighted && !large) {
+    if (!large) {
       if (row % kRuns == 0) squares_of(x, rows - row < kRuns ? rows - row : kRuns, columns, squares);
       put_weighted(search, kind, x, squares[row % kRuns] / static_cast<float>(columns), across, weights, nbytes, blocks);
     }
     for (size_t b = 0; b < across; ++b) {
-      const float* own = x + b * numbers;
-      uint8_t* to = blocks + b * nbytes;
-      const uint32_t size = search.largest_bits(own, numbers);
-      if (size < limit && !weighted) switch (kind) {
-          case GgmlBlocks::kQ4_0: put_symmetric(search, size, own, 8, to); break;
-          case GgmlBlocks::kQ5_0: put_symmetric(search, size, own, 16, to); break;
-          case GgmlBlocks::kQ4_1: put_ranged(search, own, 15, to); break;
-          case GgmlBlocks::kQ5_1: put_ranged(search, own, 31, to); break;
-          case GgmlBlocks::kMxfp4: put_mxfp4(search, size, own, to); break;
-          default: break;
-        }
-      unsound += size >= limit || !is_sound(kind, to);
+      const uint8_t* own = blocks + b * nbytes;
+      const auto is_half = [&](size_t at) { return is_finite(static_cast<uint16_t>(own[at] | own[at + 1] << 8)); };
+      unsound += search.largest_bits(x + b * numbers, numbers) >= kHuge || !is_half(first) || !is_half(second);
     }
   }
   return unsound;

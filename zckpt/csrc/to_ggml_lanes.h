@@ -337,28 +337,8 @@ ZCKPT_LANES_FOR static void pack_q6_k(const uint8_t* __restrict codes, uint8_t* 
   }
 }
 
-// Numbers less one, times a factor, cut to whole ones after `lift` is added; none of them is too large for an integer.
-ZCKPT_LANES_FOR static void encode(const float* x, float less, float factor, float lift, int top, uint8_t* codes) {
-  for (int i = 0; i < 32; ++i) {
-    const int32_t code = static_cast<int32_t>((x[i] - less) * factor + lift);
-    codes[i] = static_cast<uint8_t>(code < top ? code : top);
-  }
-}
-
-// Numbers of E2M1, twice as large, times `half`; of two that are as near, the smaller one.
-ZCKPT_LANES_FOR static void encode_e2m1(const float* x, float half, uint8_t* codes) {
-  const float middles[] = {0.5F * half, 1.5F * half, 2.5F * half, 3.5F * half, 5 * half, 7 * half, 10 * half};
-  for (int i = 0; i < 32; ++i) {
-    const float size = __builtin_fabsf(x[i]);
-    int32_t code = 0, bits;
-    for (const float middle : middles) code += size > middle;
-    std::memcpy(&bits, &x[i], 4);
-    codes[i] = static_cast<uint8_t>(code | (code != 0 ? bits >> 28 & 8 : 0));
-  }
-}
-
 // The bits of the largest magnitude.
-ZCKPT_LANES_FOR static uint32_t largest_bits(const float* x, size_t count) {
+ZCKPT_LANED uint32_t largest_bits(const float* x, size_t count) {
   uint32_t top = 0;
   for (size_t i = 0; i < count; ++i) {
     uint32_t bits;
@@ -369,21 +349,175 @@ ZCKPT_LANES_FOR static uint32_t largest_bits(const float* x, size_t count) {
   return top;
 }
 
-ZCKPT_LANES_FOR static void ends_of(const float* x, float& least, float& most) {
-  Floats low = all_of(3.40282347e+38F), high = -low;
-  for (int i = 0; i < 32; i += kWide) {
-    Floats own;
-    std::memcpy(&own, x + i, sizeof own);
-    low = least_of(own, low), high = most_of(own, high);
-  }
-  float lows[kWide], highs[kWide];
-  std::memcpy(lows, &low, sizeof low), std::memcpy(highs, &high, sizeof high);
-  least = lows[0], most = highs[0];
-  for (int i = 1; i < kWide; ++i) least = lows[i] < least ? lows[i] : least, most = highs[i] > most ? highs[i] : most;
+// The least and the largest of 32 numbers; of two zeros it may be any.
+ZCKPT_LANED void ends_of(const float* x, float& least, float& most) {
+#if ZCKPT_LANES > 4
+  __m256 low = _mm256_loadu_ps(x), high = low;
+  for (int i = 8; i < 32; i += 8) low = _mm256_min_ps(_mm256_loadu_ps(x + i), low), high = _mm256_max_ps(_mm256_loadu_ps(x + i), high);
+  __m128 own = _mm_min_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1)), other = _mm_max_ps(_mm256_castps256_ps128(high), _mm256_extractf128_ps(high, 1));
+  own = _mm_min_ps(own, _mm_movehl_ps(own, own)), other = _mm_max_ps(other, _mm_movehl_ps(other, other));
+  least = _mm_cvtss_f32(_mm_min_ss(own, _mm_movehdup_ps(own))), most = _mm_cvtss_f32(_mm_max_ss(other, _mm_movehdup_ps(other)));
+#else
+  least = most = x[0];
+  for (int i = 1; i < 32; ++i) least = x[i] < least ? x[i] : least, most = x[i] > most ? x[i] : most;
+#endif
 }
+
+// Codes of 32 numbers: the lowest four bits of two in a byte, 16 elements apart, and the fifth ones in a word before them.
+#if ZCKPT_LANES > 4
+ZCKPT_LANED void put_codes(__m256i codes, bool fifth, uint8_t* to) {
+  if (fifth) {
+    const int bits = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 3));
+    std::memcpy(to, &bits, 4);
+    to += 4;
+    codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+  }
+  const __m128i both = _mm_or_si128(_mm256_castsi256_si128(codes), _mm_slli_epi16(_mm256_extracti128_si256(codes, 1), 4));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), both);
+}
+
+ZCKPT_LANED void put_codes(const uint8_t* codes, bool fifth, uint8_t* to) {
+  put_codes(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)), fifth, to);
+}
+
+// As bytes, of whole numbers to 255 each.
+ZCKPT_LANED __m256i bytes_of(const __m256i* four) {
+  const __m256i first = _mm256_packs_epi32(four[0], four[1]), second = _mm256_packs_epi32(four[2], four[3]);
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+#else
+ZCKPT_LANED void put_codes(const uint8_t* codes, bool fifth, uint8_t* to) {
+  if (fifth) {
+    uint32_t bits = 0;
+    for (int j = 0; j < 32; ++j) bits |= static_cast<uint32_t>(codes[j] >> 4 & 1) << j;
+    for (int j = 0; j < 4; ++j) *to++ = static_cast<uint8_t>(bits >> 8 * j);
+  }
+  for (int j = 0; j < 16; ++j) to[j] = static_cast<uint8_t>((codes[j] & 15) | codes[j + 16] << 4);
+}
+#endif
+
+// Numbers less one, divided by a step, cut to whole ones after `lift` is added.
+ZCKPT_LANED void put_encoded(const float* x, float less, float step, float lift, int top, bool fifth, uint8_t* to) {
+  const float factor = step != 0 ? 1.0F / step : 0.0F;
+  uint8_t codes[32];
+  if (!(__builtin_fabsf(factor) < kNoCodes)) {  // some may be too large for an integer
+    for (int i = 0; i < 32; ++i) codes[i] = cut((x[i] - less) * factor + lift, top);
+    return put_codes(codes, fifth, to);
+  }
+#if ZCKPT_LANES > 4
+  __m256i four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 scaled = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(less)), _mm256_set1_ps(factor));
+    four[i] = _mm256_min_epi32(_mm256_cvttps_epi32(_mm256_add_ps(scaled, _mm256_set1_ps(lift))), _mm256_set1_epi32(top));
+  }
+  put_codes(bytes_of(four), fifth, to);
+#else
+  for (int i = 0; i < 32; ++i) {
+    const int32_t code = static_cast<int32_t>((x[i] - less) * factor + lift);
+    codes[i] = static_cast<uint8_t>(code < top ? code : top);
+  }
+  put_codes(codes, fifth, to);
+#endif
+}
+
+// Q4_0 and Q5_0: a step, from the first number of the largest magnitude; it becomes the lowest code.
+ZCKPT_LANED bool put_symmetric(uint32_t size, const float* x, int half, uint8_t* to) {
+  int first = 31;
+  for (int i = 0; i < 32; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    const int own = (bits & 0x7FFFFFFF) == size ? i : 31;
+    first = own < first ? own : first;
+  }
+  const float step = (size ? x[first] : 0.0F) / static_cast<float>(-half);
+  const uint16_t held = to_half(step);
+  put_half(to, held);
+  put_encoded(x, 0, step, static_cast<float>(half) + 0.5F, 2 * half - 1, half == 16, to + 2);
+  return is_finite(held);
+}
+
+// Q4_1 and Q5_1: a step and the least number.
+ZCKPT_LANED bool put_ranged(const float* x, int top, uint8_t* to) {
+  float least = 0, most = 0;
+  ends_of(x, least, most);
+  for (int i = 0; least == 0 && i < 32; ++i)
+    if (x[i] == 0) {  // the first zero's sign
+      most = most == 0 ? x[i] : most, least = x[i];
+      break;
+    }
+  const float step = (most - least) / static_cast<float>(top);
+  const uint16_t held = to_half(step), from = to_half(least);
+  put_half(to, held), put_half(to + 2, from);
+  put_encoded(x, least, step, 0.5F, top, top == 31, to + 4);
+  return is_finite(held) && is_finite(from);
+}
+
+// A power of two, by which the largest number becomes 4 to 8. (Where that is less than 2^-127, ggml's becomes another one by mistake.) Numbers
+// of E2M1, twice as large, are multiplied by `half`; of two that are as near, it is the smaller one.
+ZCKPT_LANED bool put_mxfp4(uint32_t size, const float* x, uint8_t* to) {
+  const int power = size ? power_of(size) - 2 + 127 : 0;
+  const uint32_t e = power > 0 ? static_cast<uint32_t>(power) : 0;
+  const float half = e < 2 ? of_bits(0x00200000U << e) : of_bits((e - 1) << 23);
+  const float middles[] = {0.5F * half, 1.5F * half, 2.5F * half, 3.5F * half, 5 * half, 7 * half, 10 * half};
+  to[0] = static_cast<uint8_t>(e);
+#if ZCKPT_LANES > 4
+  __m256i four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 own = _mm256_loadu_ps(x + 8 * i), size_of = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), own);
+    __m256i code = _mm256_setzero_si256();
+    for (const float middle : middles) code = _mm256_sub_epi32(code, _mm256_castps_si256(_mm256_cmp_ps(size_of, _mm256_set1_ps(middle), _CMP_GT_OQ)));
+    const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(own), 28), _mm256_set1_epi32(8));
+    four[i] = _mm256_or_si256(code, _mm256_and_si256(sign, _mm256_cmpgt_epi32(code, _mm256_setzero_si256())));
+  }
+  put_codes(bytes_of(four), false, to + 1);
+#else
+  uint8_t codes[32];
+  for (int i = 0; i < 32; ++i) {
+    const float own = __builtin_fabsf(x[i]);
+    int32_t code = 0, bits;
+    for (const float middle : middles) code += own > middle;
+    std::memcpy(&bits, &x[i], 4);
+    codes[i] = static_cast<uint8_t>(code | (code != 0 ? bits >> 28 & 8 : 0));
+  }
+  put_codes(codes, false, to + 1);
+#endif
+  return true;
+}
+
+// Blocks of 32 numbers, without an importance matrix. How many are not sound.
+template <GgmlBlocks kKind, size_t kBytes>
+ZCKPT_LANED size_t put_plain(const float* x, size_t blocks, uint8_t* to) {
+  size_t unsound = 0;
+  for (size_t b = 0; b < blocks; ++b, x += 32, to += kBytes) {
+    const uint32_t size = largest_bits(x, 32);
+    bool sound = size < (kKind == GgmlBlocks::kMxfp4 ? kInfinity : kHuge);
+    if (sound) switch (kKind) {
+        case GgmlBlocks::kQ4_0: sound = put_symmetric(size, x, 8, to); break;
+        case GgmlBlocks::kQ5_0: sound = put_symmetric(size, x, 16, to); break;
+        case GgmlBlocks::kQ4_1: sound = put_ranged(x, 15, to); break;
+        case GgmlBlocks::kQ5_1: sound = put_ranged(x, 31, to); break;
+        default: sound = put_mxfp4(size, x, to);
+      }
+    unsound += !sound;
+  }
+  return unsound;
+}
+
+ZCKPT_LANES_FOR static size_t plain(GgmlBlocks kind, const float* x, size_t blocks, uint8_t* to) {
+  switch (kind) {
+    case GgmlBlocks::kQ4_0: return put_plain<GgmlBlocks::kQ4_0, 18>(x, blocks, to);
+    case GgmlBlocks::kQ4_1: return put_plain<GgmlBlocks::kQ4_1, 20>(x, blocks, to);
+    case GgmlBlocks::kQ5_0: return put_plain<GgmlBlocks::kQ5_0, 22>(x, blocks, to);
+    case GgmlBlocks::kQ5_1: return put_plain<GgmlBlocks::kQ5_1, 24>(x, blocks, to);
+    default: return put_plain<GgmlBlocks::kMxfp4, 17>(x, blocks, to);
+  }
+}
+
+ZCKPT_LANES_FOR static uint32_t largest_of(const float* x, size_t count) { return largest_bits(x, count); }
+ZCKPT_LANES_FOR static void put_32(const uint8_t* codes, bool fifth, uint8_t* to) { put_codes(codes, fifth, to); }
 
 constexpr Search kSearch = {ranges<Trials<15, 20>>, ranges<Trials<31, 15>>, ranges<Trials<15, 36>>, ranges<Trials<31, 36>>, scales<16, 32>, scales<32, 8>,
                             scales<32, 16>,         wholes,                 matrix_weights,         divide<32>,             divide<16>,     multiply,
-                            pack_q45_k,             pack_q6_k,              encode,                 encode_e2m1,            largest_bits,   ends_of};
+                            pack_q45_k,             pack_q6_k,              put_32,                 largest_of,             plain};
 
 #undef ZCKPT_LANED
