@@ -10,7 +10,6 @@ Source of the checksums' places: PKWARE APPNOTE 6.3.10, 4.3.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from zckpt.containers import torch_zip
 from zckpt.containers.alike import AlikeLengths
@@ -78,12 +77,10 @@ class _Known:
             return None
         moved = item.base - self._base
         ref = self._ref
-        return replace(
-            ref,
-            store=item.store(ref.store.byteorder),
-            byte_offset=ref.byte_offset + moved,
-            storage_byte_offset=ref.storage_byte_offset + moved,
-        )
+        return TensorRef(
+            item.store(ref.store.byteorder), ref.byte_offset + moved, ref.dtype, ref.shape, ref.stride, ref.storage_key,
+            ref.storage_offset, ref.storage_nbytes, ref.storage_byte_offset + moved,
+        )  # fmt: skip
 
 
 def _known_of(item: Input, root: object) -> _Known | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Literal
 
 from zckpt.base.dataclass import dataclass
@@ -74,7 +74,7 @@ class Input:
         head = self.peek(offset, min(nbytes, _HEAD_BYTES))
         tail_at = max(len(head), nbytes - _TAIL_BYTES)
         ahead = ((0, head), (tail_at, self.peek(offset + tail_at, nbytes - tail_at)))
-        return replace(self, size=nbytes, base=self.base + offset, ahead=ahead)
+        return Input(self.location, self.file, nbytes, self.base + offset, self.stores, ahead)
 
     def read(self, offset: int, nbytes: int, what: str) -> bytes:
         """Exactly `nbytes` bytes at `offset`; `what` names them in the error. Raises CorruptError if the file ends

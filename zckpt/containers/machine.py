@@ -19,8 +19,8 @@ from zckpt.containers.meanings import MEANINGS, MOST_NAME, fill_array, plain_key
 from zckpt.containers.tensor_ref import TensorRef
 
 PersistentLoad = Callable[[object], object]
-Finishers = Mapping[str, Callable[[Placeholder], object]]
-"""Class -> what takes the place of an object of that class once its state is set: large metadata are kept in few bytes so."""
+Finishers = Mapping[str, Callable[[object], object]]
+"""Class -> what takes the place of an object of that class, given its state, or None: large metadata are kept in few bytes so."""
 
 STEP = 8
 """The cost of a step, in bytes; see [Note: bombs] in `pickles`."""
@@ -197,8 +197,8 @@ class Machine:
         target = self.stack[-1]
         if isinstance(target, Placeholder):
             target.state = state
-            if finish := self.finishers.get(target.name):
-                self.stack[-1] = finish(target)
+            if (finish := self.finishers.get(target.name)) and (plain := finish(state)) is not None:
+                self.stack[-1] = plain
         elif isinstance(target, NumpyArray):
             self.charge(sum(map(_size, state)) if type(state) is tuple else 0)
             fill_array(target, state)
@@ -207,11 +207,11 @@ class Machine:
 
     def finished(self, function: Placeholder, state: object) -> object:
         """What `call` makes of a class that is only kept, without arguments, and `build` of that and this state."""
-        made = Placeholder(
+        if (finish := self.finishers.get(function.name)) and (plain := finish(state)) is not None:
+            return plain
+        return Placeholder(
             function.module, function.name, (), state, called=True, kwargs=_NOT_NAMED, items=_NO_ITEMS, new=True
         )
-        finish = self.finishers.get(made.name)
-        return finish(made) if finish else made
 
     def append(self, items: list[Any]) -> None:
         """Adds items to the topmost list or set."""

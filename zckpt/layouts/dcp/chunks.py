@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeGuard, overload
 
-from zckpt.containers import Placeholder, TensorRef
+from zckpt.containers import TensorRef
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 
 Shape = tuple[int, ...]
@@ -55,22 +55,22 @@ class Box(NamedTuple):
 class Boxes:
     """Boxes of a tensor of `dims` dimensions; one array holds the offsets and then the sizes of each."""
 
-    __slots__ = ("_dims", "_numbers")
+    __slots__ = ("dims", "numbers")
 
     def __init__(self, dims: int, numbers: Iterable[int]) -> None:
-        self._dims = dims
-        self._numbers = array("q", numbers)
+        self.dims = dims
+        self.numbers = array("q", numbers)
 
     def __len__(self) -> int:
-        return len(self._numbers) // (2 * self._dims)
+        return len(self.numbers) // (2 * self.dims)
 
     def __iter__(self) -> Iterator[Box]:
         return map(self.at, range(len(self)))
 
     def at(self, number: int) -> Box:
         """Returns the box with this number."""
-        dims, first = self._dims, 2 * self._dims * number
-        numbers = tuple(self._numbers[first : first + 2 * dims])
+        dims, first = self.dims, 2 * self.dims * number
+        numbers = tuple(self.numbers[first : first + 2 * dims])
         return Box(numbers[:dims], numbers[dims:])
 
 
@@ -113,6 +113,14 @@ class Chunks(Sequence[DcpChunk]):
     def __iter__(self) -> Iterator[DcpChunk]:
         return map(self._at, range(len(self)))
 
+    def places(self) -> Iterator[ItemPlace]:
+        """Where the chunks with elements are: as `place` of each, without making the chunks."""
+        numbers, dims = iter(self._places), self._boxes.dims
+        sizes = [iter(self._boxes.numbers[dim :: 2 * dims]) for dim in range(dims, 2 * dims)]
+        for file, offset, length, *extents in zip(numbers, numbers, numbers, *sizes, strict=True):
+            if 0 not in extents:
+                yield ItemPlace(self._files[file], offset, length)
+
     def _at(self, number: int) -> DcpChunk:
         file, offset, length = self._places[3 * number : 3 * number + 3]
         return DcpChunk(*self._boxes.at(number), ItemPlace(self._files[file], offset, length))
@@ -134,46 +142,41 @@ def is_inside(path: str) -> bool:
     return "\0" not in path and not any(part in ("", ".", "..") for part in parts)
 
 
-Finish = Callable[[Placeholder], object]
+Finish = Callable[[object], object]
 
 
-def _index(made: Placeholder) -> object:
+def _index(state: object) -> tuple[str, Shape | None] | None:
     """The value for a `MetadataIndex`: (name, offsets); for a pickled object the offsets are None."""
-    state = made.state
     if type(state) is dict and type(state.get("fqn")) is str:
         offsets = state.get("offset")
         if offsets is None or is_shape(offsets):
             return sys.intern(state["fqn"]), offsets
-    return made
+    return None
 
 
-def _place(made: Placeholder) -> object:
+def _place(state: object) -> ItemPlace | None:
     """The `ItemPlace` for a `_StorageInfo`."""
-    state = made.state
     if type(state) is dict and not state.get("transform_descriptors"):
         file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
         if type(file) is str and is_inside(file) and is_count(offset) and is_count(length):
             return ItemPlace(sys.intern(file), offset, length)
-    return made
+    return None
 
 
-def _box(made: Placeholder) -> object:
+def _box(state: object) -> Box | None:
     """The offsets and sizes of a `ChunkStorageMetadata`."""
-    state = made.state
     if type(state) is dict and is_shape(state.get("offsets")) and is_shape(state.get("sizes")):
         return Box(state["offsets"], state["sizes"])
-    return made
+    return None
 
 
-def _tensor(made: Placeholder) -> object:
-    """The same `TensorStorageMetadata`, with chunks as `Boxes`, except for a tensor without dimensions."""
-    state = made.state
+def _tensor(state: object) -> None:
+    """Makes the chunks of a `TensorStorageMetadata` `Boxes`, except for a tensor without dimensions."""
     chunks = state.get("chunks") if type(state) is dict else None
     if type(state) is dict and type(chunks) is list and chunks and all(type(chunk) is Box for chunk in chunks):
         dims = {len(shape) for chunk in chunks for shape in chunk}
         if len(dims) == 1 and (number := dims.pop()):
             state["chunks"] = Boxes(number, (n for chunk in chunks for shape in chunk for n in shape))
-    return made
 
 
 FINISHERS: Mapping[str, Finish] = {
@@ -182,4 +185,4 @@ FINISHERS: Mapping[str, Finish] = {
     "ChunkStorageMetadata": _box,
     "TensorStorageMetadata": _tensor,
 }
-"""Class -> the function that replaces an object of it by a plain value."""
+"""Class -> the function that makes a plain value of an object's state; of None the object stays."""

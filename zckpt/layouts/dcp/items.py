@@ -21,7 +21,7 @@ from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, shift, tile
 from zckpt.layouts.dcp import rank_of
-from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
+from zckpt.layouts.dcp.chunks import Chunks, DcpChunk, ItemPlace
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, TensorItem
 from zckpt.layouts.save.listing import Listing
 
@@ -30,6 +30,8 @@ def _places(item: TensorItem | BytesItem) -> list[ItemPlace]:
     """The torch files of an item."""
     if isinstance(item, BytesItem):
         return [item.place] if isinstance(item.place, ItemPlace) else []
+    if isinstance(item.chunks, Chunks):
+        return list(item.chunks.places())
     return [chunk.place for chunk in item.chunks if isinstance(chunk.place, ItemPlace) and chunk.numel]
 
 
