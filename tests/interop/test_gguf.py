@@ -69,6 +69,29 @@ def test_it_is_what_the_converter_writes(family: tuple[str, Path, Any], kind: st
     assert metadata == {**truth["metadata"]["all"], **truth["metadata"][kind]}
 
 
+SEEING = FIXTURES.parent / "mmproj"
+
+
+@pytest.mark.parametrize("name", sorted(home.name for home in SEEING.iterdir()))
+def test_the_images_side_is_what_the_converter_writes(name: str, tmp_path: Path) -> None:
+    """Names, shapes, types, metadata and bytes; verify finds an element that is another one, and the text model is left out."""
+    truth, out = json.loads((SEEING / name / "truth.json").read_text()), tmp_path / "x.gguf"
+    model = Path(shutil.copytree(SEEING / name / "model", tmp_path / "tiny-model"))
+    for kind in truth["tensors"]:
+        zckpt.to_gguf(model, out, type=kind, mmproj=True, progress=False, options=zckpt.Options(overwrite=True))
+        assert facts_of(out) == (truth["tensors"][kind], truth["metadata"][kind])
+        assert zckpt.verify(model, out, progress=False).ok
+    wrong = bytearray(out.read_bytes())
+    wrong[-5] ^= 1
+    out.write_bytes(wrong)
+    assert not zckpt.verify(model, out, progress=False).ok
+    with pytest.raises(zckpt.UnsupportedError, match="no projector file"):
+        zckpt.to_gguf(FIXTURES / "llama" / "model", tmp_path / "y.gguf", mmproj=True, progress=False)
+    (model / "preprocessor_config.json").unlink()
+    with pytest.raises(zckpt.IncompleteError, match="how images are prepared"):
+        zckpt.to_gguf(model, tmp_path / "y.gguf", mmproj=True, progress=False)
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=TOKENS).logits  # type: ignore[no-any-return]

@@ -318,6 +318,7 @@ class Gguf:
         pre_tokenizer: llama.cpp's name of it; None to find it.
         model_name: what the file says; None for what the model's directory is called.
         config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
+        mmproj: write the file of the images' side of a model that sees, instead of the text model.
     """
 
     type: str = field(
@@ -357,11 +358,21 @@ class Gguf:
         default=None, metadata=option("--config", "text", CONFIG_HELP, metavar="FILE")
     )
 
+    mmproj: bool = field(
+        default=False,
+        metadata=option("--mmproj", "flag", "Write the images' side, llama.cpp's mmproj, instead of the text model."),
+    )
+
     def __post_init__(self) -> None:
         if self.type not in GGUF_TYPES:
             raise UsageError(
                 f"{self.type!r} is not a type that zckpt writes", expected=f"one of {', '.join(GGUF_TYPES)}",
                 remedy="Use one of these; llama.cpp's llama-quantize makes others of a file in f16.",
+            )  # fmt: skip
+        if self.mmproj and (self.type not in ("f32", "f16", "bf16", "q8_0") or self.split_max_size is not None):
+            raise UsageError(
+                "a projector file has no such form", found=f"--type {self.type}, --split-max-size {self.split_max_size}",
+                expected="one file of f32, f16, bf16 or q8_0", remedy="Use one of these types, without --split-max-size.",
             )  # fmt: skip
         if self.imatrix is not None and self.type in ("f32", "f16", "bf16", "q8_0", "mxfp4"):
             raise UsageError(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog
+from zckpt.core.ledger import names_unread
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting, know_family
 from zckpt.jobs.open import Opened, strip_wrappers
@@ -160,6 +161,14 @@ class WriteNames:
         from zckpt.naming.gguf_tensors import as_read
         from zckpt.naming.writers import GGUF, name_for_writer, naming_of
 
+        if self.recorded.get("mmproj"):
+            from zckpt.naming.gguf_vision import vision_as_read
+
+            config = self.recorded.get("config") or read_config(model.place.home) or {}
+            tensors = vision_as_read(model.catalog.tensors, config, str(self.recorded["type"]))
+            dropped = names_unread(model.catalog, tensors)
+            catalog = replace(model.catalog, tensors=tensors, aliases={}, padding=())
+            return replace(model, catalog=catalog, left_out=(*model.left_out, *dropped))
         found = name_for_writer(model.catalog, model.place, naming_of(self.recorded))
         is_gguf = self.recorded["names"] == GGUF
         catalog = as_read(found.catalog, found.config, self.recorded) if is_gguf else found.catalog

@@ -15,7 +15,8 @@ from typing import Any
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.sizes import to_bytes
-from zckpt.core.catalog import TensorEntry
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.ledger import names_unread
 from zckpt.core.plan import Plan
 from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.convert import PlannedConversion, order_for
@@ -29,10 +30,11 @@ from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.gguf.importance import read_importance
 from zckpt.layouts.gguf.write import FILE_TYPES, as_written, lay_out, types_of
-from zckpt.layouts.save.companions import companions
+from zckpt.layouts.save.companions import companions, config_of
 from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import add_frequency_factors, digest_of, mixed_of, vocabulary_rows
+from zckpt.naming.gguf_vision import vision_of, vision_parameters, vision_tensors
 from zckpt.naming.writers import GGUF, SchemeNames, name_for_writer
 from zckpt.output.publish import check_output
 from zckpt.storage.location import Location, locate
@@ -51,6 +53,7 @@ def to_gguf(
     pre_tokenizer: str | None = None,
     model_name: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mmproj: bool = False,
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
@@ -70,6 +73,7 @@ def to_gguf(
         pre_tokenizer: llama.cpp's name for how the tokenizer splits text, such as "llama-bpe", if zckpt does not know it.
         model_name: what the file says that the model is called; None for what its directory is called.
         config: the model's config.json, if there is none beside the checkpoint.
+        mmproj: write the images' side of a model that sees, as llama.cpp's converter does it with `--mmproj`.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         options: everything else, such as `Options(overwrite=True)`.
@@ -95,6 +99,7 @@ def to_gguf(
         TO_GGUF, type=type, imatrix=None if imatrix is None else os.fspath(imatrix),
         split_max_size=split_max_size, tag=tag or options.tag,
         tokenizer=None if tokenizer is None else os.fspath(tokenizer), pre_tokenizer=pre_tokenizer, model_name=model_name,
+        mmproj=mmproj,
         config=config if config is None or isinstance(config, Mapping) else os.fspath(config), also=also or options.also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, asked), progress, "to gguf", began)
@@ -121,6 +126,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     check_output(place, single=single, overwrite=asked.publishing.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     check_wanted(opened, stripped, asked.selecting)
+    if asked.own.mmproj:
+        return _prepare_vision(opened, stripped, place, asked, single=single, notes=notes)
     model = name_for_writer(
         select(stripped, asked.selecting, asked.naming),
         opened.place,
@@ -164,6 +171,35 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     sources = (entry for entry in _sources(model.catalog.tensors.values()) if id(entry) not in held)
     read = replace(model.catalog, tensors={str(number): entry for number, entry in enumerate(sources)}, aliases={})
     return PlannedConversion(opened, order, said, asked, sources=(read,))
+
+
+def _prepare_vision(
+    opened: Opened, stripped: Catalog, place: Location, asked: Asked[Gguf], *, single: bool, notes: Sequence[str]
+) -> PlannedConversion:
+    """Plans the file of the images' side of a model."""
+    own, path = asked.own, opened.place.home.path
+    given = config_of(own.config) if isinstance(own.config, str) else own.config
+    config = opened.config(given) or {}
+    vision_of(config, path)
+    typed = list(vision_tensors(select(stripped, asked.selecting, asked.naming).tensors, config, own.type))
+    tensors, types = [entry for entry, _ in typed], {entry.name: kind for entry, kind in typed}
+    beside = GgufModel(
+        config, opened.place.home, own.model_name or "", "", [(e.name, e.shape, types[e.name].name) for e in tensors],
+        FILE_TYPES[own.type], opened.place.named, vision_parameters(config, FILE_TYPES[own.type]),
+    )  # fmt: skip
+    metadata, more, stem = metadata_of(beside)
+    layout = lay_out(tensors, types, metadata, os.path.splitext(place.resolved().name)[0] if single else stem)
+    catalog = replace(stripped, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
+    unread = dict.fromkeys(names_unread(stripped, catalog.tensors), "form")
+    fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=unread)
+    said: dict[str, object] = {"names": GGUF, "type": own.type, "mmproj": True}
+    if own.config is not None:
+        said["config"] = dict(config)
+    order = order_for(asked, Plan(layout.files, layout.pairs), place, catalog, (), {"form": said}, single=single)
+    sources = {str(number): entry for number, entry in enumerate(_sources(tensors))}
+    read = replace(stripped, tensors=sources, aliases={})
+    notes = (*opened.catalog.source.notes, *notes, *more)
+    return PlannedConversion(opened, replace(order, left_out=fates), notes, asked, sources=(read,))
 
 
 def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:

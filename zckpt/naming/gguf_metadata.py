@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class GgufModel:
         tensors: name, shape and type's name of each.
         file_type: llama.cpp's number of the type that most have.
         named: the path that a person gave, for `companions`.
+        vision: of the file of a projector, what adds its parameters; None for a text model.
     """
 
     config: Mapping[str, object]
@@ -73,6 +74,7 @@ class GgufModel:
     tensors: Sequence[tuple[str, tuple[int, ...], str]]
     file_type: int
     named: Location | None = None
+    vision: Callable[[gguf.GGUFWriter, Path], None] | None = None
 
 
 def architecture_of(config: Mapping[str, object], path: str) -> str:
@@ -109,10 +111,20 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
     """
     package = library()
     with _quiet(), _stage_model(model) as directory:
-        writer = package.GGUFWriter(None, architecture_of(model.config, str(model.home or "")))
+        kind = "clip" if model.vision is not None else architecture_of(model.config, str(model.home or ""))
+        writer = package.GGUFWriter(None, kind)
         for name, shape, kind in model.tensors:
             number = getattr(package.GGMLQuantizationType, kind)
             writer.add_tensor_info(name, shape, _stand_in(kind), 0, raw_dtype=number)
+        if model.vision is not None:
+            title = _add_title(writer, directory, model, package)
+            writer.add_type(package.GGUFType.MMPROJ)
+            title.set_gguf_meta_model(writer)
+            model.vision(writer, directory)
+            writer.add_quantization_version(package.GGML_QUANT_VERSION)
+            names = (title.name, title.basename, title.finetune, title.version, None, _type_name(model, package))
+            stem = f"mmproj-{package.naming_convention(*names)}"
+            return {key: _value(value, package) for key, value in writer.kv_data[0].items()}, (), stem
         config = filled_in(model.config, str(model.home or ""))
         _check_words(config, model)
         check_config(model.config, config, str(model.home or ""))
