@@ -45,7 +45,7 @@ JOBS: dict[str, Job[Any]] = {
 PLANNED = ("convert", "to_dcp", "to_mcore", "to_fp8", "quantize", "to_gguf", "to_states", "average")
 VALUES: dict[str, object] = {
     "dtype": BF16, "format": "bin", "max_shard_size": "1KB", "include": ["*0*"], "exclude": ["*0*"],
-    "exclude_frozen": True, "keep_dtype": ["*norm*"],
+    "exclude_frozen": True, "keep_dtype": ["*norm*"], "like": str(MODEL.parent / "truth.safetensors"),
     "strip_prefix": "model.", "rename": [("model", "other")], "overflow": "clamp",
     "merge": True, "form": Form(to="hf"), "lora": zckpt.LoraMerge(), "overwrite": True, "threads": 1, "buffer": 1 << 20,
     "keep_cache": True, "limit_rate": 10**9, "base": str(MODEL),

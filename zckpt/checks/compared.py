@@ -232,6 +232,14 @@ def _pairs(
     options = {} if facts is None else facts.options
     kept = options.get("keep_dtype")
     casting = Casting(dtype=dtype, keep_dtype=tuple(map(str, kept)) if isinstance(kept, list) else ())
+    like = options.get("like")
+    given = {
+        name: to_dtype(said)
+        for said, own in (
+            like["dtypes"].items() if isinstance(like, Mapping) and isinstance(like.get("dtypes"), Mapping) else ()
+        )
+        for name in (own if isinstance(own, list) else ())
+    }
     form = options.get("form")
     is_merged = isinstance(form, Mapping) and "lora" in form
     problems: list[str] = []
@@ -252,7 +260,8 @@ def _pairs(
         if a.shape != b.shape:
             problems.append(f"{name!r} has shape {list(b.shape)} in the output, {list(a.shape)} in the checkpoint")
         elif not castable or (
-            dtype is not None and b.dtype != expected.dtypes.get(a.name, dtype_of(a, casting, is_merged=is_merged))
+            dtype is not None
+            and b.dtype != given.get(a.name, expected.dtypes.get(a.name, dtype_of(a, casting, is_merged=is_merged)))
         ):
             problems.append(f"{name!r} is {b.dtype} in the output, {a.dtype} in the checkpoint")
         else:

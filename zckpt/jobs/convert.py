@@ -193,9 +193,19 @@ def prepare(
     asked, catalog = replace(asked, naming=model.naming), model.catalog
     check_kept(catalog.tensors, asked.casting)
     wanted = [(entry, dtype_of(entry, asked.casting, is_merged=model.is_merged)) for entry in catalog.tensors.values()]
+    recorded = {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}
+    notes = model.notes
+    if asked.casting.like is not None:
+        from zckpt.jobs.like_base import read_like
+
+        like = read_like(asked.casting.like)
+        given = [(entry, like.dtype_of(entry, usual)) for entry, usual in wanted]
+        target = like.target(target, catalog.tensors)
+        recorded |= like.record({e.name: (own, usual) for (e, own), (_, usual) in zip(given, wanted)}, target)
+        notes += tuple(like.notes(catalog))
+        wanted = given
     destination = lay_out(wanted, catalog.aliases, target)
     copies: Sequence[tuple[Location, str]] = ()
-    notes = model.notes
     if not single:
         config = _config_of(model, asked.casting.dtype or usual_dtype(destination.entries.values()))
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
@@ -208,7 +218,6 @@ def prepare(
     if not is_copy:
         opened.check_read(catalog.tensors.values())
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
-    recorded = {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}
     fates = find_left_out(bare, catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up)
     order = replace(order_for(asked, plan, place, catalog, copies, recorded, single=single), left_out=fates)
     return PlannedConversion(

@@ -152,12 +152,12 @@ _OUTPUT = (Reading, Pacing, Publishing, SigningKey)
 _NAMED = (Selecting, Naming, *_OUTPUT)
 _STATES = ("Write only states that match, as exp_avg/*. Repeatable.", "Leave out states that match. Repeatable.")
 _RUN = frozenset({"merge", "beside"})
-_CAST = frozenset({"keep_dtype"})
+_CAST = frozenset({"keep_dtype", "like"})
 
 CONVERT: Job[None] = Job("convert", (Sharding, Casting, Merging, *_NAMED), "convert")
 PUSH: Job[None] = Job(
     "push_to_hub", (Casting, Sharding, Merging, *_NAMED), "convert",
-    without=frozenset({"dtype", "format", "overwrite", "merge", "beside"}),
+    without=frozenset({"dtype", "format", "overwrite", "merge", "beside", "like"}),
 )  # fmt: skip
 TO_DCP: Job[Dcp] = Job(
     "to_dcp", (Casting, Dcp, *_NAMED), "to_dcp", Dcp, frozenset({"merge", "form"}) | _CAST, {"dtype": None},

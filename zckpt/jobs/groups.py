@@ -309,6 +309,7 @@ class Casting:
     Attributes:
         dtype: of floating parameters in the output; None keeps each as it is.
         keep_dtype: globs; tensors with a name in the output that matches one keep the dtype that they have.
+        like: a model's directory, or its index: each tensor gets the dtype, and in a directory the file, that it has there.
         overflow: what to do with numbers too large for the dtype.
     """
 
@@ -320,6 +321,15 @@ class Casting:
             "texts",
             "Tensors that match keep the dtype that they have in CKPT. Repeatable.",
             metavar="GLOB",
+        ),
+    )
+    like: AnyPath | None = field(
+        default=None,
+        metadata=option(
+            "--like",
+            "text",
+            "Give tensors the dtypes and files that they have in MODEL: a directory, an index, or hf://OWNER/NAME.",
+            metavar="MODEL",
         ),
     )
     overflow: Overflow = field(

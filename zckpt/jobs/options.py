@@ -51,6 +51,7 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
         sign: file with a private key, with which the output is signed; None for no signature.
         dtype: of floating parameters in the output; None keeps each as it is.
         keep_dtype: globs; tensors with a name in the output that matches one keep the dtype that they have.
+        like: a model's directory, or its index: each tensor gets the dtype, and in a directory the file, that it has there.
         format: container; None for what OUT's suffix says, safetensors for a directory.
         max_shard_size: of a directory's shards.
         include: globs; only tensors that match one are kept.

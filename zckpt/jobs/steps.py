@@ -193,7 +193,7 @@ class TakeStates:
 RECORDED = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow", "keep_dtype")
 """Fields of groups that a manifest records under their own names, in this order."""
 
-OTHERS = ("wishes", "form", "base", "fp8", "mlx", "states")
+OTHERS = ("wishes", "form", "base", "like", "fp8", "mlx", "states")
 """Other entries of a manifest: how the checkpoint was read, and what steps did."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Literal
 
 from zckpt.base.dataclass import dataclass
@@ -37,6 +38,7 @@ class WeightsTarget:
         stem: of the files' names in a directory; empty for those of weights.
         order: in files of safetensors, of the tensors: as in `containers.safetensors_file.skeleton`.
         framework: what the metadata of these files says.
+        shards: file -> names of the tensors in it, in a directory; empty where their sizes decide.
     """
 
     format: Format
@@ -45,6 +47,7 @@ class WeightsTarget:
     stem: str = ""
     order: Order = "wide first"
     framework: str = "pt"
+    shards: Mapping[str, Sequence[str]] = field(default_factory=dict[str, "Sequence[str]"])
 
     @property
     def pattern(self) -> str:
@@ -86,7 +89,7 @@ def lay_out(
         )
     specs = {entry.name: TensorSpec(entry.name, dtype, entry.shape) for entry, dtype in wanted}
     roles = {entry.name: entry.role for entry, _ in wanted}
-    shards = {target.file: list(specs)} if target.file else _assign_shards(specs, target)
+    shards = {target.file: list(specs)} if target.file else target.shards or _assign_shards(specs, target)
     files: list[tuple[OutputFile, FileStore]] = []
     entries: dict[str, TensorEntry] = {}
     weight_map: dict[str, str] = {}
@@ -107,7 +110,7 @@ def lay_out(
         for spec in sorted(chosen, key=lambda spec: skeleton.offsets[spec.name]):
             fragments = (Fragment(store, skeleton.offsets[spec.name], 0, spec.numel),) if spec.numel else ()
             entries[spec.name] = TensorEntry(spec.name, spec.shape, spec.dtype, roles[spec.name], fragments)
-    if len(shards) > 1:
+    if len(shards) > 1 or not {target.file, target.pattern.format(suffix="")} & {*shards}:
         files.append(_index(specs, weight_map, target.pattern))
     return LaidOutFiles(tuple(files), entries)
 
