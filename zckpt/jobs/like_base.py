@@ -69,7 +69,8 @@ class LikeBase:
         if more := [name for name in catalog if name not in self.files]:
             yield f"MODEL of --like lacks {count(len(more), 'tensor that is', 'tensors that are')} written: {examples(more)}."
         if lacking := [name for name in self.files if name not in here]:
-            yield f"MODEL of --like has {count(len(lacking), 'tensor that is', 'tensors that are')} not written: {examples(lacking)}."
+            what = count(len(lacking), "tensor that is", "tensors that are")
+            yield f"MODEL of --like has {what} not written: {examples(lacking)}."
         floats = [name for name in catalog if catalog[name].dtype.kind == "float" and name in self.dtypes]
         if odd := [name for name in floats if self.dtypes[name] not in CAST_TARGETS]:
             yield f"MODEL of --like has {count(len(odd), 'tensor')} in dtypes that zckpt does not cast to: {examples(odd)}."
