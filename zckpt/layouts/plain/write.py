@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Literal
 
 from zckpt.base.dataclass import dataclass
@@ -38,7 +37,7 @@ class WeightsTarget:
         stem: of the files' names in a directory; empty for those of weights.
         order: in files of safetensors, of the tensors: as in `containers.safetensors_file.skeleton`.
         framework: what the metadata of these files says.
-        shards: file -> names of the tensors in it, in a directory; empty where their sizes decide.
+        shards: file -> names of the tensors in it, in a directory; None where their sizes decide.
     """
 
     format: Format
@@ -47,7 +46,7 @@ class WeightsTarget:
     stem: str = ""
     order: Order = "wide first"
     framework: str = "pt"
-    shards: Mapping[str, Sequence[str]] = field(default_factory=dict[str, "Sequence[str]"])
+    shards: Mapping[str, Sequence[str]] | None = None
 
     @property
     def pattern(self) -> str:
@@ -110,7 +109,7 @@ def lay_out(
         for spec in sorted(chosen, key=lambda spec: skeleton.offsets[spec.name]):
             fragments = (Fragment(store, skeleton.offsets[spec.name], 0, spec.numel),) if spec.numel else ()
             entries[spec.name] = TensorEntry(spec.name, spec.shape, spec.dtype, roles[spec.name], fragments)
-    if len(shards) > 1 or not {target.file, target.pattern.format(suffix="")} & {*shards}:
+    if len(shards) > 1 or (target.shards and target.pattern.format(suffix="") not in shards):
         files.append(_index(specs, weight_map, target.pattern))
     return LaidOutFiles(tuple(files), entries)
 
