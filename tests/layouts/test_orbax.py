@@ -22,6 +22,7 @@ from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.weights_alone import unpacking
+from zckpt.layouts.weights_alone.orbax import is_state
 from zckpt.storage.location import locate
 
 HOME = Path(__file__).parents[2] / "fixtures" / "orbax"
@@ -54,6 +55,27 @@ def test_what_a_path_means() -> None:
     check(HOME / "items", {name.removeprefix("params."): tensor for name, tensor in TRUTH.items()})
     for path in ("items/3/state", "ocdbt/d", "ocdbt/manifest.ocdbt", f"zarr2/{KERNEL}", f"zarr3/{KERNEL}/c/0/0/0"):
         check(HOME / path)
+
+
+@pytest.mark.parametrize("form", ["zarr2", "zarr3", "ocdbt", "bare"])
+def test_where_the_bytes_are(form: str) -> None:
+    (save,) = zckpt.du(HOME / form).saves
+    whole = sum(tensor.nbytes for tensor in TRUTH.values())
+    assert whole / 4 < save.classes["weights"] and save.classes["masters"] == 0
+    assert save.classes["moments"] > 0 or "ocdbt" in form  # small values lie in nodes of the tree
+    assert sum(save.classes.values()) == save.nbytes
+
+
+def test_a_module_may_be_called_optimizer() -> None:
+    states = ("opt_state.0.mu.w", "optimizer.opt_state.0.nu.w", "optimizer.0.mu.w", "state.optimizer.count", "optimizer.step",
+              "optimizer.state.param_states.w", "params.opt_state.w")  # fmt: skip
+    weights = (
+        "optimizer.dense.kernel",
+        "params.optimizer.layers_0.kernel",
+        "params.decoder.optimizer.mu",
+        "optimizers.mu",
+    )
+    assert [*map(is_state, (*states, *weights))] == [True] * len(states) + [False] * len(weights)
 
 
 @pytest.mark.parametrize("form", ["zarr2", "ocdbt3"])

@@ -24,6 +24,7 @@ from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
+from zckpt.core.recipes import DerivedStore
 from zckpt.core.stores import FileStore
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
@@ -176,6 +177,7 @@ class _Count:
 
     bytes_of: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     ranges: dict[str, list[tuple[int, int]]] = field(default_factory=dict[str, "list[tuple[int, int]]"])
+    unpacked: dict[int, DerivedStore] = field(default_factory=dict[int, DerivedStore])
 
     def add(self, file: str, name: str, nbytes: int) -> None:
         own = self.bytes_of.setdefault(file, {})
@@ -183,7 +185,11 @@ class _Count:
 
     def add_fragments(self, dtype: DType, fragments: Iterable[Fragment], name: str) -> None:
         for fragment in fragments:
-            if isinstance(fragment.store, FileStore):
+            if isinstance(fragment.store, DerivedStore) and id(fragment.store) not in self.unpacked:
+                self.unpacked[id(fragment.store)] = fragment.store
+                for entry in fragment.store.recipe.inputs:
+                    self.add_fragments(entry.dtype, entry.fragments, name)
+            elif isinstance(fragment.store, FileStore):
                 self.add(fragment.store.path, name, fragment.numel * dtype.itemsize)
                 span = (fragment.byte_offset, fragment.nbytes_end(dtype.itemsize))
                 self.ranges.setdefault(fragment.store.path, []).append(span)
@@ -226,6 +232,8 @@ def _count_tensors(path: Location, counted: _Count) -> None:
         optim = _optimizer_files(family, listing.files)
         for entry in opened.catalog.tensors.values():
             _count_entry(entry, optim, counted)
+        for file, nbytes in family.state_bytes(listing) if family.state_bytes is not None else ():
+            counted.add(file, "moments", nbytes)
         if family.read_training is None:
             continue
         try:

@@ -175,6 +175,7 @@ class Family:
             nothing but that file describes; nothing where it does not say. Raises what is wrong with the index.
         reads_absent: `read` knows what the files in `Listing.absent` held, as far as the others say it.
         unread_states: optimizer states that are there and are not read, in words; empty where there are none.
+        state_bytes: (file, bytes) of those states, where their files hold other tensors too.
         left_out: names of tensors that neither `read` nor `read_training` gives.
         holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
         apart: the group of the files' patterns that tells one save from others in the same directory, such as
@@ -208,6 +209,7 @@ class Family:
     named_data: Callable[[Listing], Mapping[str, list[str]]] = _no_files
     reads_absent: bool = False
     unread_states: Callable[[Listing], str] = _no_states
+    state_bytes: Callable[[Listing], Iterator[tuple[str, int]]] | None = None
     left_out: Callable[[Listing], list[str]] = _no_names
     digests: Callable[[Listing], Mapping[str, str]] = _no_digests
     holds_run: bool = True

@@ -71,6 +71,7 @@ FAMILIES = (
         holds_run=False,
         records=later("weights_alone.orbax", "records"),
         unread_states=later("weights_alone.orbax", "unread_states"),
+        state_bytes=later("weights_alone.orbax", "state_bytes"),
     ),
     Family(
         name="Llama",

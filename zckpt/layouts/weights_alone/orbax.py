@@ -41,7 +41,12 @@ _MOST_METADATA = 1 << 20
 _MOST_ZEROS = 1 << 16
 """Chunks of one array that were not stored, being zero."""
 _CHECKPOINT = "_CHECKPOINT_METADATA"
-_OPTIMIZERS = ("opt_state", "opt_states", "optimizer", "optimizer_state", "optimizer_states")
+_OPTIMIZERS = ("opt_state", "opt_states", "optimizer_state", "optimizer_states")
+_IN_OPTIMIZER = re.compile(
+    r"\d+|opt_states?|states?|param_states|mu|nu|m|v|v_row|v_col|count|steps?|trace|momentum|velocity|exp_avg(?:_sq)?|ema|"
+    r"inner_(?:opt_)?states?|acc_grads|mini_step|gradient_step|hyperparams|accumulators?|sum_of_squares"
+)
+"""Keys below `optimizer` that Optax and its kin have; a model may have a module of that name, with weights."""
 _NO_ARRAYS = ("string", "scalar", "None")
 _STEP = re.compile(r"(?:[A-Za-z]+[_-])?0*(\d{1,18})")
 _COPY = "Copy the whole directory of the save again (--also DIR lays further directories over this one)."
@@ -195,7 +200,22 @@ def records(listing: Listing) -> Iterator[tuple[str, list[Record]]]:
 
 def is_state(name: str) -> bool:
     """Whether a leaf is an optimizer's, by its name."""
-    return any(key in _OPTIMIZERS for key in name.split(".")[:2])
+    first, *rest = keys = name.split(".")
+    if any(key in _OPTIMIZERS for key in keys[:2]):
+        return True
+    below = rest if first == "optimizer" else rest[1:] if rest[:1] == ["optimizer"] else ()
+    return any(map(_IN_OPTIMIZER.fullmatch, below[:2]))
+
+
+def state_bytes(listing: Listing) -> Iterator[tuple[str, int]]:
+    """(file, bytes) of each part of the optimizer's states."""
+    keys = SavedKeys(listing)
+    states = {leaf.name for leaf in _read_tree(listing).leaves if is_state(leaf.name)}
+    for key in keys.names:
+        if key.partition("/")[0] in states:
+            store, _, nbytes = keys.place(key)
+            if isinstance(store, FileStore):
+                yield store.path, nbytes
 
 
 def _names_above(listing: Listing) -> list[str]:
