@@ -191,6 +191,44 @@ def test_directories_below_an_adapter(tmp_path: Path) -> None:
     assert "'policy'" in merged.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("tool", "initial", "converted"),
+    [("llamafactory", "out/pissa_init", "out/pissa_converted"), ("swift", "initial_model", "out/converted/default")],
+)
+def test_trees_of_pissa(tool: str, initial: str, converted: str, tmp_path: Path) -> None:
+    """Only the converted adapter belongs to the base; the others, whose configs may not say so, lead to it."""
+    torch.manual_seed(0)
+    base = tiny()
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(**QV, init_lora_weights="pissa"))
+    out, config = tmp_path / "out", model.peft_config["default"]
+
+    def save(path: Path, **more: Any) -> None:
+        config.init_lora_weights = True
+        model.save_pretrained(path, **more)
+        config.init_lora_weights = "pissa"
+
+    save(tmp_path / initial)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(out)
+    if tool == "llamafactory":
+        save(out / "pissa_backup")
+    model.save_pretrained(tmp_path / converted, path_initial_model_for_weight_conversion=str(tmp_path / initial))
+    lora = LoraMerge(base=tmp_path / "base")
+    zckpt.convert(tmp_path / converted, tmp_path / "merged", dtype="fp32", options=Options(lora=lora))
+    found = load_file(tmp_path / "merged" / WEIGHTS)
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        assert torch.allclose(found[name], tensor, atol=1e-6), name
+    others = [out, *(home for home in (tmp_path / initial, out / "pissa_backup") if home.is_dir())]
+    for other in others:
+        with pytest.raises(UnsupportedError, match="changed when it was made") as error:
+            zckpt.convert(other, tmp_path / "no", options=Options(lora=lora))
+        leads = other.name != "initial_model"
+        assert (converted in error.value.remedy) == leads
+
+
 def test_what_a_run_of_another_checkpoint_trained(tmp_path: Path) -> None:
     model, trained = run(tmp_path)
     checkpoint = saved(tmp_path, "zero2", model, trained)

@@ -18,6 +18,7 @@ from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.joining.patterns import Patterns
 from zckpt.naming.other_methods import Parts, is_known, parse_part
+from zckpt.storage.location import locate
 
 _PATTERNS = "Write the names of modules, or simpler expressions, as rank_pattern and alpha_pattern of the config."
 ROOT = "base_model.model."
@@ -54,6 +55,13 @@ _OTHER_SERIES = (0, 18)
 """The version of PEFT since which OFT's series ends as it does. Source: PEFT 0.21.2, tuners/oft/config.py `check_kwargs`."""
 _CHANGING = re.compile(r"pissa.*|corda|olora|loftq|lora_ga|mica")
 """Values of `init_lora_weights` that derive the adapter's start from the base weights, and change these."""
+
+_INITIAL = ("pissa_init", "pissa_backup", "initial_model")
+"""Directories of such adapters with a config that does not say so: they are saved for a later conversion.
+Source: LLaMA-Factory 0.9.5, train/callbacks.py `PissaConvertCallback`; ms-swift 4.6, trainers/mixin.py `_save_initial_model`.
+"""
+_CONVERTED = ("pissa_converted", "converted/default")
+"""Where both put what became of it, a plain LoRA."""
 
 
 def version_of(said: object) -> tuple[int, ...] | None:
@@ -183,11 +191,16 @@ class AdapterWeights:
         if config.get("use_cayley_neumann") and (version_of(config.get("peft_version")) or ()) < _OTHER_SERIES:
             raise self._refused("use_cayley_neumann of PEFT before 0.18, which had another series", first)
         start = str(config.get("init_lora_weights"))
-        if _CHANGING.fullmatch(start.lower()) and not self.with_base:
+        home = locate(self.config_file).absolute().parent
+        if (_CHANGING.fullmatch(start.lower()) or home.name in _INITIAL) and not self.with_base:
+            near = home.parent if home.name in _INITIAL else home
+            converted = [str(near / one) for one in _CONVERTED if (near / one).is_dir()]
             raise UnsupportedError(
                 f"adapter {self.name!r} belongs to base weights that were changed when it was made", file=self.config_file,
-                found=f"init_lora_weights {start!r}, for tensor {first!r}", expected="an adapter for unchanged weights",
-                remedy="Merge a checkpoint that holds the changed base weights too, or save the adapter with "
+                found=f"init_lora_weights {start!r} in {home.name!r}, for tensor {first!r}",
+                expected="an adapter for unchanged weights",
+                remedy=f"Merge {converted[0]!r}, which is what was trained, as a plain LoRA." if converted else
+                "Merge a checkpoint that holds the changed base weights too, or save the adapter with "
                 "save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it a plain LoRA.",
             )  # fmt: skip
 
