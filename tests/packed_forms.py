@@ -158,6 +158,29 @@ def modelopt(dice: Dice) -> Made:
     return stored, "weight", table[codes.long()] * both.repeat_interleave(16, -1)
 
 
+def modelopt_turned(dice: Dice) -> Made:
+    """Experts of gpt-oss and Llama 4, which ModelOpt transposes before it packs and again behind that."""
+    experts, rows, columns = dice.number(1, 4), dice.number(1, 30), 16 * dice.number(1, 9)
+    packed, scales = dice.bytes(experts, rows, columns // 2), dice.scales(experts, rows, columns // 16, dtype=E4M3)
+    second = torch.rand((), generator=dice.torch) / 100
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.stack([packed & 15, packed >> 4], -1).reshape(experts, rows, columns)
+    numbers = table[codes.long()] * (scales.float() * second).repeat_interleave(16, -1)
+    name = "gate_up_proj"
+    stored = {name: packed.mT, f"{name}_weight_scale": scales.mT, f"{name}_weight_scale_2": second}
+    return stored, name, numbers.mT
+
+
+def fp8_blocks(dice: Dice) -> Made:
+    """DeepSeek's `weight_dequant`: a scale for 128 x 128 elements, the last ones of a matrix for fewer."""
+    rows, columns = dice.number(1, 300), dice.number(1, 300)
+    codes = dice.bytes(rows, columns)
+    codes = torch.where(codes & 127 == 127, 0, codes).view(E4M3)
+    scales = dice.scales(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
+    wide = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return {"weight": codes, "weight_scale_inv": scales}, "weight", codes.float() * wide
+
+
 def gpt_oss(dice: Dice) -> Made:
     experts, rows, across = dice.number(1, 4), dice.number(1, 30), dice.number(1, 4)
     blocks, powers = dice.bytes(experts, rows, across, 16), dice.below(200, experts, rows, across).to(torch.uint8)
@@ -267,6 +290,9 @@ FORMS: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None]] = {
     "mxfp4": (mxfp4, None),
     "mxfp8": (mxfp8, None),
     "modelopt": (modelopt, None),
+    "modelopt, turned": (modelopt_turned, None),
+    "fp8 by blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "fp8 of a tensor": (naive("tensor", "float"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "gpt-oss": (gpt_oss, None),
     "gptq of 4 bits": (gptq(4), {"quant_method": "gptq", "bits": 4}),
     "gptq of 8 bits": (gptq(8), {"quant_method": "gptq", "bits": 8}),

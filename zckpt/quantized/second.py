@@ -290,10 +290,8 @@ def _weight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str
         whole = next((tensors[name + end] for end in ("_scale_2", "_weight_scale_2") if name + end in tensors), None)
         if whole is None and scales.dtype.name != "U8":
             return None
-        turned = (
-            whole is not None and len(entry.shape) > 2 and scales.shape[-1] == entry.shape[-1] != scales.shape[-2] * 8
-        )
-        if turned and whole is not None:
+        is_turned = len(entry.shape) > 2 and scales.shape[-2:] == (entry.shape[-2] // 8, entry.shape[-1])
+        if is_turned and whole is not None:
             return _fp4_down(name, entry, scales, whole)
         return _fp4(name, entry, scales, whole, 32 if whole is None else 16, divides=False)
     return _bytes(name, entry, scales, tensors.get(name + "_zero_point"), config)

@@ -282,7 +282,7 @@ def _grid_of_groups(part: Part, shape: tuple[int, ...], scales: TensorEntry, sai
 def _int8(part: Part, known: Quantization, values: Values) -> Coded:
     shape = part.codes.shape
     said = [one for one in known.weights if one.get("type") == "int"]
-    if known.weights and not said:
+    if (known.weights and not said) or str(known.facts.get("quant_algo")).startswith("FP8"):
         raise _misfit(part, "codes", part.codes, "floats of 8 bits, as config.json says")
     _check_zeros(part, part.others.get("_zero_point"), said)
     if said and all(one.get("strategy") == "channel" for one in said) and part.beside[0].numel != math.prod(shape[:-1]):
