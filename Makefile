@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-l
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize asan tsan wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch oldest loaders
+.PHONY: demo test proofs fuzz check sanitize asan tsan wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch oldest loaders examples
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -75,7 +75,8 @@ old-torch: .make/old-torch
 	@touch $@
 
 # A part of the tests with the oldest libraries that pyproject.toml allows, in a folder beside the environment.
-OLDEST_TESTS := tests/runtime/test_config.py tests/runtime/test_start.py tests/cli/test_json.py tests/distributed/test_pretrained.py tests/interop/test_peft.py
+OLDEST_TESTS := tests/runtime/test_config.py tests/runtime/test_start.py tests/cli/test_json.py \
+  tests/distributed/test_pretrained.py tests/distributed/test_train.py tests/interop/test_peft.py
 oldest: .make/oldest/ready
 	PYTHONPATH=$(CURDIR)/.make/oldest $(PYTEST) $(OLDEST_TESTS)
 .make/oldest/ready: .make/test pyproject.toml .ci/oldest.py
@@ -84,6 +85,19 @@ oldest: .make/oldest/ready
 	$(BIN)/pip --disable-pip-version-check install -q --no-compile --no-deps --target $(@D) $$($(BIN)/python .ci/oldest.py alone)
 	@touch $@
 
+# Scripts of DeepSpeedExamples as they are, on the trainer, on two ranks of the CPU: EXAMPLES is a checkout of it.
+EXAMPLES ?= ../DeepSpeedExamples
+examples: .make/zckpt .make/test .make/trl .make/examples
+	@test -d $(EXAMPLES)/training || { echo 'name a checkout of github.com/deepspeedai/DeepSpeedExamples: make examples EXAMPLES=DIR'; exit 1; }
+	$(BIN)/python tests/deepspeed_examples.py $(EXAMPLES)
+# What they need, each where it disturbs no other; DeepSpeed-Chat wants a transformers before 5.
+.make/examples: .make/trl
+	$(PIP) --no-deps --target $@.new/usual loguru==0.7.3 fire==0.7.1 sh==2.4.0 termcolor==3.3.0 pytz==2026.6
+	$(PIP) --no-deps --target $@.new/vision torchvision==0.29.1
+	$(VENV)/bin/pip --disable-pip-version-check install -q --no-compile --no-deps --target $@.new/chat \
+	  transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 datasets==4.4.2
+	mv $@.new $@
+
 # The loaders that users give outputs to: a step of RELEASE.md. The streamers of vLLM and SGLang lie beside the environment.
 LOADER_TESTS := tests/interop/test_server_loaders.py tests/interop/test_loading.py tests/interop/test_hub_form.py \
   tests/interop/test_peft.py tests/interop/test_fp8.py tests/interop/test_gguf.py tests/interop/test_fixtures.py
@@ -91,6 +105,11 @@ loaders: .make/test interop .make/loaders
 	PYTHONPATH=$(CURDIR)/.make/loaders $(PYTEST) $(LOADER_TESTS)
 .make/loaders: .make/test
 	$(PIP) --no-deps --target .make/loaders.new runai-model-streamer fastsafetensors humanize && mv .make/loaders.new $@
+
+# TRL and the datasets that it needs, beside the environment: every Trainer would import them. dill takes for a library's module
+# what lies in a folder of this name.
+.make/trl: .make/test
+	$(PIP) --no-deps --target .make/trl.new/site-packages trl datasets pyarrow dill multiprocess pandas && mv .make/trl.new $@
 
 # verl's merger of rank files, without what the rest of verl needs: a second opinion, and a rival.
 .make/verl:
@@ -174,7 +193,7 @@ clean:
 	@touch $@
 
 # DeepSpeed itself, for the tests against the real thing. A machine where it will not install still runs the others.
-interop: .make/interop .make/megatron-core
+interop: .make/interop .make/megatron-core .make/trl
 .make/interop: .make/test
 	DS_ACCELERATOR=cpu $(PIP) --no-build-isolation deepspeed || echo 'deepspeed did not install: its tests will be skipped'
 	@touch $@

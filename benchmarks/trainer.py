@@ -8,6 +8,7 @@ the tensors themselves. The paper's formula (mixed precision Adam, P parameters,
 default, half a billion parameters, is all of so small a model.
 Time: both engines train the same model on the same data in the same processes, turn by turn; medians of a step, of rank 0,
 and processor time of all ranks, which other work on the machine disturbs less.
+Loads: processor time of all ranks to load a checkpoint of the engine's own; the first, and the median of four more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -69,6 +71,10 @@ def main() -> None:
     for name, figures in found["time"].items():
         cells = [f"{ours:.3f} | {theirs:.3f} | **{ours / theirs:.2f}**" for ours, theirs in figures]
         print("| " + " | ".join([*name.split(":"), *cells]) + " |")
+    print("\n| stage | load | zckpt, processor time of all ranks | DeepSpeed | ratio |\n|---|---|---|---|---|")
+    for stage, engines in found["loads"].items():
+        for name, ours, theirs in zip(("first", "later"), *engines, strict=True):
+            print(f"| {stage} | {name} | {ours:.3f} | {theirs:.3f} | **{ours / theirs:.2f}** |")
     print(f"\nLoad of the machine, these ranks among it: {found['load'][0]:.1f} before, {found['load'][1]:.1f} after.")
 
 
@@ -84,7 +90,7 @@ def work(out: str, steps: int) -> None:
     ds_torch = importlib.import_module("deepspeed.comm.torch")  # as an attribute it may be torch itself
     ds_torch.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
     deepspeed.init_distributed("gloo")
-    found: dict[str, Any] = {"memory": {}, "time": {}}
+    found: dict[str, Any] = {"memory": {}, "time": {}, "loads": {}}
     found["versions"] = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}"
     found["numel"] = sum(p.numel() for p in model().parameters())
     bucket = found["numel"] * 2 // 5
@@ -102,6 +108,8 @@ def work(out: str, steps: int) -> None:
             engines = [make(module.initialize, stage, precision, asked) for module in (runtime, deepspeed)]
             found["time"][f"{title}:{precision}"] = race(engines, steps)
     found["load"] = load, os.getloadavg()[0]
+    for stage in (2, 3):
+        found["loads"][stage] = [loads(module.initialize, stage, f"{out}-{stage}") for module in (runtime, deepspeed)]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()
@@ -128,6 +136,28 @@ def race(engines: Sequence[Any], steps: int) -> list[list[float]]:
     everyone = torch.tensor([statistics.median(seconds[2:]) for seconds in busy])
     dist.all_reduce(everyone)
     return [[statistics.median(seconds[2:]) for seconds in wall], everyone.tolist()]
+
+
+def loads(initialize: Any, stage: int, home: str) -> list[float]:
+    """Processor seconds of all ranks: of the first load, and the median of four more."""
+    import torch
+    import torch.distributed as dist
+
+    engine = make(initialize, stage, "bf16")
+    train(engine, 0)
+    engine.save_checkpoint(home)
+    busy = []
+    for _ in range(5):
+        dist.barrier()
+        began = time.process_time()
+        engine.load_checkpoint(home)
+        busy.append(time.process_time() - began)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(home)
+    everyone = torch.tensor([busy[0], statistics.median(busy[1:])])
+    dist.all_reduce(everyone)
+    return everyone.tolist()
 
 
 def model(width: int = 128, blocks: int = 16) -> Any:

@@ -46,10 +46,10 @@ def has_saves(path: Location) -> bool:
 
 def _has_saves(folder: Folder) -> bool:
     names = folder.names
-    layouts.admit(names)
-    if any(family.is_save(names) for family in layouts.FAMILIES):
+    if pointer_in(names):  # the usual case needs no pattern of any family
         return True
-    if pointer_in(names) or trainers.saves_of(names) or tags_in(folder):
+    layouts.admit(names)
+    if any(family.is_save(names) for family in layouts.FAMILIES) or trainers.saves_of(names) or tags_in(folder):
         return True
     inner = [trainers.folder_of(names), *(name for name in names if trainers.FOLDER.fullmatch(name))]
     return any(_has_saves(at) for name in inner if name and (at := folder.inside(name)) is not None)

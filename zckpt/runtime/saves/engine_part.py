@@ -213,7 +213,7 @@ class Saves:
         meetings.begin(f"{self.run.micro_steps}")
         word: list[Any] = []
         with Attempt() as tried:
-            word = [tag, has_saves(locate(path)) or tag is not None, latest_of(locate(path))]
+            word = [tag, tag is not None or has_saves(locate(path)), latest_of(locate(path))]
         words = meetings.agree("load_checkpoint", tried.error, word, within_s=LOAD_S, state="Nothing was changed.")
         tags = list(dict.fromkeys(one[0] for one in words))
         blind = [rank for rank, one in enumerate(words) if not one[1]]

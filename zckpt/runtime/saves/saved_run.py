@@ -290,15 +290,20 @@ def _lacks_buffers(run: TrainingRun, own: Mapping[str, Any], buffers: Mapping[st
 
 def _saved_groups(run: TrainingRun, training: Training) -> Iterable[tuple[int, SavedGroup]]:
     """Settings and states, by the number of the group."""
-    owner = {name: group for group in training.groups for name in group.names}
+    owner = {
+        name: (group.settings, numbers)
+        for group in training.groups
+        for numbers in [_scalars(group)]
+        for name in group.names
+    }
     odd = mapping(mapping(training.model.get(OWN)).get("scalars"))
     for number, (members, group) in enumerate(zip(group_members(run), run.groups, strict=True)):
         known = [one for one in members if one.name in owner]
         if known:
-            settings = owner[known[0].name].settings
-            options = {key: from_inert(value) for key, value in settings.items() if key in _keys(group)}
+            settings, keys = owner[known[0].name][0], _keys(group)
+            options = {key: from_inert(value) for key, value in settings.items() if key in keys}
             states = (
-                (one, training.states.get(one.name, {}), mapping(odd.get(one.name)) or _scalars(owner[one.name]))
+                (one, training.states.get(one.name, {}), mapping(odd.get(one.name)) or owner[one.name][1])
                 for one in known
             )
             yield number, SavedGroup(options, tuple(states))
