@@ -27,16 +27,6 @@ from zckpt.live.device import pins, synchronize
 from zckpt.runtime.config.read import read_activations
 from zckpt.runtime.config.reports import ActivationSection
 
-__all__ = [
-    "checkpoint",
-    "configure",
-    "is_configured",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingOptions:

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from zckpt.base.errors import UnsupportedError, UsageError
 
-__all__ = ["add_config_arguments", "config_of", "refuse_parallel", "refuse_partial"]
-
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--deepspeed` and `--deepspeed_config` to a parser, and returns it. `initialize(args=...)` reads the second."""

@@ -24,20 +24,10 @@ from zckpt.runtime.arguments import refuse_parallel, refuse_partial
 from zckpt.runtime.config.read import read_config
 from zckpt.runtime.config.zero import Zero
 from zckpt.runtime.sharding.deferred import Recorder, defer, gather_rows, local_rows, rows_held_by
-from zckpt.runtime.sharding.external import register_external_parameter, unregister_external_parameter
-from zckpt.runtime.sharding.labels import ZeroParamStatus, ZeroParamType, label, show_plain
+from zckpt.runtime.sharding.labels import label, show_plain
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
 from zckpt.runtime.sharding.pretrained import take_over
 from zckpt.runtime.world import join_world, mesh_of
-
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "register_external_parameter",
-    "unregister_external_parameter",
-]
 
 
 class Init:

@@ -17,8 +17,6 @@ import torch
 
 from zckpt.live.device import accelerator, default_backend
 
-__all__ = ["Accelerator", "DeepSpeedAccelerator", "get_accelerator"]
-
 
 def _nothing(*_: Any) -> Any:
     """What there is to do, or to name, on a CPU."""

@@ -12,13 +12,6 @@ import torch
 
 _HOST = torch.device("cpu")
 
-__all__ = [
-    "clone_tensors_for_torch_save",
-    "get_layer_ckpt_name_for_rank",
-    "get_model_ckpt_name_for_rank",
-    "get_zero_ckpt_name_for_rank",
-]
-
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
     """The path of a model-parallel rank's model file."""

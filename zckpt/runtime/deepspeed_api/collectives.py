@@ -15,71 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    GroupMember,
-    P2POp,
-    ProcessGroup,
-    ReduceOp,
-    destroy_process_group,
-    get_backend,
-    get_rank,
-    get_world_size,
-    is_available,
-    is_initialized,
-)
+from torch.distributed import ReduceOp
 
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.runtime.world import default_pg_timeout, init_distributed
+from zckpt.runtime.world import default_pg_timeout as default_pg_timeout
+from zckpt.runtime.world import init_distributed as init_distributed
 
-__all__ = [
-    "GroupMember",
-    "P2POp",
-    "ProcessGroup",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "configure",
-    "default_pg_timeout",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_backend",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "log_summary",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
+GroupMember, P2POp, ProcessGroup = dist.GroupMember, dist.P2POp, dist.ProcessGroup
+is_available, is_initialized, destroy_process_group = dist.is_available, dist.is_initialized, dist.destroy_process_group
+get_backend, get_rank, get_world_size = dist.get_backend, dist.get_rank, dist.get_world_size
 
 
 def _with_deepspeed_names(function: Callable[..., Any], names: str) -> Callable[..., Any]:

@@ -14,15 +14,6 @@ from torch import nn
 from zckpt.base.errors import UsageError
 from zckpt.runtime.names.unbuilt import refuse
 
-__all__ = [
-    "configure_moe_param_groups",
-    "has_moe_layers",
-    "is_moe_param",
-    "is_moe_param_group",
-    "split_params_into_different_moe_groups_for_optimizer",
-    "split_params_into_shared_and_expert_params",
-]
-
 Groups = list[dict[str, Any]]
 
 

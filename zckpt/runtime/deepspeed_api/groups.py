@@ -11,17 +11,6 @@ import torch.distributed as dist
 
 from zckpt.runtime.names.unbuilt import refuse
 
-__all__ = [
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-    "initialize",
-]
-
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Makes groups of experts in DeepSpeed. Raises UnsupportedError if experts should lie on more than one rank."""

@@ -11,17 +11,6 @@ import torch.distributed as dist
 from zckpt.base.errors import UsageError
 from zckpt.base.words import join_words
 
-__all__ = [
-    "log_dist",
-    "log_dist_once",
-    "log_levels",
-    "logger",
-    "print_dist",
-    "set_log_level_from_string",
-    "should_log_le",
-    "warning_once",
-]
-
 logger = logging.getLogger("zckpt.runtime")
 
 log_levels: dict[str, int] = {

@@ -14,15 +14,6 @@ import torch
 from zckpt.base.errors import UnsupportedError
 from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, call_closure, with_states
 
-__all__ = [
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion",
-    "FusedAdam",
-    "FusedLamb",
-    "FusedLion",
-]
-
 
 class FusedAdam(torch.optim.AdamW):
     """Adam with decoupled weight decay, or without: states `exp_avg`, `exp_avg_sq`.

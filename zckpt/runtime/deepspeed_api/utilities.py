@@ -19,31 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
-from zckpt.runtime.observe.memory import see_memory_usage
-
-__all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DummyOptim",
-    "OnDevice",
-    "RepeatingLoader",
-    "clip_grad_norm_",
-    "empty_cache",
-    "ensure_directory_exists",
-    "get_global_norm",
-    "get_global_norm_of_tensors",
-    "get_ma_status",
-    "instrument_w_nvtx",
-    "memory_status",
-    "move_to_device",
-    "noop_context",
-    "noop_decorator",
-    "partition_balanced",
-    "partition_uniform",
-    "recursive_getattr",
-    "recursive_setattr",
-    "see_memory_usage",
-    "set_random_seed",
-]
+from zckpt.runtime.observe.memory import see_memory_usage as see_memory_usage
 
 GIB = 1 << 30
 

@@ -28,19 +28,6 @@ from zckpt.runtime.parameters import (
     safe_set_full_optimizer_state,
 )
 
-__all__ = [
-    "ZeroStageEnum",
-    "get_full_hp_grad",
-    "get_full_hp_param",
-    "is_zero_param",
-    "is_zero_supported_optimizer",
-    "load_state_dict_from_zero_checkpoint",
-    "model_to_params",
-    "set_full_hp_param",
-    "unwrap_model_for_generation",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
-
 
 class ZeroStageEnum(IntEnum):
     """The stages by name."""

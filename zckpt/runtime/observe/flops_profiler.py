@@ -24,17 +24,6 @@ from zckpt.base.errors import UsageError
 from zckpt.live.device import synchronize
 from zckpt.runtime.observe.timer import BACKWARD, FORWARD, STEP
 
-__all__ = [
-    "FlopsProfiler",
-    "bytes_to_string",
-    "duration_to_string",
-    "flops_to_string",
-    "get_model_profile",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
-]
-
 _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 _HEAD = ("module", "parameters", "MACs", "ms", "of the forward")
 
