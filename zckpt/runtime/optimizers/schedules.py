@@ -72,15 +72,8 @@ class Schedule:
 
 
 class LRRangeTest(Schedule):
-    """The rate grows from `lr_range_test_min_lr`, to find the largest that still trains.
-
-    Args:
-        optimizer: its groups are set.
-        lr_range_test_min_lr: the first rate, one or one per group.
-        lr_range_test_step_size: steps in which it grows by `lr_range_test_step_rate` times the first.
-        lr_range_test_step_rate: see there.
-        lr_range_test_staircase: grow at the end of each such interval, not in between.
-        last_batch_iteration: where to begin.
+    """The rate grows from `lr_range_test_min_lr`, by `step_rate` times that in each `step_size` steps, to find the largest
+    that still trains; with `staircase` at the end of each such interval, not in between.
     """
 
     def __init__(
@@ -108,15 +101,8 @@ class LRRangeTest(Schedule):
 
 
 class WarmupLR(Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, then constant.
-
-    Args:
-        optimizer: its groups are set.
-        warmup_min_lr: one or one per group.
-        warmup_max_lr: one or one per group; the groups' own rates if not given.
-        warmup_num_steps: at least 2 are taken.
-        warmup_type: `log` or `linear`.
-        last_batch_iteration: where to begin.
+    """From `warmup_min_lr` to `warmup_max_lr`, by default the groups' own, in `warmup_num_steps`, at least 2; then
+    constant. `warmup_type` is `log` or `linear`.
     """
 
     def __init__(
