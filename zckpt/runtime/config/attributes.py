@@ -22,10 +22,6 @@ _log = logging.getLogger("zckpt.runtime")
 class DeepSpeedConfig:
     """The values of a config, by DeepSpeed's names.
 
-    Args:
-        config: a path, a dict or JSON text.
-        mpu: not read: batch sizes are those of data parallelism.
-        mesh_device: not read, for the same reason.
 
     Raises:
         UsageError: the config is wrong; see `read_config`.

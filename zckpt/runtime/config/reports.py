@@ -10,14 +10,14 @@ from typing import Literal
 
 from zckpt.runtime.config.fields import Section, unshown_key, unused_key, used_key
 
-_DIRECTORY = "files are written in `output_path`/`job_name`; by default in the directory that the script runs in"
-
 
 class TensorBoardSection(Section):
     """Rank 0 writes losses, learning rates and loss scales for TensorBoard (`pip install tensorboard`)."""
 
     enabled: bool = used_key(False, "write them")
-    output_path: str = used_key("", _DIRECTORY)
+    output_path: str = used_key(
+        "", "files are written in `output_path`/`job_name`; by default in the directory that the script runs in"
+    )
     job_name: str = used_key("DeepSpeedJobName", "a directory in `output_path`")
 
 
@@ -30,12 +30,8 @@ class WandbSection(Section):
     project: str = used_key("deepspeed", "wandb's project")
 
 
-class CSVSection(Section):
+class CSVSection(TensorBoardSection):
     """Rank 0 writes losses, learning rates and loss scales into CSV files, one for each name."""
-
-    enabled: bool = used_key(False, "write them")
-    output_path: str = used_key("", _DIRECTORY)
-    job_name: str = used_key("DeepSpeedJobName", "a directory in `output_path`")
 
 
 class CometSection(Section):

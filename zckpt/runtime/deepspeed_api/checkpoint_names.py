@@ -29,12 +29,7 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _HOST) -> Any:
-    """The same lists, tuples and dicts with copies of their tensors, each in memory of its own.
-
-    Args:
-        item: a tensor, or a container of tensors.
-        device: where the copies are.
-    """
+    """The same lists, tuples and dicts with copies of their tensors, each in memory of its own."""
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, list | tuple):

@@ -26,13 +26,16 @@ is_available, is_initialized, destroy_process_group = dist.is_available, dist.is
 get_backend, get_rank, get_world_size = dist.get_backend, dist.get_rank, dist.get_world_size
 
 
-def _with_deepspeed_names(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+def _with_deepspeed_names(
+    function: Callable[..., Any], names: str, more: str = "prof log_name debug"
+) -> Callable[..., Any]:
     """A function of torch by DeepSpeed's names of its arguments.
 
     Args:
         function: torch's.
         names: `parameter`, `parameter=default` of DeepSpeed's signature, in its order; `given:torchs` where torch's own
             name is another.
+        more: DeepSpeed's further arguments, which change nothing.
     """
     parameters, torchs = [], {}
     for word in names.split():
@@ -43,8 +46,9 @@ def _with_deepspeed_names(function: Callable[..., Any], names: str) -> Callable[
         if isinstance(value, str) and value.lstrip("-").isdecimal():
             value = int(value)
         parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value))
-    for name, value in (("prof", False), ("log_name", function.__name__), ("debug", None)):
-        parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value))
+    further = {"prof": False, "log_name": function.__name__, "debug": None}
+    for name in more.split():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=further[name]))
     signature = inspect.Signature(parameters)
 
     @functools.wraps(function)
@@ -86,30 +90,12 @@ irecv = _with_deepspeed_names(dist.irecv, "tensor src=None group=None tag=0")
 barrier = _with_deepspeed_names(dist.barrier, "group=None async_op=False device_ids=None")
 monitored_barrier = _with_deepspeed_names(dist.monitored_barrier, "group=None timeout=None wait_all_ranks=False")
 batch_isend_irecv = _with_deepspeed_names(dist.batch_isend_irecv, "p2p_op_list")
-
-
-def reduce_scatter_fn(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    debug: Any = None,
-) -> Any:
-    """The same as `reduce_scatter_tensor`."""
-    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def allgather_fn(
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
-    group: Any = None,
-    async_op: bool = False,
-    debug: Any = None,
-) -> Any:
-    """The same as `all_gather_into_tensor`."""
-    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+reduce_scatter_fn = _with_deepspeed_names(
+    dist.reduce_scatter_tensor, "output_tensor:output tensor:input op=SUM group=None async_op=False", "prof debug"
+)
+allgather_fn = _with_deepspeed_names(
+    dist.all_gather_into_tensor, "output_tensor input_tensor group=None async_op=False", "debug"
+)
 
 
 def all_gather_coalesced(

@@ -18,16 +18,6 @@ from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, call_closure, with_st
 class FusedAdam(torch.optim.AdamW):
     """Adam with decoupled weight decay, or without: states `exp_avg`, `exp_avg_sq`.
 
-    Args:
-        params: parameters or groups.
-        lr: learning rate.
-        bias_correction: of both averages, for the first steps.
-        betas: of the two averages.
-        eps: added to the root.
-        adam_w_mode: decoupled weight decay; False adds it to the gradient.
-        weight_decay: none by default.
-        amsgrad: refused, as in DeepSpeed.
-        set_grad_none: `zero_grad` drops gradients; False fills them with zeros.
 
     Raises:
         UnsupportedError: `amsgrad` is set.

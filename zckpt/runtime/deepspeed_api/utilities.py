@@ -7,6 +7,8 @@ launcher/runner.py.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,13 +61,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
-    """The same lists, tuples and dicts with their tensors on a device.
-
-    Args:
-        item: a tensor, or a container of tensors.
-        device: where to.
-        criterion_func: says which tensors are moved; by default all.
-    """
+    """The same lists, tuples and dicts with their tensors on a device. `criterion_func` says which are moved."""
     if isinstance(item, torch.Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, list | tuple):
@@ -106,33 +102,18 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """The bounds of parts, with the heaviest as light as can be.
-
-    Args:
-        weights: of the items, in their order.
-        num_parts: how many parts; some are empty if there are fewer items.
-    """
+    """The bounds of parts, with the heaviest as light as can be. Some are empty if there are fewer items than parts."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    best = [[0.0] + [float("inf")] * len(weights)]
-    cuts: list[list[int]] = []
-    for _ in range(num_parts):
-        row, cut = [float("inf")] * len(sums), [0] * len(sums)
-        row[0] = 0.0
-        for end in range(1, len(sums)):
-            for begin in range(end):
-                heaviest = max(best[-1][begin], sums[end] - sums[begin])
-                if heaviest < row[end]:
-                    row[end], cut[end] = heaviest, begin
-        best.append(row)
-        cuts.append(cut)
-    bounds = [len(weights)]
-    for cut in reversed(cuts):
-        bounds.append(cut[bounds[-1]])
-    return bounds[::-1]
+    sums, best = [0.0, *itertools.accumulate(weights)], [(0.0, [0])] + [(math.inf, [0])] * len(weights)
+    for _ in range(num_parts):  # the heaviest part of the first items, and the bounds, with one part more
+        best = [
+            min((max(best[begin][0], sums[end] - sums[begin]), [*best[begin][1], end]) for begin in range(end))
+            if end
+            else (math.inf, [0])
+            for end in range(len(sums))
+        ]
+    return best[-1][1]
 
 
 def empty_cache() -> None:

@@ -81,14 +81,7 @@ def size_of(
     counted: str = "the model in memory",
     wrap: Wrap | Iterable[Wrap] | None = None,
 ) -> ModelSize:
-    """The parameters of a model, in the units that the trainer gathers.
-
-    Args:
-        model: the model.
-        name: for messages; by default its class.
-        counted: from what it was counted.
-        wrap: as in `initialize`.
-    """
+    """The parameters of a model, in the units that the trainer gathers."""
     sizes: dict[int, ParameterSize] = {}
     tied: set[str] = set()
     for key, p in model.named_parameters(remove_duplicate=False):

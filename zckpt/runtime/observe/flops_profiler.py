@@ -29,13 +29,7 @@ _HEAD = ("module", "parameters", "MACs", "ms", "of the forward")
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """A number with the letter of its magnitude: 2500 is `2.5 K`.
-
-    Args:
-        num: at least 0.
-        units: T, G, M, K, m or u; None chooses.
-        precision: digits after the point.
-    """
+    """A number with the letter of its magnitude: 2500 is `2.5 K`."""
     if units is None:
         units = next((unit for unit, one in _UNITS.items() if num >= one), "u") if num else ""
     return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"

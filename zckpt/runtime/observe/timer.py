@@ -41,12 +41,7 @@ class WallClockTimer:
         self._from, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stops the timer and adds the time since `start`, if it runs.
-
-        Args:
-            reset: drop the times before.
-            record: without effect, as in DeepSpeed.
-        """
+        """Stops the timer and adds the time since `start`, if it runs. `reset` drops the times before."""
         if reset:
             self._spans.clear()
         if self.started_:

@@ -18,12 +18,6 @@ class Lion(Optimizer):
     """The sign of an average of gradients: one state, `exp_avg`.
 
     An element with a gradient and an average of zero stays where it is, as in the paper (arXiv 2302.06675).
-
-    Args:
-        params: parameters or groups.
-        lr: learning rate.
-        betas: weight of the average in the update, and in the next average.
-        weight_decay: decoupled.
     """
 
     def __init__(
@@ -57,16 +51,6 @@ class Lion(Optimizer):
 class Lamb(Optimizer):
     """Adam with a step for each tensor as long as the tensor, within limits: states `exp_avg`, `exp_avg_sq`.
 
-    Args:
-        params: parameters or groups.
-        lr: learning rate.
-        bias_correction: of the step size, for the first steps.
-        betas: of the two averages.
-        eps: added to the root.
-        eps_inside_sqrt: added below the root instead.
-        weight_decay: added to the update.
-        max_coeff: largest ratio of weight norm to update norm.
-        min_coeff: smallest.
 
     Attributes:
         sum_over_shards: adds up sums of squares, shape (2, parameters), over the ranks that hold rows of the same tensors.

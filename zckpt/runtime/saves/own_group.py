@@ -19,14 +19,7 @@ from zckpt.team.rendezvous import own_connection
 
 
 class OwnGroup:
-    """Ranks that exchange host memory. Making it waits for all of them.
-
-    Args:
-        name: of the group; no other may have it.
-        rank: of this process in it.
-        size: of the group.
-        store: in which they find each other.
-    """
+    """Ranks that exchange host memory. Making it waits for all of them."""
 
     def __init__(self, name: str, rank: int, size: int, store: Any) -> None:
         from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]  # not in every build of torch

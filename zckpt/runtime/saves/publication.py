@@ -29,12 +29,6 @@ _TEXTS = {SCRIPT: ("script.txt", 0o755), README: ("readme.txt", 0o644)}
 class Publication:
     """The work directory of a save, as one rank sees it.
 
-    Args:
-        directory: that holds the tags.
-        tag: of this save.
-        leader: whether this rank makes and renames directories.
-        latest: whether `latest` is to name the save.
-        keep_last: tags that stay; None for all.
 
     Attributes:
         name: on a leader, of the work directory, in the directory that holds the tags.

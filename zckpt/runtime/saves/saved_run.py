@@ -119,11 +119,6 @@ class SavedRun:
 def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
     """Reads and checks a checkpoint; changes nothing.
 
-    Args:
-        run: the run.
-        opened: the checkpoint.
-        options: what of it is wanted.
-        seen: its files as this rank sees them.
 
     Raises:
         InconsistentError: it is of another model, or of another optimizer.

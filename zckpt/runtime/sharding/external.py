@@ -23,9 +23,6 @@ _LEAF = "_z3_leaf"
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Says that a module's forward uses a parameter of another module. To be called before `initialize`.
 
-    Args:
-        module: the one that uses it.
-        parameter: as the other module holds it.
 
     Raises:
         UsageError: the model is sharded already, or `parameter` is not one.

@@ -51,12 +51,7 @@ class Forward(NamedTuple):
 
 
 class Watch(threading.Thread):
-    """Watches the forwards of a sharded model on this rank.
-
-    Args:
-        model: its units are those modules that `fully_shard` knows.
-        world: all ranks.
-    """
+    """Watches the forwards of a sharded model on this rank."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         super().__init__(name="zckpt watch", daemon=True)

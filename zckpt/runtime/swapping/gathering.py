@@ -100,12 +100,7 @@ class _Read:
 
 
 class Reader:
-    """Reads the rows of units for their gathers.
-
-    Args:
-        transfers: that carry the bytes.
-        room: bytes that may be read ahead.
-    """
+    """Reads the rows of units for their gathers."""
 
     def __init__(self, transfers: Transfers, room: int) -> None:
         self._transfers, self._room = transfers, room

@@ -43,11 +43,6 @@ _ATTRIBUTE = "_zckpt_swapped_step"
 class Swap:
     """The parts of a run that are in files.
 
-    Args:
-        settings: of the run; one with a device `nvme`.
-        model: sharded.
-        sharded: what this rank holds.
-        trains: there will be an optimizer.
 
     Raises:
         OutputError: no swap file can be made, or the disk has no room.

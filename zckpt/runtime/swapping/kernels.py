@@ -89,13 +89,7 @@ def _equals_torch(cls: Any, adds_decay: bool) -> bool:
 
 
 def rates(optimizer: Optimizer, group: Mapping[str, Any], step: float) -> bytes:
-    """The factors of a step, as `Rates` of csrc/optimizers.h.
-
-    Args:
-        optimizer: one that `kernel_of` knows.
-        group: its settings.
-        step: the number of this step, from 1.
-    """
+    """The factors of a step, as `Rates` of csrc/optimizers.h."""
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = group.get("betas", (0.0, 0.0))
     rate, root, eps = lr, 1.0, float(group.get("eps", 0.0))

@@ -18,12 +18,7 @@ _PART = 1 << 20
 
 
 class Blocks(Dataset[torch.Tensor]):
-    """Blocks of `length` tokens, one after another; a shorter rest at the end is not used.
-
-    Args:
-        tokens: shape (n,), uint8 or int32.
-        length: of a block.
-    """
+    """Blocks of `length` tokens, one after another; a shorter rest at the end is not used."""
 
     def __init__(self, tokens: torch.Tensor, length: int) -> None:
         self._tokens, self._length = tokens, length
