@@ -189,7 +189,7 @@ def about(opened: Opened, found: Collection[str]) -> str:
         found: names of the tensors that stand for others.
     """
     packed = opened.packed
-    known = set() if packed is None else {part.codes.name for part in packed.parts}
+    known = set() if packed is None else packed.members
     from zckpt.quantized.plain import about as about_fp8
 
     fp8 = about_fp8(opened.quantization if packed is None else None, set(found) - known)
