@@ -10,7 +10,7 @@ from typing import Any
 
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import count
-from zckpt.runtime.config.names import refused_keys
+from zckpt.runtime.config.names import keys_of_kind
 from zckpt.runtime.config.sections import Config
 
 
@@ -18,7 +18,7 @@ def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
     """Raises for features that this engine does not have, all of them at once. Raises UnsupportedError if such a
     feature is switched on.
     """
-    found = [f"{path} ({why})" for path, why in refused_keys(raw)]
+    found = [f"{path} ({why})" for path, why in keys_of_kind(raw, "refused")]
     if found:
         raise UnsupportedError(
             f"switches on {count(len(found), 'feature that is', 'features that are')} not built", file=file,

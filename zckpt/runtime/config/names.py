@@ -1,8 +1,7 @@
 """Finds unknown, unused, missed and refused keys of a config.
 
 For `read` and `checks`. Sections that a model describes are walked into; in those with keys known by name only, the
-names
-are looked at.
+names are looked at.
 """
 
 from __future__ import annotations
@@ -34,24 +33,12 @@ def unknown_keys(
             yield from ((f"{path}.{name}", _nearest(name, f"{path}.", keys)) for name in value if name not in keys)
 
 
-def unused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Dotted names that were given and change nothing, each with the reason."""
-    for path, _, field in _given_keys(raw, Config, ""):
-        if kind_of(field) == "unused":
-            yield path, field.description or ""
-
-
-def missed_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Dotted names that ask for something to be shown that is not, each with the reason."""
+def keys_of_kind(raw: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
+    """Dotted names that were given, each with the reason: `unused` keys, which change nothing; `missed`, which ask for
+    something to be shown that is not; `refused`, which switch on what is not built.
+    """
     for path, value, field in _given_keys(raw, Config, ""):
-        if kind_of(field) == "missed" and not is_off(value) and value != field.default:
-            yield path, field.description or ""
-
-
-def refused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Dotted names that switch on what is not built, each with the reason."""
-    for path, value, field in _given_keys(raw, Config, ""):
-        if kind_of(field) == "refused" and not is_off(value) and value != field.default:
+        if kind_of(field) == kind and (kind == "unused" or (not is_off(value) and value != field.default)):
             yield path, field.description or ""
 
 

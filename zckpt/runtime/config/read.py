@@ -17,7 +17,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count, examples
 from zckpt.runtime.config.checks import refuse_contradictions, refuse_unbuilt
-from zckpt.runtime.config.names import missed_keys, unknown_keys, unused_keys
+from zckpt.runtime.config.names import keys_of_kind, unknown_keys
 from zckpt.runtime.config.reports import ActivationSection
 from zckpt.runtime.config.sections import BF16, Config
 from zckpt.runtime.config.zero import Zero
@@ -115,7 +115,8 @@ def read_config(
     refuse_contradictions(values, raw, file)
     left_out = ((path, "not known, left out as asked") for path, _ in unknown)
     return Settings(
-        values, raw, (*left_out, *unused_keys(raw), *_unused_at(values.zero_optimization)), tuple(missed_keys(raw)),
+        values, raw, (*left_out, *keys_of_kind(raw, "unused"), *_unused_at(values.zero_optimization)),
+        tuple(keys_of_kind(raw, "missed")),
         file,
     )  # fmt: skip
 
@@ -266,7 +267,7 @@ def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
     """Replaces "auto" by values. A key that arithmetic or a width determines, or that nothing reads, may stay without
     one.
     """
-    unused = tuple(path for path, _ in (*unused_keys(raw), *missed_keys(raw)))
+    unused = tuple(path for path, _ in (*keys_of_kind(raw, "unused"), *keys_of_kind(raw, "missed")))
     missing = []
     for path in [path for path, value in flatten(raw).items() if value == "auto" and path not in _OWN_AUTO]:
         place, _, last = path.rpartition(".")
