@@ -76,7 +76,8 @@ old-torch: .make/old-torch
 
 # A part of the tests with the oldest libraries that pyproject.toml allows, in a folder beside the environment.
 OLDEST_TESTS := tests/runtime/test_config.py tests/runtime/test_start.py tests/cli/test_json.py \
-  tests/distributed/test_pretrained.py tests/distributed/test_train.py tests/interop/test_peft.py
+  tests/distributed/test_pretrained.py tests/distributed/test_train.py tests/interop/test_peft.py \
+  tests/interop/test_merge_lora.py
 oldest: .make/oldest/ready
 	PYTHONPATH=$(CURDIR)/.make/oldest $(PYTEST) $(OLDEST_TESTS)
 .make/oldest/ready: .make/test pyproject.toml .ci/oldest.py

@@ -95,6 +95,7 @@ def gpt_oss() -> Any:
 
 QV = {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 6}
 EXPERT_WEIGHTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 2}
+OLD = tuple(map(int, peft.__version__.split(".")[:2])) < (0, 19)
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora": (llama, QV),
     "rslora with patterns": (
@@ -173,6 +174,8 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in RARE), *proofs.cases(zip(RARE, strict=True))])
 def test_peft_merges_the_same(case: str, tmp_path: Path) -> None:
+    if case == "biases" and OLD:
+        pytest.skip("PEFT 0.18 does not save these biases")
     base, source, model = saved(tmp_path, *CASES[case])
     before, lora = logits_of(model), LoraMerge(base=base)
     if "experts" in case:  # the base in the same checkpoint, as it is in memory
@@ -212,6 +215,8 @@ TIES: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize("case", TIES)
 def test_adapters_of_tied_weights_with_all_copies_of_embeddings(case: str, tmp_path: Path) -> None:
     """PEFT saves such matrices up to three times; a copy with other numbers is an error."""
+    if case in ("lora", "whole") and OLD:
+        pytest.skip("PEFT 0.18 does not keep them tied")
     config, stays_tied = TIES[case]
     torch.manual_seed(0)
     base = tied()
@@ -242,6 +247,8 @@ def test_adapters_of_tied_weights_with_all_copies_of_embeddings(case: str, tmp_p
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_several_adapters_with_weights(dora: bool, tmp_path: Path) -> None:
+    if dora and OLD:
+        pytest.skip("PEFT 0.18 has other numbers for several DoRAs")
     torch.manual_seed(0)
     base = llama()
     base.save_pretrained(tmp_path / "base")
@@ -429,6 +436,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     attempt(IncompleteError, "changes nothing", "--allow-untrained", tensors=zeros)
     zckpt.convert(adapter, out, options=Options(lora=LoraMerge(base=base, allow_untrained=True)))
     assert_close(load_file(out / "model.safetensors"), load_file(base / "model.safetensors"), exact=True)
+
+
+def test_biases_that_were_trained_and_not_saved(tmp_path: Path) -> None:
+    """As PEFT 0.18 leaves out those of "lora_only"; a run that trained none says so in its config."""
+    base, adapter, _ = saved(tmp_path, biased, {**QV, "bias": "lora_only"})
+    file, lora = adapter / "adapter_model.safetensors", LoraMerge(base=base)
+    save_file({name: tensor for name, tensor in load_file(file).items() if not name.endswith(".bias")}, file)
+    refused(IncompleteError, adapter, tmp_path / "out", lora, "biases that were trained", "q_proj.bias")
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bias": "none"}))
+    zckpt.convert(adapter, tmp_path / "out", options=Options(lora=lora))
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

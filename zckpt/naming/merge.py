@@ -114,6 +114,8 @@ def merge_adapters(
             updates.setdefault(name, []).append(update)
             if factors.bias is not None:
                 biases.setdefault(f"{name.removesuffix('.weight')}.bias", []).append((factors.bias, scaling))
+        if not any(name.endswith(".bias") for name in (*adapter.whole, *adapter.beside, *(trained or ()))):
+            _check_biases(model, adapter)
     copies += _replace_tokens(model, adapters, updates)
     for name, found in updates.items():
         entry = bases[name]
@@ -145,6 +147,19 @@ def merge_adapters(
         catalog, tuple(model.changed), tuple(model.untied), tuple(notes), tuple(copies),
         kind if model.has_other_head else "", rows, tuple(dropped),
     )  # fmt: skip
+
+
+def _check_biases(model: ModelTensors, adapter: AdapterWeights) -> None:
+    """Raises IncompleteError if biases were trained with an adapter that has none: PEFT 0.18 saves none of "lora_only"."""
+    biases = [f"{bare(module)}.bias" for module in adapter.factors]
+    lost = [name for name in biases if name in model.tensors]
+    if lost and adapter.config.get("bias") in ("lora_only", "all") and not adapter.with_base:
+        raise IncompleteError(
+            f"adapter {adapter.name!r} lacks biases that were trained with it", file=adapter.config_file,
+            found=f"bias {adapter.config['bias']!r}, and no bias in its file", expected=f"{examples(lost)}",
+            remedy="Merge a checkpoint of the run, or save the adapter again with PEFT 0.19 or newer. If no bias was trained, "
+            'change bias to "none" in the config.',
+        )  # fmt: skip
 
 
 def _merge_products(model: ModelTensors, adapters: Sequence[AdapterWeights], updates: Mapping[str, object]) -> None:
