@@ -41,7 +41,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return Path(shutil.copytree(HOME / getattr(request, "param", "zarr2"), tmp_path / "run"))
 
 
-@pytest.mark.parametrize("form", ["zarr2", "zarr3", "ocdbt", "ocdbt3", "parts", "bare", "bare_ocdbt", "steps"])
+@pytest.mark.parametrize("form", ["zarr2", "zarr3", "ocdbt", "ocdbt3", "parts", "bare", "bare_ocdbt", "steps", "two"])
 def test_every_element(form: str) -> None:
     check(HOME / form)
 
