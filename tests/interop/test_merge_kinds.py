@@ -419,6 +419,7 @@ def test_what_cannot_be_combined(tmp_path: Path) -> None:
     for other, how, density, kind, word in (
         ("more", "linear", None, InconsistentError, "ranks"), ("dora", "cat", None, zckpt.UnsupportedError, "DoRA"),
         ("rslora", "cat", None, zckpt.UnsupportedError, "rsLoRA"), ("lora", "ties", None, zckpt.UsageError, "needs a density"),
+        ("lora", "svd", None, zckpt.UsageError, "add_weighted_adapter"),
         ("lora", "cat", 0.5, zckpt.UsageError, "no density"), ("lora", None, 0.5, zckpt.UsageError, "--combine"),
     ):  # fmt: skip
         lora = LoraMerge(adapters=[tmp_path / "lora", tmp_path / other], combine=how, density=density)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
@@ -132,6 +132,11 @@ def combine(adapters: Sequence[AdapterWeights], how: Combination, density: float
         UsageError: a density is missing, or has no meaning. UnsupportedError: PEFT has no such combination of these adapters.
         InconsistentError: ranks differ.
     """
+    if how not in get_args(Combination):
+        raise UsageError(
+            "is no combination of adapters that zckpt has", found=f"combine {how!r}", expected=join_words(get_args(Combination)),
+            remedy="Name one of these, or combine the adapters with PEFT's add_weighted_adapter and merge what that saves.",
+        )  # fmt: skip
     thins = how in ("ties", "magnitude_prune")
     if thins != (density is not None) or not 0 <= (density or 0) <= 1:
         raise UsageError(
