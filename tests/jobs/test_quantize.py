@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +360,27 @@ def test_modelopts_own_form_stays_as_it_is(tmp_path: Path, kind: str) -> None:
     assert json.loads((out / "config.json").read_text()) == CONFIG
     assert json.loads((out / "hf_quant_config.json").read_text())["quantization"] == said
     assert zckpt.verify(source, out, progress=False).ok
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    peaks = []
+    for layers in (2, 24):
+        at, header = tmp_path / f"sparse{layers}", {}
+        at.mkdir()
+        size = 2 * 2048 * 1024
+        for layer in range(layers):
+            places = [layer * size, (layer + 1) * size]
+            header[f"model.layers.{layer}.mlp.up_proj.weight"] = {
+                "dtype": "BF16",
+                "shape": [2048, 1024],
+                "data_offsets": places,
+            }
+        text = json.dumps(header).encode()
+        with (at / "model.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + layers * size)
+        (at / "config.json").write_text(json.dumps(CONFIG))
+        words = [sys.executable, "-m", "zckpt", "quantize", str(at), str(tmp_path / f"out{layers}"), "--to", "nvfp4"]
+        done = subprocess.run([*words, "--json"], capture_output=True, check=True)
+        peaks.append(json.loads(done.stdout)["peak_rss_bytes"])
+    assert peaks[1] - peaks[0] < 32 << 20 and peaks[1] < 150 << 20, peaks

@@ -1,7 +1,7 @@
 """Quantising: the scale of each block of a matrix, and its elements divided by it and rounded to the numbers of a grid.
 
-For `jobs.quantize`. The source is read once where the elements are computed before the scales, which are kept meanwhile (a few
-bytes for thousands of elements); a part is read again where its scales are asked for alone. Where one scale is for a whole large
+For `jobs.quantize`. The source is read once where the elements are computed before the scales, which are kept meanwhile
+where they are few; a part is read again where its scales are asked for alone. Where one scale is for a whole large
 matrix, the matrix is read twice.
 
 [Note: numbers] Of fp8 in blocks, rows and tensors: scale = max(largest magnitude, 1e-12) / 448 in fp32; element = E4M3(x / scale)
@@ -39,6 +39,8 @@ _LEAST = 1e-12
 _LARGEST = 448.0
 _AT_ONCE = 1 << 20
 """The most elements that are read together for a scale of scales."""
+_MOST_KEPT = 1 << 16
+"""The most scales of a tensor that are kept, if one row of it is enough for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class Quantiser:
         self._given = 0
         self._seen = bytearray()
         self._measured = Measured()
+        self._is_too_many = grid.block_rows == 1 and grid.matrices * grid.down * grid.across > _MOST_KEPT
 
     @property
     def measured(self) -> Measured:
@@ -221,14 +224,19 @@ class Quantiser:
         """A copy of the scales of rows of blocks, and which of these rows are known."""
         import numpy as np
 
+        grid = self.grid
+        if self._is_too_many:
+            kept = np.zeros((last - first, grid.across), np.float32)
+            return kept, np.zeros(last - first, bool)
         with self._lock:
             if self._scales is None:
-                shape = (self.grid.matrices * self.grid.down, self.grid.across)
-                self._scales = np.zeros(shape, np.float32)  # no scale is zero
+                self._scales = np.zeros((grid.matrices * grid.down, grid.across), np.float32)  # no scale is zero
             kept = self._scales[first:last].copy()
         return kept, (kept > 0).all(axis=1)
 
     def _keep(self, first: int, scales: Any) -> None:
+        if self._is_too_many:
+            return
         self._kept(0, 0)
         with self._lock:
             if self._scales is not None:
