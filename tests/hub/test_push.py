@@ -607,6 +607,24 @@ def test_a_checkpoint_at_the_hub(server: HubServer, shell: Shell, tmp_path: Path
     assert server.files("alice/page")["model.safetensors"] == (tmp_path / "want.safetensors").read_bytes()
 
 
+def test_a_model_at_the_hub_gives_dtypes_and_files(server: HubServer, shell: Shell, tmp_path: Path) -> None:
+    source, base = FIXTURES / "zero3/bf16_w2/checkpoint", tmp_path / "base"
+    zckpt.convert(source, base, dtype="fp16", options=Options(max_shard_size="150B", include=["*weight*"]))
+    names = sorted(file.name for file in base.glob("*.safetensors"))
+    server.create("alice/base", private=True, files=local_files(base))
+    process = shell("to-fp32", source, tmp_path / "out", "--like", "hf://alice/base")
+    assert process.wait(HANG_S) == 0, process.communicate()[1]
+    assert len(names) > 1 and sorted(file.name for file in (tmp_path / "out").glob("*.safetensors")) == names
+    theirs = {name: tensor for file in names for name, tensor in load_file(base / file).items()}
+    ours = {name: tensor for file in names for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert all(torch.equal(ours[name], tensor) and ours[name].dtype == tensor.dtype for name, tensor in theirs.items())
+    assert ours.keys() - theirs.keys() and all(
+        ours[name].dtype != torch.float16 for name in ours.keys() - theirs.keys()
+    )
+    gets = [status for method, path, _, status in server.log if path.endswith(".safetensors") and method == "GET"]
+    assert gets and all(status == 206 for status in gets)
+
+
 def test_help_costs_no_import_of_the_client() -> None:
     code = "import sys; from zckpt.cli import app; print(sorted({'huggingface_hub', 'fsspec', 'zckpt.hub'} & set(sys.modules)))"
     assert (
