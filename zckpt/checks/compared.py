@@ -28,6 +28,7 @@ from zckpt.core.ledger import names_unread
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.casting import dtype_of, to_dtype
 from zckpt.jobs.groups import Casting, Reading
+from zckpt.jobs.like_base import recorded_dtypes
 from zckpt.jobs.open import Opened
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.weight_files import is_weights
@@ -232,14 +233,7 @@ def _pairs(
     options = {} if facts is None else facts.options
     kept = options.get("keep_dtype")
     casting = Casting(dtype=dtype, keep_dtype=tuple(map(str, kept)) if isinstance(kept, list) else ())
-    like = options.get("like")
-    given = {
-        name: to_dtype(said)
-        for said, own in (
-            like["dtypes"].items() if isinstance(like, Mapping) and isinstance(like.get("dtypes"), Mapping) else ()
-        )
-        for name in (own if isinstance(own, list) else ())
-    }
+    given = recorded_dtypes(options.get("like"))
     form = options.get("form")
     is_merged = isinstance(form, Mapping) and "lora" in form
     problems: list[str] = []

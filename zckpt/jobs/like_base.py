@@ -16,6 +16,7 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES, DType
+from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.groups import AnyPath, Reading
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.plain.write import WeightsTarget
@@ -74,6 +75,14 @@ class LikeBase:
         floats = [name for name in catalog if catalog[name].dtype.kind == "float" and name in self.dtypes]
         if odd := [name for name in floats if self.dtypes[name] not in CAST_TARGETS]:
             yield f"MODEL of --like has {count(len(odd), 'tensor')} in dtypes that zckpt does not cast to: {examples(odd)}."
+
+
+def recorded_dtypes(said: object) -> dict[str, DType]:
+    """The dtypes that a manifest's entry `like` has, as `LikeBase.record` writes it, by tensor; empty for anything else."""
+    match said:
+        case {"dtypes": dict(dtypes)}:
+            return {str(n): to_dtype(dtype) for dtype, own in dtypes.items() if isinstance(own, list) for n in own}
+    return {}
 
 
 def read_like(model: AnyPath) -> LikeBase:

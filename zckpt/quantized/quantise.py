@@ -524,13 +524,8 @@ def is_in_form(
     """
     parts = () if packed is None else packed.parts
     if scheme not in _OWN:
-        return (
-            bool(scaled)
-            and not parts
-            and all(
-                one.entry.dtype == F8_E4M3 and grids.get(name, one.grid) == one.grid for name, one in scaled.items()
-            )
-        )
+        same = (one.entry.dtype == F8_E4M3 and grids.get(name, one.grid) == one.grid for name, one in scaled.items())
+        return bool(scaled) and not parts and all(same)
     for part in parts:
         codes, scales = part.codes.shape, part.beside[0].shape if part.beside else ()
         if part.form.read not in _OWN[scheme]:

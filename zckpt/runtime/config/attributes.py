@@ -20,8 +20,8 @@ _log = logging.getLogger("zckpt.runtime")
 
 
 class DeepSpeedConfig:
-    """The values of a config, by DeepSpeed's names.
-
+    """The values of a config, by DeepSpeed's names. `mpu` and `mesh_device` are not read: batch sizes are those of data
+    parallelism.
 
     Raises:
         UsageError: the config is wrong; see `read_config`.

@@ -18,7 +18,6 @@ from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, call_closure, with_st
 class FusedAdam(torch.optim.AdamW):
     """Adam with decoupled weight decay, or without: states `exp_avg`, `exp_avg_sq`.
 
-
     Raises:
         UnsupportedError: `amsgrad` is set.
     """

@@ -41,7 +41,9 @@ class WallClockTimer:
         self._from, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stops the timer and adds the time since `start`, if it runs. `reset` drops the times before."""
+        """Stops the timer and adds the time since `start`, if it runs. `reset` drops the times before; `record` has no
+        effect, as in DeepSpeed.
+        """
         if reset:
             self._spans.clear()
         if self.started_:

@@ -49,8 +49,8 @@ class Lion(Optimizer):
 
 
 class Lamb(Optimizer):
-    """Adam with a step for each tensor as long as the tensor, within limits: states `exp_avg`, `exp_avg_sq`.
-
+    """Adam with a step for each tensor as long as the tensor, within limits: states `exp_avg`, `exp_avg_sq`. The limits
+    are `min_coeff` and `max_coeff`, of the ratio of weight norm to update norm; `weight_decay` is added to the update.
 
     Attributes:
         sum_over_shards: adds up sums of squares, shape (2, parameters), over the ranks that hold rows of the same tensors.

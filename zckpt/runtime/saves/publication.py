@@ -29,7 +29,6 @@ _TEXTS = {SCRIPT: ("script.txt", 0o755), README: ("readme.txt", 0o644)}
 class Publication:
     """The work directory of a save, as one rank sees it.
 
-
     Attributes:
         name: on a leader, of the work directory, in the directory that holds the tags.
     """

@@ -119,7 +119,6 @@ class SavedRun:
 def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
     """Reads and checks a checkpoint; changes nothing.
 
-
     Raises:
         InconsistentError: it is of another model, or of another optimizer.
         ZckptError: another kind says what is wrong with it.

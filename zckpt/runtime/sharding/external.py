@@ -23,7 +23,6 @@ _LEAF = "_z3_leaf"
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Says that a module's forward uses a parameter of another module. To be called before `initialize`.
 
-
     Raises:
         UsageError: the model is sharded already, or `parameter` is not one.
     """

@@ -43,7 +43,6 @@ _ATTRIBUTE = "_zckpt_swapped_step"
 class Swap:
     """The parts of a run that are in files.
 
-
     Raises:
         OutputError: no swap file can be made, or the disk has no room.
     """
