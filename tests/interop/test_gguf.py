@@ -92,6 +92,21 @@ def test_the_images_side_is_what_the_converter_writes(name: str, tmp_path: Path)
         zckpt.to_gguf(model, tmp_path / "y.gguf", mmproj=True, progress=False)
 
 
+def test_what_the_config_of_the_images_side_leaves_out(tmp_path: Path) -> None:
+    def written(name: str, key: str) -> Path:
+        shutil.copytree(SEEING / name / "model", tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config["vision_config"].pop(key)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        zckpt.to_gguf(tmp_path / name, tmp_path / f"{name}.gguf", mmproj=True, progress=False)
+        return tmp_path / f"{name}.gguf"
+
+    found = GGUFReader(written("idefics3", "layer_norm_eps")).fields["clip.vision.attention.layer_norm_epsilon"]
+    assert found.contents() == pytest.approx(1e-6)  # transformers' default
+    with pytest.raises(zckpt.IncompleteError, match="no depth in vision_config"):
+        written("qwen2_vl", "depth")
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=TOKENS).logits  # type: ignore[no-any-return]

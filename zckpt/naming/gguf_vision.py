@@ -7,7 +7,7 @@ Source: llama.cpp, conversion/base.py (`MmprojModel`), qwenvl.py, gemma.py and s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ class VisionFamily:
         plus_one: the end of the name of a norm that is counted from zero.
         activation: of its layers, if the metadata says it.
         eps: of the norms: where it is said, under which key, and what it is otherwise.
+        usual: sizes where the vision config leaves them out: transformers' defaults; Qwen's image size is the converter's.
     """
 
     projector: str
@@ -52,27 +53,42 @@ class VisionFamily:
     plus_one: str = "none"
     activation: str = "gelu"
     eps: tuple[str, str, float] = ("vision_config", "layer_norm_eps", 1e-6)
+    usual: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def size(self, config: Mapping[str, Any], key: str) -> Any:
+        """A size of the images' side. Raises IncompleteError if the vision config does not say it, and nothing is usual."""
+        return _size_in(config["vision_config"], self.keys.get(key, key), "vision_config", self.usual.get(key))
+
+
+def _size_in(config: Mapping[str, Any], key: str, where: str, usual: int | None = None) -> Any:
+    if (found := config.get(key, usual)) is None:
+        raise IncompleteError(
+            "the config does not say all sizes of the model", found=f"no {key} in {where}", expected="all that llama.cpp needs",
+            remedy="Save the config with transformers' save_pretrained, and copy it here.",
+        )  # fmt: skip
+    return found
 
 
 _QWEN = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+_IDEFICS = VisionFamily(
+    "idefics3", ("vision_model.", "connector."), {},
+    usual={"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16},
+)  # fmt: skip
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": VisionFamily(
         "qwen2vl_merger", ("visual.",), {**_QWEN, "hidden_size": "embed_dim", "intermediate_size": "hidden_size"},
-        (), activation="", eps=("", "rms_norm_eps", 1e-6),
+        (), activation="", eps=("", "rms_norm_eps", 1e-6), usual={"image_size": 560},
     ),
     "qwen2_5_vl": VisionFamily(
-        "qwen2.5vl_merger", ("visual.",), _QWEN, (), activation="silu", eps=("", "rms_norm_eps", 1e-6)
+        "qwen2.5vl_merger", ("visual.",), _QWEN, (), activation="silu", eps=("", "rms_norm_eps", 1e-6),
+        usual={"image_size": 560},
     ),
     "gemma3": VisionFamily(
         "gemma3", ("multi_modal_projector.", "vision_tower."), {}, halves=("input_projection",),
         plus_one="soft_emb_norm.weight",
     ),
-    "idefics3": VisionFamily(
-        "idefics3", ("vision_model.", "connector."), {}, eps=("vision_config", "layer_norm_eps", 1e-5)
-    ),
-    "smolvlm": VisionFamily(
-        "idefics3", ("vision_model.", "connector."), {}, eps=("vision_config", "layer_norm_eps", 1e-5)
-    ),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
 }  # fmt: skip
 """A config's `model_type` -> the family."""
 
@@ -104,12 +120,10 @@ def vision_tensors(
         UnsupportedError: a tensor has no name there.
     """
     family, package = vision_of(config, ""), library()
-    layers = config["vision_config"][family.keys.get("num_hidden_layers", "num_hidden_layers")]
-    table = package.get_tensor_name_map(package.MODEL_ARCH.MMPROJ, max(3, layers))
+    layers = max(3, family.size(config, "num_hidden_layers"))
+    table = package.get_tensor_name_map(package.MODEL_ARCH.MMPROJ, layers)
     for name, entry in tensors.items():
-        if not name.removeprefix("model.").startswith(family.own):
-            continue
-        if ".head." in name:
+        if not name.removeprefix("model.").startswith(family.own) or ".head." in name:
             continue
         for old, part in _parts(_as_on_the_hub(name), entry):
             new = old if old.startswith("v.") else table.get_name(old, try_suffixes=(".weight", ".bias"))
@@ -183,30 +197,18 @@ def vision_parameters(config: Mapping[str, Any], file_type: int) -> Callable[[gg
     family, own = vision_of(config, ""), config["vision_config"]
     text = {**config, **(config.get("text_config") or {})}
 
-    def said(key: str, *otherwise: Any) -> Any:
-        key = family.keys.get(key, key)
-        if key not in own and not otherwise:
-            raise IncompleteError(
-                "the config does not say what the images' side is", found=f"no {key} in vision_config",
-                expected="all sizes of the model", remedy="Save the config with transformers' save_pretrained, and copy it here.",
-            )  # fmt: skip
-        return own.get(key, *otherwise)
-
     def add(writer: gguf.GGUFWriter, directory: Path) -> None:
         images = _preprocessor(directory)
-        size = said("image_size", *((560,) if family.own == ("visual.",) else ()))
-        patch = said("patch_size")
+        size, patch = family.size(config, "image_size"), family.size(config, "patch_size")
         writer.add_file_type(file_type)
         writer.add_clip_has_vision_encoder(True)
-        writer.add_vision_projection_dim(text["hidden_size"])
+        writer.add_vision_projection_dim(_size_in(text, "hidden_size", "text_config"))
         writer.add_vision_image_size(size)
         writer.add_vision_patch_size(patch)
-        writer.add_vision_embedding_length(said("hidden_size", *((1152,) if family.projector == "idefics3" else ())))
-        writer.add_vision_feed_forward_length(
-            said("intermediate_size", *((3072,) if family.projector == "idefics3" else ()))
-        )
-        writer.add_vision_block_count(said("num_hidden_layers"))
-        writer.add_vision_head_count(said("num_attention_heads", *((16,) if family.projector == "idefics3" else ())))
+        writer.add_vision_embedding_length(family.size(config, "hidden_size"))
+        writer.add_vision_feed_forward_length(family.size(config, "intermediate_size"))
+        writer.add_vision_block_count(family.size(config, "num_hidden_layers"))
+        writer.add_vision_head_count(family.size(config, "num_attention_heads"))
         writer.add_vision_image_mean(images["image_mean"])
         writer.add_vision_image_std(images["image_std"])
         writer.add_clip_projector_type(family.projector)
