@@ -20,14 +20,13 @@ from zckpt.core.stores import FileStore
 from zckpt.engine import replicas
 from zckpt.jobs.casting import check_kept, dtype_of, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
-from zckpt.jobs.groups import Form, Selecting
+from zckpt.jobs.groups import Selecting
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked
 from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
-from zckpt.jobs.selection import check_wanted
-from zckpt.jobs.steps import open_model, record_of, steps_of
+from zckpt.jobs.steps import is_copy, open_model, record_of, steps_of
 from zckpt.jobs.working_model import WorkingModel
-from zckpt.layouts.plain.write import WeightsTarget, lay_out
+from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
@@ -161,75 +160,85 @@ def prepare(
         raise UsageError(
             "OUT cannot be a page of the hub here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
         )
-    opened = open_asked(source, asked) if opened is None else opened
     target, single = _target(place, asked)
-    model = open_model(opened)
-    bare = model.catalog
-    is_copy = opened.quantization is not None and asked.casting.dtype is None  # as good as what it is copied from
-    if asked.merging.lora is None and not is_copy:
-        check_wanted(opened, bare, asked.selecting)
-    named = (asked.naming.form.config, asked.naming.form.layer_names)
-    inputs = protected_places(
-        opened, source, beside=asked.publishing.beside or (single and not place.is_remote), named=named
-    )
-    is_of_several = asked.merging.lora is not None or asked.merging.base is not None
-    if not is_of_several:
-        _check_output(place, asked, inputs, single=single)
-    if not single and asked.merging.lora is None and asked.naming.form == Form() and _is_adapter_file(bare):
-        raise UsageError(
-            "is an adapter of PEFT, and no model", file=source, found=f"tensors such as {examples(bare)}",
-            expected="a model, or an adapter and its base",
-            remedy="Use to-peft, which writes the adapter with its config; or --merge-lora --base MODEL for merged weights; or "
-            "give OUT the name of one file.",
-        )  # fmt: skip
+    model = bare = open_model(open_asked(source, asked) if opened is None else opened)
     for step in steps_of(asked, to_directory=not single):
         model = step.apply(model)
+    if place.path:  # else the caller takes the files
+        inputs = _inputs_of(model, asked, source, single=single and not place.is_remote)
+        how = asked.publishing
+        check_output(place, single=single, overwrite=how.overwrite, protected=inputs, merge=how.merge)
+    asked = replace(asked, naming=model.naming)
+    destination, recorded, more = _lay_out(model, asked, target)
+    copies: Sequence[tuple[Location, str]] = ()
+    notes = (*model.notes, *more)
+    if not single:
+        config = _config_of(model, asked.casting.dtype or usual_dtype(destination.entries.values()))
+        destination = replace(destination, files=(*destination.files, *([config] if config else [])))
+        copies, left_out = model.opened.companions() if model.copies is None else (model.copies, ())
+        notes += (*left_out, *_misfits(model, asked, target))
+    if not is_copy(model.opened, asked):
+        model.opened.check_read(model.catalog.tensors.values())
+    plan = Plan(
+        destination.files, [(model.catalog.tensors[name], entry) for name, entry in destination.entries.items()]
+    )
+    fates = find_left_out(
+        bare.catalog, model.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
+    )
+    order = replace(order_for(asked, plan, place, model.catalog, copies, recorded, single=single), left_out=fates)
+    return PlannedConversion(
+        model.opened, order, notes, asked, sources=model.sources, beside=model.made_from, trained=model.trained
+    )
+
+
+def _inputs_of(model: WorkingModel, asked: Asked[object], source: Location, *, single: bool) -> set[Location]:
+    """What the output must leave alone; `source`: the checkpoint as it was named, `single`: for one file on a disk."""
+    named = (asked.naming.form.config, asked.naming.form.layer_names)
+    inputs = protected_places(model.opened, source, beside=asked.publishing.beside or single, named=named)
     for other in model.made_from:
         inputs |= protected_places(other, other.place.home, beside=not model.is_merged)
         if other.place.listing.directory.is_dir():  # else it is one file, beside which an output may be
             inputs.add(other.place.home)
-    if is_of_several:
-        _check_output(place, asked, inputs, single=single)
-    asked, catalog = replace(asked, naming=model.naming), model.catalog
-    check_kept(catalog.tensors, asked.casting)
-    wanted = [(entry, dtype_of(entry, asked.casting, is_merged=model.is_merged)) for entry in catalog.tensors.values()]
+    return inputs
+
+
+def _lay_out(
+    model: WorkingModel, asked: Asked[object], target: WeightsTarget
+) -> tuple[LaidOutFiles, dict[str, object], tuple[str, ...]]:
+    """The files with a place for each tensor, what the manifest says of the model, and sentences for the user."""
+    tensors = model.catalog.tensors
+    check_kept(tensors, asked.casting)
+    wanted = {name: dtype_of(entry, asked.casting, is_merged=model.is_merged) for name, entry in tensors.items()}
     recorded = {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}
-    notes = model.notes
+    notes: tuple[str, ...] = ()
     if asked.casting.like is not None:
         from zckpt.jobs.like_base import read_like
 
-        like = read_like(asked.casting.like)
-        given = [(entry, like.dtype_of(entry, usual)) for entry, usual in wanted]
-        target = like.target(target, catalog.tensors)
-        recorded |= like.record({e.name: (own, usual) for (e, own), (_, usual) in zip(given, wanted)}, target)
-        notes += tuple(like.notes(catalog))
-        wanted = given
-    destination = lay_out(wanted, catalog.aliases, target)
-    copies: Sequence[tuple[Location, str]] = ()
-    if not single:
-        config = _config_of(model, asked.casting.dtype or usual_dtype(destination.entries.values()))
-        destination = replace(destination, files=(*destination.files, *([config] if config else [])))
-        copies, left_out = opened.companions() if model.copies is None else (model.copies, ())
-        notes += left_out
-        if asked.selecting == Selecting() and target.format == "safetensors":
-            notes += _note_misfits(model, catalog, opened)
-        if opened.other_class:
-            notes += (f"{_OTHER_CLASS} {opened.other_class}, which is written.",)
-    if not is_copy:
-        opened.check_read(catalog.tensors.values())
-    plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
-    fates = find_left_out(bare, catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up)
-    order = replace(order_for(asked, plan, place, catalog, copies, recorded, single=single), left_out=fates)
-    return PlannedConversion(
-        opened, order, notes, asked, sources=model.sources, beside=model.made_from, trained=model.trained
-    )
+        like, usual = read_like(asked.casting.like), wanted
+        wanted = {name: like.dtype_of(tensors[name], dtype) for name, dtype in usual.items()}
+        target = like.target(target, tensors)
+        recorded |= like.record(wanted, usual, target)
+        notes = tuple(like.notes(model.catalog))
+    pairs = list(zip(tensors.values(), wanted.values(), strict=True))
+    return lay_out(pairs, model.catalog.aliases, target), recorded, notes
+
+
+def _misfits(model: WorkingModel, asked: Asked[object], target: WeightsTarget) -> tuple[str, ...]:
+    """Sentences on what a loader of the directory would miss, ignore or make of it, by the config."""
+    notes: tuple[str, ...] = ()
+    if asked.selecting == Selecting() and target.format == "safetensors":
+        notes = _note_misfits(model)
+    if model.opened.other_class:
+        return (*notes, f"{_OTHER_CLASS} {model.opened.other_class}, which is written.")
+    return notes
 
 
 _OTHER_CLASS = "The config names a causal language model; the weights have the head of"
 
 
-def _note_misfits(model: WorkingModel, catalog: Catalog, opened: Opened) -> tuple[str, ...]:
+def _note_misfits(model: WorkingModel) -> tuple[str, ...]:
     """Sentences on tensors that a loader would miss or ignore, by the config; empty if most names are not the config's."""
+    opened, catalog = model.opened, model.catalog
     config = opened.config(model.config)
     if config is None or opened.quantization is not None or opened.packed is not None:
         return ()
@@ -239,19 +248,6 @@ def _note_misfits(model: WorkingModel, catalog: Catalog, opened: Opened) -> tupl
     if found is None or not found.note or 2 * (len(found.missing) + len(found.ignored)) > len(catalog.tensors):
         return ()
     return (found.note,)
-
-
-def _is_adapter_file(catalog: Catalog) -> bool:
-    from zckpt.naming.adapter_names import is_adapter_file
-
-    return is_adapter_file(catalog)
-
-
-def _check_output(place: Location, asked: Asked[object], inputs: set[Location], *, single: bool) -> None:
-    """As `output.publish.check_output`; nothing where the caller takes the files."""
-    if place.path:
-        how = asked.publishing
-        check_output(place, single=single, overwrite=how.overwrite, protected=inputs, merge=how.merge)
 
 
 def _config_of(model: WorkingModel, dtype: DType) -> tuple[OutputFile, FileStore] | None:

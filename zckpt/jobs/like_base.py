@@ -55,11 +55,13 @@ class LikeBase:
             held[shards.get(name, last)].append(name)
         return replace(target, shards=held)
 
-    def record(self, chosen: Mapping[str, tuple[DType, DType]], target: WeightsTarget) -> dict[str, object]:
+    def record(
+        self, chosen: Mapping[str, DType], usual: Mapping[str, DType], target: WeightsTarget
+    ) -> dict[str, object]:
         """What the manifest says: which tensors have another dtype than the usual one, and a digest of the files' names."""
         others: dict[str, list[str]] = {}
-        for name, (own, usual) in sorted(chosen.items()):
-            if own != usual:
+        for name, own in sorted(chosen.items()):
+            if own != usual[name]:
                 others.setdefault(SHORT_NAMES[own], []).append(name)
         text = json.dumps(target.shards, sort_keys=True)
         return {"like": {"dtypes": others, "files": hashlib.sha256(text.encode()).hexdigest()[:16]}}

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.catalog import Catalog
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 from zckpt.core.ledger import names_unread
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting, know_family
 from zckpt.jobs.open import Opened, strip_wrappers
-from zckpt.jobs.selection import is_wanted, resolve_selection, select
+from zckpt.jobs.selection import check_wanted, is_wanted, resolve_selection, select
 from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import read_config
 
@@ -31,12 +32,12 @@ class ModelStep(Protocol):
 
 def steps_of(asked: Asked[object], *, to_directory: bool) -> tuple[ModelStep, ...]:
     """The steps of a conversion, in the order in which they are applied."""
-    first: tuple[ModelStep, ...] = (NoteAdapters(),)
+    first: tuple[ModelStep, ...] = (TakeAsSaved(asked, to_directory),)
     if asked.merging != Merging():
         from zckpt.jobs.merge_steps import Complete, Merge
 
         lora, base = asked.merging.lora, asked.merging.base
-        first = (NoteAdapters(), Complete(base)) if lora is None else (Merge(lora),)
+        first = (*first, Complete(base)) if lora is None else (Merge(lora),)
     form = Reform(asked.naming.form, to_directory, tuple(asked.selecting.exclude))
     return (*first, form, Select(asked.selecting, asked.naming))
 
@@ -47,16 +48,40 @@ def open_model(opened: Opened) -> WorkingModel:
     return WorkingModel(catalog, opened.place, opened, notes=(*opened.catalog.source.notes, *notes))
 
 
+def is_copy(opened: Opened, asked: Asked[object]) -> bool:
+    """Whether quantised tensors are copied as they are, and so are as good as what they are copied from."""
+    return opened.quantization is not None and asked.casting.dtype is None
+
+
 @dataclass(frozen=True, slots=True)
-class NoteAdapters:
-    """Notes that there are adapters which are not merged."""
+class TakeAsSaved:
+    """Takes weights as the checkpoint has them: refuses what no later step understands, and notes adapters.
+
+    Attributes:
+        asked: the options; packed numbers that are wanted are refused, and an adapter alone where a model is written.
+        to_directory: as in `Reform`.
+    """
+
+    asked: Asked[object]
+    to_directory: bool
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        if not any(".lora_" in name for name in (*model.catalog, *model.catalog.aliases)):
+        catalog = model.catalog
+        if not is_copy(model.opened, self.asked):
+            check_wanted(model.opened, catalog, self.asked.selecting)
+        may_be_adapter = self.to_directory and self.asked.naming.form == Form()
+        if not may_be_adapter and not any(".lora_" in name for name in (*catalog, *catalog.aliases)):
             return model
-        from zckpt.naming.adapter_names import note_unmerged
+        from zckpt.naming.adapter_names import is_adapter_file, note_unmerged
 
-        note = note_unmerged(model.catalog)
+        if may_be_adapter and is_adapter_file(catalog):
+            raise UsageError(
+                "is an adapter of PEFT, and no model", file=model.opened.place.named,
+                found=f"tensors such as {examples(catalog)}", expected="a model, or an adapter and its base",
+                remedy="Use to-peft, which writes the adapter with its config; or --merge-lora --base MODEL for merged "
+                "weights; or give OUT the name of one file.",
+            )  # fmt: skip
+        note = note_unmerged(catalog)
         return replace(model, notes=(*model.notes, note)) if note else model
 
 
@@ -75,7 +100,7 @@ class Reform:
     exclude: tuple[str, ...] = ()
 
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        if self.form == Form() and _gguf_in(model.catalog) is None:
+        if self.form == Form() and "gguf" not in model.catalog.extras:
             return self._in_hub_form(model) if self.to_directory else model
         from zckpt.naming.transform import apply_form
 
@@ -102,11 +127,6 @@ class Reform:
             recorded=with_form(model.recorded, recorded),
             earlier=tuple(model.catalog),
         )
-
-
-def _gguf_in(catalog: Catalog) -> object:
-    """The metadata of a GGUF file; None for another checkpoint."""
-    return catalog.extras.get("gguf")
 
 
 @dataclass(frozen=True, slots=True)

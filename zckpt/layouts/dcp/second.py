@@ -22,7 +22,17 @@ from zckpt.containers import Placeholder, TensorRef, load_pickle
 from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import open_input
 from zckpt.layouts.save.listing import Listing, list_files
-from zckpt.layouts.save.second import NO_PROOF, Path, SecondLook, Shape, fields_of, hold_box, join_path
+from zckpt.layouts.save.second import (
+    NO_PROOF,
+    Path,
+    SecondLook,
+    Shape,
+    as_number,
+    as_sequence,
+    fields_of,
+    hold_box,
+    join_path,
+)
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.|(?<=\.)module\.")
@@ -139,7 +149,7 @@ def described_in(listing: Listing) -> tuple[list[SavedTensor], dict[Path, Callab
         chunks: dict[str, list[tuple[Sequence[int], tuple[str, int, int]]]] = {}
         for index, info in fields_of(state["storage_data"]).items():
             key, at = fields_of(index), fields_of(info)
-            place = (str(at["relative_path"]), _whole(at["offset"]), _whole(at["length"]))
+            place = (str(at["relative_path"]), as_number(at["offset"]), as_number(at["length"]))
             chunks.setdefault(str(key["fqn"]), []).append((_numbers(key.get("offset")), place))
         for item, value in described.items():
             own, sizes = paths.get(item), fields_of(value)
@@ -148,7 +158,7 @@ def described_in(listing: Listing) -> tuple[list[SavedTensor], dict[Path, Callab
                 others[path] = partial(files.value, *(place for _, place in chunks.get(item, [])))
                 continue
             beside[path] = fields_of(fields_of(state.get("mcore_data")).get(item))
-            boxes = map(fields_of, _as_sequence(sizes["chunks"]))
+            boxes = map(fields_of, as_sequence(sizes["chunks"]))
             empty = {_numbers(box["offsets"]) for box in boxes if 0 in _numbers(box["sizes"])}
             here = [chunk for chunk in chunks.get(item, []) if tuple(chunk[0]) not in empty]
             found.setdefault(path, (_numbers(sizes["size"]), []))[1].extend(here)
@@ -205,15 +215,5 @@ def _of_shards(listing: Listing) -> list[SavedTensor]:
     return [SavedTensor((name,), shapes[name], parts) for name, parts in found.items()]
 
 
-def _as_sequence(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} instead of a number")
-    return value
-
-
 def _numbers(value: object) -> Shape:
-    return tuple(_whole(number) for number in _as_sequence(value))
+    return tuple(as_number(number) for number in as_sequence(value))

@@ -25,6 +25,8 @@ from zckpt.layouts.save.second import (
     SecondLook,
     Shape,
     Slice,
+    as_number,
+    as_sequence,
     cut_evenly,
     fields_of,
     hold_slice,
@@ -110,7 +112,7 @@ def _of_part(files: list[_File]) -> Tensors:
             for key, own in _stored_in(file, metadata, tensors).items():
                 stored.setdefault(key, []).append(own)
             tensors = {
-                name: tensors[name] for name in map(str, _as_sequence(metadata.get("buffer_names"))) if name in tensors
+                name: tensors[name] for name in map(str, as_sequence(metadata.get("buffer_names"))) if name in tensors
             }
         experts = _experts_in(tensors)
         for name, ref in tensors.items():
@@ -126,7 +128,7 @@ def _of_part(files: list[_File]) -> Tensors:
 def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str, TensorRef]) -> dict[str, _Stored]:
     """The stored parameters of a file, by their keys."""
     found: dict[str, _Stored] = {}
-    modules = [fields_of(module) for module in _as_sequence(metadata["param_metadata"])]
+    modules = [fields_of(module) for module in as_sequence(metadata["param_metadata"])]
     said = {
         f"{module['fsdp_path']}.{key}" if module["fsdp_path"] else key: (module, fields_of(own))
         for module in modules
@@ -136,9 +138,9 @@ def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str
     for key, (module, own) in said.items():
         if key in tensors:
             home = f"{module['fsdp_path']}." if module["fsdp_path"] else ""
-            pairs = zip(_as_sequence(own["names"]), _as_sequence(own["shapes"]), strict=True)
+            pairs = zip(as_sequence(own["names"]), as_sequence(own["shapes"]), strict=True)
             shapes = {f"{home}{name}": _shape(shape) for name, shape in pairs}
-            numel = tensors[key].numel - _number(own["padding"])
+            numel = tensors[key].numel - as_number(own["padding"])
             vectors = {"": tensors[key], **states.get(key, {})}
             found[key] = _Stored(shapes, vectors, numel, bool(module["no_broadcast_optim_state"]), file.rank)
     return found
@@ -228,15 +230,5 @@ def _tensors(root: Mapping[str, object]) -> dict[str, TensorRef]:
     return {join_path(path): ref for path, ref in leaves_of(inner) if isinstance(ref, TensorRef)}
 
 
-def _as_sequence(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
-
-
 def _shape(value: object) -> Shape:
-    return tuple(map(_number, _as_sequence(value)))
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.80} instead of a number")
-    return value
+    return tuple(map(as_number, as_sequence(value)))

@@ -26,6 +26,7 @@ from zckpt.layouts.save.second import (
     Path,
     SecondLook,
     Shape,
+    as_sequence,
     fields_of,
     hold_elements,
     join_path,
@@ -162,7 +163,7 @@ def _part_of(value: object, rank: int) -> RankPart:
     held = fields_of(value)
     spec, local = fields_of(held["_spec"]), unwrap(held["_local_tensor"])
     extents, coordinate = _mesh(spec["mesh"], rank)
-    said = [(class_of(placement), fields_of(placement)) for placement in _as_sequence(spec["placements"])]
+    said = [(class_of(placement), fields_of(placement)) for placement in as_sequence(spec["placements"])]
     cuts = [
         MeshCut(kind, number_of(own.get("dim", 0)), number_of(own.get("split_factor", 1)), extent, at)
         for (kind, own), extent, at in zip(said, extents, coordinate, strict=True)
@@ -229,8 +230,8 @@ def _join_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def _order(said: object, number: int) -> list[int]:
     """The order in which a mesh's dimensions cut: from left to right, unless the spec gives another."""
     order: list[int] = []
-    for entry in _as_sequence(said):
-        order += sizes_of((entry.args if isinstance(entry, Placeholder) else _as_sequence(entry))[1])
+    for entry in as_sequence(said):
+        order += sizes_of((entry.args if isinstance(entry, Placeholder) else as_sequence(entry))[1])
     return [*order, *(at for at in range(number) if at not in order)]
 
 
@@ -243,7 +244,7 @@ def _mesh(value: object, rank: int) -> tuple[Shape, Shape]:
         dims = [([extent], [stride]) for extent, stride in zip(ranks.shape, ranks.stride, strict=True)]
     else:
         layout = fields_of(mesh["_layout"])
-        axes = [fields_of(axis) for axis in _as_sequence(layout.get("axes"))]
+        axes = [fields_of(axis) for axis in as_sequence(layout.get("axes"))]
         pairs = [(a["shape"], a["stride"]) for a in axes] or list(zip(_each(layout["shape"]), _each(layout["stride"])))
         dims = [(list(_flat(shape)), list(_flat(stride))) for shape, stride in pairs]
     extents = tuple(math.prod(shape) for shape, _ in dims)
@@ -262,9 +263,9 @@ def _mesh(value: object, rank: int) -> tuple[Shape, Shape]:
 
 
 def _shards(value: Placeholder, rank: int) -> Iterator[Part]:
-    state = _as_sequence(value.state)
-    local, metadata = _as_sequence(state[0]), fields_of(state[1])
-    everywhere = [fields_of(shard) for shard in _as_sequence(metadata["shards_metadata"])]
+    state = as_sequence(value.state)
+    local, metadata = as_sequence(state[0]), fields_of(state[1])
+    everywhere = [fields_of(shard) for shard in as_sequence(metadata["shards_metadata"])]
     own = [shard for shard in everywhere if fields_of(shard["placement"]).get("_rank") == rank]
     for number, shard in enumerate(map(fields_of, local)):
         ref, said = shard["tensor"], own[number] if len(own) == len(local) else fields_of(shard["metadata"])
@@ -281,10 +282,6 @@ def _each(value: object) -> Sequence[object]:
 def _flat(value: object) -> Iterator[int]:
     for one in value if isinstance(value, tuple | list) else [value]:
         yield from _flat(one) if isinstance(one, tuple | list) else [number_of(one)]
-
-
-def _as_sequence(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
 
 
 def sizes_of(value: object) -> Shape:

@@ -24,6 +24,7 @@ from zckpt.layouts.save.second import (
     BesideMaster,
     HeldRun,
     SecondLook,
+    as_sequence,
     fields_of,
     hold_box,
     hold_whole,
@@ -225,9 +226,9 @@ def _beside(listing: Listing, rank: _Rank) -> Iterator[BesideMaster]:
             if isinstance(master, TensorRef) and isinstance(held, TensorRef) and held.shape == master.shape:
                 yield BesideMaster(master, str(state), held)
     saved = listing.entry(f"{rank.directory}/model_optim_rng.pt", "optimizer")
-    for optimizer in map(fields_of, _as_sequence(saved) or [saved]):  # a list where experts have one of their own
+    for optimizer in map(fields_of, as_sequence(saved) or [saved]):  # a list where experts have one of their own
         groups = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-        masters = [ref for group in _as_sequence(groups) for ref in _as_sequence(group)]
+        masters = [ref for group in as_sequence(groups) for ref in as_sequence(group)]
         inner = fields_of(optimizer.get("optimizer"))
         for master, own in zip(masters, map(fields_of, fields_of(inner.get("state")).values())):
             for state, held in own.items():
@@ -242,7 +243,3 @@ def _mappings(value: object, depth: int = 0) -> Iterator[tuple[int, Mapping[obje
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for one in inner if depth < 8 else ():
         yield from _mappings(one, depth + 1)
-
-
-def _as_sequence(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from zckpt.containers import TensorRef
 from zckpt.layouts.plain.second import weights_in
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import SecondLook, Shape, fields_of, hold_whole
+from zckpt.layouts.save.second import SecondLook, Shape, as_sequence, fields_of, hold_whole
 
 _RANK = re.compile(r"[\w.-]*?optim[\w.-]*?rank[-_]?(\d+)\.\w+", re.I)
 _WHOLE = re.compile(r"[\w-]*optim[\w-]*\.(?:pt|pth|bin|ckpt)", re.I)
@@ -93,7 +93,7 @@ def _shapes_in(state: Mapping[str, object]) -> list[Shape]:
 def _groups_in(optimizer: Mapping[str, object]) -> list[list[Mapping[str, object]]]:
     """The states of each group, in the order of its numbers."""
     states: dict[object, object] = dict(fields_of(optimizer.get("state")).items())
-    groups = [_as_sequence(fields_of(group).get("params")) for group in _as_sequence(optimizer.get("param_groups"))]
+    groups = [as_sequence(fields_of(group).get("params")) for group in as_sequence(optimizer.get("param_groups"))]
     return [[fields_of(states.get(number)) for number in group] for group in groups]
 
 
@@ -102,7 +102,3 @@ def _optimizer_in(root: object) -> Mapping[str, object]:
     if "param_groups" in top:
         return top
     return next((fields_of(top[key]) for key in _KEYS if "param_groups" in fields_of(top.get(key))), {})
-
-
-def _as_sequence(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()

@@ -24,6 +24,8 @@ from zckpt.layouts.save.second import (
     Shape,
     Slice,
     StoredRows,
+    as_number,
+    as_sequence,
     fields_of,
     hold_elements,
     hold_slice,
@@ -133,8 +135,8 @@ def cuts_of(
     if _says(rules, "parameter_with_2_sub_params_cat_dim_0", name, patterns):
         halves = [-(-shape[0] // 2) for shape in shapes]
         return _stack_slices(shapes, 0, [halves, [shape[0] - half for shape, half in zip(shapes, halves, strict=True)]])
-    for own in map(fields_of, _as_sequence(rules.get("parameter_with_sub_params"))):
-        for pattern in map(str, _as_sequence(own["patterns"])):
+    for own in map(fields_of, as_sequence(rules.get("parameter_with_sub_params"))):
+        for pattern in map(str, as_sequence(own["patterns"])):
             if patterns.match(pattern, name):
                 return _sub_params(pattern, own, shapes, rules)
     dim = 1 if _says(rules, "parameter_with_row_parallelism_patterns", name, patterns) else 0
@@ -148,7 +150,7 @@ def _given_rules(given: str) -> list[Mapping[str, object]]:
     """The rules of a file, or of one that comes with zckpt, as the user chose them."""
     built_in = _RULE_FILES / f"{given}.json"
     path = built_in if built_in.is_file() else Path(given)
-    return [fields_of(rule) for rule in _as_sequence(fields_of(json.loads(path.read_bytes()))["rules"])]
+    return [fields_of(rule) for rule in as_sequence(fields_of(json.loads(path.read_bytes()))["rules"])]
 
 
 def _cuts_by(given: Sequence[Mapping[str, object]], name: str, shapes: Sequence[Shape]) -> Sequence[Slice | Blocks]:
@@ -156,18 +158,18 @@ def _cuts_by(given: Sequence[Mapping[str, object]], name: str, shapes: Sequence[
     rule = next((rule for rule in given if re.match(str(rule["match"]), name)), {"join": "replicated"})
     if len(shapes) == 1 or rule["join"] in ("replicated", "mean", "sum"):
         return [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
-    dim, said, number = _number(rule["join"]), _as_sequence(rule.get("widths")), rule.get("parts", 1)
+    dim, said, number = as_number(rule["join"]), as_sequence(rule.get("widths")), rule.get("parts", 1)
     extent = sum(shape[dim] for shape in shapes)
-    sizes = [_number(own) for own in _as_sequence(number)] or [extent // _number(number)] * _number(number)
+    sizes = [as_number(own) for own in as_sequence(number)] or [extent // as_number(number)] * as_number(number)
     if said:
-        return _stack_slices(shapes, dim, [[_number(own) for own in _as_sequence(row)] for row in said])
+        return _stack_slices(shapes, dim, [[as_number(own) for own in as_sequence(row)] for row in said])
     if sizes == [extent]:
         return _stack_slices(shapes, dim, [[shape[dim] for shape in shapes]])
     return _stack_slices(shapes, dim, [[size // len(shapes)] * len(shapes) for size in sizes])
 
 
 def _says(rules: Mapping[str, object], key: str, name: str, patterns: Patterns) -> bool:
-    return any(patterns.match(pattern, name) for pattern in _as_sequence(rules.get(key)))
+    return any(patterns.match(pattern, name) for pattern in as_sequence(rules.get(key)))
 
 
 def _stack_slices(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> list[Slice]:
@@ -190,17 +192,17 @@ def _sub_params(
     pattern: str, own: Mapping[str, object], shapes: Sequence[Shape], rules: Mapping[str, object]
 ) -> list[Slice]:
     """Sub-parameters of unlike width, each cut for itself, in a view of the slices."""
-    dim, view = _number(own["partition_dim"]), _as_sequence(own["shape"])
-    sizes = [_number(size) for size in _as_sequence(view[dim])]
+    dim, view = as_number(own["partition_dim"]), as_sequence(own["shape"])
+    sizes = [as_number(size) for size in as_sequence(view[dim])]
     if not sizes:  # before version 0.4: how many equal ones there are
-        number = _number(view[dim])
+        number = as_number(view[dim])
         sizes = [sum(shape[dim] for shape in shapes) // number] * number
     said = fields_of(rules.get("sub_param_shard_widths")).get(pattern)
-    widths = [[_number(width) for width in _as_sequence(row)] for row in _as_sequence(said)]
+    widths = [[as_number(width) for width in as_sequence(row)] for row in as_sequence(said)]
     widths = widths or [[size // len(shapes)] * len(shapes) for size in sizes]
     viewed: list[Shape] = []
     for rank, shape in enumerate(shapes):
-        dims = [sum(map(_number, _as_sequence(extent))) if _as_sequence(extent) else extent for extent in view]
+        dims = [sum(map(as_number, as_sequence(extent))) if as_sequence(extent) else extent for extent in view]
         dims[dim] = sum(row[rank] for row in widths)
         known = math.prod(extent for extent in dims if isinstance(extent, int) and extent >= 0)
         rest = math.prod(shape) // known if known else 0
@@ -216,21 +218,21 @@ def _affine(name: str, rules: Mapping[str, object], patterns: Patterns) -> Mappi
 def _blocks(rank: Mapping[str, object]) -> Blocks:
     """The runs of a rank's pieces: `source` is (first element, strides) in the whole, `dest` in the slice."""
     found: Blocks = []
-    for piece in map(fields_of, _as_sequence(rank["pieces"])):
-        (to, to_steps), (at, steps) = _as_sequence(piece["source"]), _as_sequence(piece["dest"])
+    for piece in map(fields_of, as_sequence(rank["pieces"])):
+        (to, to_steps), (at, steps) = as_sequence(piece["source"]), as_sequence(piece["dest"])
         dims = [
-            *zip(map(_number, _as_sequence(piece["shape"])), _as_sequence(to_steps), _as_sequence(steps), strict=True)
+            *zip(map(as_number, as_sequence(piece["shape"])), as_sequence(to_steps), as_sequence(steps), strict=True)
         ]
         count = 1
         while dims and (dims[-1][0] == 1 or dims[-1][1:] == (count, count)):
             count *= dims.pop()[0]
         for indexes in itertools.product(*(range(extent) for extent, _, _ in dims)):
             moved = [
-                (index * _number(there), index * _number(here))
+                (index * as_number(there), index * as_number(here))
                 for index, (_, there, here) in zip(indexes, dims, strict=True)
             ]
-            before = _number(at) + sum(here for _, here in moved)
-            found.append((before, count, _number(to) + sum(there for there, _ in moved)))
+            before = as_number(at) + sum(here for _, here in moved)
+            found.append((before, count, as_number(to) + sum(there for there, _ in moved)))
     return sorted(found)
 
 
@@ -260,13 +262,3 @@ def add_layers(found: RankTensors, layers: Mapping[int, Mapping[str, TensorRef]]
             for name in names:
                 found.shapes.setdefault(name, ref.shape)
                 found.whole.setdefault(name, []).append(ref)
-
-
-def _as_sequence(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.80} instead of a number")
-    return value

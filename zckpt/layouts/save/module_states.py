@@ -168,7 +168,8 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
         notes.append("This file does not say how parameters were grouped (DeepSpeed before 0.3.16).")
     param_shapes = tuple(_shapes(group, file) for group in groups)
     frozen_shapes = _shapes(root.get("frozen_param_shapes") or {}, file)
-    buffer_names = frozenset(str(n) for n in _sequence(root.get("buffer_names")))
+    names = root.get("buffer_names")
+    buffer_names = frozenset(map(str, names)) if isinstance(names, list | tuple | set | frozenset) else frozenset[str]()
     shared = _read_shared(root.get("shared_params"), file)
     listed = {name: shape for group in (*param_shapes, frozen_shapes) for name, shape in group.items()}
     if not listed:  # nothing but the buffers' names says what torch's wrappers have put into names
@@ -316,10 +317,6 @@ def as_tensor(value: object, what: str, file: str) -> TensorRef:
     if not isinstance(value, TensorRef):
         raise CorruptError(f"{what} is not a tensor", file=file, found=type(value).__name__, remedy=COPY_AGAIN)
     return value
-
-
-def _sequence(value: object) -> list[object]:
-    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
 
 
 def _has_experts(root: Mapping[str, object]) -> bool:

@@ -297,6 +297,18 @@ def hold_slice(
                 yield HeldRun(name, state, StoredRows(whole.path, offset, moved, high - low))
 
 
+def as_number(value: object) -> int:
+    """A number of 0 or more. Raises ValueError for other values."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.80} instead of a number")
+    return value
+
+
+def as_sequence(value: object) -> Sequence[object]:
+    """A list or a tuple; empty for other values."""
+    return value if isinstance(value, list | tuple) else ()
+
+
 def fields_of(value: object) -> Mapping[str, object]:
     """The entries of a mapping, or the attributes of a pickled object (its `__dict__` and its slots); empty for other
     values.

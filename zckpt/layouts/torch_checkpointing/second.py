@@ -17,7 +17,7 @@ from dataclasses import replace
 from zckpt.containers import TensorRef, load_pickle, open_container
 from zckpt.layouts.fsdp.second import MeshCut, RankPart, look_at_ranks, number_of, place_part, sizes_of
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.second import Path, SecondLook, fields_of, leaves_of
+from zckpt.layouts.save.second import Path, SecondLook, as_sequence, fields_of, leaves_of
 
 _METADATA = "metadata.pkl"
 _FILE = re.compile(r"([\w-]+?)_(\d+)\.pt")
@@ -65,7 +65,7 @@ def _part_of(ref: TensorRef, way: Mapping[str, object], rank: int) -> object:
         mesh = fields_of(data["mesh_spec"])
         extents, place = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"]).index(rank)
         cuts: list[MeshCut] = []
-        for dim, said in enumerate(map(fields_of, _as_sequence(data["placements"]))):
+        for dim, said in enumerate(map(fields_of, as_sequence(data["placements"]))):
             kind = {"StridedShard": "_StridedShard"}.get(str(said["type"]), str(said["type"]))
             at = place // math.prod(extents[dim + 1 :]) % extents[dim]
             own = number_of(said.get("dim", 0)), number_of(said.get("split_factor", 1))
@@ -74,7 +74,7 @@ def _part_of(ref: TensorRef, way: Mapping[str, object], rank: int) -> object:
             return ref
         return place_part(sizes_of(data["global_shape"]), cuts, ref)
     pieces = zip(
-        *(map(sizes_of, _as_sequence(data[f"{name}"])) for name in ("global_offsets", "local_offsets", "local_sizes"))
+        *(map(sizes_of, as_sequence(data[f"{name}"])) for name in ("global_offsets", "local_offsets", "local_sizes"))
     )
     parts: list[tuple[Sequence[int], TensorRef]] = []
     for offsets, local, sizes in pieces:
@@ -84,7 +84,3 @@ def _part_of(ref: TensorRef, way: Mapping[str, object], rank: int) -> object:
         parts.append((offsets, replace(ref, shape=sizes, byte_offset=ref.byte_offset + first * ref.dtype.itemsize,
                                        storage_offset=ref.storage_offset + first)))  # fmt: skip
     return RankPart(sizes_of(data["global_shape"]), parts)
-
-
-def _as_sequence(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
