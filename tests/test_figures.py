@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,13 @@ def test_the_source_is_no_larger_than_it_was() -> None:
         ),
     }
     assert not {what: number for what, number in found.items() if number > HOUSE[what]}, found
+
+
+def test_the_page_for_contributors_says_how_large_parts_are() -> None:
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| ([^|]*) \| ([\d,]+) \| ([^|]*) \|", page, re.MULTILINE)
+    assert len(rows) > 8
+    for part, lines, globs in rows:
+        files = {path for glob in re.findall(r"`([^`]+)`", globs) for path in ROOT.glob(glob)}
+        found = sum(len(path.read_text().splitlines()) for path in files)
+        assert abs(found - int(lines.replace(",", ""))) <= 0.1 * found, (part, found)

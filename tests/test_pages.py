@@ -340,6 +340,14 @@ def test_the_package_page_stands_alone() -> None:
     assert sum("/docs/map" in line for line in first) == 2 and sum(line.startswith("$ zckpt ") for line in first) == 4
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "RELEASE.md", "docs/trainer-inside.md", "docs/benchmarks.md"])
+def test_a_page_names_files_that_are_there(page: str) -> None:
+    names = re.findall(
+        r"(?<![\w/.-])((?:zckpt|tests|docs|examples|fixtures|benchmarks|\.ci)/[\w./-]+\w)", (ROOT / page).read_text()
+    )
+    assert names and [name for name in names if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("page", [*PAGES, "AGENTS.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "examples/README.md"])
 def test_a_page_reads_well(page: str) -> None:
     """No fenced line is cut off on a small screen, and a link says where it leads."""
