@@ -340,7 +340,7 @@ def test_the_package_page_stands_alone() -> None:
     assert sum("/docs/map" in line for line in first) == 2 and sum(line.startswith("$ zckpt ") for line in first) == 4
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "RELEASE.md", "docs/trainer-inside.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "RELEASE.md", "docs/trainer-inside.md"])
 def test_a_page_names_files_that_are_there(page: str) -> None:
     names = re.findall(
         r"(?<![\w/.-])((?:zckpt|tests|docs|examples|fixtures|benchmarks|\.ci)/[\w./-]+\w)", (ROOT / page).read_text()

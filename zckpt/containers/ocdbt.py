@@ -248,13 +248,9 @@ def unpack(data: bytes, most: int, file: str) -> bytes:
 def damage_error(file: str, found: str, byte_offset: int = 0) -> CorruptError:
     """The error for a store that contradicts itself."""
     return CorruptError(
-        "is damaged",
-        file=file,
-        found=found,
-        expected="a store of OCDBT, as Orbax writes it",
-        remedy=COPY_AGAIN,
+        "is damaged", file=file, found=found, expected="an OCDBT store, as Orbax writes it", remedy=COPY_AGAIN,
         byte_offset=byte_offset,
-    )
+    )  # fmt: skip
 
 
 def _table() -> list[int]:
