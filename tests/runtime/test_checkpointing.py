@@ -12,6 +12,7 @@ from zckpt import runtime
 from zckpt.base.errors import UsageError
 from zckpt.runtime import activations as checkpointing
 from zckpt.runtime.config.read import read_config
+from zckpt.runtime.config.reports import ActivationSection
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +54,11 @@ def test_the_config_of_an_engine_says_what_checkpoint_does(capsys: pytest.Captur
 
 def test_a_call_of_configure_wins_over_the_config() -> None:
     checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"profile": True}}, profile=False)
-    assert checkpointing._options == checkpointing.CheckpointingOptions()
+    assert checkpointing._options == ActivationSection()
     initialize(cpu_checkpointing=True)
-    assert checkpointing._options == checkpointing.CheckpointingOptions()
+    assert checkpointing._options == ActivationSection()
     checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
-    assert checkpointing._options.checkpoint_in_cpu
+    assert checkpointing._options.cpu_checkpointing
     with pytest.raises(UsageError, match="activation_checkpointing is not valid"):
         checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu": True}})
 

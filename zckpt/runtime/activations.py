@@ -14,43 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import checkpoint as torchs
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.live.device import pins, synchronize
 from zckpt.runtime.config.read import read_activations
 from zckpt.runtime.config.reports import ActivationSection
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointingOptions:
-    """The arguments of `configure`, under their names.
-
-    Attributes:
-        partition_activations: share kept activations out over the ranks of a tensor-parallel group; there is none, and it
-            changes nothing, as in DeepSpeed without one.
-        contiguous_checkpointing: keep them end to end in one buffer; without effect.
-        num_checkpoints: how many there will be, for the size of that buffer.
-        checkpoint_in_cpu: keep arguments in host memory until the backward.
-        synchronize: wait for the device before and after each call.
-        profile: print how long each call takes, in the backward too.
-    """
-
-    partition_activations: bool = False
-    contiguous_checkpointing: bool = False
-    num_checkpoints: int | None = None
-    checkpoint_in_cpu: bool = False
-    synchronize: bool = False
-    profile: bool = False
-
-
-_options: CheckpointingOptions | None = None
+_options: ActivationSection | None = None
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -59,14 +34,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Random numbers in the second call are those of the first. `configure`, or the config's section `activation_checkpointing`,
     says where the arguments are kept, and whether calls are timed.
     """
-    chosen = _options or CheckpointingOptions()
-    called = _with_times(function, chosen) if chosen.synchronize or chosen.profile else function
-    leaves_device = chosen.checkpoint_in_cpu and pins()  # without an accelerator they are in host memory as it is
+    chosen = _options or ActivationSection()
+    timed = chosen.synchronize_checkpoint_boundary or chosen.profile
+    called = _with_times(function, chosen) if timed else function
+    leaves_device = chosen.cpu_checkpointing and pins()  # without an accelerator they are in host memory as it is
     with torch.autograd.graph.save_on_cpu(pin_memory=True) if leaves_device else nullcontext():
         return torchs.checkpoint(called, *args, use_reentrant=False, **kwargs)
 
 
-def _with_times(function: Callable[..., Any], chosen: CheckpointingOptions) -> Callable[..., Any]:
+def _with_times(function: Callable[..., Any], chosen: ActivationSection) -> Callable[..., Any]:
     """The function, with its calls timed; the first is the forward, others are in the backward."""
     names = itertools.chain(["forward"], itertools.repeat("forward again, in backward"))
 
@@ -105,42 +81,34 @@ def configure(
     Args:
         mpu_: the ranks of model parallelism, as an object with DeepSpeed's methods; None without any.
         deepspeed_config: a config; its section `activation_checkpointing` is read.
-        partition_activations: as in `CheckpointingOptions`.
-        contiguous_checkpointing: as in `CheckpointingOptions`.
-        num_checkpoints: as in `CheckpointingOptions`.
-        checkpoint_in_cpu: as in `CheckpointingOptions`.
-        synchronize: as in `CheckpointingOptions`.
-        profile: as in `CheckpointingOptions`.
+        partition_activations: share kept activations out over the ranks of a tensor-parallel group; there is none, and it
+            changes nothing, as in DeepSpeed without one.
+        contiguous_checkpointing: keep them end to end in one buffer; without effect.
+        num_checkpoints: how many there will be, for the size of that buffer.
+        checkpoint_in_cpu: keep arguments in host memory until the backward.
+        synchronize: wait for the device before and after each call.
+        profile: print how long each call takes, in the backward too.
 
     Raises:
         UsageError: contiguous checkpointing without partitioned activations, or without their number.
     """
     given = {
         "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _apply_options(replace(_from(None if deepspeed_config is None else read_activations(deepspeed_config)), **chosen))
+    section = ActivationSection() if deepspeed_config is None else read_activations(deepspeed_config)
+    _apply_options(section, **{name: value for name, value in given.items() if value is not None})
 
 
 def configure_once(section: ActivationSection) -> None:
     """Sets the config of an engine, unless the script has called `configure` itself."""
     if not is_configured() and section != ActivationSection():
         global _options
-        _options = _from(section)
-
-
-def _from(section: ActivationSection | None) -> CheckpointingOptions:
-    if section is None:
-        return CheckpointingOptions()
-    return CheckpointingOptions(
-        section.partition_activations, section.contiguous_memory_optimization, section.number_checkpoints,
-        section.cpu_checkpointing, section.synchronize_checkpoint_boundary, section.profile,
-    )  # fmt: skip
+        _options = section
 
 
 def is_configured() -> bool:
@@ -154,20 +122,21 @@ def reset() -> None:
 
 def set_num_layers(nlayers: int) -> None:
     """Sets `num_checkpoints`."""
-    _apply_options(replace(_options or CheckpointingOptions(), num_checkpoints=nlayers))
+    _apply_options(_options or ActivationSection(), number_checkpoints=nlayers)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Sets `partition_activations`."""
-    _apply_options(replace(_options or CheckpointingOptions(), partition_activations=partition_activation))
+    _apply_options(_options or ActivationSection(), partition_activations=partition_activation)
 
 
-def _apply_options(options: CheckpointingOptions) -> None:
+def _apply_options(section: ActivationSection, **chosen: Any) -> None:
     global _options
-    if options.contiguous_checkpointing and not (options.partition_activations and options.num_checkpoints):
+    options = section.model_copy(update=chosen)
+    if options.contiguous_memory_optimization and not (options.partition_activations and options.number_checkpoints):
         raise UsageError(
             "contiguous checkpointing needs partitioned activations and their number",
-            found=f"partition_activations {options.partition_activations}, num_checkpoints {options.num_checkpoints}",
+            found=f"partition_activations {options.partition_activations}, num_checkpoints {options.number_checkpoints}",
             remedy="Pass partition_activations=True and num_checkpoints, or leave contiguous_checkpointing out.",
         )
     _options = options

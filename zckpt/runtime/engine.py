@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,30 +32,11 @@ from zckpt.runtime.saves.engine_part import Saves
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
 from zckpt.runtime.sharding.ungathered import explain_failure
-from zckpt.runtime.training_run import TrainingRun
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _log = logging.getLogger("zckpt.runtime")
 
 
-def of_part(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of the engine that is one of its part's.
-
-    Args:
-        part: the attribute that holds the part.
-        method: the part's.
-    """
-
-    @wraps(method)
-    def forward(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(engine, part), *args, **kwargs)
-
-    return forward
-
-
-class Engine(TrainingRun):
+class Engine(Saves, Weights, Batches, Offload):
     """A sharded model with its optimizer, made by `initialize`: call it, then `backward`, then `step`.
 
         loss = engine(batch)
@@ -88,12 +68,6 @@ class Engine(TrainingRun):
         self.training_data: Any = None
         self.collate_fn: Any = None
         self.is_compiled = False
-        self._saves, self._weights, self._batches, self._offload = (
-            Saves(self),
-            Weights(self),
-            Batches(self),
-            Offload(self),
-        )
         self._backwards = 0
         self._replicated = [one for one in self.sharded.parameters if one.replicated]
         self._masters = [one.master for one in self.sharded.parameters if one.master is not None]
@@ -110,27 +84,6 @@ class Engine(TrainingRun):
         self.monitor, self.timers = self.observer.monitor, self.observer.timers
         self.tput_timer, self.flops_profiler = self.observer.tput_timer, self.observer.flops_profiler
         self.observer.describe(vars(self))
-
-    save_checkpoint = of_part("_saves", Saves.save_checkpoint)
-    wait_for_checkpoint = of_part("_saves", Saves.wait_for_checkpoint)
-    load_checkpoint = of_part("_saves", Saves.load_checkpoint)
-    push_to_hub = of_part("_saves", Saves.push_to_hub)
-    module_state_dict = of_part("_weights", Weights.module_state_dict)
-    load_module_state_dict = of_part("_weights", Weights.load_module_state_dict)
-    save_16bit_model = of_part("_weights", Weights.save_16bit_model)
-    save_fp16_model = of_part("_weights", Weights.save_fp16_model)
-    _consolidated_16bit_state_dict = of_part("_weights", Weights.consolidated_16bit_state_dict)
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
-    set_dataiterator = of_part("_batches", Batches.set_dataiterator)
-    train_batch = of_part("_batches", Batches.train_batch)
-    eval_batch = of_part("_batches", Batches.eval_batch)
-    deepspeed_io = of_part("_batches", Batches.deepspeed_io)
-    set_train_batch_size = of_part("_batches", Batches.set_train_batch_size)
-    set_train_micro_batch_size = of_part("_batches", Batches.set_train_micro_batch_size)
-    offload_states = of_part("_offload", Offload.offload_states)
-    reload_states = of_part("_offload", Offload.reload_states)
-    set_lr = of_part("_batches", Batches.set_lr)
-    coalesce_grad_reduction = of_part("_batches", Batches.coalesce_grad_reduction)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments and its result. Every rank calls it. Raises UsageError if a parameter

@@ -57,6 +57,9 @@ class TrainingRun(nn.Module):
         copies: what the modules hold after `.half()` and the like.
         whole: keeps parameters whole between steps, at stages 0 to 2.
         device: of the computation.
+        global_rank: the number of this process among all.
+        local_rank: its number on its node.
+        world_size: the number of processes.
         global_steps: optimizer steps, the skipped ones too.
         global_samples: samples of these steps.
         micro_steps: calls of `step`.
@@ -85,6 +88,7 @@ class TrainingRun(nn.Module):
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, loader
         self.scaler = loss_scaler(settings.config.fp16)
         self.device = world.device
+        self.global_rank, self.local_rank, self.world_size = world.rank, world.local_rank, world.size
         self.copies = Copies(module, sharded.parameters)
         self.whole: WholeParameters | None = None
         if settings.zero.stage < 3:
@@ -97,21 +101,6 @@ class TrainingRun(nn.Module):
         self._applied = False
         self._boundary: bool | None = None
         self._stepping = self.inside_no_sync_ctxt = False
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this process among all."""
-        return self.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this process on its node."""
-        return self.world.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self.world.size
 
     @property
     def basic_optimizer(self) -> Optimizer | None:

@@ -15,6 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 from zckpt.base.errors import InconsistentError, OutputError
@@ -44,6 +45,23 @@ def attempt(function: Callable[[], Value]) -> Value | Exception:
         return function()
     except Exception as error:
         return error
+
+
+class Attempt:
+    """A `with` block with an error that is kept instead of raised: a rank that fails has to come to the next meeting all the
+    same, and `Meetings.agree` raises its error on every rank. `error`: that the block ended with; None if it succeeded.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
 
 
 def first_error(values: Sequence[Value | Exception]) -> list[Value]:

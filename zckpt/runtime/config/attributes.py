@@ -17,6 +17,11 @@ import torch.distributed as dist
 from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, read_config
 
 _log = logging.getLogger("zckpt.runtime")
+_SAME_NAMES = (
+    "managed_gradient_accumulation", "steps_per_print", "dump_state", "wall_clock_breakdown", "memory_breakdown",
+    "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last", "log_level",
+)  # fmt: skip
 
 
 class DeepSpeedConfig:
@@ -49,15 +54,7 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
         self._param_dict = settings.raw
-        self.managed_gradient_accumulation = config.managed_gradient_accumulation
-        self.steps_per_print = config.steps_per_print
-        self.dump_state = config.dump_state
-        self.wall_clock_breakdown = config.wall_clock_breakdown
-        self.memory_breakdown = config.memory_breakdown
-        self.gradient_clipping = config.gradient_clipping
-        self.prescale_gradients = config.prescale_gradients
-        self.gradient_predivide_factor = config.gradient_predivide_factor
-        self.gradient_allreduce_op = config.gradient_allreduce_op
+        vars(self).update({name: getattr(config, name) for name in _SAME_NAMES})
         self.communication_data_type = torch_dtype(config.communication_data_type)
         self.zero_config = zero
         self.zero_optimization_stage = zero.stage
@@ -69,8 +66,6 @@ class DeepSpeedConfig:
         self.torch_autocast_enabled = False
         self.optimizer_name = _lower_own(config.optimizer.type)
         self.optimizer_params = dict(config.optimizer.params) if config.optimizer.type else None
-        self.zero_allow_untested_optimizer = config.zero_allow_untested_optimizer
-        self.zero_force_ds_cpu_optimizer = config.zero_force_ds_cpu_optimizer
         self.scheduler_name = config.scheduler.type
         self.scheduler_params = dict(config.scheduler.params) if config.scheduler.type else None
         self.checkpoint_tag_validation_enabled = config.checkpoint.tag_validation != "IGNORE"
@@ -78,8 +73,6 @@ class DeepSpeedConfig:
         self.use_node_local_storage = config.checkpoint.use_node_local_storage
         self.load_universal_checkpoint = config.checkpoint.load_universal
         self.grad_accum_dtype = config.data_types.grad_accum_dtype
-        self.dataloader_drop_last = config.dataloader_drop_last
-        self.log_level = config.log_level
 
     def print_user_config(self) -> None:
         """Logs the config as it was given, with every "auto" filled in."""

@@ -7,6 +7,7 @@ model is one key of DeepSpeed's JSON, and holds everything that is known about i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,29 +20,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True, protected_namespaces=())
 
 
-def used_key(default: Any, about: str, **constraints: Any) -> Any:
-    """A key that this engine acts on."""
-    return Field(default, description=about, **constraints)
+def _key(kind: str, default: Any, about: str, **constraints: Any) -> Any:
+    return Field(default, description=about, json_schema_extra={"kind": kind}, **constraints)
 
 
-def own_key(default: Any, about: str, **constraints: Any) -> Any:
-    """A key that DeepSpeed does not have."""
-    return Field(default, description=about, json_schema_extra={"kind": "own"}, **constraints)
-
-
-def unused_key(default: Any, why: str, **constraints: Any) -> Any:
-    """A key that is accepted and changes nothing; `why` is logged when a config has it."""
-    return Field(default, description=why, json_schema_extra={"kind": "unused"}, **constraints)
-
-
-def unshown_key(default: Any, why: str, **constraints: Any) -> Any:
-    """A key that asks for something to be shown, and shows nothing; `why` is a warning where a config switches it on."""
-    return Field(default, description=why, json_schema_extra={"kind": "missed"}, **constraints)
-
-
-def refused_key(default: Any, why: str, **constraints: Any) -> Any:
-    """A key that would change the training in a way this engine does not know: only values that switch it off pass."""
-    return Field(default, description=why, json_schema_extra={"kind": "refused"}, **constraints)
+used_key = partial(_key, "used")
+"""A key that this engine acts on."""
+own_key = partial(_key, "own")
+"""A key that DeepSpeed does not have."""
+unused_key = partial(_key, "unused")
+"""A key that is accepted and changes nothing; what it says is logged when a config has it."""
+unshown_key = partial(_key, "missed")
+"""A key that asks for something to be shown, and shows nothing: a warning where a config switches it on."""
+refused_key = partial(_key, "refused")
+"""A key that would change the training in a way this engine does not know: only values that switch it off pass."""
 
 
 def foreign(why: str, keys: str, kind: str = "unused") -> Any:

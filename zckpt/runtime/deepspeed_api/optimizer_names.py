@@ -34,10 +34,7 @@ class FusedAdam(torch.optim.AdamW):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            raise UnsupportedError(
-                f"{type(self).__name__} with amsgrad is not built", remedy="Use torch.optim.AdamW(amsgrad=True)."
-            )
+        _refuse(self, "amsgrad" * amsgrad, "Use torch.optim.AdamW(amsgrad=True).")
         self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.defaults.update(bias_correction=bias_correction, fused=True, foreach=None)
@@ -101,17 +98,17 @@ class DeepSpeedCPUAdam(FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        refuse_half_states(self, fp32_optimizer_states)
+        _refuse(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
-def refuse_half_states(optimizer: torch.optim.Optimizer, fp32_optimizer_states: bool) -> None:
-    """Raises UnsupportedError for optimizer states that should not be in fp32."""
-    if not fp32_optimizer_states:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} with fp32_optimizer_states set to false is not built",
-            remedy="Leave that argument out: master weights and optimizer states are always fp32.",
-        )
+_HALF = "Leave that argument out: master weights and optimizer states are always fp32."
+
+
+def _refuse(optimizer: torch.optim.Optimizer, what: str, remedy: str) -> None:
+    """Raises the error for an argument of an optimizer, if there is a `what`."""
+    if what:
+        raise UnsupportedError(f"{type(optimizer).__name__} with {what} is not built", remedy=remedy)
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
@@ -126,9 +123,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        refuse_half_states(self, fp32_optimizer_states)
-        if amsgrad:
-            raise UnsupportedError("DeepSpeedCPUAdagrad with amsgrad is not built", remedy="Leave amsgrad out.")
+        _refuse(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
+        _refuse(self, "amsgrad" * amsgrad, "Leave amsgrad out.")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -151,10 +147,8 @@ class FusedLamb(Lamb):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        if amsgrad or max_grad_norm:
-            what = "amsgrad" if amsgrad else "max_grad_norm"
-            remedy = "Leave that argument out; gradient_clipping in the config clips the norm of all gradients."
-            raise UnsupportedError(f"FusedLamb with {what} is not built", remedy=remedy)
+        what = "amsgrad" if amsgrad else "max_grad_norm" * bool(max_grad_norm)
+        _refuse(self, what, "Leave that argument out; gradient_clipping in the config clips the norm of all gradients.")
         super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
 
 
@@ -188,5 +182,5 @@ class DeepSpeedCPULion(FusedLion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        refuse_half_states(self, fp32_optimizer_states)
+        _refuse(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
         super().__init__(model_params, lr, betas, weight_decay)

@@ -1,7 +1,7 @@
-"""Small functions and classes: memory, seeds, norms, devices; loaders that begin again, construction on a device.
+"""Small functions and classes: memory, seeds, norms, devices, names of files; loaders that begin again, construction on a device.
 
 Source: DeepSpeed 0.19.8, runtime/utils.py, runtime/dataloader.py, utils/init_on_device.py, utils/nvtx.py, utils/module_utils.py,
-launcher/runner.py.
+launcher/runner.py, checkpoint/utils.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zckpt.live.device import CPU
 from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
 from zckpt.runtime.observe.memory import see_memory_usage as see_memory_usage
 
@@ -68,6 +69,32 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tenso
         return type(item)([move_to_device(one, device, criterion_func) for one in item])
     if isinstance(item, dict):
         return type(item)({name: move_to_device(one, device, criterion_func) for name, one in item.items()})
+    return item
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """The path of a model-parallel rank's model file."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """The path of a rank's optimizer file."""
+    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """The path of a layer's file in a pipeline's checkpoint."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = CPU) -> Any:
+    """The same lists, tuples and dicts with copies of their tensors, each in memory of its own."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, list | tuple):
+        return type(item)([clone_tensors_for_torch_save(one, device) for one in item])
+    if isinstance(item, dict):
+        return type(item)({name: clone_tensors_for_torch_save(one, device) for name, one in item.items()})
     return item
 
 

@@ -18,14 +18,13 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import count
 from zckpt.runtime.config.read import BatchSizes
 from zckpt.runtime.loader import Loader
+from zckpt.runtime.training_run import TrainingRun
 
 
-class Batches:
-    """What an engine does with whole batches. `engine`: that has this part."""
+class Batches(TrainingRun):
+    """What an engine does with whole batches."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self._batches: Iterator[Any] | None = None
+    _batches: Iterator[Any] | None = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Sets the iterator that `train_batch` uses when it is called without one."""
@@ -51,18 +50,18 @@ class Batches:
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         if self._batches is None:
-            if self.engine.training_dataloader is None:
+            if self.training_dataloader is None:
                 raise UsageError(
                     "train_batch has no data", remedy="Pass an iterator: train_batch(data_iter=iter(loader)). Or pass "
                     "training_data to initialize.",
                 )  # fmt: skip
-            self._batches = _again_and_again(self.engine.training_dataloader)
-        self.engine.train()
+            self._batches = _again_and_again(self.training_dataloader)
+        self.train()
         losses = []
-        for _ in range(self.engine.gradient_accumulation_steps() - self.engine.pending_micro_steps):
+        for _ in range(self.gradient_accumulation_steps() - self.pending_micro_steps):
             loss = _loss_of(self._called(next(self._batches)))
-            self.engine.backward(loss)
-            self.engine.step()
+            self.backward(loss)
+            self.step()
             losses.append(loss.detach())
         return self._mean(losses)
 
@@ -97,9 +96,9 @@ class Batches:
                 f"eval_batch has no reduce_output {reduce_output!r}", expected="'avg', or None",
                 remedy="Pass one of these.",
             )  # fmt: skip
-        self.engine.eval()
+        self.eval()
         with torch.no_grad():
-            rounds = self.engine.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+            rounds = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
             results = [self._called(next(data_iter)) for _ in range(rounds)]
             found: Any = results
             if compute_loss:
@@ -140,57 +139,55 @@ class Batches:
                 f"deepspeed_io has no route {route!r}", expected="'train', 'eval' or 'predict'",
                 remedy="Pass one of these.",
             )  # fmt: skip
-        size, drop_last = batch_size or self.engine.batch.micro, self.engine.settings.config.dataloader_drop_last
-        collate_fn = collate_fn or self.engine.collate_fn
+        size, drop_last = batch_size or self.batch.micro, self.settings.config.dataloader_drop_last
+        collate_fn = collate_fn or self.collate_fn
         if route == "train" and data_sampler is None and not num_local_io_workers:
-            return Loader(dataset, size, self.engine.world, collate_fn=collate_fn, drop_last=drop_last)
+            return Loader(dataset, size, self.world, collate_fn=collate_fn, drop_last=drop_last)
         if data_sampler is None and not isinstance(dataset, IterableDataset):
-            ranks, rank = self.engine.world_size, self.engine.global_rank
+            ranks, rank = self.world_size, self.global_rank
             data_sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=route == "train")
         return DataLoader(
             dataset, batch_size=size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last,
-            num_workers=num_local_io_workers or 0, pin_memory=pin_memory and self.engine.device.type != "cpu",
+            num_workers=num_local_io_workers or 0, pin_memory=pin_memory and self.device.type != "cpu",
         )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Sets the samples per optimizer step over all ranks: other micro batches per step, of the same size. Raises
         UsageError if they are not a multiple of the micro batches of all ranks, or a step has begun.
         """
-        per_forward = self.engine.batch.micro * self.engine.world_size
+        per_forward = self.batch.micro * self.world_size
         if train_batch_size <= 0 or train_batch_size % per_forward:
             raise UsageError(
                 "the new batch size is not a multiple of one forward of all ranks", found=f"{train_batch_size:,} samples",
-                expected=f"a multiple of {self.engine.batch.micro:,} x {count(self.engine.world_size, 'rank')} = {per_forward:,}",
+                expected=f"a multiple of {self.batch.micro:,} x {count(self.world_size, 'rank')} = {per_forward:,}",
                 remedy="Choose such a number, or call set_train_micro_batch_size first.",
             )  # fmt: skip
-        if self.engine.pending_micro_steps:
+        if self.pending_micro_steps:
             raise UsageError(
                 "the batch size is set in the middle of a step",
-                found=f"{count(self.engine.pending_micro_steps, 'micro batch', 'micro batches')} since the last one",
+                found=f"{count(self.pending_micro_steps, 'micro batch', 'micro batches')} since the last one",
                 remedy="Call it right after a step: engine.is_gradient_accumulation_boundary() says which is the last.",
             )
-        self.engine.batch = BatchSizes(train_batch_size, self.engine.batch.micro, train_batch_size // per_forward)
+        self.batch = BatchSizes(train_batch_size, self.batch.micro, train_batch_size // per_forward)
         # so that the next step has all its micro batches
-        self.engine.micro_steps = self.engine.global_steps * self.engine.batch.accumulation
+        self.micro_steps = self.global_steps * self.batch.accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Sets the samples per rank and forward; the forwards per step stay, and so does the loader's batch size."""
-        accumulation = self.engine.batch.accumulation
-        self.engine.batch = BatchSizes(
-            micro_batch_size * accumulation * self.engine.world_size, micro_batch_size, accumulation
-        )
+        accumulation = self.batch.accumulation
+        self.batch = BatchSizes(micro_batch_size * accumulation * self.world_size, micro_batch_size, accumulation)
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Sets the learning rate of all parameter groups: one number, or one per group. A schedule sets it again.
         Raises UsageError if there are not as many numbers as groups.
         """
-        rates = [lr] * len(self.engine.groups) if isinstance(lr, int | float) else list(lr)
-        if len(rates) != len(self.engine.groups):
+        rates = [lr] * len(self.groups) if isinstance(lr, int | float) else list(lr)
+        if len(rates) != len(self.groups):
             raise UsageError(
                 "set_lr got another number of rates than there are groups", found=f"{len(rates):,}",
-                expected=count(len(self.engine.groups), "rate"), remedy="Pass one number, or one per parameter group.",
+                expected=count(len(self.groups), "rate"), remedy="Pass one number, or one per parameter group.",
             )  # fmt: skip
-        for group, rate in zip(self.engine.groups, rates, strict=True):
+        for group, rate in zip(self.groups, rates, strict=True):
             group["lr"] = float(rate)
 
     @contextmanager
@@ -201,17 +198,16 @@ class Batches:
         yield
 
     def _called(self, batch: Any) -> Any:
-        batch = _on(self.engine.device, batch)
+        batch = _on(self.device, batch)
         if isinstance(batch, dict):
-            return self.engine(**batch)
-        return self.engine(*batch) if isinstance(batch, tuple | list) else self.engine(batch)
+            return self(**batch)
+        return self(*batch) if isinstance(batch, tuple | list) else self(batch)
 
     def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.stack([loss.detach().float() for loss in losses]).mean()
-        ranks: int = self.engine.world_size
-        if ranks > 1:
+        if self.world_size > 1:
             dist.all_reduce(total)
-        return total / ranks
+        return total / self.world_size
 
 
 def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:

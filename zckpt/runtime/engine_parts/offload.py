@@ -40,11 +40,8 @@ _WEIGHTS = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params)
 _HOST = torch.device("cpu")
 
 
-class Offload:
-    """Moves a run's states from the device and back. `run`: the one with the states."""
-
-    def __init__(self, run: TrainingRun) -> None:
-        self.run = run
+class Offload(TrainingRun):
+    """Moves a run's states from the device and back."""
 
     def offload_states(
         self,
@@ -71,7 +68,7 @@ class Offload:
             raise UsageError(
                 "offload_states moves to host memory only", found="device nvme", remedy="Pass OffloadDeviceEnum.cpu."
             )
-        if self.run.settings.zero.offloads_param:
+        if self.settings.zero.offloads_param:
             raise UsageError(
                 "offload_states does not go with offload_param, which keeps the states in host memory anyway",
                 remedy="Remove the call, or offload_param from the config.",
@@ -81,28 +78,28 @@ class Offload:
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Brings back what `offload_states` has moved. `non_blocking`: return before the copies are done."""
-        self._move(self.run.device, list(OffloadStateTypeEnum), non_blocking)
-        self.run.gather()
+        self._move(self.device, list(OffloadStateTypeEnum), non_blocking)
+        self.gather()
 
     @torch.no_grad()
     def _move(self, device: torch.device, wanted: list[OffloadStateTypeEnum], non_blocking: bool) -> None:
-        self.run.reshard()
-        in_host_memory = self.run.settings.zero.offloads_optimizer
+        self.reshard()
+        in_host_memory = self.settings.zero.offloads_optimizer
         if any(kind in wanted for kind in _WEIGHTS) and not in_host_memory:
             self._move_weights(device, non_blocking)
         if OffloadStateTypeEnum.lp_grads in wanted:
-            for one in self.run.sharded.parameters:
+            for one in self.sharded.parameters:
                 grad: Any = one.weight.grad
                 if isinstance(grad, DTensor) and not in_host_memory:
                     grad._local_tensor = grad._local_tensor.to(device, non_blocking=non_blocking)
-        if OffloadStateTypeEnum.optim_states in wanted and self.run.optimizer is not None and not in_host_memory:
-            for states in self.run.optimizer.state.values():
+        if OffloadStateTypeEnum.optim_states in wanted and self.optimizer is not None and not in_host_memory:
+            for states in self.optimizer.state.values():
                 for name, value in states.items():
                     if isinstance(value, torch.Tensor) and value.ndim:
                         states[name] = value.to(device, non_blocking=non_blocking)
 
     def _move_weights(self, device: torch.device, non_blocking: bool) -> None:
-        for one in self.run.sharded.parameters:
+        for one in self.sharded.parameters:
             weight: Any = one.weight
             if not isinstance(weight, DTensor):
                 weight.data = weight.data.to(device, non_blocking=non_blocking)
@@ -110,8 +107,8 @@ class Offload:
                     one.master.data = one.master.data.to(device, non_blocking=non_blocking)
             elif weight._local_tensor.device != device:
                 weight._local_tensor = weight._local_tensor.to(device, non_blocking=non_blocking)
-        for unit in units_of(self.run.module):  # what `fully_shard` keeps of each weight
+        for unit in units_of(self.module):  # what `fully_shard` keeps of each weight
             for parameter in unit.fsdp_params:
                 parameter.reset_sharded_param()
-        for one in self.run.sharded.parameters:
+        for one in self.sharded.parameters:
             one.bind()

@@ -19,11 +19,8 @@ from zckpt.runtime.saves.run_state import buffers_of
 from zckpt.runtime.training_run import TrainingRun
 
 
-class Weights:
-    """Gives a run's weights away, and takes new ones. `run`: the one with the weights."""
-
-    def __init__(self, run: TrainingRun) -> None:
-        self.run = run
+class Weights(TrainingRun):
+    """Gives a run's weights away, and takes new ones."""
 
     def module_state_dict(
         self,
@@ -41,9 +38,9 @@ class Weights:
             exclude_frozen_parameters: leave out parameters that are not trained.
         """
         given = {} if destination is None else {"destination": destination}
-        state: dict[str, Any] = self.run.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
         if exclude_frozen_parameters:
-            for name, parameter in self.run.module.named_parameters(remove_duplicate=False):
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     state.pop(f"{prefix}{name}", None)
         return state
@@ -72,34 +69,36 @@ class Weights:
             UsageError: names differ, and `strict` is set.
         """
         state = checkpoint["module"]
-        self.run.reshard()
-        with GatheredParameters([one.weight for one in self.run.sharded.parameters], modifier_rank=0):
+        self.reshard()
+        with GatheredParameters([one.weight for one in self.sharded.parameters], modifier_rank=0):
             if custom_load_fn is not None:
-                custom_load_fn(src=state, dst=self.run.module)
+                custom_load_fn(src=state, dst=self.module)
             else:
                 self._put_whole(state, strict, set(allowed_missing_keys or ()))
-        self.run.gather()
+        self.gather()
 
     def _put_whole(self, state: Mapping[str, Any], strict: bool, may_lack: set[str]) -> None:
-        own = {name for name, _ in self.run.module.named_parameters(remove_duplicate=False)}
-        kept = own | buffers_of(self.run).keys()
-        own |= {name for name, _ in self.run.module.named_buffers(remove_duplicate=False)}
+        own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        kept = own | buffers_of(self).keys()
+        own |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         if strict and (wrong := (kept ^ set(state)) - may_lack):
             raise UsageError(
                 "the state dict has other names than the model", found=examples(sorted(wrong)),
                 remedy="Pass the state dict of such a model, or strict=False.",
             )  # fmt: skip
         tensors: dict[str, torch.Tensor] = {}
-        tensors.update(self.run.module.named_parameters(remove_duplicate=False))
-        tensors.update(self.run.module.named_buffers(remove_duplicate=False))
+        tensors.update(self.module.named_parameters(remove_duplicate=False))
+        tensors.update(self.module.named_buffers(remove_duplicate=False))
         for name in own & set(state):
             tensors[name].data.copy_(state[name])
 
-    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Consolidated weights in the dtype of the computation, on rank 0 in host memory; elsewhere None. All call it."""
-        dtype = self.run.settings.config.precision
-        found = consolidate(self.run, None if dtype == "fp32" else dtype, exclude_frozen=exclude_frozen_parameters)
-        return found if self.run.global_rank == 0 else None
+        dtype = self.settings.config.precision
+        found = consolidate(self, None if dtype == "fp32" else dtype, exclude_frozen=exclude_frozen_parameters)
+        return found if self.global_rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
@@ -114,8 +113,8 @@ class Weights:
         Returns:
             True: all ranks wrote, whatever the stage.
         """
-        dtype = self.run.settings.config.precision
-        save_pretrained(self.run, save_dir, dtype, exclude_frozen=exclude_frozen_parameters, file=save_filename)
+        dtype = self.settings.config.precision
+        save_pretrained(self, save_dir, dtype, exclude_frozen=exclude_frozen_parameters, file=save_filename)
         return True
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:

@@ -26,7 +26,10 @@ _AUTO: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "fp16.enabled": False,
     "bf16.enabled": True,
-}
+    **dict.fromkeys(
+        (f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")), 1
+    ),
+}  # fmt: skip
 """Values for "auto" in keys that memory does not depend on, and mixed precision, as in most runs."""
 
 
@@ -52,7 +55,7 @@ def asked_of(
         UsageError: the config is wrong; see `read_config`.
         UnsupportedError: it asks for what the estimate does not count.
     """
-    values = {**_AUTO, **_schedule(config), **(auto or {})}
+    values = {**_AUTO, **(auto or {})}
     settings = read_config(config, auto=values, hidden_size=width)
     zero, own = settings.zero, settings.config
     if zero.zero_hpz_partition_size > 1:
@@ -72,12 +75,6 @@ def asked_of(
         fp32_below_2=own.data_types.grad_accum_dtype == "fp32",
     )  # fmt: skip
     return run, (zero.stage, zero.offloads_optimizer or zero.offloads_param, own.precision), settings.file
-
-
-def _schedule(config: object) -> dict[str, Any]:
-    """Values for "auto" in a schedule's arguments, which only a run knows."""
-    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-    return {f"scheduler.params.{name}": 1 for name in names}
 
 
 def _states(settings: Settings) -> int | None:

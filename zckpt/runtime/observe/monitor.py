@@ -12,24 +12,15 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.runtime.config.reports import CometSection, CSVSection, TensorBoardSection, WandbSection
 
 Event = tuple[str, Any, int]
-
-
-class Sections(Protocol):
-    """The sections of a config that switch monitors on."""
-
-    tensorboard: Any
-    wandb: Any
-    csv_monitor: Any
-    comet: Any
 
 
 class TensorBoardMonitor:
@@ -124,7 +115,7 @@ _KINDS: dict[str, tuple[str, Any, str | None, str]] = {
 """Section -> its attribute of `MonitorMaster`, its monitor, the module that it needs, and what installs that."""
 
 
-def check_libraries(config: Sections, file: str) -> None:
+def check_libraries(config: Any, file: str) -> None:
     """Raises if a monitor is switched on without its library installed. No library is imported.
 
     Args:
@@ -157,7 +148,7 @@ class MonitorMaster:
         tb_monitor, wandb_monitor, csv_monitor, comet_monitor: each; None if it is off, and on ranks other than 0.
     """
 
-    def __init__(self, config: Sections) -> None:
+    def __init__(self, config: Any) -> None:
         check_libraries(config, "config")
         sections = {name: getattr(config, name) for name in _KINDS}
         self.enabled = any(section.enabled for section in sections.values())
@@ -174,29 +165,13 @@ class MonitorMaster:
                 monitor.write_events(event_list)
 
 
-@dataclass(frozen=True, slots=True)
-class MonitorConfig:
-    """The four sections, for a script that makes a `MonitorMaster` of its own."""
-
-    tensorboard: TensorBoardSection
-    wandb: WandbSection
-    csv_monitor: CSVSection
-    comet: CometSection
-
-    @property
-    def enabled(self) -> bool:
-        """Whether any of them is switched on."""
-        return any(getattr(self, name).enabled for name in _KINDS)
-
-
-def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
-    """The sections of a config that is still JSON; those that it does not have are switched off. Raises ValueError if a
-    section has a key or a value that it cannot have.
+def get_monitor_config(param_dict: Mapping[str, Any]) -> Any:
+    """The sections of a config that is still JSON, for a `MonitorMaster`; those that it does not have are switched off.
+    `enabled` says whether any is on. Raises ValueError if a section has a key or a value that it cannot have.
     """
-    return MonitorConfig(
-        TensorBoardSection(**param_dict.get("tensorboard", {})), WandbSection(**param_dict.get("wandb", {})),
-        CSVSection(**param_dict.get("csv_monitor", {})), CometSection(**param_dict.get("comet", {})),
-    )  # fmt: skip
+    kinds = {"tensorboard": TensorBoardSection, "wandb": WandbSection, "csv_monitor": CSVSection, "comet": CometSection}
+    sections: dict[str, Any] = {name: kind(**param_dict.get(name, {})) for name, kind in kinds.items()}
+    return SimpleNamespace(**sections, enabled=any(section.enabled for section in sections.values()))
 
 
 def _make_directory(section: TensorBoardSection | CSVSection) -> str:

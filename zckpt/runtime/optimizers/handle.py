@@ -8,7 +8,7 @@ Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py `step`, `z
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,30 +17,6 @@ from zckpt.base.errors import UsageError
 from zckpt.runtime.optimizers.loss_scale import LossScaler
 
 _OWN = "zckpt"
-
-
-class Updates(Protocol):
-    """The calls that the optimizer makes to its engine."""
-
-    scaler: LossScaler
-
-    def apply_gradients(self) -> None:
-        """Updates the weights once."""
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Computes the gradients of a loss."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients."""
-
-    def gather(self) -> None:
-        """Gathers the model's weights from the masters."""
-
-    def reshard(self) -> None:
-        """Drops the gathered weights."""
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients."""
 
 
 class EngineOptimizer(Optimizer):
@@ -62,16 +38,16 @@ class EngineOptimizer(Optimizer):
         self.overflow = False
         self.custom_loss_scaler = False
         self.before_change: Callable[[], None] | None = None
-        self._engine: Updates | None = None
+        self._engine: Any = None  # the engine, which is above this room
         self._updating = False
         optimizer.register_step_pre_hook(self._refuse_alone)
 
-    def belong_to(self, engine: Updates) -> None:
+    def belong_to(self, engine: Any) -> None:
         """Names the engine with the weights that it updates."""
         self._engine = engine
 
     @property
-    def engine(self) -> Updates:
+    def engine(self) -> Any:
         """The engine with the weights that it updates."""
         if self._engine is None:
             raise UsageError(
@@ -149,27 +125,29 @@ class EngineOptimizer(Optimizer):
     @property
     def cur_scale(self) -> float:
         """The loss scale of the next backward; 1 without fp16."""
-        return self.engine.scaler.cur_scale
+        return self.loss_scaler.cur_scale
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        self.engine.scaler.cur_scale = float(scale)
+        self.loss_scaler.cur_scale = float(scale)
 
     loss_scale = cur_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the gradients."""
-        return self.engine.scaler.dynamic
+        return self.loss_scaler.dynamic
 
     @property
     def loss_scaler(self) -> LossScaler:
         """The loss scaler."""
-        return self.engine.scaler
+        scaler: LossScaler = self.engine.scaler
+        return scaler
 
     @property
     def _global_grad_norm(self) -> float | None:
-        return self.engine.get_global_grad_norm()
+        norm: float | None = self.engine.get_global_grad_norm()
+        return norm
 
     def get_lr(self) -> float:
         """The learning rate of the first group."""

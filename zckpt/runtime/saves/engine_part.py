@@ -22,14 +22,13 @@ from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.search import has_saves
 from zckpt.live import save_pretrained
 from zckpt.runtime.init_context import GatheredParameters
-from zckpt.runtime.saves.agreed_attempt import Attempt
 from zckpt.runtime.saves.background import Saving
 from zckpt.runtime.saves.loading import load
 from zckpt.runtime.saves.saved_run import LoadOptions
 from zckpt.runtime.saves.saving import SaveOptions, save
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.storage.location import locate
-from zckpt.team.meeting import ENTRY_S, LOAD_S, Meetings
+from zckpt.team.meeting import ENTRY_S, LOAD_S, Attempt, Meetings
 
 if TYPE_CHECKING:
     from zckpt.hub import PushReport
@@ -38,11 +37,11 @@ _log = logging.getLogger("zckpt.runtime")
 _numbers = count()
 
 
-class Saves:
-    """Saves, loads and publishes a run. `run`: the run."""
+class Saves(TrainingRun):
+    """Saves, loads and publishes a run."""
 
-    def __init__(self, run: TrainingRun) -> None:
-        self.run = run
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._series: dict[str, Meetings] = {}
         self._number = next(_numbers)
         self._saving: Saving | None = None
@@ -76,9 +75,9 @@ class Saves:
             OutputError: a file cannot be written, on this or on another rank. Earlier saves are unchanged after any error.
         """
         self.wait_for_checkpoint()
-        name = f"global_step{self.run.global_steps}" if tag is None else str(tag)
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
         options = SaveOptions(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
-        self._saving = save(self.run, self._meetings("save"), options, client_state or {})
+        self._saving = save(self, self._meetings("save"), options, client_state or {})
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -136,7 +135,7 @@ class Saves:
             strict=load_module_strict,
         )
         try:
-            found = load(self.run, self._meetings("load"), path, chosen or None, options)
+            found = load(self, self._meetings("load"), path, chosen or None, options)
         except ZckptError as error:  # whoever calls from Python has no option of a command line
             error.what, error.found, error.remedy = (
                 text.replace("--tag", "the argument tag") for text in (error.what, error.found, error.remedy)
@@ -154,14 +153,14 @@ class Saves:
         state.
         """
         meetings = self._meetings("load")
-        meetings.begin(f"{self.run.micro_steps}")
-        self.run.reshard()
-        whole = GatheredParameters([one.weight for one in self.run.sharded.parameters], modifier_rank=0)
+        meetings.begin(f"{self.micro_steps}")
+        self.reshard()
+        whole = GatheredParameters([one.weight for one in self.sharded.parameters], modifier_rank=0)
         with whole, Attempt() as tried, open_checkpoint(path, tag=tag) as opened:
-            custom_load_fn(src=opened, dst=self.run.module)
+            custom_load_fn(src=opened, dst=self.module)
         state = "The weights may have been changed in part: load a checkpoint before you go on."
         meetings.agree("load_checkpoint with custom_load_fn", tried.error, within_s=LOAD_S, state=state)
-        self.run.gather()
+        self.gather()
         return (path if tag is None else os.path.join(path, tag)), {}
 
     def push_to_hub(
@@ -185,18 +184,18 @@ class Saves:
         from zckpt.hub import push_to_hub
 
         meetings = self._meetings("push")
-        meetings.begin(f"{self.run.micro_steps}")
+        meetings.begin(f"{self.micro_steps}")
         place = None
-        if self.run.global_rank == 0:
+        if self.global_rank == 0:
             if scratch is not None:
                 os.makedirs(scratch, exist_ok=True)
             place = tempfile.mkdtemp(prefix="zckpt-push-", dir=scratch)
         try:
             home = meetings.meet("push_to_hub", place, within_s=ENTRY_S)[0]
-            save_pretrained(self.run, home, dtype or self.run.settings.config.precision)
+            save_pretrained(self, home, dtype or self.settings.config.precision)
             report: PushReport | None = None
             with Attempt() as tried:
-                if self.run.global_rank == 0:
+                if self.global_rank == 0:
                     report = push_to_hub(home, repo_id, scratch=scratch, **options)
             meetings.agree("push_to_hub", tried.error)
             meetings.part()
@@ -210,7 +209,7 @@ class Saves:
         Raises InconsistentError if some ranks see a save and others do not, or they want different tags.
         """
         meetings = self._meetings("load")
-        meetings.begin(f"{self.run.micro_steps}")
+        meetings.begin(f"{self.micro_steps}")
         word: list[Any] = []
         with Attempt() as tried:
             word = [tag, tag is not None or has_saves(locate(path)), latest_of(locate(path))]
@@ -224,7 +223,7 @@ class Saves:
             )  # fmt: skip
         if len(blind) == len(words):
             return None
-        if self.run.settings.config.checkpoint.use_node_local_storage:
+        if self.settings.config.checkpoint.use_node_local_storage:
             return tag or ""
         if blind:
             raise InconsistentError(
@@ -242,5 +241,5 @@ class Saves:
         """
         if kind not in self._series:
             name = f"engine {self._number} {kind}"
-            self._series[kind] = Meetings(name, self.run.global_rank, self.run.world_size)
+            self._series[kind] = Meetings(name, self.global_rank, self.world_size)
         return self._series[kind]

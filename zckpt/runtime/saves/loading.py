@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from zckpt import live
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry
@@ -27,7 +26,6 @@ from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.save.listing import Listing, list_files
 from zckpt.runtime.random_state import set_rng_state
-from zckpt.runtime.saves.agreed_attempt import Attempt
 from zckpt.runtime.saves.nodes import Want, gather_indexes
 from zckpt.runtime.saves.plain_values import from_inert
 from zckpt.runtime.saves.run_state import buffers_of, group_members
@@ -38,7 +36,7 @@ from zckpt.runtime.swapping.filling import Filled, fill_through
 from zckpt.runtime.swapping.install import mend, state_room
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.storage.location import locate
-from zckpt.team.meeting import Meetings
+from zckpt.team.meeting import Attempt, Meetings
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -48,17 +46,8 @@ _UNDEFINED = "A part of the run's state was replaced and a part was not: load a 
 Fill = Callable[[Sequence[Want]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The destinations of a checkpoint's elements.
-
-    Attributes:
-        wanted: weights, buffers and states of the optimizer, and the memory that each goes to.
-        states: by parameter, the tensors of its states, which become the optimizer's when they are filled, and its numbers.
-    """
-
-    wanted: Sequence[Want]
-    states: Sequence[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, float]]]
+States = Sequence[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, float]]]
+"""By parameter, the tensors of its states, which become the optimizer's when they are filled, and its numbers."""
 
 
 def load(
@@ -77,13 +66,13 @@ def load(
     with ExitStack() as stack:
         with Attempt() as tried:
             saved, fill, place = _open(run, directory, tag, options, stack)
-            room = _room(run, saved)
+            wanted, states = _room(run, saved)
         found = saved is not None and (saved.gradients is not None, saved.buffers_lost)
         said = meetings.agree("load_checkpoint", tried.error, found, state=_UNCHANGED)
         assert saved is not None
         takes_gradients, lost = all(one[0] for one in said), any(one[1] for one in said)
         with Attempt() as tried:
-            _take_up(run, saved, room, fill)
+            _take_up(run, saved, states, lambda: fill(wanted))
             if takes_gradients and saved.gradients is not None:
                 gradients.put_gradients(run.module, run.sharded.parameters, from_inert(saved.gradients))
         error = None if tried.error is None else _with_undefined_state(tried.error)
@@ -135,8 +124,8 @@ def _piece(
     return TensorEntry(entry.name, (count,), entry.dtype, entry.role, fragments)
 
 
-def _room(run: TrainingRun, saved: SavedRun) -> Room:
-    """The destinations of all elements; creates states that the optimizer lacks."""
+def _room(run: TrainingRun, saved: SavedRun) -> tuple[list[Want], States]:
+    """The destinations of all elements, and the states among them; creates those that the optimizer lacks."""
     wanted: list[Want] = []
     catalog = saved.catalog
     for parameter in run.sharded.parameters:
@@ -156,15 +145,15 @@ def _room(run: TrainingRun, saved: SavedRun) -> Room:
             own[name] = old if fits else state_room(optimizer, master, name)
             wanted.append((entry, parameter, own[name].view(-1)))
         states.append((parameter, own, numbers))
-    return Room(wanted, states)
+    return wanted, states
 
 
 @torch.no_grad()
-def _take_up(run: TrainingRun, saved: SavedRun, room: Room, fill: Fill) -> None:
+def _take_up(run: TrainingRun, saved: SavedRun, states: States, fill: Callable[[], None]) -> None:
     """Replaces everything except counters and generators."""
     run.reshard()
     run.zero_grad()
-    fill(room.wanted)
+    fill()
     buffers = buffers_of(run)
     _fill([(entry, None, buffers[name]) for name, entry in saved.buffers.items()])
     for parameter in run.sharded.parameters:
@@ -178,14 +167,14 @@ def _take_up(run: TrainingRun, saved: SavedRun, room: Room, fill: Fill) -> None:
     if run.optimizer is not None:
         for number, group in saved.groups.items():
             run.optimizer.param_groups[number].update(group.options)
-        _put_states(run, room)
+        _put_states(run, states)
         if saved.scaler is not None:
             run.scaler.load_state(saved.scaler)
     if saved.schedule is not None:
         run.lr_scheduler.load_state_dict(saved.schedule)
 
 
-def _put_states(run: TrainingRun, room: Room) -> None:
+def _put_states(run: TrainingRun, states: States) -> None:
     """Gives the optimizer the filled states; a number takes the optimizer's own form, or becomes a tensor of one
     element.
     """
@@ -193,7 +182,7 @@ def _put_states(run: TrainingRun, room: Room) -> None:
     group_of = {
         id(one): group for members, group in zip(group_members(run), run.groups, strict=True) for one in members
     }
-    for parameter, own, numbers in room.states:
+    for parameter, own, numbers in states:
         assert parameter.master is not None
         group = group_of[id(parameter)]
         on_device = group.get("fused") or group.get("capturable")

@@ -28,7 +28,6 @@ from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.zero.torch_files import Pair
-from zckpt.runtime.saves.agreed_attempt import Attempt
 from zckpt.runtime.saves.exchange import Exchange, HeldFile, RankStore
 from zckpt.runtime.saves.plain_values import dtype_of
 from zckpt.runtime.saves.rounds import Rounds, Streamed
@@ -36,7 +35,7 @@ from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.runtime.world import elements_of
 from zckpt.storage.location import locate
-from zckpt.team.meeting import attempt, first_error
+from zckpt.team.meeting import Attempt, attempt, first_error
 
 _SMALL_BYTES = 1 << 16
 """The most bytes of tensors that travel with the index: step counters, random generators."""

@@ -34,24 +34,11 @@ from zckpt.runtime.saves.description import (
 from zckpt.runtime.saves.exchange import Exchange
 from zckpt.runtime.saves.rounds import Rounds, Streamed
 from zckpt.runtime.saves.run_state import RunState
-from zckpt.runtime.sharding.offload import home_of
+from zckpt.runtime.sharding.shard import home_of
 from zckpt.runtime.training_run import TrainingRun
 
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The description that all saves of a run share while its tensors keep their names, shapes and dtypes.
-
-    Attributes:
-        signature: of these.
-        described: what all ranks hold.
-    """
-
-    signature: Hashable
-    described: Described
-
-
-_known: WeakKeyDictionary[TrainingRun, _Known] = WeakKeyDictionary()
+_known: WeakKeyDictionary[TrainingRun, tuple[Hashable, Described]] = WeakKeyDictionary()
+"""The signature and the description that saves of a run share while its tensors keep names, shapes and dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +104,12 @@ def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, cop
             remedy="Call engine.save_16bit_model(dir) to write the weights.",
         )
     known, now = _known.get(run), signature(state)
-    if known is None or known.signature != now:
-        known = _known[run] = _Known(now, describe(state))
+    if known is None or known[0] != now:
+        known = _known[run] = now, describe(state)
+    described = known[1]
     return Outlined(
-        described=known.described,
-        training=describe_training(state, known.described, client_state, copied=copied),
+        described=described,
+        training=describe_training(state, described, client_state, copied=copied),
         target=target_of(state, place),
         own=rank_states.lay_out(state, place, copied=copied),
         unsharded=run.settings.zero.stage == 0,

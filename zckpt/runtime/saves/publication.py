@@ -17,7 +17,7 @@ from zckpt.output.durable import make_directories
 from zckpt.output.saves import SaveStaging
 from zckpt.runtime.saves.tags import LATEST, SCRIPT, check_places
 from zckpt.storage.location import locate
-from zckpt.team.meeting import Meetings
+from zckpt.team.meeting import Attempt, Meetings
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -82,21 +82,19 @@ class Publication:
             staging.end()
 
     def _tried(self, step: Callable[[SaveStaging], None]) -> Exception | None:
-        if self._staging is None:
-            return None
-        try:
-            step(self._staging)
-        except OutputError as error:
+        with Attempt() as tried:
+            if self._staging is not None:
+                step(self._staging)
+        error = tried.error
+        if not isinstance(error, OSError) or isinstance(error, OutputError):
             return error
-        except OSError as error:
-            found = OutputError(
-                "the save is written but could not be given its name",
-                file=os.path.join(self.directory, self.tag), found=error.strerror or str(error),
-                remedy="Check the directory and its permissions, and save again.",
-            )  # fmt: skip
-            found.__cause__ = error
-            return found
-        return None
+        found = OutputError(
+            "the save is written but could not be given its name",
+            file=os.path.join(self.directory, self.tag), found=error.strerror or str(error),
+            remedy="Check the directory and its permissions, and save again.",
+        )  # fmt: skip
+        found.__cause__ = error
+        return found
 
     def _commit(self, staging: SaveStaging) -> None:
         staging.seal()

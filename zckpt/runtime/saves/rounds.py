@@ -10,7 +10,6 @@ they are over. Ranks agree once more after the rounds, and throw away what they 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -36,6 +35,7 @@ from zckpt.runtime.saves.exchange import (
     rounds_of,
 )
 from zckpt.runtime.swapping.files import place_of
+from zckpt.team.meeting import Attempt
 
 LIMIT_BYTES = 40 << 20
 """The most bytes that a rank receives in a round, and sends: a quarter of all buffers. The engine and the indexes of
@@ -114,25 +114,23 @@ class Rounds:
             return None
         exchange, number = self._exchange, self._number % 2
         self._number += 1
-        errors: list[Exception] = []
         pieces: dict[int, list[MovePart]] = {}
-        if not failed:
-            with _keep_error(errors):
+        with Attempt() as asking:
+            if not failed:
                 pieces = {holder: self._stream(holder).take(turn.nbytes) for holder, turn in self._holders(turns)}
         asked = self._ask(pieces)
         sent = [sum(request.nbytes for request in requests) for requests in asked]
         received = [sum(piece.nbytes for piece in pieces.get(rank, ())) for rank in range(exchange.size)]
         incoming, outgoing = self._incoming[number][: sum(received)], self._outgoing[number][: sum(sent)]
-        if not failed:
-            with _keep_error(errors):
-                at = 0
-                for request in (request for requests in asked for request in requests):
-                    outgoing[at : at + request.nbytes].copy_(exchange.bytes_of(request))
-                    at += request.nbytes
+        with Attempt() as sending:
+            at = 0
+            for request in (request for requests in asked for request in requests if not failed):
+                outgoing[at : at + request.nbytes].copy_(exchange.bytes_of(request))
+                at += request.nbytes
         coming = _Coming(pieces, incoming, exchange.all_to_all(incoming, outgoing, received, sent))
         self._under_way.append(coming)
-        if errors:
-            raise errors[0]
+        if (error := asking.error or sending.error) is not None:
+            raise error
         return coming
 
     def _agreed(self) -> Iterator[list[Turn]]:
@@ -218,15 +216,6 @@ class Rounds:
         if isinstance(move.dst, RankStore):
             return move._replace(dst=_MEMORY, dst_offset=self._exchange.tensors(move.dst.key).data_ptr() + at)
         return move._replace(dst_offset=at)
-
-
-@contextlib.contextmanager
-def _keep_error(errors: list[Exception]) -> Iterator[None]:
-    """Appends an error to `errors` instead of raising it."""
-    try:
-        yield
-    except Exception as error:
-        errors.append(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,6 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, size
 from zckpt.output.saves import STAGED
-from zckpt.runtime.saves.agreed_attempt import Attempt
 from zckpt.runtime.saves.background import Saving
 from zckpt.runtime.saves.description import tensors_of
 from zckpt.runtime.saves.exchange import Exchange
@@ -43,7 +42,7 @@ from zckpt.runtime.saves.run_state import RunState, capture
 from zckpt.runtime.saves.snapshot import Pool, Snapshot
 from zckpt.runtime.saves.tags import check_tag
 from zckpt.runtime.training_run import TrainingRun
-from zckpt.team.meeting import ENTRY_S, Meetings
+from zckpt.team.meeting import ENTRY_S, Attempt, Meetings
 from zckpt.team.sameness import place_of_directory, ranks_by_value
 
 _log = logging.getLogger("zckpt.runtime")

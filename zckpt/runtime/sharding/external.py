@@ -83,14 +83,14 @@ def set_z3_leaf_modules(
     Raises:
         UsageError: there is none.
     """
-    return _flag(model, _is_one_of(leaf_module_classes), leaf_module_classes, True, raise_if_not_found)
+    return _flag(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Undoes `set_z3_leaf_modules`, with the same arguments and errors."""
-    return _flag(model, _is_one_of(leaf_module_classes), leaf_module_classes, False, raise_if_not_found)
+    return _flag(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -113,35 +113,31 @@ def _flag_named(
     model: nn.Module, wanted: Sequence[str], flag: bool, must: bool, fits: Callable[[str, str], bool]
 ) -> tuple[list[nn.Module], list[str]]:
     names = dict(model.named_modules())
-    found = {id(m): m for name, m in names.items() if any(fits(name, one) for one in wanted)}
     missing = [one for one in wanted if not any(fits(name, one) for name in names)]
     if missing and must:
         raise _absent(missing)
-    for module in found.values():
-        set_z3_leaf_module(module, flag)
-    return list(found.values()), missing
+    found = [module for name, module in names.items() if any(fits(name, one) for one in wanted)]
+    return _flag_all(found, flag), missing
 
 
-def _is_one_of(classes: Sequence[type | str]) -> Callable[[nn.Module], bool]:
-    kinds = tuple(one for one in classes if isinstance(one, type))
-    names = {one for one in classes if isinstance(one, str)}
-
-    def is_one(module: nn.Module) -> bool:
-        cls = type(module)
-        return isinstance(module, kinds) or bool(names & {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"})
-
-    return is_one
-
-
-def _flag(
-    model: nn.Module, fits: Callable[[nn.Module], bool], wanted: Sequence[type | str], flag: bool, must: bool
-) -> list[nn.Module]:
-    found = [module for module in model.modules() if fits(module)]
+def _flag(model: nn.Module, wanted: Sequence[type | str], flag: bool, must: bool) -> list[nn.Module]:
+    kinds = tuple(one for one in wanted if isinstance(one, type))
+    names = {one for one in wanted if isinstance(one, str)}
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds)
+        or names & {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+    ]
     if not found and must:
         raise _absent([getattr(one, "__name__", str(one)) for one in wanted])
-    for module in found:
+    return _flag_all(found, flag)
+
+
+def _flag_all(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    return found
+    return modules
 
 
 def _absent(names: Sequence[str]) -> UsageError:

@@ -4,7 +4,10 @@ For `engine` and `init_context`.
 [Note: stages]
 3 gathers a unit for its forward and again for its backward; 2 keeps it gathered in between; 1 also keeps gradients whole until
 the accumulation boundary; 0 does as 1, sharding over one rank and reducing over all. hpZ gathers for the backward from a
-smaller group; MiCS shards over one. Offloading keeps the parts in host memory.
+smaller group; MiCS shards over one.
+[Note: offloading] One part is kept per parameter, its fp32 master, so `offload_optimizer` and `offload_param` ask for the same:
+the part, its gradient and the optimizer's states in host memory, and the optimizer's arithmetic there. On the device is what
+the stage gathers. For device nvme that is host memory too, mapped from a file: see `swapping`.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
+from zckpt.live.device import pins
 from zckpt.runtime.config.zero import Zero
 from zckpt.runtime.sharding.collectives import use_on_gloo
 from zckpt.runtime.sharding.deferred import Rows, rows_held_by
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.labels import label
-from zckpt.runtime.sharding.offload import home_of, offload_policy
 from zckpt.runtime.sharding.older_torch import allow_frozen_dtypes, reduce_unused, shard_unit
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.sharding.units import Wrap, find_units, merge_units, parts_of
@@ -144,7 +147,7 @@ def shard(
             _reshard_after_forward(zero, is_root=unit[0] is model),
             mesh=mesh,
             mp_policy=MixedPrecisionPolicy(compute, precision.reduce, cast_forward_inputs=False),
-            offload_policy=offload_policy(zero),
+            offload_policy=_offload_policy(zero),
         )
         for one in inside:
             if not one.replicated:  # an optimizer may still hold it
@@ -285,6 +288,22 @@ def _prepare(one: _Original, precision: Precision, world: World) -> None:
     parameter.data = data.to(stored)
     if one.replicated and parameter.requires_grad:
         one.exact = data.clone()
+
+
+def home_of(zero: Zero, device: torch.device) -> torch.device:
+    """The device of the parts: they are in host memory if the config offloads either side; see [Note: offloading]."""
+    return torch.device("cpu") if zero.offloads_optimizer or zero.offloads_param else device
+
+
+def _offload_policy(zero: Zero) -> OffloadPolicy:
+    """The policy for `fully_shard`; memory is page-locked if there is an accelerator to copy to."""
+    if not (zero.offloads_optimizer or zero.offloads_param):
+        return OffloadPolicy()
+    sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
+    pin = zero.cpu_offload_use_pin_memory
+    if pin is None:
+        pin = all(section.pin_memory for section in sections)
+    return CPUOffloadPolicy(pin_memory=pin and not zero.nvme and pins())
 
 
 def _reshard_after_forward(zero: Zero, *, is_root: bool) -> bool | int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
@@ -36,12 +36,13 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
         UsageError: `wrap` names nothing in the model.
     """
     if wrap is None:
-        found = list(_outermost(model, _by_names(_unsplit(model)))) or list(
-            _outermost(model, _repeated_children(model))
-        )
+        unsplit = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        found = list(_outermost(model, lambda module: type(module).__name__ in unsplit))
+        found = found or list(_outermost(model, _repeated_children(model)))
     else:
         several = [wrap] if isinstance(wrap, str | type | nn.Module) or callable(wrap) else list(wrap)
-        found = [module for module in model.modules() if module is not model and _is_wanted(module, several)]
+        inner = [module for module in model.modules() if module is not model]
+        found = [module for module in inner if any(_is_wanted(module, want) for want in several)]
         if not found:
             raise UsageError(
                 "the model has no module that wrap names", found=examples(getattr(w, "__name__", w) for w in several),
@@ -79,27 +80,12 @@ def _owners(model: nn.Module) -> dict[int, set[int]]:
     return owners
 
 
-def _is_wanted(module: nn.Module, wrap: Sequence[Wrap]) -> bool:
-    for want in wrap:
-        if isinstance(want, str):
-            hit = type(module).__name__ == want
-        elif isinstance(want, type):
-            hit = isinstance(module, want)
-        elif isinstance(want, nn.Module):
-            hit = module is want
-        else:
-            hit = want(module)
-        if hit:
-            return True
-    return False
-
-
-def _unsplit(model: nn.Module) -> set[str]:
-    return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-
-
-def _by_names(names: set[str]) -> Callable[[nn.Module], bool]:
-    return lambda module: type(module).__name__ in names
+def _is_wanted(module: nn.Module, want: Wrap) -> bool:
+    if isinstance(want, str):
+        return type(module).__name__ == want
+    if isinstance(want, type):
+        return isinstance(module, want)
+    return module is want if isinstance(want, nn.Module) else bool(want(module))
 
 
 def _repeated_children(model: nn.Module) -> Callable[[nn.Module], bool]:

@@ -57,51 +57,24 @@ class Projection(nn.Module):
         return x @ self.weight + self.bias
 
 
-class Attention(nn.Module):
-    """Causal self-attention: every position attends to itself and those before it."""
-
-    def __init__(self, config: TinyConfig) -> None:
-        super().__init__()
-        self.heads = config.n_head
-        self.c_attn = Projection(config.n_embd, 3 * config.n_embd)
-        self.c_proj = Projection(config.n_embd, config.n_embd)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, positions, width), and back."""
-        parts = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        out: torch.Tensor = self.c_proj(mixed.transpose(1, 2).flatten(-2))
-        return out
-
-
-class Perceptron(nn.Module):
-    """The two-layer perceptron of a block."""
-
-    def __init__(self, config: TinyConfig) -> None:
-        super().__init__()
-        self.c_fc = Projection(config.n_embd, 4 * config.n_embd)
-        self.c_proj = Projection(4 * config.n_embd, config.n_embd)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (.., width), and back."""
-        out: torch.Tensor = self.c_proj(functional.gelu(self.c_fc(x), approximate="tanh"))
-        return out
-
-
 class TransformerBlock(nn.Module):
-    """One layer."""
+    """One layer: causal self-attention, then a two-layer perceptron."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = Perceptron(config)
+        width, self.heads = config.n_embd, config.n_head
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": Projection(width, 3 * width), "c_proj": Projection(width, width)})
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.ModuleDict({"c_fc": Projection(width, 4 * width), "c_proj": Projection(4 * width, width)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape (batch, positions, width), and back."""
-        x = x + self.attn(self.ln_1(x))
-        out: torch.Tensor = x + self.mlp(self.ln_2(x))
+        parts = self.attn["c_attn"](self.ln_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        x = x + self.attn["c_proj"](mixed.transpose(1, 2).flatten(-2))
+        wide = functional.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        out: torch.Tensor = x + self.mlp["c_proj"](wide)
         return out
 
 
