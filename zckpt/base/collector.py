@@ -1,13 +1,15 @@
 """Python's garbage collector, which commands do without: a plan has millions of objects, and none of them is in a
 cycle.
 
-For the command line. What runs for weeks, such as training, has it switched on again.
+For the command line, and for loads of the trainer. What runs for weeks, such as training, has it switched on again.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def switch_off() -> None:
@@ -20,3 +22,17 @@ def switch_on() -> None:
     """Switches cycle collection on again."""
     atexit.unregister(gc.freeze)
     gc.enable()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Switches cycle collection off inside the context, if it is on: one that begins there looks at every object of a process
+    that trains, for a few tenths of a second.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -247,12 +247,16 @@ def _walked_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tup
 def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> tuple[Fragment, ...]:
     """The parts of fragments, sorted by their start, with elements [start, stop), renumbered from 0."""
     window = Block(start, stop - start, 1, 0, 0, 1)
-    return tuple(
-        _part(fragment, block, overlap, overlap.start - start, itemsize)
-        for fragment in touching(fragments, start, stop)
-        for block in (fragment.block(),)
-        for overlap in overlaps(window, block)
-    )
+    found: list[Fragment] = []
+    for fragment in touching(fragments, start, stop):
+        if fragment.rows == 1:  # most are, and a checkpoint has very many of them
+            low, high = max(fragment.start, start), min(fragment.stop, stop)
+            offset = fragment.byte_offset + (low - fragment.start) * itemsize
+            found.append(Fragment(fragment.store, offset, low - start, high - low))
+            continue
+        block = fragment.block()
+        found += (_part(fragment, block, o, o.start - start, itemsize) for o in overlaps(window, block))
+    return tuple(found)
 
 
 def split_at(fragments: Sequence[Fragment], bounds: Sequence[int], itemsize: int) -> list[tuple[Fragment, ...]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zckpt import live
+from zckpt.base.collector import paused
 from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry
@@ -63,7 +64,7 @@ def load(
         ZckptError: another kind says what is wrong with it, here or on another rank, and what has become of the run.
     """
     saved: SavedRun | None = None
-    with ExitStack() as stack:
+    with paused(), ExitStack() as stack:
         with Attempt() as tried:
             saved, fill, place = _open(run, directory, tag, options, stack)
             wanted, states = _room(run, saved)
@@ -108,16 +109,14 @@ def _fill(wanted: Sequence[Want]) -> None:
     """Fills tensors from files that this rank sees."""
 
     def read_pieces(pieces: Sequence[Filled]) -> None:
-        live.move([(_piece(*wanted[one.number], one.start, one.memory.numel()), one.memory) for one in pieces])
+        live.move([(_piece(*wanted[one.number][:2], one.start, one.memory.numel()), one.memory) for one in pieces])
 
     fill_through([tensor for *_, tensor in wanted], read_pieces)
 
 
-def _piece(
-    entry: TensorEntry, parameter: ShardedParameter | None, whole: torch.Tensor, start: int, count: int
-) -> TensorEntry:
-    """A run of the elements that this rank holds, as a vector; for a tensor that is not a parameter, all elements."""
-    if parameter is None and count == whole.numel():
+def _piece(entry: TensorEntry, parameter: ShardedParameter | None, start: int, count: int) -> TensorEntry:
+    """A run of the elements that this rank holds, as a vector; of a tensor that is not a parameter it holds all."""
+    if count == entry.numel:
         return entry
     start += 0 if parameter is None else parameter.start
     fragments = clip(entry.fragments, start, start + count, entry.dtype.itemsize)
