@@ -25,7 +25,7 @@ def switch_on() -> None:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def pause_collections() -> Iterator[None]:
     """Switches cycle collection off inside the context, if it is on: one that begins there looks at every object of a process
     that trains, for a few tenths of a second.
     """

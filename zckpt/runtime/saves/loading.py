@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zckpt import live
-from zckpt.base.collector import paused
+from zckpt.base.collector import pause_collections
 from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry
@@ -64,7 +64,7 @@ def load(
         ZckptError: another kind says what is wrong with it, here or on another rank, and what has become of the run.
     """
     saved: SavedRun | None = None
-    with paused(), ExitStack() as stack:
+    with pause_collections(), ExitStack() as stack:
         with Attempt() as tried:
             saved, fill, place = _open(run, directory, tag, options, stack)
             wanted, states = _room(run, saved)
