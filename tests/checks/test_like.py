@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import proofs
 import pytest
 import torch
+from mutated import loads, mutants, problems_of, write
 from safetensors.torch import load_file, save, save_file
 from schemas import check
 from typer.testing import CliRunner
@@ -73,54 +72,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path
 
     return made
-
-
-def mutants(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
-    """What is done, the weights after it, and a tensor that must be named."""
-    names = sorted(state)
-    flat = next(n for n in reversed(names) if state[n].dim() == 2 and state[n].shape[0] != state[n].shape[1])
-    norm = next(n for n in names if "norm" in n and n.endswith("weight"))
-    yield "drop", {n: t for n, t in state.items() if n != norm}, norm
-    yield "rename", {n + ("s" if n == flat else ""): t for n, t in state.items()}, flat
-    yield "transpose", {**state, flat: state[flat].t().contiguous()}, flat
-    yield "double", {**state, "copy.of.it": state[norm].clone()}, "copy.of.it"
-    yield "cut", {**state, flat: state[flat][:-1].clone()}, flat
-    layer = next(n for n in names if re.search(r"layers\.1\.", n))
-    part = re.search(r".*layers\.1\.", layer)
-    assert part
-    yield "layer", {n: t for n, t in state.items() if not n.startswith(part[0])}, layer
-    if experts := [n for n in names if ".experts.2." in n]:
-        yield "expert", {n: t for n, t in state.items() if ".experts.2." not in n}, experts[0]
-        yield "part of an expert", {n: t for n, t in state.items() if n != experts[1]}, experts[1]
-    table = next((n for n in names if state[n].shape[:1] == (34,)), None)
-    if table:
-        yield "vocabulary", {**state, table: torch.cat([state[table], state[table][:3]])}, table
-    if "lm_head.weight" in state:
-        head = {n: t for n, t in state.items() if n != "lm_head.weight"}
-        yield "head", {**head, "score.weight": state["lm_head.weight"][:2].clone()}, "score.weight"
-
-
-def write(path: Path, state: dict[str, torch.Tensor], model: Path) -> Path:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    shutil.copy(model / "config.json", path)
-    return path
-
-
-def problems_of(found: zckpt.Verification) -> str:
-    return "\n".join(problem for check in found.checks for problem in check.problems)
-
-
-def loads(kind: str, path: Path) -> bool:
-    """What transformers says of real weights."""
-    try:
-        _, info = getattr(transformers, kind).from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except RuntimeError:  # a stack that lacks an expert
-        return False
-    return not any(info.values())
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -163,6 +163,7 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
     hub, memory, dtype = saved(model, tmp_path)
     report = zckpt.convert(memory, tmp_path / "out", dtype=dtype, options=options(to="hf"), progress=False)
     assert any(f"hf:{family}," in note for note in report.notes)
+    assert not any("A loader of" in note for note in report.notes)
     assert_same(tmp_path / "out", model, hub)
     if family in REFUSED:
         with pytest.raises(UnsupportedError, match="cannot say") as caught:

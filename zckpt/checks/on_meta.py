@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
 
 
 def load_on_meta(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Loaded | None:
-    """The result for the class that a config names; None where transformers is not installed, or does not know it."""
+    """The result for the class that a config names; None where transformers is not installed, or cannot make it."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
     with _nothing_fetched():
@@ -73,6 +73,8 @@ def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Load
     try:
         with torch.device("meta"):
             model = chosen(own)
+    except ImportError:  # of a library that the class needs and that is not here, such as timm
+        return None
     except Exception as error:
         return Loaded(by, [], [], {}, [], [], f"no model can be made from the config: {_line(error)}")
     memory: dict[str, Any] = dict(model.state_dict(keep_vars=True))

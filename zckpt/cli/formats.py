@@ -45,6 +45,7 @@ def known_formats() -> dict[str, Any]:
     from zckpt.containers.gguf_file import BY_NUMBER
     from zckpt.core.dtypes import ALL, SHORT_NAMES
     from zckpt.layouts.gguf.write import TYPES
+    from zckpt.naming.gguf_vision import FAMILIES
     from zckpt.output.names import FILES
     from zckpt.quantized.configs import SCHEMES
     from zckpt.quantized.forms import FORMS
@@ -71,6 +72,7 @@ def known_formats() -> dict[str, Any]:
             "fp8": [*SCHEMES],
             "quantized": [*TARGETS],
             "gguf_types": [*TYPES],
+            "mmproj": sorted(FAMILIES),
         },
         **_models(),
         "packed": [
@@ -136,7 +138,7 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     yield from ("", "Commands that write:")
     yield from _entries(writes["commands"], width)
     yield from ("", "Single files, and the types of what is written:")
-    keys = ("files", "dtypes", "fp8", "quantized", "gguf_types")
+    keys = ("files", "dtypes", "fp8", "quantized", "gguf_types", "mmproj")
     yield from _entries({key: ", ".join(writes[key]) for key in keys}, width)
     yield from ("", "Models that it renames (+: to GGUF too; ^: to MLX; *: to Megatron-Core):")
     signs = {one["name"]: " +" * one["gguf"] + " ^" * one["mlx"] + " *" * one["megatron_core"] for one in models}

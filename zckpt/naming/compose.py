@@ -98,6 +98,12 @@ def _tie(held: _Held, facts: Facts) -> None:
 
 def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Facts, first: int) -> Iterator[_Made]:
     """The tensors that a rule makes from the parts in `held`, which it removes."""
+    if rule.is_of_many:
+        head = templates[0][:-1]
+        for part in [part for part in held if part.startswith(head)]:
+            name = rule.names[0][:-1] + part[len(head) :]
+            yield _Made((0, -1, rule.number, -1), rule, -1, replace(held.pop(part)[-1, -1], name=name))
+        return
     own = [held.get(template) for template in templates]
     there = [parts for parts in own if parts]
     if len(there) < len(templates):
@@ -230,7 +236,7 @@ def _check_blocks(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed: f
     """Checks that every block holds the same tensors as the others of its kind, and all experts. Raises
     InconsistentError if tensors are missing in some.
     """
-    kinds: dict[int, set[str]] = {}
+    kinds: dict[int, set[tuple[str, ...]]] = {}
     for one in made:
         found = (kind for kind in scheme.kinds for part in one.rule.parts or () if part.startswith(kind))
         kinds.setdefault(one.block, set()).update(found)

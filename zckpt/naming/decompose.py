@@ -176,6 +176,8 @@ def _aliases(catalog: Catalog, scheme: Scheme, facts: Facts) -> dict[str, str]:
 def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> list[TensorEntry]:
     """The parts in one tensor."""
     templates = rule.parts or ()
+    if rule.is_of_many:
+        return [replace_name(entry, rule.part_of_many(entry.name))]
     if rule.is_plain:
         return [replace_name(entry, fill_template(templates[0], fit.block, fit.expert))]
     if rule.inputs >= 0:

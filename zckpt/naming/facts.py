@@ -61,7 +61,7 @@ class Facts:
         values: fact -> its value: query_heads, key_heads, head_size, blocks, experts, vocabulary, hidden, intermediate, tied,
             gated, ranks (tensor-parallel ones), version (Megatron's, of checkpoints), model_type (of the config), ...
         arguments: of the run, by its own names with `_`; plain values.
-        config: transformers' config of the model, where there is one.
+        config: transformers' config of the model, where there is one, with the text model's keys at the top.
         path: the checkpoint, for errors.
     """
 
@@ -139,10 +139,10 @@ def facts_of(
     """
     arguments = run_arguments(catalog, directory)
     version = catalog.extras.get("checkpoint_version")
-    given = _flat(config or {})
+    given = flat_config(config or {})
     values: dict[str, object] = {name: _number(keys, given, arguments) for name, keys in _KEYS.items()}
     values["key_heads"] = _key_heads(given, arguments)
-    values["tied"] = _is_head_tied(given, arguments)
+    values["tied"] = _is_head_tied(config or {}, given, arguments)
     values["rotary_form"] = _rotary_form(config)
     values["window"] = _window(arguments)
     values["model_type"] = kind if isinstance(kind := (config or {}).get("model_type"), str) else None
@@ -159,8 +159,9 @@ def facts_of(
         values |= {"vocabulary": vocabulary, "vocabulary_from": "the config"}
     values["homes"] = tuple(dict.fromkeys(filter(None, (home, directory))))
     return Facts(
-        {name: value for name, value in values.items() if value is not None}, arguments, config, catalog.source.path
-    )
+        {name: value for name, value in values.items() if value is not None}, arguments,
+        None if config is None else given, catalog.source.path,
+    )  # fmt: skip
 
 
 def _rotary_form(config: Mapping[str, Any] | None) -> str | None:
@@ -174,9 +175,11 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     """The facts, with what the parts' names and shapes show: sizes, numbers of blocks and experts, heads, gates."""
     first: dict[str, tuple[int, ...]] = {}
     blocks, experts, dense, routed, linear = -1, -1, set[int](), set[int](), set[int]()
+    most = -1  # with those of other stacks, such as a tower of images
     for name, entry in parts.tensors.items():
         part, block, expert = parse_part_name(name)
-        blocks, experts = max(blocks, block), max(experts, expert)
+        most, experts = max(most, block), max(experts, expert)
+        blocks = blocks if part.startswith("blocks.{b}.own.") else max(blocks, block)
         if part.startswith("blocks.{b}.mlp."):
             dense.add(block)
         elif part == "blocks.{b}.router.weight":
@@ -184,6 +187,7 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
         elif part == "blocks.{b}.linear.output.weight":
             linear.add(block)
         first.setdefault(part, entry.shape)
+    blocks = most if blocks < 0 else blocks
     found: dict[str, object] = {
         fact: first[part][dim] for fact, (part, dim) in SHAPES.items() if part in first and len(first[part]) > dim
     }
@@ -333,7 +337,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def flat_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config with the keys of its nested text model at the top."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else config
@@ -360,10 +364,13 @@ def _key_heads(config: Mapping[str, object], arguments: Mapping[str, object]) ->
     return _number(("num_query_groups", "num_attention_heads_kv", "num_kv_heads"), arguments)
 
 
-def _is_head_tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
-    """Whether the head is the embedding; None if nothing records it."""
-    if isinstance(said := config.get("tie_word_embeddings"), bool):
-        return said
+def _is_head_tied(
+    config: Mapping[str, object], text: Mapping[str, object], arguments: Mapping[str, object]
+) -> bool | None:
+    """Whether the head is the embedding; None if nothing records it. A whole model says it before its text model."""
+    for one in (config, text):
+        if isinstance(said := one.get("tie_word_embeddings"), bool):
+            return said
     if isinstance(said := arguments.get("share_embeddings_and_output_weights"), bool):
         return said
     if isinstance(said := arguments.get("tie_embed_logits"), bool):

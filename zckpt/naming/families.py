@@ -26,7 +26,7 @@ from typing import Any
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
-from zckpt.naming.facts import SHAPES, Facts
+from zckpt.naming.facts import SHAPES, Facts, flat_config
 from zckpt.naming.parts import parse_part_name
 from zckpt.naming.rotary import rope_conflicts, rope_scaling_of
 from zckpt.naming.schemes import Scheme
@@ -273,10 +273,11 @@ def check_config(config: Mapping[str, object], family: Scheme, parts: Catalog, f
             expected=f"model_type {' or '.join(map(repr, types))}", file=facts.path,
             remedy="Pass the config.json of this model with --config, or another --to.",
         )  # fmt: skip
+    said = flat_config(config)
     wrong = [
-        f"{key} {config[key]}, but {value:,} in the tensors"
+        f"{key} {said[key]}, but {value:,} in the tensors"
         for key, value in _from_facts(family, parts, facts).items()
-        if type(value) is int and config.get(key) not in (None, value) and _is_shown(family.config["facts"][key], facts)
+        if type(value) is int and said.get(key) not in (None, value) and _is_shown(family.config["facts"][key], facts)
     ]
     if wrong:
         raise InconsistentError(

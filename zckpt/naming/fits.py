@@ -6,7 +6,7 @@ For `checks.like`, where transformers is not there to say it, and for jobs that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.tied import LANGUAGE_HEADS
 from zckpt.naming.decompose import decompose_with_origins
-from zckpt.naming.facts import Facts, facts_of, with_parts
+from zckpt.naming.facts import Facts, facts_of, flat_config, with_parts
 from zckpt.naming.families import architecture_of
 from zckpt.naming.parts import fill_template, parse_part_name
 from zckpt.naming.recognise import by_config
@@ -40,9 +40,9 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     "blocks.{b}.mlp.up.weight": ("intermediate", "hidden"),
     "blocks.{b}.mlp.down.weight": ("hidden", "intermediate"),
     "blocks.{b}.router.weight": ("experts", "hidden"),
-    "blocks.{b}.experts.{e}.gate.weight": ("expert_intermediate", "hidden"),
-    "blocks.{b}.experts.{e}.up.weight": ("expert_intermediate", "hidden"),
-    "blocks.{b}.experts.{e}.down.weight": ("hidden", "expert_intermediate"),
+    "blocks.{b}.experts.{e}.gate.weight": ("expert_intermediate", "expert_hidden"),
+    "blocks.{b}.experts.{e}.up.weight": ("expert_intermediate", "expert_hidden"),
+    "blocks.{b}.experts.{e}.down.weight": ("expert_hidden", "expert_intermediate"),
 }
 """Part -> its extents, as facts of a config; extents with unknown facts are not compared."""
 
@@ -121,12 +121,15 @@ def _misfits_of_family(catalog: Catalog, config: Mapping[str, Any]) -> Misfits |
         facts = with_parts(found.facts, found.parts)
     except ZckptError as error:
         return Misfits(by, [], [name for name in fits if fits[name] is None], {}, str(error))
-    wanted = _read_facts(family, config)
-    expected = _list_expected(family, facts, fits, wanted)
-    missing = [names[0] for names in expected if not any(one in fits for one in names)]
-    places = {one for names in expected for one in names[:1]} | found.dropped.keys()
+    wanted = _read_facts(family, flat_config(config))
+    counts = {head: _count_at(config, key) for head, key in family.stacks.items()}
+    expected = _list_expected(family, facts, fits, wanted, counts)
+    missing = [names[0] for names, _ in expected if not any(one in fits for one in names)]
+    places = {one for names, good in expected for one in names[:good]} | found.dropped.keys()
+    places |= {name for name, fit in fits.items() if fit is not None and any(rule.is_of_many for rule in fit.rules)}
     ignored = [name for name in fits if name not in places]
-    shapes = _find_shapes(found.parts, found.origins, wanted)
+    vary = {part for rule in family.rules if rule.varies for part in rule.parts or ()}
+    shapes = _find_shapes(found.parts, found.origins, wanted, vary)
     for part in ("embedding.weight", "head.weight"):  # of which parts have the rows that the config says
         entry, rows = catalog.tensors.get(found.origins.get(part, "")), wanted.get("vocabulary")
         if entry is not None and rows is not None and entry.shape and entry.shape[0] != rows:
@@ -145,6 +148,8 @@ def _read_facts(family: Scheme, config: Mapping[str, Any]) -> dict[str, int]:
     if "experts" in _facts_of(family) and (number := next((n for n in experts if type(n) is int), None)) is not None:
         found["experts"] = number
     heads, hidden = found.get("query_heads"), found.get("hidden")
+    if type(inner := config.get("moe_latent_size") or hidden) is int:
+        found["expert_hidden"] = inner
     if heads and hidden and "head_size" not in found and config.get("head_dim") is None and hidden % heads == 0:
         found["head_size"] = hidden // heads
     if "num_key_value_heads" in family.config["facts"] and config.get("num_key_value_heads") is None and heads:
@@ -152,14 +157,27 @@ def _read_facts(family: Scheme, config: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
+def _count_at(config: Mapping[str, Any], key: str) -> int | None:
+    """How many blocks a key of a config says, which may be in an inner one (`vision_config.depth`); of a list, its length."""
+    found: Any = config
+    key, _, less = key.partition("-")
+    for word in key.split("."):
+        found = found.get(word) if isinstance(found, Mapping) else None
+    return len(found) if isinstance(found, list) else found - int(less or 0) if type(found) is int else None
+
+
 def _facts_of(family: Scheme) -> set[str]:
     return {said if isinstance(said, str) else said[0] for said in family.config["facts"].values()}
 
 
 def _list_expected(
-    family: Scheme, facts: Facts, fits: Mapping[str, Fit | None], wanted: Mapping[str, int]
-) -> list[tuple[str, ...]]:
-    """The tensors of a model, each as the spellings of its name, the hub's first."""
+    family: Scheme,
+    facts: Facts,
+    fits: Mapping[str, Fit | None],
+    wanted: Mapping[str, int],
+    counts: Mapping[str, int | None],
+) -> list[tuple[tuple[str, ...], int]]:
+    """The tensors of a model, each as the spellings of its name, the hub's first, and how many are the hub's."""
     there: dict[int, set[str]] = {}
     for fit in filter(None, fits.values()):
         for rule in fit.rules:
@@ -169,16 +187,18 @@ def _list_expected(
     blocks = wanted.get("blocks") or max(there, default=-1) + 1
     experts = wanted.get("experts") or facts.whole("experts") or 0
     some_routed = any("router.weight" in part for part in anywhere)
-    found: list[tuple[str, ...]] = []
+    found: list[tuple[tuple[str, ...], int]] = []
     used: set[tuple[str, int]] = set()
     for rule in family.rules:
         if rule.parts is None or not facts.meet(rule.when) or (rule.optional and not anywhere.issuperset(rule.parts)):
             continue
+        if rule.is_of_many:
+            continue
         part = rule.parts[0]
         if part == "head.weight" and facts.get("tied") is True and part not in there.get(-1, ()):
             continue
-        stack = "decoder_blocks" if "decoder" in rule.names[0] else "encoder_blocks"
-        for block in range(wanted.get(stack) or blocks) if "{b}" in part else (-1,):
+        stack = next((number for head, number in counts.items() if rule.names[0].startswith(head)), None)
+        for block in range(blocks if stack is None else stack) if "{b}" in part else (-1,):
             own = there.get(block, set())
             routed = any(p.startswith(_OF_EXPERTS) for p in own) or (
                 some_routed and not any(p.startswith("blocks.{b}.mlp.") for p in own)
@@ -190,7 +210,7 @@ def _list_expected(
                 continue
             used |= {(p, block) for p in rule.parts}
             numbers = range(experts) if "{e}" in rule.names[0] else (-1,)
-            found += [tuple(fill_template(name, block, e) for name in rule.names) for e in numbers]
+            found += [(tuple(fill_template(name, block, e) for name in rule.names), rule.on_the_hub) for e in numbers]
     return found
 
 
@@ -203,16 +223,19 @@ def _is_there(part: str, routed: bool) -> bool:
 
 
 def _find_shapes(
-    parts: Catalog, origins: Mapping[str, str], wanted: Mapping[str, int]
+    parts: Catalog, origins: Mapping[str, str], wanted: Mapping[str, int], vary: Collection[str]
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Tensors with a part with other extents than the config gives, or than the part has in most blocks."""
+    """Tensors with a part with other extents than the config gives, or than it has in most blocks if it does not vary."""
     found: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, Counter[Shape]] = {}
     for name, entry in parts.tensors.items():
         kinds.setdefault(parse_part_name(name).part, Counter())[entry.shape] += 1
     for name, entry in parts.tensors.items():
-        usual, _ = kinds[parse_part_name(name).part].most_common(1)[0]
-        said = _SHAPES.get(parse_part_name(name).part, ())
+        part = parse_part_name(name).part
+        usual, _ = kinds[part].most_common(1)[0]
+        said = _SHAPES.get(part, ())
+        if part in vary:
+            usual, said = entry.shape, tuple(text if text == "hidden" else "" for text in said)
         same = len(said) == len(usual)
         own = tuple(_extent(text, wanted, here) for text, here in zip(said, usual, strict=True)) if same else usual
         if own != entry.shape:

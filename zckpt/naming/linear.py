@@ -69,6 +69,8 @@ def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers |
     if family is None or family in _OTHER_CLASSES:
         return None
     own = scheme(f"hf-{family}")
+    if own.stacks:  # a tower, or an encoder: which of its layers loaders take quantised is not known
+        return None
     linear: set[str] = set()
     other: set[str] = set()
     precise: set[str] = set()

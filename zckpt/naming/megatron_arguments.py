@@ -132,12 +132,12 @@ def check_computed(config: Mapping[str, object] | None, path: str) -> None:
     Raises:
         UnsupportedError: it does not; says why.
     """
-    family = None if config is None else family_of(whole_config(config).get("model_type"))
-    if family is not None and (why := (family.megatron or {}).get("cannot")):
-        raise UnsupportedError(
-            f"the model is one that {_WRITER}", file=path,
-            found=f"model_type {whole_config(config or {})['model_type']!r}: {why}", remedy=_REMEDY,
-        )  # fmt: skip
+    for kind in () if config is None else (config.get("model_type"), whole_config(config).get("model_type")):
+        family = family_of(kind)
+        if family is not None and (why := (family.megatron or {}).get("cannot")):
+            raise UnsupportedError(
+                f"the model is one that {_WRITER}", file=path, found=f"model_type {kind!r}: {why}", remedy=_REMEDY
+            )
 
 
 def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object], multiple: int) -> dict[str, object]:

@@ -83,6 +83,11 @@ def is_part(template: str) -> bool:
     return template in ALL or template.startswith(_OWN)
 
 
+def is_own(name: str) -> bool:
+    """Whether the part of this name is one that one family alone has."""
+    return parse_part_name(name).part.startswith(_OWN)
+
+
 def own_part(name: str) -> str:
     """The part of one family for a tensor of this name, which has `{b}` and `{e}` for numbers."""
     home = _OWN[("{b}" in name) + ("{e}" in name)]

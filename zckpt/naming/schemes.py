@@ -9,7 +9,7 @@ those in `family_files`, one each; `add_family` adds a user's.
 - name: the tensor's name, or a list of spellings that are read; the first is written. `{b}` and `{e}` are the numbers
   of a block and of an expert, `{kind}` is `weight` or `bias`, `*` is anything.
 - parts: the part in it, or a list of the parts (`naming.parts` lists them), or null if it is left out; "=" for a part
-  that no other program has, which is the tensor as it is.
+  that no other program has, which is the tensor as it is. With a name that ends in `*`, it is all such tensors.
 "how" is an object with any of these:
 - "note": of a tensor that is left out: the sentence that is said.
 - "rows": how several parts lie in the first dimension: "joined" (one after the other; it is so where nothing is said), "groups:N"
@@ -33,18 +33,22 @@ those in `family_files`, one each; `add_family` adds a user's.
 - "plus": what is added to the parts' elements in the tensor, as fp32: 1 for norms that the parts have counted from one.
 - "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is.
 - "some": true for a tensor that only some blocks of a kind have.
+- "varies": true for a tensor that has not the same shape in all blocks.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
-Of two rules with names that fit, the first with facts that fit is taken; a fact is looked up in the config and in
-the run's arguments too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are
-there; a part is used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all
-tensors have them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`);
+Of two rules with names that fit, the first with facts that fit is taken; a fact is looked up in the config and in the run's
+arguments too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are there; a
+part is used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all tensors
+have them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`);
 "written" gives facts their values for writing; "together" lists parts that a model has all of or none of; "kinds" lists
-beginnings of parts that tell kinds of blocks apart; "own_job" is true for names that
-only a command of its own writes, since files with them need more than tensors. A family with "like" has all that another one
-has, where it says nothing else: objects are joined key by key (null takes a key away, but in "fixed"), lines of "tensors" replace
-those with the same first part (a name that is null takes them away). "config" and "recognised" are explained in `families`,
-"rotary" in `rotary`, "megatron" in `megatron_arguments`, "defaults" and "names" in `config_keys`; docs/families.md shows how to
-add one.
+beginnings of parts that tell kinds of blocks apart, several of one kind as a list; "own_job" is true for names that only a
+command of its own writes, since files with them need more than tensors. A family with "like" has all that another one has,
+where it says nothing else: objects are joined key by key (null takes a key away, but in "fixed"), lines of "tensors" replace
+those with the same first part (a name that is null takes them away); "under" says where its names are here: a beginning there
+-> the one here. "memory" says where a family's tensors are in memory, in any version of transformers: a beginning of names on
+the hub -> one or several; "also" says it of other names that files on the hub have. "stacks" tells the stacks of blocks of a
+model with several: a beginning of names -> the key of the config that says how many blocks, perhaps with `-1` behind it, or
+that lists one thing for each. "config" and "recognised" are explained in `families`, "rotary" in `rotary`, "megatron" in
+`megatron_arguments`, "defaults" and "names" in `config_keys`; docs/families.md shows how to add one.
 
 Example: ["h.{b}.qkv.{kind}", ["blocks.{b}.attention.query.{kind}", "blocks.{b}.attention.key.{kind}",
 "blocks.{b}.attention.value.{kind}"], {"rows": "groups:query_heads"}].
@@ -66,6 +70,7 @@ from zckpt.base.extensions import Extension, extensions
 from zckpt.base.words import count, examples
 from zckpt.naming.local_names import local_names, local_template
 from zckpt.naming.parts import KINDS, is_part, own_part
+from zckpt.naming.scheme_tables import add_to_table, other_spellings, parts_of_line
 
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
 FAMILIES = os.path.join(os.path.dirname(__file__), "family_files")
@@ -104,6 +109,8 @@ class NamingRule:
         axis: the axis that numbers blocks; 0 where `stack` says it.
         inputs: dimensions of an array of Flax that are a matrix's inputs; -1 for other tensors.
         root: a fact; its root, times the elements, is the part's. Empty for none.
+        varies: whether its shape is not the same in all blocks.
+        on_the_hub: how many of the names, from the first on, are ones that files on the hub have.
     """
 
     number: int
@@ -129,6 +136,8 @@ class NamingRule:
     axis: int = 0
     inputs: int = -1
     root: str = ""
+    varies: bool = False
+    on_the_hub: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -138,6 +147,16 @@ class NamingRule:
             and len(self.parts) == 1
             and not (self.stack or self.transpose or self.pairs or self.vocabulary or self.plus or self.inputs >= 0)
         )
+
+    @property
+    def is_of_many(self) -> bool:
+        """Whether it takes all tensors with names that begin alike, each as a part of its own."""
+        return self.parts is not None and self.parts[0].endswith("*")
+
+    def part_of_many(self, name: str) -> str:
+        """The part of one of these tensors."""
+        head = next(text[:-1] for text in self.names if name.startswith(text[:-1]))
+        return (self.parts or ("",))[0][:-1] + name[len(head) :]
 
 
 class Fit(NamedTuple):
@@ -165,7 +184,7 @@ class Scheme:
         has_local_names: whether names are read without what wraps them.
         written: fact -> its value, or the fact that it equals, when tensors are written.
         together: parts that a model has all of or none of, such as the biases that one setting switches on.
-        kinds: beginnings of parts that tell kinds of blocks apart.
+        kinds: beginnings of parts that tell kinds of blocks apart; several of one kind.
         has_own_job: whether only a command of its own writes these names.
         config: how transformers' config is made; empty for other writers.
         recognised: what says that a model is of this family.
@@ -173,6 +192,7 @@ class Scheme:
         megatron: what Megatron-Core's arguments say of it; None if nobody has said it.
         defaults: what its class in transformers takes where a config says nothing.
         spellings: other names of keys of its config -> the class's own.
+        stacks: beginnings of names -> the key of the config that says how many blocks are there.
     """
 
     name: str
@@ -182,7 +202,7 @@ class Scheme:
     has_local_names: bool = False
     written: Mapping[str, object] = field(default_factory=dict[str, object])
     together: tuple[tuple[str, ...], ...] = ()
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[tuple[str, ...], ...] = ()
     has_own_job: bool = False
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     recognised: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -190,6 +210,7 @@ class Scheme:
     megatron: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     spellings: Mapping[str, str] = field(default_factory=dict[str, str])
+    stacks: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def is_of_transformers(self) -> bool:
@@ -433,44 +454,7 @@ def _whole_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
         return data
     if data["like"] not in _own_families():
         raise ValueError(f"like {data['like']!r}, which is not a family of zckpt")
-    base = {**_whole_data(_read(os.path.join(FAMILIES, f"{data['like']}.json")))}
-    for key in ("family", "about", "like", "recognised", "defaults", "names"):
-        base.pop(key, None)
-    own: dict[str, list[Any]] = {}
-    for line in data.get("tensors", ()):
-        own.setdefault(_key(line), []).append(line)
-    said, lines = frozenset(own), list[Any]()
-    for line in base["tensors"]:
-        lines += own.pop(_key(line), []) if _key(line) in said else [line]
-    lines += (line for more in own.values() for line in more)
-    return {**_merge_objects(base, data), "tensors": [line for line in lines if line[0]]}
-
-
-def _merge_objects(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects merged key by key; null removes a key, but in "fixed" it is the config's value."""
-    found = dict(base)
-    for key, value in more.items():
-        if key == "fixed":
-            found[key] = {**found.get(key, {}), **value}
-        elif isinstance(value, dict) and isinstance(found.get(key), dict):
-            found[key] = _merge_objects(found[key], value)
-        elif value is None:
-            found.pop(key, None)
-        else:
-            found[key] = value
-    return found
-
-
-def _parts(line: Any) -> list[str]:
-    """The parts in a line of a table."""
-    parts = line["parts"] if isinstance(line, dict) else line[1]
-    return [parts] if isinstance(parts, str) else parts or []
-
-
-def _key(line: Any) -> str:
-    """The key of a line of a table: the first part, or the name if it has no part."""
-    first = next(iter(_parts(line)), "=")
-    return str(line[0]) if first == "=" else first
+    return add_to_table(_whole_data(_read(os.path.join(FAMILIES, f"{data['like']}.json"))), data)
 
 
 def parse_scheme(data: Mapping[str, Any]) -> Scheme:
@@ -479,22 +463,26 @@ def parse_scheme(data: Mapping[str, Any]) -> Scheme:
     for line in data["tensors"]:
         written = line if isinstance(line, dict) else dict(zip(("name", "parts"), line), **(line[2:] or [{}])[0])
         names = written["name"] if isinstance(written["name"], list) else [written["name"]]
-        written["parts"] = None if written["parts"] is None else _parts(line)
+        also = other_spellings(names[:1], data.get("also", {}))
+        names = [*names[:1], *also, *names[1:], *other_spellings(names, data.get("memory", {}))]
+        written["parts"] = None if written["parts"] is None else parts_of_line(line)
         if written["parts"] == ["="]:
             written["parts"] = [own_part(names[0])]
         for kind in KINDS if any("{kind}" in text for text in (*names, *(written["parts"] or ()))) else ("",):
-            rules.append(_rule(len(rules), written, names, kind))
+            rules.append(_rule(len(rules), written, names, kind, 1 + len(also)))
     keys = {key: data.get(key, {}) for key in ("written", "config", "recognised", "rotary", "defaults")}
     return Scheme(
         f"hf-{data['family']}" if "family" in data else data["scheme"], data["about"], tuple(rules),
         tuple(data.get("prefixes", ())), data.get("local_names", False),
-        together=tuple(map(tuple, data.get("together", ()))), kinds=tuple(data.get("kinds", ())),
+        together=tuple(map(tuple, data.get("together", ()))),
+        kinds=tuple((one,) if isinstance(one, str) else tuple(one) for one in data.get("kinds", ())),
+
         has_own_job=data.get("own_job", False),
-        megatron=data.get("megatron"), spellings=data.get("names", {}), **keys,
+        megatron=data.get("megatron"), spellings=data.get("names", {}), stacks=data.get("stacks", {}), **keys,
     )  # fmt: skip
 
 
-def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: str) -> NamingRule:
+def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: str, on_the_hub: int) -> NamingRule:
     parts = written["parts"]
     when = {
         fact: tuple(value) if isinstance(value, list) else (value,) for fact, value in written.get("when", {}).items()
@@ -523,6 +511,8 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         written.get("axis", 0),
         written.get("inputs", -1),
         written.get("root", ""),
+        written.get("varies", False),
+        on_the_hub,
     )
 
 

@@ -26,7 +26,7 @@ from zckpt.naming.decompose import Decomposed, decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.hub_form import in_hub_form
-from zckpt.naming.parts import fill_template, parse_part_name
+from zckpt.naming.parts import fill_template, is_own, parse_part_name
 from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import Scheme, add_family, recorded_family, scheme, scheme_of, schemes
 from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
@@ -176,12 +176,28 @@ def _in_parts(
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
     facts = facts_of(catalog, known, directory, rules, home=place.home.path, vocab_size=naming.vocab_size)
     found = decompose_with_origins(catalog, source, facts)
+    if naming.writer == GGUF and source.stacks:
+        found = _text_alone(found)
     facts = with_parts(found.facts, found.parts)
     if known is None:
         family, more = by_parts(found.parts, facts)
         notes += more
         known = make_config(scheme(f"hf-{family}"), found.parts, facts)
     return found, facts, known, notes
+
+
+def _text_alone(found: Decomposed) -> Decomposed:
+    """The model without the towers that only its family has."""
+    note = (
+        "What the model sees and hears with is left out: to-gguf --mmproj writes a file of it, where llama.cpp has one"
+    )
+    parts = {name: entry for name, entry in found.parts.tensors.items() if not is_own(name)}
+    gone = {found.origins[name]: note for name in found.parts.tensors if is_own(name)}
+    said = (f"{note} ({count(len(gone), 'tensor')}).",) if gone else ()
+    return replace(
+        found, parts=replace(found.parts, tensors=parts), notes=(*found.notes, *said),
+        left_out=(*found.left_out, *gone), dropped={**found.dropped, **gone},
+    )  # fmt: skip
 
 
 def _are_alike(parts: Catalog) -> bool:
