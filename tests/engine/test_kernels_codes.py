@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from zckpt._core import use_vector_paths
 from zckpt.core.folds import MatrixBlocks, NumberGrid
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 
@@ -20,6 +22,7 @@ CASES = [
     MatrixBlocks(64, 130, 128, 128, 64),
     MatrixBlocks(10, 33, 1, 33, 3),
     MatrixBlocks(10, 33, 100, 33),
+    MatrixBlocks(9, 96, 1, 16),
     MatrixBlocks(0, 5, 2, 2),
 ]
 
@@ -36,27 +39,39 @@ def count_of(blocks: MatrixBlocks) -> int:
     return -(-blocks.columns // blocks.block_columns) * -(-(blocks.first + blocks.rows) // blocks.block_rows)
 
 
+@pytest.fixture(params=["any processor", "AVX2", "AVX-512"], autouse=True)
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which instructions the C++ loops use, as far as this processor has them."""
+    use_vector_paths(request.param != "any processor", request.param == "AVX-512")
+    yield
+    use_vector_paths(True)
+
+
 @pytest.mark.parametrize("blocks", CASES)
-@pytest.mark.parametrize("kind", ["bits", "weights"])
+@pytest.mark.parametrize("kind", ["bits", "weights", "bits of bf16", "weights of bf16"])
 def test_both_give_the_same(blocks: MatrixBlocks, kind: str) -> None:
     count = blocks.rows * blocks.columns
-    x = numbers(count) if kind == "bits" else np.random.default_rng(1).normal(size=count).astype(np.float32)
+    x = numbers(count) if "bits" in kind else np.random.default_rng(1).normal(size=count).astype(np.float32)
+    whole = x
+    if "bf16" in kind:
+        x = (x.view(np.uint32) >> 16).astype(np.uint16)
+        whole = (x.astype(np.uint32) << 16).view(np.float32)
     results = []
     for kernels in KERNELS:
         largest = np.full(count_of(blocks), 7, np.float32)
         kernels.largest(x, blocks, largest)
         with np.errstate(all="ignore"):
             factors = np.where(np.isfinite(largest) & (largest > 0), largest, np.float32(448)) / np.float32(448)
-        product, bits = x.copy(), {grid: np.empty(count, np.uint8) for grid in NumberGrid}
+        product, bits = whole.copy(), {grid: np.empty(count, np.uint8) for grid in NumberGrid}
         rounded = {grid: kernels.to_codes(grid, x, blocks, factors, bits[grid]) for grid in NumberGrid}
         kernels.multiply_blocks(product, blocks, factors)
         with np.errstate(all="ignore"):
             product = np.where(np.isnan(product), np.float32(0), product)
         results.append((largest.tobytes(), [one.tobytes() for one in bits.values()], product.tobytes(), repr(rounded)))
     assert results[0] == results[1]
-    if kind == "weights" and count:
+    if "weights" in kind and count:
         own = rounded[NumberGrid.E4M3]
-        assert largest.max() == np.abs(x).max() and own.saturated == 0 and 0 < own.error < 0.2
+        assert largest.max() == np.abs(whole).max() and own.saturated == 0 and 0 < own.error < 0.2
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -152,6 +153,15 @@ def test_a_thin_product_is_rounded_as_processors_fuse() -> None:
         NativeKernels().add_low_rank(total, left, right, 5, 1.0)
 
 
+@pytest.fixture(params=[True, False])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether the C++ loops use what not every processor has."""
+    use_vector_paths(request.param)
+    yield
+    use_vector_paths(True)
+
+
+@pytest.mark.usefixtures("instructions")
 def test_blocks_are_those_of_gguf() -> None:
     """Both engines give the bits of the gguf package, halves away from zero too, and equal ones for what it leaves open."""
     from gguf.quants import Q8_0
@@ -175,6 +185,11 @@ def test_blocks_are_those_of_gguf() -> None:
         kernels.to_q8_0(wild, blocks)
         kernels.of_q8_0(blocks, back)
         of_wild.append((blocks.tobytes(), back))
+        of_bf16 = np.empty(34_000, np.uint8)
+        bf16 = (wild.view(np.uint32) >> 16).astype(np.uint16)
+        kernels.to_q8_0(bf16, of_bf16)
+        kernels.to_q8_0((bf16.astype(np.uint32) << 16).view(np.float32), blocks)
+        assert (of_bf16 == blocks).all()
     assert of_wild[0][0] == of_wild[1][0] and same(of_wild[0][1], of_wild[1][1])
 
 

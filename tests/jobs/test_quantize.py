@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,12 @@ from typer.testing import CliRunner
 
 import zckpt
 from zckpt.cli import app
+from zckpt.core.dtypes import F32
+from zckpt.core.recipes import derive_entry
+from zckpt.engine.kernels import ReferenceKernels
 from zckpt.quantized import grids
-from zckpt.quantized.quantise import Elements, Scales, SecondScale
+from zckpt.quantized.quantise import Elements, Scales, Second, SecondScale
+from zckpt.quantized.targets import second_of
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
 LAYER = "model.layers.0."
@@ -362,9 +369,70 @@ def test_modelopts_own_form_stays_as_it_is(tmp_path: Path, kind: str) -> None:
     assert zckpt.verify(source, out, progress=False).ok
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+def test_a_source_is_opened_once_and_read_as_often_as_it_must_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; for a scale of scales, which is of whole tensors, once before. Scales come from the same reading as codes."""
+    from zckpt import layouts
+    from zckpt.engine import bringing
+
+    source, numel = model(tmp_path / "source", torch.bfloat16), sum(math.prod(SHAPES[name]) for name in LINEAR)
+    read, opened, original = [], [], bringing._Worker.read
+    read_layout = layouts.read
+
+    def counted(self: Any, entry: Any, start: int, stop: int, dtype: Any = None) -> Any:
+        read.append(stop - start)
+        return original(self, entry, start, stop, dtype)
+
+    def opening(*args: Any, **more: Any) -> Any:
+        opened.append(args)
+        return read_layout(*args, **more)
+
+    monkeypatch.setattr(bringing._Worker, "read", counted)
+    monkeypatch.setattr(layouts, "read", opening)
+    monkeypatch.setattr("zckpt.engine.batches.MOST_DISTANT_BYTES", 1)
+    for form in FORMS:
+        zckpt.quantize(source, tmp_path / form, to=form, progress=False)
+        assert sum(read) == numel * (2 if form == "nvfp4" else 1), form
+        assert len(opened) == 1
+        read.clear(), opened.clear()
+        zckpt.quantize(tmp_path / form, tmp_path / f"{form} again", to=form, progress=False)
+        assert len(opened) == 1
+        read.clear(), opened.clear()
+
+
+def test_threads_share_the_reading_for_a_scale_of_scales() -> None:
+    """Each part is read once, whoever reads it; a part that cannot be read stays, for whoever asks next."""
+    entry = derive_entry("w", (4, 1 << 19), F32, None)  # type: ignore[arg-type] - nobody follows the recipe
+    read: list[int] = []
+    both = threading.Barrier(2, timeout=60)
+
+    class Tools:
+        kernels = ReferenceKernels()
+        fails = True
+
+        def read_floats(self, entry: Any, start: int, stop: int) -> Any:
+            if self.fails:
+                raise OSError("a disk")
+            if len(read) < 2:
+                both.wait()  # two threads are in here
+            read.append(start)
+            return np.full(stop - start, start + 1, np.float32)
+
+    tools, second = Tools(), Second((entry,))
+    with pytest.raises(OSError, match="a disk"):
+        second.value(tools)  # type: ignore[arg-type]
+    tools.fails = False
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(second.value, [tools, tools]))  # type: ignore[arg-type, list-item]
+    assert sorted(read) == [n << 19 for n in range(4)]
+    assert found == [second_of(3 * 2**19 + 1)] * 2
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "mxfp8", "int4"])
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, form: str) -> None:
     peaks = []
-    for layers in (12, 120):  # 50 MB of weights, and ten times as much
+    for layers in (6, 60):  # 25 MB of weights, and ten times as much
         at, header = tmp_path / f"sparse{layers}", {}
         at.mkdir()
         size = 2 * 2048 * 1024
@@ -380,7 +448,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + layers * size)
         (at / "config.json").write_text(json.dumps(CONFIG))
-        words = [sys.executable, "-m", "zckpt", "quantize", str(at), str(tmp_path / f"out{layers}"), "--to", "nvfp4"]
+        words = [sys.executable, "-m", "zckpt", "quantize", str(at), str(tmp_path / f"out{layers}"), "--to", form]
         done = subprocess.run([*words, "--json"], capture_output=True, check=True)
         peaks.append(json.loads(done.stdout)["peak_rss_bytes"])
     assert peaks[1] - peaks[0] < 32 << 20 and peaks[1] < 150 << 20, peaks

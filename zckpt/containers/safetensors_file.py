@@ -9,7 +9,8 @@ meaning for both.
 bytes and every tensor is a multiple of its own element, each then begins at a multiple of its element. Example: F32
 (3,), BF16 (5,), U8 (1,) begin at 0, 12, 22; in another order an F32 could begin at an odd byte. With "narrow first" the
 order is the other one where that does not happen: for outputs in which wide tensors (scales) are found while narrow ones
-are computed.
+are computed. With "as aligned" it is the one in which they are given, if each begins so, and that of "narrow first" otherwise:
+for scales that are narrower than codes.
 
 [Note: tied weights] A tensor is stored once, under its kept name; the metadata says `dropped: kept`, by the convention
 of huggingface_hub and safetensors.torch `save_model`.
@@ -31,7 +32,7 @@ from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef, contigu
 from zckpt.core.dtypes import BY_NAME, IN_SAFETENSORS
 from zckpt.core.stores import FileStore
 
-Order = Literal["wide first", "narrow first", "as given"]
+Order = Literal["wide first", "narrow first", "as aligned", "as given"]
 
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
@@ -153,7 +154,8 @@ def skeleton(
         specs: the tensors, in the state dict's order.
         metadata: text for `__metadata__`, beside `format: pt`.
         aliases: dropped name -> kept name.
-        order: those of wider dtypes first; of narrower ones, if all keep their alignment so; or as they are given.
+        order: those of wider dtypes first; of narrower ones, or as they are given, if all keep their alignment so; or as they are
+            given whatever that does.
 
     Raises:
         UnsupportedError: the format cannot hold a dtype or name.
@@ -169,8 +171,11 @@ def skeleton(
             remedy="Write a .bin file instead (--format bin).",
         )
     ordered = [*specs] if order == "as given" else sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    if order == "narrow first" and _is_aligned(rising := sorted(specs, key=lambda spec: spec.dtype.itemsize)):
-        ordered = rising
+    rising = sorted(specs, key=lambda spec: spec.dtype.itemsize)
+    for wanted in {"narrow first": (rising,), "as aligned": (specs, rising)}.get(order, ()):
+        if _is_aligned(wanted):
+            ordered = [*wanted]
+            break
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
     relative: dict[str, int] = {}
     end = 0

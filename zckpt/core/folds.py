@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import F32, DType
+from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.stores import FileStore
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float32]
+    Halves = NDArray[np.uint16]  # bits of bf16
     Whole = NDArray[np.int64 | np.uint32]
     Bytes = NDArray[np.uint8]
     Matrix = NDArray[np.generic]
@@ -147,7 +148,10 @@ class NumberGrid(IntEnum):
 
 
 class Kernels(Protocol):
-    """Loops over elements; the C++ ones and those of the reference give the same bits. Arrays are dense, of one dimension."""
+    """Loops over elements; the C++ ones and those of the reference give the same bits. Arrays are dense, of one dimension.
+
+    Where numbers may be `Halves`, these are bf16, and mean what they are as fp32.
+    """
 
     def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
         """Adds `weight` times each number to `total`, in place: the weight, the product and the sum are rounded to fp32."""
@@ -185,13 +189,15 @@ class Kernels(Protocol):
     def lengths(self, numbers: Floats, base: Floats, kept: Thinned, start: int) -> tuple[float, float]:
         """The sums of |number - base| in fp64, of all and of those that stay: of every 16th element, then of these."""
 
-    def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
+    def largest(self, numbers: Floats | Halves, blocks: MatrixBlocks, found: Floats) -> None:
         """Puts the largest magnitude of each block into `found`; infinity is larger than all numbers, and NaN than infinity."""
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
         """Multiplies the numbers of each block by its factor, in place; products are rounded to fp32."""
 
-    def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+    def to_codes(
+        self, grid: NumberGrid, numbers: Floats | Halves, blocks: MatrixBlocks, factors: Floats, out: Bytes
+    ) -> Rounded:
         """Puts the code of the grid's number that is nearest to (number / its block's factor) into `out`, of two the even one.
 
         The quotient is not rounded before; factors are positive. What is larger than the grid's largest number becomes that. NaN
@@ -236,7 +242,7 @@ class Kernels(Protocol):
             numbers: the result.
         """
 
-    def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
+    def to_q8_0(self, numbers: Floats | Halves, blocks: Bytes) -> None:
         """Writes each 32 numbers as a block of 34 bytes (ggml's Q8_0): the scale as fp16, and the numbers divided by it.
 
         The scale is the largest absolute number by 127. Numbers are rounded to whole ones, halves away from zero. A block that
@@ -284,6 +290,11 @@ class Tools(Protocol):
 
     def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
         """Reads elements and makes them fp32."""
+
+
+def read_numbers(entry: TensorEntry, start: int, stop: int, tools: Tools) -> Floats | Halves:
+    """Elements [start, stop) of a tensor, for loops that take bf16 as it is: half as many bytes pass through memory."""
+    return tools.read(entry, start, stop) if entry.dtype == BF16 else tools.read_floats(entry, start, stop)  # type: ignore[return-value]
 
 
 def fold_elements(

@@ -273,10 +273,11 @@ zckpt::Blocks blocks_of(const std::array<size_t, 5>& b) {
   return {b[0], b[1], b[2], b[3], b[4]};
 }
 
-void largest(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t found) {
+void largest(uintptr_t x, bool halves, const std::array<size_t, 5>& blocks, uintptr_t found) {
   const auto own = blocks_of(blocks);
+  const auto to = reinterpret_cast<float*>(found);  // NOLINT
   nb::gil_scoped_release release;
-  zckpt::largest(reinterpret_cast<const float*>(x), own, reinterpret_cast<float*>(found));  // NOLINT
+  halves ? zckpt::largest(reinterpret_cast<const uint16_t*>(x), own, to) : zckpt::largest(reinterpret_cast<const float*>(x), own, to);  // NOLINT
 }
 
 void multiply_blocks(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t factors) {
@@ -312,14 +313,17 @@ void of_codes(uintptr_t codes, uintptr_t table, const std::array<size_t, 5>& blo
   zckpt::of_codes(bytes_at(codes), at(table), own, at(zeros), at(factors), reinterpret_cast<float*>(x));  // NOLINT
 }
 
-nb::tuple to_codes(int grid, uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t factors, uintptr_t out) {
+nb::tuple to_codes(int grid, uintptr_t x, bool halves, const std::array<size_t, 5>& blocks, uintptr_t factors, uintptr_t out) {
   const auto own = blocks_of(blocks);
   if (grid < 0 || grid >= static_cast<int>(zckpt::NumberGrid::kGrids)) throw std::invalid_argument("a grid");
   zckpt::Rounded found;
   {
     nb::gil_scoped_release release;
-    found = zckpt::to_codes(static_cast<zckpt::NumberGrid>(grid), reinterpret_cast<const float*>(x), own, reinterpret_cast<const float*>(factors),  // NOLINT
-                            reinterpret_cast<uint8_t*>(out));                                                                                    // NOLINT
+    const auto kind = static_cast<zckpt::NumberGrid>(grid);
+    const auto by = reinterpret_cast<const float*>(factors);  // NOLINT
+    const auto to = reinterpret_cast<uint8_t*>(out);          // NOLINT
+    found = halves ? zckpt::to_codes(kind, reinterpret_cast<const uint16_t*>(x), own, by, to)  // NOLINT
+                   : zckpt::to_codes(kind, reinterpret_cast<const float*>(x), own, by, to);    // NOLINT
   }
   return nb::make_tuple(found.saturated, found.underflowed, found.error);
 }
@@ -344,9 +348,11 @@ size_t to_ggml(int kind, uintptr_t x, size_t rows, size_t columns, uintptr_t wei
   return zckpt::to_ggml(static_cast<zckpt::GgmlBlocks>(kind), at(x), rows, columns, at(weights), reinterpret_cast<uint8_t*>(blocks));  // NOLINT
 }
 
-void to_q8_0(uintptr_t numbers, uintptr_t blocks, size_t count) {
+void to_q8_0(uintptr_t numbers, bool halves, uintptr_t blocks, size_t count) {
+  const auto to = reinterpret_cast<uint8_t*>(blocks);  // NOLINT
   nb::gil_scoped_release release;
-  zckpt::to_q8_0(reinterpret_cast<const float*>(numbers), reinterpret_cast<uint8_t*>(blocks), count);  // NOLINT
+  halves ? zckpt::to_q8_0(reinterpret_cast<const uint16_t*>(numbers), to, count)  // NOLINT
+         : zckpt::to_q8_0(reinterpret_cast<const float*>(numbers), to, count);    // NOLINT
 }
 
 void of_q8_0(uintptr_t blocks, uintptr_t numbers, size_t count) {
@@ -446,17 +452,17 @@ NB_MODULE(_core, m) {
   m.def("move_sparsely", &move_sparsely, "total"_a, "count"_a, "first"_a, "terms"_a, "elects"_a, "normalises"_a, "factor"_a);
   m.def("lengths", &lengths, "base"_a, "count"_a, "first"_a, "kept"_a);
   m.def("select_near", &select_near, "numbers"_a, "base"_a, "count"_a, "low"_a, "high"_a, "found"_a);
-  m.def("largest", &largest, "x"_a, "blocks"_a, "found"_a);
+  m.def("largest", &largest, "x"_a, "halves"_a, "blocks"_a, "found"_a);
   m.def("multiply_blocks", &multiply_blocks, "x"_a, "blocks"_a, "factors"_a);
   m.def("split_codes", &split_codes, "raw"_a, "pitch"_a, "rows"_a, "columns"_a, "bits"_a, "high_first"_a, "codes"_a);
   m.def("split_down", &split_down, "raw"_a, "word"_a, "pitch"_a, "bits"_a, "shifts"_a, "first"_a, "count"_a, "codes"_a);
   m.def("join_codes", &join_codes, "codes"_a, "rows"_a, "columns"_a, "pitch"_a, "rest"_a, "out"_a);
   m.def("of_codes", &of_codes, "codes"_a, "table"_a, "blocks"_a, "zeros"_a, "factors"_a, "numbers"_a);
-  m.def("to_codes", &to_codes, "grid"_a, "x"_a, "blocks"_a, "factors"_a, "out"_a);
+  m.def("to_codes", &to_codes, "grid"_a, "x"_a, "halves"_a, "blocks"_a, "factors"_a, "out"_a);
   m.def("to_affine", &to_affine, "x"_a, "groups"_a, "size"_a, "bits"_a, "packed"_a, "scales"_a, "biases"_a);
   m.def("of_ggml", &of_ggml, "kind"_a, "blocks"_a, "count"_a, "numbers"_a);
   m.def("to_ggml", &to_ggml, "kind"_a, "numbers"_a, "rows"_a, "columns"_a, "weights"_a, "blocks"_a);
-  m.def("to_q8_0", &to_q8_0, "numbers"_a, "blocks"_a, "count"_a);
+  m.def("to_q8_0", &to_q8_0, "numbers"_a, "halves"_a, "blocks"_a, "count"_a);
   m.def("copy_aside", &copy_aside, "to"_a, "source"_a, "nbytes"_a);
   m.def("is_beyond_doubt", &is_beyond_doubt, "source"_a, "target"_a, "a"_a, "b"_a, "count"_a);
   m.def("difference", &difference, "before"_a, "after"_a, "nbytes"_a, "width"_a, "ends"_a);
@@ -489,7 +495,7 @@ NB_MODULE(_core, m) {
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes.");
   m.def("inject", &zckpt::inject, "write"_a, "nth"_a, "kind"_a, "Makes the n-th read or write misbehave.");
   m.def("calls", &zckpt::calls, "write"_a, "Reads or writes since `inject`.");
-  m.def("use_vector_paths", [](bool on) { zckpt::vector_paths = on; }, "on"_a);
+  m.def("use_vector_paths", [](bool on, bool wide) { zckpt::vector_paths = on, zckpt::wide_paths = wide; }, "on"_a, "wide"_a = true);
   m.def("has_vector_paths", [] { return zckpt::has(zckpt::Unit::kHalves); });
 #endif
 }

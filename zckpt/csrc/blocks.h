@@ -8,6 +8,7 @@ namespace zckpt {
 // Writes 32 numbers each as a block of 34 bytes, ggml's Q8_0: the largest absolute one by 127 as fp16, and the numbers by that (before
 // it was rounded to fp16), rounded to whole ones, halves away from zero.
 void to_q8_0(const float* x, uint8_t* blocks, size_t count);
+void to_q8_0(const uint16_t* x, uint8_t* blocks, size_t count);  // of bf16
 
 // The other way: whole numbers times their block's scale.
 void of_q8_0(const uint8_t* blocks, float* x, size_t count);

@@ -7,18 +7,11 @@
 #include <cstring>
 
 #include "floats.h"
+#include "number_grids.h"
 #include "simd.h"
 
 namespace zckpt {
 namespace {
-
-template <typename To, typename From>
-ZCKPT_INLINE To as(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &x, sizeof to);
-  return to;
-}
 
 ZCKPT_VECTOR void split_halves(const uint8_t* __restrict raw, size_t bytes, unsigned first, uint8_t* __restrict codes) {
   for (size_t i = 0; i < bytes; ++i) {
@@ -83,48 +76,15 @@ ZCKPT_FOR("avx2") void of_few(const uint8_t* codes, size_t n, const float* table
 
 // ---- numbers to codes ----------------------------------------------------------------------------------------------------------
 
-// A grid has steps of 2^(kLeast - kDigits) below 2^kLeast, and kDigits bits behind the first one from there on. kLargest is the code of its
-// largest number, and kHalfway the middle between that and where the next one would be.
-#ifdef ZCKPT_X86
-#define ZCKPT_SIGNS(with) \
-  ZCKPT_FOR("avx2,fma") static ZCKPT_INLINE __m256i with_signs(__m256i code, __m256i negative) { return with; }
-#else
-#define ZCKPT_SIGNS(with)
-#endif
-struct E4M3 {
-  static constexpr int kDigits = 3, kLeast = -6;
-  static constexpr uint32_t kLargest = 0x7E, kMore = 0, kNan = 0x7F;
-  static constexpr float kHalfway = 464, kTop = 448;
-  static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return code | negative << 7; }
-  ZCKPT_SIGNS(_mm256_or_si256(code, _mm256_and_si256(negative, _mm256_set1_epi32(1 << 7))))
-};
-struct E2M1 {
-  static constexpr int kDigits = 1, kLeast = 0;
-  static constexpr uint32_t kLargest = 7, kMore = 0, kNan = 0;
-  static constexpr float kHalfway = 7, kTop = 6;
-  static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return code | negative << 3; }
-  ZCKPT_SIGNS(_mm256_or_si256(code, _mm256_and_si256(negative, _mm256_set1_epi32(1 << 3))))
-};
-template <int kBits, uint32_t kBase>
-struct Whole {  // steps of 1; below 0 there is one number more
-  static constexpr int kDigits = 0, kLeast = 0;
-  static constexpr uint32_t kLargest = (1 << (kBits - 1)) - 1, kMore = 1, kNan = 0;
-  static constexpr float kHalfway = kLargest + 0.5F, kTop = kLargest;
-  static ZCKPT_INLINE uint32_t with_sign(uint32_t code, uint32_t negative) { return kBase + ((code ^ (0 - negative)) + negative); }
-  ZCKPT_SIGNS(_mm256_and_si256(_mm256_add_epi32(_mm256_sub_epi32(_mm256_xor_si256(code, negative), negative), _mm256_set1_epi32(kBase)), _mm256_set1_epi32(0xFF)))
-};
-
 struct Losses {
   uint32_t saturated, underflowed, error;
 };
 
-constexpr float power(int n) { return n > 0 ? 2 * power(n - 1) : n < 0 ? power(n + 1) / 2 : 1; }
 
 // All bits set where it is so, none where not: choices between numbers without a branch, of which compilers make vector code.
 ZCKPT_INLINE uint32_t mask(bool is) { return 0U - static_cast<uint32_t>(is); }
 ZCKPT_INLINE uint32_t chosen(uint32_t mask, uint32_t yes, uint32_t no) { return (yes & mask) | (no & ~mask); }
 
-ZCKPT_INLINE float scale_for(float factor) { return factor < power(-64) ? power(80) : factor > power(64) ? power(-80) : 1.0F; }
 
 // The quotient is rounded to odd: cut off, and its last bit set if that left something. So rounding it to fewer bits is as if it had not
 // been rounded. What is left is exact in one rounding, as a fused multiply-add or in doubles. It needs numbers that are neither tiny nor huge,
@@ -162,15 +122,25 @@ void round_run(const float* __restrict x, size_t n, float factor, uint8_t* __res
   *losses = {saturated, underflowed, error};
 }
 
-template <typename G>
-Rounded round_anywhere(const float* x, const Blocks& blocks, const float* factors, uint8_t* out) {
+// Numbers as fp32, at most so many of them: those of bf16 are widened beside.
+constexpr size_t kWidened = 2048;
+ZCKPT_INLINE const float* as_floats(const float* x, size_t, float*) { return x; }
+ZCKPT_INLINE const float* as_floats(const Bf16* x, size_t n, float* beside) {
+  for (size_t i = 0; i < n; ++i) beside[i] = as<float>(static_cast<uint32_t>(x[i]) << 16);
+  return beside;
+}
+
+template <typename G, typename X>
+Rounded round_anywhere(const X* x, const Blocks& blocks, const float* factors, uint8_t* out) {
   Rounded rounded;
   uint32_t error = 0;
+  float widened[kWidened];
   for_each_run(blocks, [&](size_t at, size_t n, size_t block) {
-    constexpr size_t kMost = size_t{1} << 30;  // counts of so many fit
+    constexpr size_t kMost = sizeof(X) == sizeof(float) ? size_t{1} << 30 : kWidened;  // counts of so many fit
     for (size_t done = 0; done < n; done += kMost) {
       Losses losses{};
-      round_run<G>(x + at + done, std::min(kMost, n - done), factors[block], out + at + done, &losses);
+      const size_t here = std::min(kMost, n - done);
+      round_run<G>(as_floats(x + at + done, here, widened), here, factors[block], out + at + done, &losses);
       rounded.saturated += losses.saturated;
       rounded.underflowed += losses.underflowed;
       error = std::max(error, losses.error);
@@ -180,12 +150,14 @@ Rounded round_anywhere(const float* x, const Blocks& blocks, const float* factor
   return rounded;
 }
 
-using Round = Rounded (*)(const float*, const Blocks&, const float*, uint8_t*);
-constexpr Round kAnywhere[] = {round_anywhere<E4M3>, round_anywhere<E2M1>, round_anywhere<Whole<8, 0>>, round_anywhere<Whole<4, 8>>};
+template <typename X>
+using Round = Rounded (*)(const X*, const Blocks&, const float*, uint8_t*);
+template <typename X>
+constexpr Round<X> kAnywhere[] = {round_anywhere<E4M3, X>, round_anywhere<E2M1, X>, round_anywhere<Whole<8, 0>, X>, round_anywhere<Whole<4, 8>, X>};
 
 #ifdef ZCKPT_X86
 // The same for eight numbers at once; what was lost is counted in each lane. Codes become bytes of 16 or 32 numbers at a time.
-template <typename G>
+template <typename G, typename X>
 struct RoundEight {
   __m256i saturated, underflowed, error;
   __m256 factor, scale, divisor;
@@ -195,9 +167,9 @@ struct RoundEight {
     factor = _mm256_set1_ps(own), scale = _mm256_set1_ps(lift), divisor = _mm256_set1_ps(own * lift);
   }
 
-  ZCKPT_FOR("avx2,fma") ZCKPT_INLINE __m256i eight(const float* from) {
+  ZCKPT_FOR("avx2,fma") ZCKPT_INLINE __m256i eight(const X* from) {
     constexpr bool kWhole = G::kDigits == 0;
-    const __m256 x = _mm256_loadu_ps(from), none = _mm256_cmp_ps(x, x, _CMP_UNORD_Q), zero = _mm256_setzero_ps();
+    const __m256 x = eight_from(from), none = _mm256_cmp_ps(x, x, _CMP_UNORD_Q), zero = _mm256_setzero_ps();
     const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), x), dividend = _mm256_mul_ps(size, scale);
     const __m256 near = _mm256_min_ps(_mm256_div_ps(dividend, divisor), _mm256_set1_ps(1 << 20)), left = _mm256_fnmadd_ps(near, divisor, dividend);
     const __m256i cut = _mm256_add_epi32(_mm256_castps_si256(near), _mm256_castps_si256(_mm256_cmp_ps(left, zero, _CMP_LT_OQ)));
@@ -226,7 +198,7 @@ struct RoundEight {
     return G::with_signs(code, negative);
   }
 
-  ZCKPT_FOR("avx2,fma") ZCKPT_INLINE void run(const float* x, size_t n, uint8_t* out) {
+  ZCKPT_FOR("avx2,fma") ZCKPT_INLINE void run(const X* x, size_t n, uint8_t* out) {
     size_t i = 0;
     for (; i + 32 <= n; i += 32) {
       const __m256i first = _mm256_packs_epi32(eight(x + i), eight(x + i + 8)), second = _mm256_packs_epi32(eight(x + i + 16), eight(x + i + 24));
@@ -234,10 +206,10 @@ struct RoundEight {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), packed);
     }
     for (; i < n; i += 16) {
-      float rest[16] = {};
+      X rest[16] = {};
       const size_t here = std::min<size_t>(16, n - i);
-      const float* from = x + i;
-      if (here < 16) from = static_cast<const float*>(std::memcpy(rest, from, here * sizeof *from));
+      const X* from = x + i;
+      if (here < 16) from = static_cast<const X*>(std::memcpy(rest, from, here * sizeof *from));
       const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(eight(from), eight(from + 8)), 0xD8);
       const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
       if (here == 16)
@@ -248,9 +220,9 @@ struct RoundEight {
   }
 };
 
-template <typename G>
-ZCKPT_FOR("avx2,fma") Rounded round_with_vectors(const float* x, const Blocks& b, const float* factors, uint8_t* out) {
-  RoundEight<G> all;
+template <typename G, typename X>
+ZCKPT_FOR("avx2,fma") Rounded round_with_vectors(const X* x, const Blocks& b, const float* factors, uint8_t* out) {
+  RoundEight<G, X> all;
   all.saturated = all.underflowed = all.error = _mm256_setzero_si256();
   const size_t across = (b.columns + b.block_columns - 1) / b.block_columns;
   for (size_t row = 0; row < b.rows; ++row, x += b.columns, out += b.columns) {
@@ -270,7 +242,9 @@ ZCKPT_FOR("avx2,fma") Rounded round_with_vectors(const float* x, const Blocks& b
   rounded.error = as<float>(error > 0x7F800000 ? 0x7FC00000 : error);
   return rounded;
 }
-constexpr Round kWithVectors[] = {round_with_vectors<E4M3>, round_with_vectors<E2M1>, round_with_vectors<Whole<8, 0>>, round_with_vectors<Whole<4, 8>>};
+template <typename X>
+constexpr Round<X> kWithVectors[] = {round_with_vectors<E4M3, X>, round_with_vectors<E2M1, X>, round_with_vectors<Whole<8, 0>, X>,
+                                     round_with_vectors<Whole<4, 8>, X>};
 #endif
 
 // ---- groups with a scale and a bias --------------------------------------------------------------------------------------------
@@ -473,12 +447,22 @@ void of_codes(const uint8_t* codes, const float* table, const Blocks& blocks, co
   });
 }
 
-Rounded to_codes(NumberGrid grid, const float* x, const Blocks& blocks, const float* factors, uint8_t* out) {
+template <typename X>
+static Rounded rounded(NumberGrid grid, const X* x, const Blocks& blocks, const float* factors, uint8_t* out) {
   const PlainFloats floats;
 #ifdef ZCKPT_X86
-  if (has(Unit::kMultiplyAdd)) return kWithVectors[static_cast<size_t>(grid)](x, blocks, factors, out);
+  if (has(Unit::kWideLanes)) return to_codes_wide(grid, x, blocks, factors, out);
+  if (has(Unit::kMultiplyAdd)) return kWithVectors<X>[static_cast<size_t>(grid)](x, blocks, factors, out);
 #endif
-  return kAnywhere[static_cast<size_t>(grid)](x, blocks, factors, out);
+  return kAnywhere<X>[static_cast<size_t>(grid)](x, blocks, factors, out);
+}
+
+Rounded to_codes(NumberGrid grid, const float* x, const Blocks& blocks, const float* factors, uint8_t* out) {
+  return rounded(grid, x, blocks, factors, out);
+}
+
+Rounded to_codes(NumberGrid grid, const uint16_t* x, const Blocks& blocks, const float* factors, uint8_t* out) {
+  return rounded(grid, x, blocks, factors, out);
 }
 
 }  // namespace zckpt

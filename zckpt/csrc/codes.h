@@ -25,8 +25,9 @@ enum class NumberGrid { kE4M3, kE2M1, kInt8, kInt4, kGrids };
 
 // The code of the number of a grid that is nearest to each element divided by its block's factor, which is positive; of two that are as
 // near, the even one. The quotient is not rounded before. What is larger than the largest number becomes that; NaN stays it in E4M3, and is 0
-// elsewhere. Codes of int4 begin with 0 for -8.
+// elsewhere. Codes of int4 begin with 0 for -8. Whole numbers of 16 bits are those of bf16.
 Rounded to_codes(NumberGrid grid, const float* x, const Blocks& blocks, const float* factors, uint8_t* out);
+Rounded to_codes(NumberGrid grid, const uint16_t* x, const Blocks& blocks, const float* factors, uint8_t* out);
 
 // Groups of `size` numbers, a multiple of 32, as MLX quantises them: codes of 2 to 8 bits in one stream, least significant bits first, and
 // a scale and a bias for each group; code * scale + bias is the number. Returns how many groups have no such numbers: they hold NaN or

@@ -61,8 +61,10 @@ struct Blocks {
   size_t rows, columns, block_rows, block_columns, first;
 };
 
-// The largest magnitude in each block. Infinity is larger than any number, and NaN (0x7FC00000) than infinity.
+// The largest magnitude in each block. Infinity is larger than any number, and NaN (0x7FC00000) than infinity. Whole
+// numbers of 16 bits are those of bf16.
 void largest(const float* x, const Blocks& blocks, float* found);
+void largest(const uint16_t* x, const Blocks& blocks, float* found);
 
 // Multiplies the elements of each block by its factor, rounded to fp32.
 void multiply_blocks(float* x, const Blocks& blocks, const float* factors);

@@ -32,9 +32,9 @@ namespace zckpt {
 enum class Unit { kHalves, kFolding, kWideFolding, kMultiplyAdd, kWideLanes };
 
 #ifdef ZCKPT_TESTING
-inline std::atomic<bool> vector_paths{true};  // tests switch them off
+inline std::atomic<bool> vector_paths{true}, wide_paths{true};  // tests switch them off
 #else
-constexpr bool vector_paths = true;
+constexpr bool vector_paths = true, wide_paths = true;
 #endif
 
 #if defined(ZCKPT_X86)
@@ -52,13 +52,13 @@ inline bool has(Unit unit) {
   static const bool wide_folding = folding && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx2");
   static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   static const bool wide_lanes = multiply_add && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+                                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("popcnt");
   if (!vector_paths) return false;
   switch (unit) {
     case Unit::kHalves: return halves;
     case Unit::kFolding: return folding;
     case Unit::kWideFolding: return wide_folding;
-    case Unit::kWideLanes: return wide_lanes;
+    case Unit::kWideLanes: return wide_lanes && wide_paths;
     default: return multiply_add;
   }
 #else

@@ -14,7 +14,7 @@ from zckpt.core.folds import Kernels, MatrixBlocks, NumberGrid, Rounded
 from zckpt.engine import kernels_blocks, kernels_codes, kernels_ggml, kernels_to_ggml
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Bytes, Floats, Matrix, Sparsity, Thinned, Whole
+    from zckpt.core.folds import Bytes, Floats, Halves, Matrix, Sparsity, Thinned, Whole
 
 try:
     from zckpt import _core
@@ -64,17 +64,20 @@ class NativeKernels:
             raise ValueError("arrays of different lengths")
         return _core.lengths(_address(base), len(base), start, _KEPT.pack(_address(numbers), *kept))
 
-    def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
+    def largest(self, numbers: Floats | Halves, blocks: MatrixBlocks, found: Floats) -> None:
         kernels_blocks.check(numbers, blocks, found)
-        _core.largest(_address(numbers), blocks, _address(found))
+        _core.largest(_address(numbers), _is_bf16(numbers), blocks, _address(found))
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
         kernels_blocks.check(numbers, blocks, factors)
         _core.multiply_blocks(_address(numbers), blocks, _address(factors))
 
-    def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+    def to_codes(
+        self, grid: NumberGrid, numbers: Floats | Halves, blocks: MatrixBlocks, factors: Floats, out: Bytes
+    ) -> Rounded:
         kernels_blocks.check(numbers, blocks, factors, out)
-        return Rounded(*_core.to_codes(int(grid), _address(numbers), blocks, _address(factors), _address(out)))
+        own = _address(numbers), _is_bf16(numbers)
+        return Rounded(*_core.to_codes(int(grid), *own, blocks, _address(factors), _address(out)))
 
     def to_affine(self, numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
         """As `Kernels.to_affine`."""
@@ -104,8 +107,8 @@ class NativeKernels:
         at = 0 if zeros is None else _address(zeros)
         _core.of_codes(_address(codes), _address(table), blocks, at, _address(factors), _address(numbers))
 
-    def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
-        _core.to_q8_0(_address(numbers), _address(blocks), _blocks(numbers, blocks))
+    def to_q8_0(self, numbers: Floats | Halves, blocks: Bytes) -> None:
+        _core.to_q8_0(_address(numbers), _is_bf16(numbers), _address(blocks), _blocks(numbers, blocks))
 
     def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
         number, count = kernels_ggml.check(kind, blocks, numbers)
@@ -175,13 +178,15 @@ class ReferenceKernels:
     def lengths(self, numbers: Floats, base: Floats, kept: Thinned, start: int) -> tuple[float, float]:
         return task_vectors.lengths(numbers, base, kept, start)
 
-    def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
+    def largest(self, numbers: Floats | Halves, blocks: MatrixBlocks, found: Floats) -> None:
         kernels_blocks.largest(numbers, blocks, found)
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
         kernels_blocks.multiply_blocks(numbers, blocks, factors)
 
-    def to_codes(self, grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+    def to_codes(
+        self, grid: NumberGrid, numbers: Floats | Halves, blocks: MatrixBlocks, factors: Floats, out: Bytes
+    ) -> Rounded:
         return kernels_codes.to_codes(grid, numbers, blocks, factors, out)
 
     def to_affine(self, numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
@@ -202,11 +207,11 @@ class ReferenceKernels:
     ) -> None:
         kernels_codes.of_codes(codes, table, blocks, zeros, factors, numbers)
 
-    def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
+    def to_q8_0(self, numbers: Floats | Halves, blocks: Bytes) -> None:
         import numpy as np
 
         count = _blocks(numbers, blocks)
-        rows, out = numbers.reshape(count, 32), blocks.reshape(count, 34)
+        rows, out = kernels_blocks.widened(numbers).reshape(count, 32), blocks.reshape(count, 34)
         with np.errstate(all="ignore"):
             sound = np.isfinite(rows).all(axis=1, keepdims=True)
             scale = np.where(
@@ -270,11 +275,15 @@ def _shape(total: Floats, left: Floats, right: Floats, rank: int) -> tuple[int, 
     return rows, columns
 
 
-def _blocks(numbers: Floats, blocks: Bytes) -> int:
+def _blocks(numbers: Floats | Halves, blocks: Bytes) -> int:
     """How many blocks of Q8_0 two arrays hold."""
     if numbers.size * 34 != blocks.size * 32 or numbers.size % 32:
         raise ValueError(f"{numbers.size} numbers are no {blocks.size} bytes of blocks")
     return numbers.size // 32
+
+
+def _is_bf16(numbers: Floats | Halves) -> bool:
+    return bool(numbers.dtype.itemsize == 2)
 
 
 def _address(array: Any) -> int:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from zckpt.core.folds import MatrixBlocks
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Bytes, Floats
+    from zckpt.core.folds import Bytes, Floats, Halves
 
 _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 
-def check(numbers: Floats, blocks: MatrixBlocks, of_blocks: Floats, out: Bytes | None = None) -> None:
+def check(numbers: Floats | Halves, blocks: MatrixBlocks, of_blocks: Floats, out: Bytes | None = None) -> None:
     """Makes sure that arrays have the sizes that blocks say; raises ValueError."""
     across, down = _shape(blocks)
     if len(numbers) != blocks.rows * blocks.columns or len(of_blocks) < down * across:
@@ -21,12 +21,20 @@ def check(numbers: Floats, blocks: MatrixBlocks, of_blocks: Floats, out: Bytes |
         raise ValueError(f"{len(out)} bytes for {len(numbers)} numbers")
 
 
-def largest(numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
+def widened(numbers: Floats | Halves) -> Floats:
+    """As fp32: whole numbers of 16 bits are those of bf16."""
+    import numpy as np
+
+    is_bf16 = numbers.dtype.itemsize == 2
+    return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bf16 else numbers  # type: ignore[return-value]
+
+
+def largest(numbers: Floats | Halves, blocks: MatrixBlocks, found: Floats) -> None:
     import numpy as np
 
     check(numbers, blocks, found)
     across, down = _shape(blocks)
-    rows = numbers.reshape(blocks.rows, blocks.columns).view(np.uint32) & np.uint32(_MAGNITUDE)
+    rows = widened(numbers).reshape(blocks.rows, blocks.columns).view(np.uint32) & np.uint32(_MAGNITUDE)
     bits = found.view(np.uint32)
     bits[: down * across] = 0
     if rows.size:

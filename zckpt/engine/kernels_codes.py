@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded
-from zckpt.engine.kernels_blocks import check, multiply_blocks, spread_scales
+from zckpt.engine.kernels_blocks import check, multiply_blocks, spread_scales, widened
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Bytes, Floats, Matrix
+    from zckpt.core.folds import Bytes, Floats, Halves, Matrix
 
 
 class _Shape(NamedTuple):
@@ -145,13 +145,14 @@ def of_codes(
     multiply_blocks(numbers, blocks, factors)
 
 
-def to_codes(grid: NumberGrid, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+def to_codes(grid: NumberGrid, numbers: Floats | Halves, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
     """As `Kernels.to_codes`: quotients are doubles, which lie halfway between two numbers only where the exact
     quotients do.
     """
     import numpy as np
 
     check(numbers, blocks, factors, out)
+    numbers = widened(numbers)
     if not len(numbers):
         return Rounded(0, 0, 0.0)
     shape = _SHAPES[grid]

@@ -17,6 +17,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples, matches
+from zckpt.containers.safetensors_file import Order
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
@@ -26,7 +27,8 @@ from zckpt.jobs.convert import prepare as prepare_copy
 from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
 from zckpt.jobs.groups import Casting
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import Opened, open_asked, open_catalog, strip_wrappers
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.opened import dequantise
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
 from zckpt.jobs.planned import Report, carried_out, protected_places
@@ -227,7 +229,8 @@ class OpenModel(NamedTuple):
     """A model that is open, and chosen from, for an output that is a directory.
 
     Attributes:
-        opened: the checkpoint.
+        stored: the checkpoint, with quantised tensors as they are.
+        opened: the same, with the numbers that these stand for.
         place: of the output.
         bare: the checkpoint's tensors, without wrappers in names.
         stripped: sentences on these.
@@ -236,6 +239,7 @@ class OpenModel(NamedTuple):
         config: of the model.
     """
 
+    stored: Opened
     opened: Opened
     place: Location
     bare: Catalog
@@ -255,7 +259,8 @@ def open_model_for(
             "the output must be a directory", file=place, expected="a directory, which holds config.json beside the weights",
             remedy="Write to a directory, and load or push it as a whole.",
         )  # fmt: skip
-    opened = open_asked(source, asked)
+    stored = open_catalog(source, asked.reading, as_stored=True)
+    opened = dequantise(stored, keeps_dtypes=asked.casting.dtype is None)
     inputs = protected_places(
         opened, source, beside=asked.publishing.beside, named=(asked.naming.form.config, asked.naming.form.layer_names)
     )
@@ -274,7 +279,7 @@ def open_model_for(
             found="no config.json", expected="the model's config.json beside the checkpoint",
             remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
         )  # fmt: skip
-    return OpenModel(opened, place, bare, stripped, form, catalog, config)
+    return OpenModel(stored, opened, place, bare, stripped, form, catalog, config)
 
 
 def prepare(
@@ -284,7 +289,7 @@ def prepare(
     ready = open_model_for(
         checkpoint, out, asked, "there is no config.json, which must say that the weights are quantised"
     )
-    opened, place, bare, stripped, form, catalog, config = ready
+    _, opened, place, bare, stripped, form, catalog, config = ready
     if (copied := _as_stored(checkpoint, out, asked, ready)) is not None:
         return copied
     weights = fp8_weights(
@@ -292,7 +297,8 @@ def prepare(
         asked.own.group_size, asked.own.flags, _powers(catalog) if asked.own.scheme == "nvfp4" else {},
     )  # fmt: skip
     wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
-    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, order="narrow first")
+    beside: Order = "as aligned" if asked.own.scheme == "int4" else "narrow first"  # scales come behind their codes
+    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, order=beside)
     destination = lay_out(wanted, weights.catalog.aliases, target)
     config = {
         **without(config),
@@ -334,7 +340,7 @@ def _as_stored(
     own = asked.own
     if own.quantize or own.keep or not ready.opened.is_plain:
         return None
-    stored = open_catalog(checkpoint, asked.reading, as_stored=True)
+    stored = ready.stored
     scaled = find_scaled(stored.catalog, stored.quantization, () if stored.packed is None else stored.packed.members)
     grids = {name: _grid(one.entry.shape, own.scheme) for name, one in scaled.items() if isinstance(own, Fp8)}
     target = target_of(own.scheme, own.group_size)

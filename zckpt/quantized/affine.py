@@ -147,8 +147,8 @@ class Affine:
         if self.dtype == BF16:  # biases may be negative
             sizes = rounded_to(abs(numbers), BF16)
             signs = numbers.view("uint32") >> 16 & 0x8000
-            return stored_bits(sizes, BF16, tools) | signs.astype("uint16")
-        return stored_bits(numbers, self.dtype, tools)
+            return stored_bits(sizes, BF16) | signs.astype("uint16")
+        return stored_bits(numbers, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from zckpt.base.dataclass import dataclass
 from zckpt.core.folds import MatrixBlocks
 
-_MOST = 1 << 21
-"""The most elements that are computed at once, 8 MiB of fp32; a larger row of blocks stays whole if it has few rows."""
+_MOST = 1 << 19
+"""The most elements that are computed at once, so that a second-level cache has them; a larger row of blocks stays whole."""
+_MOST_WHOLE = 1 << 21
+"""The most elements of a row of blocks that stays whole whatever its rows are: 8 MiB of fp32."""
 _FEW_ROWS = 256
 
 
@@ -47,7 +49,7 @@ class Grid:
     @property
     def is_cut(self) -> bool:
         """Whether blocks are too large to be in memory as a whole."""
-        return self.block_rows > _FEW_ROWS and self.block_rows * self.columns > _MOST
+        return self.block_rows > _FEW_ROWS and self.block_rows * self.columns > _MOST_WHOLE
 
     @property
     def unit(self) -> int:

@@ -16,31 +16,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from threading import Lock
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, U8, DType
-from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools
+from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools, read_numbers
 from zckpt.core.recipes import DerivedStore, derive_entry
 from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
 from zckpt.quantized.dequantise import Dequantised, Narrowed
 from zckpt.quantized.grids import Grid
 from zckpt.quantized.packed import Packed
 from zckpt.quantized.plain import Scaled
-from zckpt.quantized.targets import Target, rounded_to, second_of, stored_bits
+from zckpt.quantized.targets import Target, of_stored_bits, rounded_to, second_of, stored_bits
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
 
 _LEAST = 1e-12
 _LARGEST = 448.0
-_AT_ONCE = 1 << 20
-"""The most elements that are read together for a scale of scales."""
-_MOST_KEPT = 1 << 16
-"""The most scales of a tensor that are kept, if one row of it is enough for some."""
+_AT_ONCE = 1 << 19
+"""The most elements that are read together for a scale of scales: a second-level cache has room for them."""
+_MOST_KEPT = 16 << 20
+"""The most bytes of a tensor's scales that are kept, if one row of it is enough for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +86,59 @@ class Second:
         self.entries = entries
         self.powers = powers
         self.inputs = (*entries, *(one.scales for one in powers))
-        self._lock = Lock()
+        self._changed = Condition()
+        self._parts: list[tuple[int, int]] | None = None
+        self._at_work = 0
+        self._top = 0.0
         self._value: float | None = None
 
     def value(self, tools: Tools) -> float:
-        """It; the first who asks reads the tensors."""
+        """It. The tensors are read for the first who asks; others who ask meanwhile read parts of them, too."""
+        with self._changed:
+            if self._parts is None:
+                wholes = [one.scales for one in self.powers] or self.entries
+                self._parts = [
+                    (number, at) for number, entry in enumerate(wholes) for at in range(0, entry.numel, _AT_ONCE)
+                ]
+            while self._value is None:
+                if self._parts:
+                    self._take_part(self._parts.pop(), self._parts, tools)
+                elif self._at_work:
+                    self._changed.wait()
+                elif self.powers:
+                    self._value = math.ldexp(1.0, min(127, 9 - math.frexp(self._top)[1]))
+                else:
+                    self._value = second_of(self._top)
+            return self._value
+
+    def _take_part(self, part: tuple[int, int], parts: list[tuple[int, int]], tools: Tools) -> None:
+        """Looks at a part while others look at others; one that cannot be read is left to whoever asks next."""
+        self._at_work += 1
+        self._changed.release()
+        top = None
+        try:
+            top = self._top_of(*part, tools)
+        finally:
+            self._changed.acquire()
+            self._at_work -= 1
+            if top is None:
+                parts.append(part)
+            else:
+                self._top = top if math.isnan(top) else max(self._top, top)  # a NaN stays
+            self._changed.notify_all()
+
+    def _top_of(self, number: int, at: int, tools: Tools) -> float:
+        """The largest magnitude or power of a part of a tensor."""
         import numpy as np
 
-        with self._lock:
-            if self._value is None and self.powers:
-                parts = (
-                    BlockScales(one.scales)
-                    .read(at, min(at + _AT_ONCE, one.scales.numel), tools, one.numbers.name)
-                    .max()
-                    for one in self.powers
-                    for at in range(0, one.scales.numel, _AT_ONCE)
-                )
-                self._value = math.ldexp(1.0, min(127, 9 - math.frexp(float(max(parts)))[1]))
-            if self._value is None:
-                found, top = np.zeros(1, np.float32), np.zeros(1, np.float32)
-                for entry in self.entries:
-                    for start in range(0, entry.numel, _AT_ONCE):
-                        part = tools.read_floats(entry, start, min(start + _AT_ONCE, entry.numel))
-                        tools.kernels.largest(part, MatrixBlocks(1, len(part), 1, len(part)), found)
-                        np.maximum(top, found, out=top)
-                self._value = second_of(float(top[0]))
-            return self._value
+        if self.powers:
+            one = self.powers[number]
+            stop = min(at + _AT_ONCE, one.scales.numel)
+            return float(BlockScales(one.scales).read(at, stop, tools, one.numbers.name).max())
+        entry, found = self.entries[number], np.zeros(1, np.float32)
+        part = read_numbers(entry, at, min(at + _AT_ONCE, entry.numel), tools)
+        tools.kernels.largest(part, MatrixBlocks(1, len(part), 1, len(part)), found)
+        return float(found[0])
 
 
 class Quantiser:
@@ -141,10 +168,12 @@ class Quantiser:
         self._lock = Lock()
         self._measuring = Lock()
         self._scales: Any = None
+        self._known: Any = None
         self._given = 0
         self._seen = bytearray()
         self._measured = Measured()
-        self._is_too_many = grid.block_rows == 1 and grid.matrices * grid.down * grid.across > _MOST_KEPT
+        nbytes = grid.matrices * grid.down * grid.across * dtype.itemsize
+        self._is_too_many = grid.block_rows == 1 and nbytes > _MOST_KEPT
 
     @property
     def measured(self) -> Measured:
@@ -166,7 +195,7 @@ class Quantiser:
         if grid.block_rows == 1 and not is_known.all():
             at = 0
             for row, blocks, _ in grid.chunks(first, last):
-                part = tools.read_floats(self.entry, row * grid.columns, (row + blocks.rows) * grid.columns)
+                part = read_numbers(self.entry, row * grid.columns, (row + blocks.rows) * grid.columns, tools)
                 found = np.empty(blocks.rows * grid.across, np.float32)
                 tools.kernels.largest(part, blocks, found)
                 kept[at : at + blocks.rows] = self._scales_of(found, tools).reshape(-1, grid.across)
@@ -182,13 +211,17 @@ class Quantiser:
         self._keep(first, kept)
         return kept.reshape(-1)  # type: ignore[no-any-return]
 
-    def give(self, first: int, last: int, tools: Tools) -> Floats:
-        """The scales of rows of blocks [first, last) for the output; when all have been given, they are freed."""
-        found = self.scales(first, last, tools)
+    def give(self, first: int, last: int, tools: Tools) -> Array:
+        """The scales of rows of blocks [first, last) as they are stored; when all have been given, they are freed."""
+        with self._lock:
+            is_known = self._known is not None and self._known[first:last].all()
+            found = self._scales[first:last].reshape(-1).copy() if is_known else None
+        if found is None:
+            found = stored_bits(self.scales(first, last, tools), self.dtype)
         with self._lock:
             self._given += last - first
             if self._given >= self.grid.matrices * self.grid.down:
-                self._scales, self._given = None, 0
+                self._scales, self._known, self._given = None, None, 0
         return found
 
     def elements(self, start: int, stop: int, tools: Tools) -> Array:
@@ -204,7 +237,7 @@ class Quantiser:
             if grid.is_cut:
                 with self._measuring:
                     factors = self.scales(band, band + 1, tools)
-            part = tools.read_floats(self.entry, row * grid.columns, row * grid.columns + count)
+            part = read_numbers(self.entry, row * grid.columns, row * grid.columns + count, tools)
             bands = -(-(blocks.first + blocks.rows) // grid.block_rows)
             largest = np.empty(bands * grid.across, np.float32)
             tools.kernels.largest(part, blocks, largest)
@@ -221,26 +254,33 @@ class Quantiser:
         return found
 
     def _kept(self, first: int, last: int) -> tuple[Any, Any]:
-        """A copy of the scales of rows of blocks, and which of these rows are known."""
+        """The scales of rows of blocks, as an array that may be changed, and which of these rows are known."""
         import numpy as np
 
-        grid = self.grid
         if self._is_too_many:
-            kept = np.zeros((last - first, grid.across), np.float32)
-            return kept, np.zeros(last - first, bool)
+            return np.zeros((last - first, self.grid.across), np.float32), np.zeros(last - first, bool)
         with self._lock:
-            if self._scales is None:
-                self._scales = np.zeros((grid.matrices * grid.down, grid.across), np.float32)  # no scale is zero
-            kept = self._scales[first:last].copy()
-        return kept, (kept > 0).all(axis=1)
+            self._make_room()
+            bits, known = self._scales[first:last].copy(), self._known[first:last].copy()
+        return of_stored_bits(bits, self.dtype), known
 
     def _keep(self, first: int, scales: Any) -> None:
         if self._is_too_many:
             return
-        self._kept(0, 0)
+        bits = stored_bits(scales, self.dtype)
         with self._lock:
-            if self._scales is not None:
-                self._scales[first : first + len(scales)] = scales
+            self._make_room()
+            self._scales[first : first + len(bits)] = bits
+            self._known[first : first + len(bits)] = True
+
+    def _make_room(self) -> None:
+        import numpy as np
+
+        if self._scales is None:
+            bands = self.grid.matrices * self.grid.down
+            size = self.dtype.itemsize
+            self._scales = np.zeros((bands, self.grid.across), np.float32 if size == F32.itemsize else f"u{size}")
+            self._known = np.zeros(bands, bool)
 
     def _largest(self, start: int, stop: int, tools: Tools) -> Floats:
         """The largest magnitudes in the blocks of a row of blocks, rows [start, stop) of the stack."""
@@ -249,7 +289,7 @@ class Quantiser:
         grid = self.grid
         top = np.zeros(grid.across, np.float32)
         for row, blocks, _ in grid.chunks(start, stop):
-            part = tools.read_floats(self.entry, row * grid.columns, (row + blocks.rows) * grid.columns)
+            part = read_numbers(self.entry, row * grid.columns, (row + blocks.rows) * grid.columns, tools)
             found = np.empty(grid.across, np.float32)
             tools.kernels.largest(part, blocks, found)
             np.maximum(top, found, out=top)  # a NaN stays
@@ -350,8 +390,7 @@ class Scales:
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         across = max(1, self.quantiser.grid.across)
-        found = self.quantiser.give(start // across, stop // across, tools)
-        return stored_bits(found, self.quantiser.dtype, tools)
+        return self.quantiser.give(start // across, stop // across, tools)
 
 
 def _inputs_of(quantiser: Quantiser) -> tuple[TensorEntry, ...]:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from zckpt.base.dataclass import dataclass
 from zckpt.core.dtypes import BF16, F8_E4M3, F16, I8, I32, U8, DType
 from zckpt.core.folds import MatrixBlocks, NumberGrid
-from zckpt.quantized.coded import floats_of_8_bits
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats, Tools
 
 _FP4_TOP, _FP8_TOP = 6.0, 448.0
+_TO_E4M3 = 2.0**-120
+"""From the least exponent of E4M3 to that of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Target:
         found = rounded_to(largest / np.float32(self.half_range), weights)
         if second is not None:
             found = np.minimum(found * np.float32(second), np.float32(_FP8_TOP))
-            found = np.array(floats_of_8_bits(F8_E4M3), np.float32)[_in_e4m3(found, tools)]
+            found = of_stored_bits(_in_e4m3(found, tools), F8_E4M3)
         else:
             found = rounded_to(found, stored)
         least = {F8_E4M3: 0.125, BF16: 2.0**-7, F16: 2.0**-10}.get(stored, 2.0**-23)
@@ -112,7 +113,7 @@ def rounded_to(numbers: Floats, dtype: DType) -> Floats:
     return numbers
 
 
-def stored_bits(scales: Floats, dtype: DType, tools: Tools) -> Array:
+def stored_bits(scales: Floats, dtype: DType) -> Array:
     """Scales in the dtype in which they are stored, which holds them exactly; dtypes that numpy lacks as unsigned integers."""
     import numpy as np
 
@@ -122,7 +123,26 @@ def stored_bits(scales: Floats, dtype: DType, tools: Tools) -> Array:
         return scales.astype(np.float16)
     if dtype == U8:
         return (scales.view(np.uint32) >> 23).astype(np.uint8)
-    return _in_e4m3(scales, tools) if dtype == F8_E4M3 else scales
+    if dtype == F8_E4M3:
+        with np.errstate(under="ignore"):  # its bits, as a fraction of fp32 where exponents begin as low
+            return ((scales * np.float32(_TO_E4M3)).view(np.uint32) >> 20).astype(np.uint8)
+    return scales
+
+
+def of_stored_bits(bits: Array, dtype: DType) -> Floats:
+    """The other way."""
+    import numpy as np
+
+    found: Any = bits
+    if dtype == BF16:
+        found = (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif dtype == F16:
+        found = found.view(np.float16).astype(np.float32)
+    elif dtype == U8:
+        found = np.ldexp(np.float32(1), found.astype(np.int32) - 127)
+    elif dtype == F8_E4M3:
+        found = (found.astype(np.uint32) << np.uint32(20)).view(np.float32) / np.float32(_TO_E4M3)
+    return found  # type: ignore[no-any-return]
 
 
 def _in_e4m3(numbers: Floats, tools: Tools) -> Any:

@@ -18,6 +18,7 @@ from zckpt.base.errors import CastError
 from zckpt.containers.gguf_file import BY_NAME, Q8_0, GgmlType
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8
+from zckpt.core.folds import read_numbers
 from zckpt.core.recipes import DerivedStore, derive_entry
 from zckpt.engine import kernels_to_ggml
 from zckpt.engine.kernels import ReferenceKernels
@@ -78,11 +79,12 @@ class BlocksOfFloats:
         blocks = np.empty(stop - start, np.uint8)
         for first, last, columns, expert in self._parts(start, stop):
             block, nbytes = self.type.block, self.type.nbytes
-            numbers = tools.read_floats(self.source, first // nbytes * block, last // nbytes * block)
+            where = self.source, first // nbytes * block, last // nbytes * block
             out = blocks[first - start : last - start]
             if self.type is Q8_0:
-                tools.kernels.to_q8_0(numbers, out)
+                tools.kernels.to_q8_0(read_numbers(*where, tools), out)
                 continue
+            numbers = tools.read_floats(*where)
             weights = None if self.weighting is None else self.weighting.of_expert(expert, columns, tools)
             encode = kernels_to_ggml.to_ggml if self.again else tools.kernels.to_ggml
             self._check(encode(self.type.name, numbers, columns, weights, out))
