@@ -211,7 +211,7 @@ class ReferenceKernels:
         import numpy as np
 
         count = _blocks(numbers, blocks)
-        rows, out = kernels_blocks.widened(numbers).reshape(count, 32), blocks.reshape(count, 34)
+        rows, out = kernels_blocks.as_floats(numbers).reshape(count, 32), blocks.reshape(count, 34)
         with np.errstate(all="ignore"):
             sound = np.isfinite(rows).all(axis=1, keepdims=True)
             scale = np.where(

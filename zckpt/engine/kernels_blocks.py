@@ -21,7 +21,7 @@ def check(numbers: Floats | Halves, blocks: MatrixBlocks, of_blocks: Floats, out
         raise ValueError(f"{len(out)} bytes for {len(numbers)} numbers")
 
 
-def widened(numbers: Floats | Halves) -> Floats:
+def as_floats(numbers: Floats | Halves) -> Floats:
     """As fp32: whole numbers of 16 bits are those of bf16."""
     import numpy as np
 
@@ -34,7 +34,7 @@ def largest(numbers: Floats | Halves, blocks: MatrixBlocks, found: Floats) -> No
 
     check(numbers, blocks, found)
     across, down = _shape(blocks)
-    rows = widened(numbers).reshape(blocks.rows, blocks.columns).view(np.uint32) & np.uint32(_MAGNITUDE)
+    rows = as_floats(numbers).reshape(blocks.rows, blocks.columns).view(np.uint32) & np.uint32(_MAGNITUDE)
     bits = found.view(np.uint32)
     bits[: down * across] = 0
     if rows.size:

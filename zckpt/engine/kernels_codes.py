@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded
-from zckpt.engine.kernels_blocks import check, multiply_blocks, spread_scales, widened
+from zckpt.engine.kernels_blocks import as_floats, check, multiply_blocks, spread_scales
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Bytes, Floats, Halves, Matrix
@@ -152,7 +152,7 @@ def to_codes(grid: NumberGrid, numbers: Floats | Halves, blocks: MatrixBlocks, f
     import numpy as np
 
     check(numbers, blocks, factors, out)
-    numbers = widened(numbers)
+    numbers = as_floats(numbers)
     if not len(numbers):
         return Rounded(0, 0, 0.0)
     shape = _SHAPES[grid]

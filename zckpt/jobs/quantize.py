@@ -17,7 +17,6 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples, matches
-from zckpt.containers.safetensors_file import Order
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
@@ -43,9 +42,7 @@ from zckpt.quantized.configs import BLOCK, OWN_FILES, RECORDED, Scheme, quantiza
 from zckpt.quantized.grids import Grid, as_matrices, blocks_of
 from zckpt.quantized.plain import find_scaled
 from zckpt.quantized.quantise import (
-    Powers,
     Quantiser,
-    Second,
     as_stack,
     carried_entries,
     carried_fp8,
@@ -55,7 +52,8 @@ from zckpt.quantized.quantise import (
     scales,
     target_entries,
 )
-from zckpt.quantized.targets import TARGETS, Target
+from zckpt.quantized.second_scale import Powers, Second
+from zckpt.quantized.targets import TARGETS, Target, order_of
 from zckpt.storage.location import Location, locate
 
 
@@ -229,8 +227,7 @@ class OpenModel(NamedTuple):
     """A model that is open, and chosen from, for an output that is a directory.
 
     Attributes:
-        stored: the checkpoint, with quantised tensors as they are.
-        opened: the same, with the numbers that these stand for.
+        stored, opened: the checkpoint as it is, and with the numbers that quantised tensors stand for.
         place: of the output.
         bare: the checkpoint's tensors, without wrappers in names.
         stripped: sentences on these.
@@ -297,8 +294,9 @@ def prepare(
         asked.own.group_size, asked.own.flags, _powers(catalog) if asked.own.scheme == "nvfp4" else {},
     )  # fmt: skip
     wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
-    beside: Order = "as aligned" if asked.own.scheme == "int4" else "narrow first"  # scales come behind their codes
-    target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size, order=beside)
+    target = WeightsTarget(
+        "safetensors", max_shard_size=asked.sharding.max_shard_size, order=order_of(asked.own.scheme)
+    )
     destination = lay_out(wanted, weights.catalog.aliases, target)
     config = {
         **without(config),

@@ -88,6 +88,11 @@ class Target:
         return np.where(found == 0, np.float32(least), found)
 
 
+def order_of(scheme: str) -> Literal["narrow first", "as aligned"]:
+    """The order of tensors in files by which scales come soon after their codes, and from the same reading."""
+    return "as aligned" if scheme == "int4" else "narrow first"
+
+
 def second_of(largest: float) -> float:
     """The scale of scales of tensors with this largest magnitude, as `generate_gparam` computes it."""
     import numpy as np
