@@ -1,5 +1,6 @@
 """Makes the helper modules beside the tests importable; a place for tests that sync a thousand files; what each file costs."""
 
+import gc
 import os
 import shutil
 import sys
@@ -15,8 +16,10 @@ settings.load_profile("any machine")
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start thousands of programs: what they import is compiled once
 sys.dont_write_bytecode = False
+gc.disable()  # until all is collected: what is imported meanwhile is no garbage
 
 from costs import Costs  # noqa: E402
+from ending import share_imports  # noqa: E402
 from shares import share  # noqa: E402
 
 
@@ -28,6 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if getattr(config.option, "dist", "no") == "loadgroup" or hasattr(config, "workerinput"):
         share(items)
+
+
+def pytest_collection_finish() -> None:
+    share_imports()
+    gc.enable()
 
 
 @pytest.fixture

@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from ending import run_to_the_end, share_imports
 from hangs import HANG_S
 
 
 def main() -> None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    share_imports()
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()
@@ -51,7 +53,7 @@ def launch(asked: dict[str, Any]) -> None:
         if not child:
             os.close(answers)
             listener.close()
-            return become(rank, port, log, asked)
+            run_to_the_end(lambda rank=rank: become(rank, port, log, asked))  # type: ignore[misc]
         ranks[child] = rank
     store = dist.TCPStore(
         "127.0.0.1", port, world, True, timedelta(seconds=HANG_S), False, master_listen_fd=listener.detach()

@@ -15,7 +15,7 @@ from hangs import HANG_S
 OWN = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 OURS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime")
 """What ranks of zckpt's trainer import."""
-DEEPSPEED = (*OURS, "deepspeed")
+DEEPSPEED = (*OURS, "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # which imports torch.compile's compiler
 TRAINER = (*OURS, "transformers.trainer", "accelerate", "peft")
 """Of transformers; it imports DeepSpeed when it is asked for, which may be zckpt's trainer."""
 MEGATRON = (*OURS[:3], "megatron.core.dist_checkpointing", "megatron.core.optimizer")

@@ -27,6 +27,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ending import run_to_the_end, share_imports
+
 _LIGHT = ("zckpt.cli", "zckpt.jobs.convert", "zckpt.jobs.inspection", "zckpt.checks.verify", "zckpt.output.manifest")
 """What any command imports; nothing that reads the environment when it is imported."""
 _HEAVY = (
@@ -184,9 +186,10 @@ def main() -> None:
     number, executable, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
+    share_imports()
     asked = serve(socket.socket(fileno=int(number)))
     if asked is not None:
-        become(asked, executable)
+        run_to_the_end(lambda: become(asked, executable))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer
+from ending import WHOLE
 from hangs import HANG_S
 from standby import programs
 from typer.testing import CliRunner
@@ -71,7 +72,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def start(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", WHOLE: "1"}
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         environment.pop(name, None)
     return subprocess.run(

@@ -15,6 +15,7 @@ import proofs
 import pytest
 import torch
 from bits import same_bits
+from ending import WHOLE
 from hangs import HANG_S
 from hub_server import TOKEN, HubServer
 from safetensors.torch import load_file
@@ -281,7 +282,7 @@ def test_a_save_may_end_at_every_call(tmp_path: Path) -> None:
 
 def test_a_process_ends_when_its_save_is_done(tmp_path: Path) -> None:
     """By its last line, by an exception, without its process group; and a save that fails is told."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", WHOLE: "1"}
     command = [f"{programs()}/python", str(HERE / "ends.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]

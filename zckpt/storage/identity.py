@@ -10,9 +10,10 @@ Source: Linux, Documentation/filesystems/proc.rst, 3.5 /proc/<pid>/mountinfo; fs
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _TABLE = "/proc/self/mountinfo"
@@ -35,18 +36,23 @@ class Mount(NamedTuple):
     kind: str = ""
 
 
-def mounts() -> list[Mount]:
+def mounts() -> tuple[Mount, ...]:
     """All mounts that this process sees, the newest last; none where the system has no such table."""
     try:
         with open(_TABLE, "rb") as file:
-            rows = [line.split() for line in file]
+            return _mounts_in(file.read())
     except OSError:
-        return []
-    return [
+        return ()
+
+
+@functools.lru_cache(maxsize=2)  # it is read anew each time, and seldom differs
+def _mounts_in(table: bytes) -> tuple[Mount, ...]:
+    rows = [line.split() for line in table.split(b"\n")]
+    return tuple(
         Mount(row[2].decode(), _unescape(row[3]), _unescape(row[4]), row[row.index(b"-") + 1].decode())
         for row in rows
         if len(row) > 4 and b"-" in row[5:-1]
-    ]
+    )
 
 
 def _unescape(path: bytes) -> str:
@@ -107,7 +113,7 @@ def is_within(path: str, directory: str) -> bool:
     return any(_is_mounted_from(inner, top, table) for top in tops)
 
 
-def _is_mounted_from(inner: str, outer: str, table: list[Mount]) -> bool:
+def _is_mounted_from(inner: str, outer: str, table: Sequence[Mount]) -> bool:
     """Whether `inner` lies in `outer` in the file system; see [Note: a part that is mounted alone]."""
     (device, place), (other, top) = place_in_file_system(inner, table), place_in_file_system(outer, table)
     if device != other or not is_below(place, top):
@@ -120,7 +126,7 @@ def _is_mounted_from(inner: str, outer: str, table: list[Mount]) -> bool:
     return False
 
 
-def place_in_file_system(path: str, table: list[Mount]) -> tuple[str, str]:
+def place_in_file_system(path: str, table: Sequence[Mount]) -> tuple[str, str]:
     """The device of a path without links, and where it lies there."""
     above = [mount for mount in table if is_below(path, mount.point)]
     if not above:
