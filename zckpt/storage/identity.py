@@ -47,11 +47,10 @@ def mounts() -> tuple[Mount, ...]:
 
 @functools.lru_cache(maxsize=2)  # it is read anew each time, and seldom differs
 def _mounts_in(table: bytes) -> tuple[Mount, ...]:
-    rows = [line.split() for line in table.split(b"\n")]
     return tuple(
         Mount(row[2].decode(), _unescape(row[3]), _unescape(row[4]), row[row.index(b"-") + 1].decode())
-        for row in rows
-        if len(row) > 4 and b"-" in row[5:-1]
+        for line in table.split(b"\n")
+        if len(row := line.split()) > 4 and b"-" in row[5:-1]
     )
 
 
