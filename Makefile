@@ -25,7 +25,7 @@ test: .make/zckpt .make/test interop
 # What `make test` does a systematic part of, whole: every request of every kind of run at an S3 server fails, in two ways; models
 # are loaded by four ranks; every kind of run with device nvme; a fault in each room is found by its tests (tests/planted.py). Tests
 # that do no more here are not run again (tests/proofs.py).
-proofs: .make/zckpt .make/test interop .make/verl
+proofs: .make/zckpt .make/test interop .make/verl .make/automodel
 	ZCKPT_PROOFS=1 $(PYTEST) -m proof
 
 check: .make/zckpt .make/test .make/strict/built
@@ -115,6 +115,10 @@ loaders: .make/test interop .make/loaders
 # verl's merger of rank files, without what the rest of verl needs: a second opinion, and a rival.
 .make/verl:
 	$(PIP) --no-deps --target .make/verl.new verl==0.9.1 && mv .make/verl.new $@
+
+# NeMo AutoModel's consolidation of shards, without what the rest of it needs.
+.make/automodel:
+	$(PIP) --no-deps --target .make/automodel.new nemo_automodel==0.7.0 && mv .make/automodel.new $@
 
 # mergekit, without what the parts of it need that are not measured.
 .make/mergekit:
