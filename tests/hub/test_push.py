@@ -73,6 +73,25 @@ def test_a_page_holds_what_a_conversion_writes(
     assert {file.name for file in (tmp_path / "scratch").glob("*/*")} == {"journal.jsonl", "lock"}
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_dtypes_and_files_of_a_model_that_is_there(
+    plain: bool, checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path
+) -> None:
+    """As a conversion with `--like` writes it; weights that could be sent as they are, too."""
+    source, base = checkpoint, tmp_path / "base"
+    if plain:
+        zckpt.convert(checkpoint, tmp_path / "weights", dtype="bf16")
+        source = tmp_path / "weights"
+    zckpt.convert(checkpoint, base, dtype="bf16", options=Options(keep_dtype=["norm.*"], max_shard_size=SHARD_BYTES))
+    zckpt.convert(source, tmp_path / "want", dtype="bf16", options=Options(like=base))
+    push(source, dtype=None if plain else "bf16", options=Options(like=base))
+    page = server.files("alice/m")
+    readme = page.pop("README.md").decode()
+    page.pop(".gitattributes")
+    assert page == local_files(tmp_path / "want") and {*SHARD_NAMES} <= page.keys()
+    assert "every tensor in its own dtype" in readme
+
+
 def test_a_page_is_signed(server: HubServer, push: Pusher, tmp_path: Path) -> None:
     """`model_signing` accepts a copy of the page; a page that holds other files is said to."""
     from cryptography.hazmat.primitives import serialization

@@ -190,7 +190,8 @@ def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
     """The files of a converted directory as they are, if the conversion would not change them; otherwise empty."""
     asked, opened = prepared.asked, prepared.opened
     listing, before = opened.place.listing, opened.catalog
-    changes = asked.sharding.max_shard_size != Sharding().max_shard_size or any(
+    is_as_usual = asked.sharding.max_shard_size == Sharding().max_shard_size and asked.casting.like is None
+    changes = not is_as_usual or any(
         (known := before.tensors.get(name)) is None or dtype_of(known, asked.casting) != known.dtype
         for name in prepared.catalog
     )
@@ -230,9 +231,8 @@ def _hash(path: str, progress: Progress) -> tuple[str, str]:
 
 
 def _dtype(prepared: PlannedConversion) -> str:
-    if prepared.asked.casting.dtype is not None and not prepared.asked.casting.keep_dtype:
-        return prepared.asked.casting.dtype.torch_name
-    kinds = {entry.dtype.torch_name for entry in prepared.catalog.tensors.values() if entry.dtype.kind == "float"}
+    """The dtype of all floats that are sent; empty where they have several."""
+    kinds = {entry.dtype.torch_name for _, entry in prepared.plan.pairs if entry.dtype.kind == "float"}
     return kinds.pop() if len(kinds) == 1 else ""
 
 

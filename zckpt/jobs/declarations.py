@@ -157,7 +157,7 @@ _CAST = frozenset({"keep_dtype", "like"})
 CONVERT: Job[None] = Job("convert", (Sharding, Casting, Merging, *_NAMED), "convert")
 PUSH: Job[None] = Job(
     "push_to_hub", (Casting, Sharding, Merging, *_NAMED), "convert",
-    without=frozenset({"dtype", "format", "overwrite", "merge", "beside", "like"}),
+    without=frozenset({"dtype", "format", "overwrite", "merge", "beside"}),
 )  # fmt: skip
 TO_DCP: Job[Dcp] = Job(
     "to_dcp", (Casting, Dcp, *_NAMED), "to_dcp", Dcp, frozenset({"merge", "form"}) | _CAST, {"dtype": None},
