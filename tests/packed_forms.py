@@ -274,6 +274,22 @@ def torchao(kind: str) -> Callable[[Dice], Made]:
     return make
 
 
+def mlx(bits: int) -> Callable[[Dice], Made]:
+    """Groups with a scale and a bias. Source: mlx 0.32, ops.cpp `dequantize`; tests/jobs/test_to_mlx.py compares with it."""
+
+    def make(dice: Dice) -> Made:
+        group, rows, across = {4: 32, 6: 64}[bits], dice.number(1, 40), dice.number(1, 5)
+        codes, scales = dice.below(1 << bits, rows, across, group), dice.scales(rows, across)
+        biases = (dice.scales(rows, across).float() - 1).to(scales.dtype)
+        places = codes.reshape(rows, -1, 1) >> torch.arange(bits) & 1
+        packed = np.packbits(places.to(torch.uint8).numpy().reshape(rows, -1), axis=1, bitorder="little")
+        stored = {"weight": torch.from_numpy(packed.view("<u4").copy()), "scales": scales, "biases": biases}
+        numbers = codes.float() * scales.float()[..., None] + biases.float()[..., None]
+        return stored, "weight", numbers.reshape(rows, -1)
+
+    return make
+
+
 FORMS: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None]] = {
     "int4 by groups": (pack_quantized(4, "group"), None),
     "int4 by rows": (pack_quantized(4, "channel"), None),
@@ -306,6 +322,8 @@ FORMS: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None]] = {
     "int8 of bitsandbytes": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "int8 of torchao": (torchao("int"), None),
     "fp8 of torchao": (torchao("float"), None),
+    "mlx of 4 bits": (mlx(4), {"bits": 4, "group_size": 32, "mode": "affine"}),
+    "mlx of 6 bits": (mlx(6), {"bits": 6, "group_size": 64}),
 }
 COUNT = 200 if proofs.IS_WHOLE else 24
 

@@ -110,7 +110,9 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "a short file": (head(1) + info(b"t", 1000) + bytes(99), CorruptError, "ends before"),
     "behind the end": (head(1) + info(b"t", 1, offset=HUGE) + bytes(99), CorruptError, "ends before"),
     "not aligned": (head(1) + info(b"t", 1, offset=4) + bytes(99), CorruptError, "a multiple of 32"),
-    "overlapping": (head(2) + info(b"s", 16) + info(b"t", 16, offset=32) + bytes(199), CorruptError, "behind the others"),
+    "overlapping": (head(2) + info(b"s", 16) + info(b"t", 16, offset=32) + bytes(199), CorruptError, "behind tensor 's'"),
+    "a hole": (head(2) + info(b"s", 16) + info(b"t", 16, offset=96) + bytes(199), CorruptError, "behind tensor 's'"),
+    "more than its tensors": (head(1) + info(b"t", 8) + bytes(199), CorruptError, "behind the last tensor, 't'"),
     "rows that are not blocks": (head(1) + info(b"t", 33, kind=8) + bytes(99), CorruptError, "rows of 32s"),
     "an alignment": (
         head(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 12) + bytes(99), CorruptError, "power of two",

@@ -228,14 +228,29 @@ def read_input(file: Input) -> Container:
         if offset % alignment:
             raise index_error(file, f"tensor {name!r:.80} at offset {offset:,}", f"a multiple of {alignment}")
         root[name] = _tensor(file, store, name, shape, number, data_at + offset)
-    end = data_at
-    for name, ref in sorted(root.items(), key=lambda item: (item[1].byte_offset, item[1].nbytes)):
-        if ref.numel and ref.byte_offset < end:
-            raise index_error(
-                file, f"tensor {name!r:.80} at byte {ref.byte_offset:,}", f"byte {end:,} or later, behind the others"
-            )
-        end = max(end, ref.byte_offset + ref.nbytes)
+    _check_places(file, root, data_at, alignment)
     return Container("gguf", store, root, values=values)
+
+
+def _check_places(file: Input, root: Mapping[str, TensorRef], data_at: int, alignment: int) -> None:
+    """Makes sure that tensors fill the file: one with a smaller shape or type than it was written with leaves a hole.
+
+    Source: llama.cpp, ggml/src/gguf.cpp (a tensor begins where the one before it ends, rounded up to the alignment).
+    """
+    last, end = "", data_at
+    for name, ref in sorted(root.items(), key=lambda item: (item[1].byte_offset, item[1].nbytes)):
+        expected = -(-end // alignment) * alignment
+        if ref.numel and ref.byte_offset != expected:
+            raise index_error(
+                file, f"tensor {name!r:.80} at byte {ref.byte_offset:,}",
+                f"byte {expected:,}, behind " + (f"tensor {last!r:.80}" if last else "the header"),
+            )  # fmt: skip
+        if ref.numel:
+            last, end = name, ref.byte_offset + ref.nbytes
+    if last and file.size > (most := -(-end // alignment) * alignment):
+        raise index_error(
+            file, f"{file.size - end:,} bytes behind the last tensor, {last!r:.80}", f"{most:,} bytes in all"
+        )
 
 
 def _kind(reader: _Reader) -> Kind:

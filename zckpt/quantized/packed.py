@@ -156,6 +156,14 @@ def _find_lost(tensors: Mapping[str, TensorEntry], members: Set[str]) -> Iterato
                 one is not None and one.dtype.kind == "float" and (is_fp8(one.dtype) or not is_coded) for one in plain
             ):
                 yield name, _PART
+        elif name not in members and name.endswith(".scales"):  # MLX's scales and biases, without their codes
+            biases = tensors.get(f"{name.removesuffix('scales')}biases")
+            if (
+                biases is not None
+                and len(entry.shape) > 1
+                and (biases.shape, biases.dtype) == (entry.shape, entry.dtype)
+            ):
+                yield name, _PART
 
 
 def _packed_of(parts: Sequence[Part], tensors: Mapping[str, TensorEntry]) -> Packed | None:

@@ -389,8 +389,8 @@ def _mlx(part: Part, known: Quantization, values: Values) -> Coded | None:
     columns = words * 32 // bits
     if words * 32 % bits or columns % group or scales.shape != (*lead, columns // group):
         raise _misfit(part, "scales", scales, f"one for {group} columns of {bits} bits, as config.json says")
-    if biases.shape != scales.shape:
-        raise _misfit(part, "biases", biases, f"{list(scales.shape)}")
+    if (biases.shape, biases.dtype) != (scales.shape, scales.dtype):
+        raise _misfit(part, "biases", biases, f"{list(scales.shape)} of {scales.dtype}, as scales are")
     rows = math.prod(lead)
     packing, grid = Codes(codes, bits, rows, columns, words), Grid(1, rows, columns, 1, group)
     shape = (*lead, columns)
