@@ -334,3 +334,18 @@ def test_a_gguf_of_a_model_that_sees_is_its_text_model(saved: Any, tmp_path: Pat
     whole, alone = (zckpt.open_checkpoint(tmp_path / f"{name}.gguf") for name in ("whole", "text"))
     assert {*whole} == {*alone}
     assert all(same_bits(whole[key], alone[key]) for key in alone)
+
+
+@pytest.mark.parametrize("name", ["nemotron-h", *proofs.cases([("qwen3_5-moe-vl",)])])
+def test_layers_that_predict_further_tokens_stay(name: str, saved: Any, tmp_path: Path) -> None:
+    """The hub has them as `mtp.*`; the class does not load them."""
+    model, home = saved(name)
+    more = {"mtp.layers.0.norm.weight": torch.rand(24), "mtp.fc.weight": torch.rand(24, 48)}
+    source = write(tmp_path / "in", {**all_of(home / "hub"), **more}, home / "hub")
+    report = zckpt.convert(source, tmp_path / "out", options=zckpt.Options(form=zckpt.Form(to="hf")), progress=False)
+    assert not any("A loader of" in note for note in report.notes)
+    found, truth = all_of(tmp_path / "out"), all_of(source)
+    assert found.keys() == truth.keys() and all(same_bits(found[key], truth[key]) for key in truth)
+    again, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True, dtype=model.dtype)
+    assert not any(info.values()) and torch.equal(logits(again.eval()), logits(model))
+    assert zckpt.verify(tmp_path / "out", like=home / "hub" / "config.json").ok

@@ -99,10 +99,8 @@ def _tie(held: _Held, facts: Facts) -> None:
 def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Facts, first: int) -> Iterator[_Made]:
     """The tensors that a rule makes from the parts in `held`, which it removes."""
     if rule.is_of_many:
-        head = templates[0][:-1]
-        for part in [part for part in held if part.startswith(head)]:
-            name = rule.names[0][:-1] + part[len(head) :]
-            yield _Made((0, -1, rule.number, -1), rule, -1, replace(held.pop(part)[-1, -1], name=name))
+        for part, name in [(part, name) for part in held if (name := rule.name_of_many(part)) is not None]:
+            yield _Made((2, -1, rule.number, -1), rule, -1, replace(held.pop(part)[-1, -1], name=name))
         return
     own = [held.get(template) for template in templates]
     there = [parts for parts in own if parts]

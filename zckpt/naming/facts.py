@@ -195,6 +195,9 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     found["blocks_without_experts"] = sorted(dense) if routed else []
     found["later_dense_blocks"] = max(dense, default=-1) > min(routed, default=blocks)
     found["shared_experts"] = _times(found.get("shared_intermediate"), found.get("expert_intermediate"))
+    found["further_layers"] = (
+        sum(name.startswith("own.") and name.endswith(".eh_proj.weight") for name in first) or None
+    )
     found["gated"] = any(f"blocks.{{b}}.{where}.gate.weight" in first for where in ("mlp", "experts.{e}", "shared"))
     if linear:
         found["linear_attention"] = True

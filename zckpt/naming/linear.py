@@ -76,7 +76,7 @@ def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers |
     precise: set[str] = set()
     groups: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
     for name, fit in own.fits(list(names)).items():
-        rules = [rule for rule in fit.rules if rule.parts] if fit is not None else []
+        rules = [rule for rule in fit.rules if rule.parts and not rule.is_of_many] if fit is not None else []
         if any(_is_linear(rule) for rule in rules):
             linear.add(name)
             if fit is not None and (place := _joined_place(rules[0])) is not None:

@@ -108,7 +108,9 @@ def _unlike(family: Scheme, there: Mapping[str, str], facts: Facts) -> tuple[set
     for group in family.together:
         held = there.keys() & set(group)
         lacking |= set(group) - held if held else set()
-    return there.keys() - taken, lacking
+    many = [rule for rule in rules if rule.is_of_many]
+    alien = {part for part in there.keys() - taken if all(rule.name_of_many(part) is None for rule in many)}
+    return alien, lacking
 
 
 def _is_meant(family: Scheme, facts: Facts) -> bool:

@@ -11,7 +11,8 @@ those in `family_files`, one each; `add_family` adds a user's.
 - parts: the part in it, or a list of the parts (`naming.parts` lists them), or null if it is left out; "=" for a part
   that no other program has, which is the tensor as it is. With a name that ends in `*`, it is all such tensors.
 "how" is an object with any of these:
-- "note": of a tensor that is left out: the sentence that is said.
+- "note": of a tensor that is left out: the sentence that is said. With "=", it is left out where names of another program are
+  written.
 - "rows": how several parts lie in the first dimension: "joined" (one after the other; it is so where nothing is said), "groups:N"
   (N groups of rows, with rows of each part in every group; N is a fact such as key_heads), "alternating" (a row of each in turn).
 - "widths": for several parts that have not as many rows each: facts, or products of facts with *, that the rows are as.
@@ -78,6 +79,8 @@ _MOST_BYTES = 1 << 20
 """The most bytes of a user's file of a family; zckpt's own have some thousand."""
 
 _PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "*": ".*"}
+_OF_MANY = "own."
+"""The beginning of the parts that are all tensors with names that begin alike."""
 _PLACE = re.compile(f"({'|'.join(map(re.escape, _PLACES))})")
 
 
@@ -154,9 +157,14 @@ class NamingRule:
         return self.parts is not None and self.parts[0].endswith("*")
 
     def part_of_many(self, name: str) -> str:
-        """The part of one of these tensors."""
-        head = next(text[:-1] for text in self.names if name.startswith(text[:-1]))
-        return (self.parts or ("",))[0][:-1] + name[len(head) :]
+        """The part of one of these tensors: its name on the hub."""
+        match = next(filter(None, (_pattern(text[:-1]).match(name) for text in self.names)))
+        return _OF_MANY + _with_numbers(self.names[0][:-1], match) + name[match.end() :]
+
+    def name_of_many(self, part: str) -> str | None:
+        """The tensor's name for the part of one of these; None for any other part."""
+        name = part.removeprefix(_OF_MANY)
+        return name if self.is_of_many and name != part and _pattern(self.names[0][:-1]).match(name) else None
 
 
 class Fit(NamedTuple):
@@ -467,7 +475,7 @@ def parse_scheme(data: Mapping[str, Any]) -> Scheme:
         names = [*names[:1], *also, *names[1:], *other_spellings(names, data.get("memory", {}))]
         written["parts"] = None if written["parts"] is None else parts_of_line(line)
         if written["parts"] == ["="]:
-            written["parts"] = [own_part(names[0])]
+            written["parts"] = [_OF_MANY + names[0] if names[0].endswith("*") else own_part(names[0])]
         for kind in KINDS if any("{kind}" in text for text in (*names, *(written["parts"] or ()))) else ("",):
             rules.append(_rule(len(rules), written, names, kind, 1 + len(also)))
     keys = {key: data.get(key, {}) for key in ("written", "config", "recognised", "rotary", "defaults")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any
@@ -176,8 +177,7 @@ def _in_parts(
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
     facts = facts_of(catalog, known, directory, rules, home=place.home.path, vocab_size=naming.vocab_size)
     found = decompose_with_origins(catalog, source, facts)
-    if naming.writer == GGUF and source.stacks:
-        found = _text_alone(found)
+    found = _without_own(found, source, catalog, towers=naming.writer == GGUF and bool(source.stacks))
     facts = with_parts(found.facts, found.parts)
     if known is None:
         family, more = by_parts(found.parts, facts)
@@ -186,18 +186,32 @@ def _in_parts(
     return found, facts, known, notes
 
 
-def _text_alone(found: Decomposed) -> Decomposed:
-    """The model without the towers that only its family has."""
-    note = (
-        "What the model sees and hears with is left out: to-gguf --mmproj writes a file of it, where llama.cpp has one"
-    )
-    parts = {name: entry for name, entry in found.parts.tensors.items() if not is_own(name)}
-    gone = {found.origins[name]: note for name in found.parts.tensors if is_own(name)}
-    said = (f"{note} ({count(len(gone), 'tensor')}).",) if gone else ()
+def _without_own(found: Decomposed, source: Scheme, catalog: Catalog, *, towers: bool) -> Decomposed:
+    """The model without what its family says that no other program has; with `towers`, without all that only the family has."""
+    own = [part for part in found.parts.tensors if is_own(part)]
+    if not own or not (towers or any(rule.note and rule.parts for rule in source.rules)):
+        return found
+    fits, gone = source.fits(catalog.tensors), dict[str, str]()
+    for part in own:
+        fit = fits[name := found.origins[part]]
+        said = next((rule.note for rule in fit.rules if rule.note and rule.parts), "") if fit is not None else ""
+        if said or towers:
+            gone[name] = said or _TOWERS
+    kept = {
+        part: entry
+        for part, entry in found.parts.tensors.items()
+        if found.origins[part] not in gone or not is_own(part)
+    }
+    counts = Counter(gone.values())
     return replace(
-        found, parts=replace(found.parts, tensors=parts), notes=(*found.notes, *said),
-        left_out=(*found.left_out, *gone), dropped={**found.dropped, **gone},
+        found, parts=replace(found.parts, tensors=kept), left_out=(*found.left_out, *gone), dropped={**found.dropped, **gone},
+        notes=(*found.notes, *(f"{note} ({count(number, 'tensor')})." for note, number in counts.items())),
     )  # fmt: skip
+
+
+_TOWERS = (
+    "What the model sees and hears with is left out: to-gguf --mmproj writes a file of it, where llama.cpp has one"
+)
 
 
 def _are_alike(parts: Catalog) -> bool:
