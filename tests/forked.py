@@ -3,7 +3,8 @@
     python forked.py MODULE..
 
 Reads one line of JSON for each start, {"world", "command": script and arguments, "environment", "log", "seconds"}, and answers
-with the exit codes of all ranks, when all have ended; a rank that fails ends the others. As under torchrun, ranks find its names
+with the exit codes of all ranks, when all have ended; a rank that fails ends the others. Asked for {"modules", "asks", "answers"}
+it forks a process that imports more, and reads and answers at these named pipes. As under torchrun, ranks find its names
 in the environment, and a store that outlives each of them. But sets have the same order in all, as they are forked; under
 torchrun they have not: tests/distributed/test_api.py and tests/interop/test_trainer.py start theirs by it.
 """
@@ -19,6 +20,7 @@ import socket
 import sys
 import time
 import types
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,16 +31,25 @@ from hangs import HANG_S
 
 
 def main() -> None:
-    for module in sys.argv[1:]:
+    serve(sys.argv[1:], sys.stdin)
+
+
+def serve(modules: Iterable[str], lines: Iterable[str]) -> None:
+    for module in modules:
         importlib.import_module(module)
     share_imports()
-    for line in sys.stdin:
+    for line in lines:
         asked = json.loads(line)
         child = os.fork()
-        if not child:
-            return launch(asked)
-        os.waitpid(child, 0)
-    return None
+        if child:
+            if "modules" not in asked:
+                os.waitpid(child, 0)
+        elif "modules" in asked:
+            lines = open(asked["asks"])  # noqa: SIM115
+            os.dup2(os.open(asked["answers"], os.O_WRONLY), 1)
+            return serve(asked["modules"], lines)
+        else:
+            launch(asked)
 
 
 def launch(asked: dict[str, Any]) -> None:
@@ -112,4 +123,4 @@ def wait(ranks: dict[int, int], seconds: float) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_the_end(main)

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO, NamedTuple
 
 from hangs import HANG_S
 
@@ -21,14 +23,32 @@ TRAINER = (*OURS, "transformers.trainer", "accelerate", "peft")
 MEGATRON = (*OURS[:3], "megatron.core.dist_checkpointing", "megatron.core.optimizer")
 
 
+class Server(NamedTuple):
+    """A process of `forked`: what it is asked, and what it answers."""
+
+    asks: IO[str]
+    answers: IO[str]
+    process: subprocess.Popen[str] | None = None
+
+
 @functools.cache
-def server(modules: tuple[str, ...], preload: str) -> subprocess.Popen[str]:
-    """A process of `forked` that has imported these, and the library before all."""
+def server(modules: tuple[str, ...], preload: str) -> Server:
+    """A process that has imported these, and the library before all. All without a library have what `OURS` imports in common."""
+    if modules != OURS and not preload:
+        with tempfile.TemporaryDirectory(prefix="zckpt-ranks-") as place:
+            pipes = [f"{place}/{name}" for name in ("asks", "answers")]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            asked = {"modules": modules, "asks": pipes[0], "answers": pipes[1]}
+            print(json.dumps(asked), file=server(OURS, "").asks, flush=True)
+            return Server(open(pipes[0], "w"), open(pipes[1]))
     more = {"HF_HUB_OFFLINE": "1", **({"LD_PRELOAD": preload} if preload else {})}  # read when transformers is imported
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("forked.py")), *modules], env={**os.environ, **OWN, **more},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    return Server(process.stdin, process.stdout, process)
 
 
 def fork_ranks(
@@ -40,9 +60,8 @@ def fork_ranks(
         "world": world, "command": command, "environment": {**os.environ, **OWN, **environment}, "log": str(log),
         "seconds": HANG_S,
     }  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    print(json.dumps(asked), file=process.stdin, flush=True)
-    return json.loads(process.stdout.readline())
+    print(json.dumps(asked), file=process.asks, flush=True)
+    return json.loads(process.answers.readline())
 
 
 def run_ranks(

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import proofs
 import pytest
 from hangs import HANG_S
-from ranks import TRAINER, run_ranks
+from ranks import TRAINER, fork_ranks, run_ranks
 
 import zckpt
 
@@ -35,25 +36,23 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both engines, each on two ranks of its own, at the same time."""
+    """Both engines, each on two ranks of its own, at the same time; zckpt's are torchrun's, with an order of sets for each."""
     home = tmp_path_factory.mktemp("trainer")
     own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, **own}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    prefix = {"zckpt": ["-m", "zckpt", "run"], "deepspeed": []}
-    started = {}
-    for engine in ("zckpt", "deepspeed"):
+    worker = [str(HERE / "trainer_worker.py"), str(home)]
+    logs = {engine: home / f"{engine}.log" for engine in ("zckpt", "deepspeed")}
+    for engine in logs:
         (home / engine).mkdir()
-        command = [*launcher, *prefix[engine], str(HERE / "trainer_worker.py"), str(home), engine]
-        with (home / f"{engine}.log").open("w") as log:
-            started[engine] = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    for engine, process in started.items():
-        try:
-            status = process.wait(timeout=HANG_S)
-        finally:
-            process.kill()
-        told = [line for line in (home / f"{engine}.log").read_text().splitlines() if "rank" in line]
-        assert status == 0, "\n".join([engine, *told[-40:]])
+    with ThreadPoolExecutor() as pool, logs["zckpt"].open("w") as log:
+        theirs = pool.submit(fork_ranks, 2, [*worker, "deepspeed"], logs["deepspeed"], TRAINER, HF_HUB_OFFLINE="1")
+        ours = subprocess.run(
+            [*launcher, "-m", "zckpt", "run", *worker, "zckpt"], env={**os.environ, **own}, stdout=log,
+            stderr=subprocess.STDOUT, timeout=HANG_S, check=False,
+        )  # fmt: skip
+    for engine, well in (("zckpt", not ours.returncode), ("deepspeed", not any(theirs.result()))):
+        told = [line for line in logs[engine].read_text().splitlines() if "rank" in line]
+        assert well, "\n".join([engine, *told[-40:]])
     return home
 
 
