@@ -107,9 +107,10 @@ def test_swap_files_are_gone_when_their_processes_are(home: Path, told: list[dic
 
 
 LIMITED = """
-import resource, sys, torch
+import ctypes, resource, sys, torch
 from torch import nn
 from zckpt import runtime
+ctypes.CDLL(None).mallopt(-3, 262144)  # M_MMAP_THRESHOLD: what is freed goes back to the system
 torch.set_num_threads(1)
 torch.manual_seed(0)
 nvme, offloads = sys.argv[1], sys.argv[2] == "offloads"
@@ -137,16 +138,10 @@ engine.save_checkpoint(nvme + "/save", tag="t")
 
 
 def limited(path: Path, kind: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MALLOC_MMAP_THRESHOLD_": "262144"}
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        LIMITED if kind != "unlimited" else free_of_limits(),
-        str(path),
-        kind,
-    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    script = path / f"{kind}.py"
+    script.write_text(LIMITED if kind != "unlimited" else free_of_limits())
+    command = [f"{programs()}/python", str(script), str(path), kind]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
