@@ -47,7 +47,7 @@ if program == "python" and words[:2] == ["-m", "zckpt"]:
     program, words = "zckpt", words[2:]
 if program == "python" and not (words and words[0].endswith(".py")):
     os.execv({python!r}, [{python!r}, *words])
-is_light = program == "zckpt" and (not words or words[0] not in {trains!r})
+is_light = program == "zckpt" and (not words or words[0] not in {trains!r}) and "TORCHELASTIC_RUN_ID" not in os.environ
 server = socket.socket(socket.AF_UNIX)
 server.connect({light!r} if is_light else {heavy!r})
 asked = json.dumps([program, words, dict(os.environ), os.getcwd()]).encode()

@@ -76,6 +76,8 @@ def free_port() -> int:
 
 
 def run(trial: dict[str, Any]) -> dict[str, Any]:
+    if trial.get("launcher", "slurm") != "slurm":
+        importlib.import_module("torch.distributed")  # once, not in each of them
     port = free_port()
     files = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in range(trial["size"])]  # noqa: SIM115
     began = time.monotonic()

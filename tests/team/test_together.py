@@ -19,6 +19,7 @@ import pytest
 import synth
 import torch
 from hangs import HANG_S
+from standby import programs
 
 import zckpt
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
@@ -208,7 +209,7 @@ def test_a_call_of_every_rank(zero2: Path, quick_path: Path) -> None:
     """In Python, under torchrun; it is the same as that of one process."""
     script = quick_path / "call.py"
     script.write_text("import sys, zckpt\nprint(zckpt.convert(*sys.argv[1:], dtype='bf16', together=True).out)\n")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = [f"{programs()}/torchrun", "--standalone", "--nproc_per_node=2"]
     out, one = quick_path / "out", quick_path / "one"
     done = subprocess.run(
         [*launcher, str(script), str(zero2), str(out)], env=ENVIRONMENT, capture_output=True, text=True, check=False,
@@ -227,7 +228,8 @@ def test_torchrun(world: int, zero2: Path, quick_path: Path) -> None:
     if world == 3:
         out, one, checkpoint = quick_path / "out.bin", quick_path / "one" / "out.bin", FIXTURES / "zero3/w12/checkpoint"
         arguments = ["to-bf16", str(checkpoint), str(out), "--json"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    torchrun = [f"{programs()}/torchrun"] if world == 3 else [sys.executable, "-m", "torch.distributed.run"]
+    launcher = [*torchrun, "--standalone", f"--nproc_per_node={world}"]
     done = subprocess.run(
         [*launcher, "-m", "zckpt", *arguments],
         env=ENVIRONMENT,
