@@ -170,10 +170,11 @@ def states_that_leave() -> Any:
 class Shares(nn.Module):
     """Two blocks that are gathered by themselves; the model's forward uses a parameter of the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, registers: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        deepspeed.zero.register_external_parameter(self, self.blocks[0].weight)
+        if registers:
+            deepspeed.zero.register_external_parameter(self, self.blocks[0].weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.blocks[1](self.blocks[0](x)) @ self.blocks[0].weight).sum()
@@ -181,21 +182,23 @@ class Shares(nn.Module):
 
 @check(2)
 def parameters_used_elsewhere() -> Any:
-    """A registered parameter is there in another module's forward, and its gradient is that of both uses."""
+    """A parameter, registered or not, is there in another module's forward, and its gradient is that of both uses."""
     config = {
         "train_batch_size": world(),
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
-    torch.manual_seed(0)
-    engine = deepspeed.initialize(model=Shares(), config=config)[0]
-    engine.backward(engine(torch.ones(1, 4)))
-    grad = utils.safe_get_full_grad(engine.module.blocks[0].weight)
-    torch.manual_seed(0)
-    plain = Shares()
-    plain(torch.ones(1, 4)).backward()
-    torch.testing.assert_close(grad, plain.blocks[0].weight.grad)
-    return grad.tolist()
+    grads = []
+    for registers in (True, False):
+        torch.manual_seed(0)
+        engine = deepspeed.initialize(model=Shares(registers), config=config)[0]
+        engine.backward(engine(torch.full((1, 4), 1.0 + rank())))
+        grads.append(utils.safe_get_full_grad(engine.module.blocks[0].weight))
+        torch.manual_seed(0)
+        plain = Shares(registers)
+        sum(plain(torch.full((1, 4), 1.0 + one)) / world() for one in range(world())).backward()
+        torch.testing.assert_close(grads[-1], plain.blocks[0].weight.grad)
+    return [grad.tolist() for grad in grads]
 
 
 if __name__ == "__main__":

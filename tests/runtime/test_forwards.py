@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,15 +10,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zckpt import runtime
 from zckpt.base.errors import UsageError
+from zckpt.runtime.parameters import safe_get_full_fp32_param
 
 
-def start(model: nn.Module, stage: int, *, bf16: bool = False) -> runtime.Engine:
+def start(model: nn.Module, stage: int, *, bf16: bool = False, **more: int) -> runtime.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD"},
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": bf16}, **more,
     }  # fmt: skip
     return runtime.initialize(model=model, config=config)[0]
 
@@ -61,12 +64,37 @@ def called_inside(model: Borrower, x: torch.Tensor) -> torch.Tensor:
     return model.blocks[1].lin(x)
 
 
-@pytest.mark.parametrize("use", [multiplied, of_a_variable])
-def test_a_parameter_whose_unit_is_not_called(use: Callable[[Borrower, torch.Tensor], torch.Tensor]) -> None:
-    engine = start(Borrower(use), 3)
+def recomputed(model: Borrower, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(multiplied, model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("use", [multiplied, of_a_variable, recomputed])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_parameter_whose_unit_is_not_called(
+    use: Callable[[Borrower, torch.Tensor], torch.Tensor], direct: bool
+) -> None:
+    """Weights and losses are those of the model without sharding, also where the script begins the backward."""
+    found = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        model, x = Borrower(use), torch.ones(1, 8)
+        engine = start(model, stage, gradient_accumulation_steps=2)
+        for number in range(4):
+            loss = engine(x + number).square().sum()
+            loss.backward() if direct else engine.backward(loss)
+            engine.step()
+        found.append((loss.item(), safe_get_full_fp32_param(model.blocks[1].lin.weight)))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert type(copy.copy(model.blocks[1].lin._parameters)) is dict
+    runtime.zero.register_external_parameter(model, model.blocks[1].lin.weight)
+
+
+def test_a_part_that_was_taken_before_the_forward() -> None:
+    engine = start(Borrower(lambda model, x: x @ taken), 3)
+    taken = engine.module.blocks[1].lin.weight
     with pytest.raises(UsageError) as caught:
         engine(torch.ones(1, 8))
-    assert "'blocks.1.lin.weight'" in str(caught.value) and "Call 'blocks.1'," in caught.value.remedy
+    assert "'blocks.1.lin.weight'" in str(caught.value) and "call 'blocks.1'," in caught.value.remedy
     assert "line" in caught.value.found and "mixed" in str(caught.value.__context__)
 
 

@@ -33,6 +33,7 @@ from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
 from zckpt.runtime.sharding.buffers import cast_buffers
+from zckpt.runtime.sharding.on_access import gather_on_access
 from zckpt.runtime.sharding.parts import allow_parts
 from zckpt.runtime.sharding.shard import DTYPES, Precision, shard
 from zckpt.runtime.sharding.units import Wrap
@@ -141,6 +142,8 @@ def initialize(
     precision = _precision(settings, trains=trains)
     sharded = shard(model, settings.zero, precision, mesh_of(settings.zero, world), world, wrap)
     parts_ended = allow_parts(model)
+    if settings.zero.stage == 3:
+        gather_on_access(model, sharded.parameters)
     if world.size > 1:
         Watch(model, world)
     swap = Swap(settings, model, sharded, trains=trains) if settings.zero.nvme else None

@@ -53,7 +53,7 @@ class DirectBackwards:
         self._divisor = 1
         self._waiting: list[Any] = [one for unit in units_of(model) for one in unit.fsdp_params]
         for one in parameters:
-            if one.replicated and one.trained:
+            if one.trained:  # what `fully_shard` cuts gets a gradient from autograd only where it is used elsewhere
                 one.weight.register_hook(self._received)
         self.attach()
 

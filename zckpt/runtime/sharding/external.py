@@ -21,18 +21,11 @@ _LEAF = "_z3_leaf"
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Says that a module's forward uses a parameter of another module. To be called before `initialize`.
-
-    Raises:
-        UsageError: the model is sharded already, or `parameter` is not one.
+    """Says that a module's forward uses a parameter of another module. Before `initialize` it is then gathered with the model; later
+    nothing changes, since what is not registered is gathered for each use in a forward. Raises UsageError if `parameter`
+    is not one.
     """
-    if sharded_parameter_of(parameter) is not None:
-        raise UsageError(
-            "register_external_parameter comes after initialize",
-            remedy="Call it before initialize, for example where the model is made. Or let a module that holds both be "
-            "gathered as one: initialize(wrap=...).",
-        )
-    if not isinstance(parameter, nn.Parameter):
+    if not isinstance(parameter, nn.Parameter) and sharded_parameter_of(parameter) is None:
         raise UsageError(
             "register_external_parameter got what is not a parameter", found=f"a {type(parameter).__name__}",
             remedy="Pass a parameter of a module, such as self.embed.weight.",

@@ -68,7 +68,11 @@ class ShardedParameter:
     end_copies: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        setattr(self.weight, _ATTRIBUTE, self)
+        self.own(self.weight)
+
+    def own(self, tensor: torch.Tensor) -> None:
+        """Makes `sharded_parameter_of` find this one for a tensor."""
+        setattr(tensor, _ATTRIBUTE, self)
 
     @property
     def trained(self) -> bool:
@@ -91,7 +95,7 @@ class ShardedParameter:
     def hold(self, whole: nn.Parameter, drop: Callable[[], None]) -> None:
         """Sets the parameter that the modules hold while it is gathered, and the function that drops it."""
         self.whole, self._drop = whole, drop
-        setattr(whole, _ATTRIBUTE, self)
+        self.own(whole)
 
     def settle(self) -> None:
         """Records that the whole parameter has just been gathered: both sides are equal."""

@@ -35,9 +35,10 @@ def explain_failure(error: RuntimeError, model: nn.Module) -> UsageError | None:
                 return UsageError(
                     f"parameter {found.name!r} is used while it is not gathered",
                     found=f"{frame.f_code.co_filename}, line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}",
-                    expected=f"a use inside the forward of {unit!r}, which is gathered as one unit",
-                    remedy=f"Call {unit!r}, so that its forward uses the parameter, or make a unit of a module that holds all "
-                    "users of the parameter: initialize(wrap='ItsClass').",
+                    expected=f"the parameter taken from its module in the forward, or the forward of {unit!r}",
+                    remedy="Take it from its module where it is used, not before the forward. In a compiled model name it by "
+                    "zero.register_external_parameter before initialize. "
+                    f"Or call {unit!r}, so that its forward uses the parameter.",
                 )
     return None
 
