@@ -42,14 +42,8 @@ def config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def refuse_parallel(mpu: Any, mesh_param: Any) -> None:
-    """Raises for model or sequence parallelism; an `mpu` of data parallelism alone is fine.
-
-    Args:
-        mpu: an object with DeepSpeed's methods, such as `get_model_parallel_world_size`.
-        mesh_param: the sizes of data and sequence parallelism.
-
-    Raises:
-        UnsupportedError: parameters or sequences should be cut between ranks.
+    """Raises UnsupportedError for model or sequence parallelism; an `mpu` (an object with DeepSpeed's methods) of data
+    parallelism alone is fine. `mesh_param`: the sizes of data and sequence parallelism.
     """
     kinds = ("model_parallel", "tensor_model_parallel", "slice_parallel", "pipe_parallel", "pipeline_model_parallel")
     found = []
@@ -67,14 +61,8 @@ def refuse_parallel(mpu: Any, mesh_param: Any) -> None:
 
 
 def refuse_partial(groups: Iterable[Any], quantized: bool) -> None:
-    """Raises for what `zero.Init` does not do: parameters that some ranks share, or that are quantized.
-
-    Args:
-        groups: process groups that a script has passed; None, or a group of all ranks, is fine.
-        quantized: whether it asked for quantization.
-
-    Raises:
-        UnsupportedError: see above.
+    """Raises UnsupportedError for what `zero.Init` does not do: parameters that some ranks share, or that are quantized. A
+    group that is None, or of all ranks, is fine.
     """
     for group in groups:
         if group is not None and dist.get_world_size(group) != dist.get_world_size():

@@ -40,20 +40,10 @@ def asked_of(
     auto: Mapping[str, Any] | None = None,
     width: int | None = None,
 ) -> tuple[RunShape, Asked, str]:
-    """Reads a config.
-
-    Args:
-        config: as `zckpt.runtime.initialize` takes it.
-        run: GPUs, nodes, and what the config does not say.
-        auto: values for keys that say "auto"; by default bf16, and whatever memory does not depend on.
-        width: of the model, for the keys that transformers computes from it.
-
-    Returns:
-        The shape of the run, what the config asks for, and its file for messages.
-
-    Raises:
-        UsageError: the config is wrong; see `read_config`.
-        UnsupportedError: it asks for what the estimate does not count.
+    """Reads a config, as `zckpt.runtime.initialize` takes it: the shape of the run, what the config asks for, and its file
+    for messages. `run` has what the config does not say; `auto` values for keys that say "auto", by default bf16 and whatever
+    memory does not depend on; `width` is the model's. Raises UsageError if the config is wrong, UnsupportedError if it asks
+    for what the estimate does not count.
     """
     values = {**_AUTO, **(auto or {})}
     settings = read_config(config, auto=values, hidden_size=width)

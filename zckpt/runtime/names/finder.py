@@ -56,11 +56,7 @@ def home_of(path: str) -> str | None:
 
 
 def find_name(path: str, name: str) -> Any:
-    """The object for a name of a module of DeepSpeed.
-
-    Raises:
-        AttributeError: DeepSpeed has no such name there, and the table has none either.
-    """
+    """The object for a name of a module of DeepSpeed. Raises AttributeError if neither DeepSpeed nor the table has it there."""
     row = BUILT.get(path, {})
     rows = {"*": row} if isinstance(row, str) else row
     target = rows.get(name)

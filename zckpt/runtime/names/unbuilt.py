@@ -59,25 +59,13 @@ class Unbuilt:
 
 
 def refuse(name: str, instead: str = "") -> NoReturn:
-    """Raises the error for a name.
-
-    Args:
-        name: DeepSpeed's.
-        instead: what to do instead, if `INSTEAD` does not say it.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Raises UnsupportedError for a name of DeepSpeed's. `instead`: what to do instead, if `INSTEAD` does not say it."""
     raise UnsupportedError(f"{name!r} of DeepSpeed is not built here", remedy=INSTEAD.get(name, instead))
 
 
 def make_unbuilt(name: str, instead: str = "", *, is_function: bool | None = None) -> Any:
-    """A class or a function that raises `UnsupportedError` when it is constructed or called.
-
-    Args:
-        name: DeepSpeed's.
-        instead: what to do instead, if `INSTEAD` does not say it.
-        is_function: by default names in lower case are functions. A class with a name that says so is an exception.
+    """A class or a function that raises `UnsupportedError` when it is constructed or called; `instead` as for `refuse`. By
+    default names in lower case are functions. A class with a name that says so is an exception.
     """
     told = f"Not built. {INSTEAD.get(name, instead)}"
     if name[0].islower() if is_function is None else is_function:

@@ -108,12 +108,8 @@ class Lookout(threading.Thread):
             atexit.register(self.close)
 
     def at(self, step: int, what: str, number: int | None = None) -> None:
-        """Notes the activity that begins now.
-
-        Args:
-            step: the optimizer step, from 1.
-            what: in words that follow "is".
-            number: the same on all ranks that do the same, and growing; by default the next one.
+        """Notes the activity that begins now: `what` in words that follow "is", in the optimizer step `step`, from 1.
+        `number` is the same on all ranks that do the same, and grows; by default it is the next one.
         """
         number = self._now.number + 1 if number is None else number
         self._now = replace(self._now, number=number, step=step, what=what, line="")

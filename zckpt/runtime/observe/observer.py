@@ -124,11 +124,8 @@ class Observer:
         self._start(STEP)
 
     def end_step(self, last: bool, step: int) -> None:
-        """Ends what `begin_step` began, and shows what the config asks for.
-
-        Args:
-            last: it was called for the last micro batch, so the weights were updated.
-            step: the steps before this one.
+        """Ends what `begin_step` began, and shows what the config asks for. `last`: it was called for the last micro batch,
+        so the weights were updated; `step`: the steps before this one.
         """
         self._enter(0, 1)
         self.tput_timer.stop(last, report_speed=self._first)

@@ -33,17 +33,9 @@ _KNOWN = "Adam, AdamW, Adagrad, Lion, SGD, Lamb, or the name of a class of torch
 
 
 def build_optimizer(kind: str, params: Mapping[str, Any], groups: Groups, device: torch.device) -> Optimizer:
-    """The optimizer that a config asks for, with torch's fused kernels where torch has them for the device.
-
-    Args:
-        kind: `optimizer.type`; upper and lower case are the same for DeepSpeed's own names.
-        params: `optimizer.params`.
-        groups: parameter groups of master weights.
-        device: where the master weights are.
-
-    Raises:
-        UsageError: no such optimizer, or an argument that it does not have or does not take.
-        UnsupportedError: one of DeepSpeed's that is not built.
+    """The optimizer that a config asks for, with torch's fused kernels where torch has them for the device of the masters in
+    `groups`. Upper and lower case are the same for DeepSpeed's own names. Raises UsageError if there is no such optimizer, or
+    an argument that it does not have or does not take; UnsupportedError for one of DeepSpeed's that is not built.
     """
     kwargs: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in params.items()

@@ -32,15 +32,8 @@ def groups_of(model: nn.Module, model_parameters: Iterable[Any] | None) -> Group
 
 
 def chosen_of(model: nn.Module, groups: Groups, optimizer: object) -> set[nn.Parameter]:
-    """The parameters that will be trained.
-
-    Args:
-        model: before it is sharded.
-        groups: of `groups_of`.
-        optimizer: what the caller gave; one that is made over parameters chooses them.
-
-    Raises:
-        UsageError: some are not the model's.
+    """The parameters that will be trained, of a model that is not sharded yet: those of an optimizer that was made over
+    parameters, or else of the groups. Raises UsageError if some are not the model's.
     """
     if isinstance(optimizer, Optimizer):
         groups = optimizer.param_groups
@@ -63,17 +56,10 @@ def optimizer_on_masters(
     *,
     is_cut: bool,
 ) -> Optimizer:
-    """Makes the masters, and the optimizer on them.
-
-    Args:
-        settings: the config.
-        given: what the caller gave; None makes the config's.
-        groups: parameter groups of the model's parameters as they were before the model was sharded.
-        masters: what this rank holds of each of these parameters, by `id`.
-        is_cut: whether the masters are rows of larger tensors.
-
-    Raises:
-        UsageError: it cannot be made, or may look across elements where masters are cut.
+    """Makes the masters, and the optimizer on them: the given one, one by the given function, or the config's. `groups` are
+    of the parameters as they were before the model was sharded, `masters` has what this rank holds of each by `id`; `is_cut`:
+    they are rows of larger tensors. Raises UsageError if it cannot be made, or may look across elements where masters are
+    cut.
     """
     if not masters:
         raise UsageError(

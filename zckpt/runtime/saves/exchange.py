@@ -116,12 +116,8 @@ class Turn(NamedTuple):
 
 
 def rounds_of(longest: Sequence[int], pieces: Sequence[int], limit: int) -> Iterator[list[Turn]]:
-    """The rounds that carry streams of all distances; see [Note: rounds].
-
-    Args:
-        longest: by distance, the bytes of the longest stream.
-        pieces: by distance, the most pieces of a stream.
-        limit: bytes per round and rank.
+    """The rounds that carry streams of all distances, `limit` bytes per round and rank; see [Note: rounds]. By distance:
+    `longest`, the bytes of the longest stream, and `pieces`, the most pieces of one.
     """
     turns: list[Turn] = []
     left, room = limit, MOST_PIECES

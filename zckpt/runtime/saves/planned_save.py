@@ -84,18 +84,10 @@ class PlannedSave:
 
 
 def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, copied: bool = False) -> Outlined:
-    """Outlines everything except the elements, for files in a directory of the name `place`.
-
-    Args:
-        state: of the run.
-        client_state: of the caller.
-        place: the directory's name.
-        copied: small tensors, gradients and a rank's own buffers are copied, so that all but `state.parts` and
-            `state.buffers` may change after this.
-
-    Raises:
-        UsageError: there is no optimizer, or the client state uses a name of the checkpoint's own.
-        UnsupportedError: something in the client state cannot be written.
+    """Outlines everything except the elements, for files in a directory of the name `place`. `copied`: small tensors,
+    gradients and a rank's own buffers are copied, so that all but `state.parts` and `state.buffers` may change after this.
+    Raises UsageError if there is no optimizer, or the client state uses a name of the checkpoint's own; UnsupportedError if
+    something in it cannot be written.
     """
     run = state.run
     if not state.groups and run.settings.zero.stage:
@@ -156,10 +148,8 @@ def _alone() -> Exchange:
 
 
 def write(planned: PlannedSave, directory: str) -> None:
-    """Writes and syncs this rank's files, and sends the others what theirs need.
-
-    Raises:
-        OutputError: a file cannot be written. The exchange was carried to its end.
+    """Writes and syncs this rank's files, and sends the others what theirs need. Raises OutputError if a file cannot be
+    written; the exchange was carried to its end.
     """
     if planned.rounds is None:
         return

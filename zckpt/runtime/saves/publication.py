@@ -59,11 +59,8 @@ class Publication:
             ) from error  # fmt: skip
 
     def root(self, names: Sequence[str | None], rank: int) -> str:
-        """The work directory that a rank writes into: that of the last leader before it.
-
-        Args:
-            names: of the leaders' work directories, by rank; None for other ranks.
-            rank: of this process.
+        """The work directory that a rank writes into: that of the last leader before it. `names`: of the leaders' work
+        directories, by rank; None for other ranks.
         """
         nearest = next(name for name in reversed(names[: rank + 1]) if name is not None)
         return os.path.join(self.directory, nearest)

@@ -83,16 +83,9 @@ def lay_out(state: RunState, place: str, *, copied: bool) -> Laid | None:
 def read(
     run: TrainingRun, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]
 ) -> RankStates | None:
-    """The file of this rank; None if there is none.
-
-    Args:
-        run: the run.
-        listing: the save as this rank sees it.
-        moment: `global_steps` and `micro_steps` when it was saved, as the other files say.
-        called: for each name of the checkpoint, what the model calls it.
-
-    Raises:
-        InconsistentError: it is of another save.
+    """The file of this rank, in a listing of the save as this rank sees it; None if there is none. `moment`: `global_steps`
+    and `micro_steps` when it was saved, as the other files say; `called`: for each name of the checkpoint, what the model
+    calls it. Raises InconsistentError if it is of another save.
     """
     name = rank_file(run.global_rank)
     if name not in listing.files:

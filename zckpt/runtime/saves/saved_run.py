@@ -117,11 +117,8 @@ class SavedRun:
 
 
 def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
-    """Reads and checks a checkpoint; changes nothing.
-
-    Raises:
-        InconsistentError: it is of another model, or of another optimizer.
-        ZckptError: another kind says what is wrong with it.
+    """Reads and checks a checkpoint; changes nothing. Raises InconsistentError if it is of another model or optimizer;
+    another kind of ZckptError says what is wrong with it.
     """
     catalog, called = as_named_by(_names(run), opened.catalog)
     _check_model(run, catalog, options.strict)
@@ -159,13 +156,8 @@ def _names(run: TrainingRun) -> list[str]:
 
 
 def _training(run: TrainingRun, opened: Opened, options: LoadOptions, called: Mapping[str, str]) -> Training | None:
-    """The data of the checkpoint beside the weights, under the model's names.
-
-    Args:
-        run: the run.
-        opened: the checkpoint.
-        options: what is wanted.
-        called: for each name of the checkpoint, what the model calls it.
+    """The data of the checkpoint beside the weights, under the model's names. `called`: for each name of the checkpoint, what
+    the model calls it.
     """
     if not (options.optimizer or options.schedule or options.counters):
         return None

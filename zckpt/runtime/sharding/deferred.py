@@ -99,13 +99,8 @@ class DeferredParameter(nn.Parameter):
 
 
 def local_rows(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, unwritten: bool = False) -> Rows:
-    """This rank's rows of a whole tensor, in memory of their own.
-
-    Args:
-        tensor: the whole, on every rank.
-        group: the ranks that share it.
-        dtype: to keep floating-point numbers in; their own if not given.
-        unwritten: its numbers are any that were in the memory, and are not copied.
+    """This rank's rows of a whole tensor, in memory of their own. `dtype`: for floating-point numbers, their own if not
+    given; `unwritten`: the numbers are any that were in the memory, and are not copied.
     """
     tensor = part = tensor.detach()
     size = dist.get_world_size(group)
@@ -134,13 +129,7 @@ def room(shape: Iterable[int], dtype: torch.dtype, device: torch.device | str = 
 
 
 def gather_rows(values: torch.Tensor, shape: Iterable[int], group: Any) -> torch.Tensor:
-    """A tensor from every rank's rows of dim 0.
-
-    Args:
-        values: this rank's rows, shape (rows, ...).
-        shape: of the whole.
-        group: the ranks that share it, in the order of their rows.
-    """
+    """A tensor of a shape from every rank's rows of dim 0, `values`; the ranks of the group are in the order of their rows."""
     length, *inner = shape
     size = dist.get_world_size(group)
     step = -(-length // size)
@@ -326,13 +315,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def _on_whole(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, reads: bool) -> Any:
-        """Runs an op on whole parameters, and keeps this rank's rows of what it leaves in them.
-
-        Args:
-            func: the op.
-            args: its arguments, deferred parameters among them.
-            kwargs: its keyword arguments, deferred parameters among them.
-            reads: gather the parameters; otherwise the op gets memory without their numbers.
+        """Runs an op on whole parameters, and keeps this rank's rows of what it leaves in them. `reads`: they are gathered;
+        otherwise the op gets memory without their numbers.
         """
         whole: dict[int, torch.Tensor] = {}
 

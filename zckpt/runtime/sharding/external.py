@@ -21,8 +21,8 @@ _LEAF = "_z3_leaf"
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Says that a module's forward uses a parameter of another module. Before `initialize` it is then gathered with the model; later
-    nothing changes, since what is not registered is gathered for each use in a forward. Raises UsageError if `parameter`
+    """Says that a module's forward uses a parameter of another module. Before `initialize` it is then gathered with the model;
+    later nothing changes, since what is not registered is gathered for each use in a forward. Raises UsageError if `parameter`
     is not one.
     """
     if not isinstance(parameter, nn.Parameter) and sharded_parameter_of(parameter) is None:
@@ -66,15 +66,8 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Makes all modules of some classes leaves, and returns them.
-
-    Args:
-        model: the model.
-        leaf_module_classes: classes, names of classes, or names with the module that they are defined in.
-        raise_if_not_found: raise an error if there is none.
-
-    Raises:
-        UsageError: there is none.
+    """Makes all modules of some classes leaves, and returns them. Classes may be given by their names, or names with the
+    module that they are defined in. Raises UsageError if there is none, and `raise_if_not_found` is set.
     """
     return _flag(model, leaf_module_classes, True, raise_if_not_found)
 

@@ -24,13 +24,9 @@ _TAKES = inspect.signature(fully_shard).parameters
 def shard_unit(
     unit: list[nn.Module], ignored: Collection[nn.Parameter], reshard: bool | int | None, **more: Any
 ) -> None:
-    """Calls `fully_shard` for the modules of a unit; parameters that are ignored stay as they are.
-
-    Args:
-        unit: its modules.
-        ignored: parameters of the model, of this unit or not.
-        reshard: `reshard_after_forward`; None for the root, which is then kept gathered for its backward.
-        more: further arguments of `fully_shard`.
+    """Calls `fully_shard` for the modules of a unit, with `more` arguments; parameters that are `ignored`, of this unit or
+    not, stay as they are. `reshard` is `reshard_after_forward`; None for the root, which is then kept gathered for its
+    backward.
     """
     module: Any = unit[0] if len(unit) == 1 else unit
     if reshard is None and _TAKES["reshard_after_forward"].default is not None:

@@ -24,10 +24,8 @@ from zckpt.runtime.sharding.older_torch import groups_of
 
 
 def allow_parts(model: nn.Module) -> list[Callable[[], None]]:
-    """Lets parts of a sharded model be called by themselves, and its first forward run under `inference_mode`.
-
-    Returns:
-        An empty list: what is put into it is called at the end of each call of a part that is a forward of a unit.
+    """Lets parts of a sharded model be called by themselves, and its first forward run under `inference_mode`. Returns an
+    empty list: what is put into it is called at the end of each call of a part that is a forward of a unit.
     """
     assert isinstance(model, FSDPModule)
     model._get_fsdp_state()._lazy_init()

@@ -115,15 +115,9 @@ def _outermost(model: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterat
 
 
 def merge_units(units: list[nn.Module], model: nn.Module, bucket: int) -> list[list[nn.Module]]:
-    """Merges units where fewer and larger collectives cost less.
-
-    Args:
-        units: of `find_units`, so that the backward comes to them in this order.
-        model: that they are units of; what fits in the last bucket together with the model's own parameters is left to it.
-        bucket: parameters that one of the results may have, if a single unit does not have more.
-
-    Returns:
-        Units in the order of the backward, each as its modules in the order of the forward.
+    """Merges units where fewer and larger collectives cost less: units of `find_units`, in the order of the backward, into
+    lists of modules in the order of the forward. One has at most `bucket` parameters, if a single unit does not have more.
+    What fits in the last bucket together with the model's own parameters is left to the model.
     """
     groups: list[list[nn.Module]] = [[]]
     room = bucket

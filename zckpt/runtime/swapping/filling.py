@@ -26,14 +26,8 @@ class Filled(NamedTuple):
 
 
 def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Filled]], None]) -> None:
-    """Fills vectors in memory and in swap files.
-
-    Args:
-        tensors: dense vectors.
-        read: puts elements into the memory of pieces; called more than once.
-
-    Raises:
-        OutputError: a swap file cannot be written.
+    """Fills dense vectors in memory and in swap files; `read` puts elements into the memory of pieces, and is called more
+    than once. Raises OutputError if a swap file cannot be written.
     """
     direct, swapped = [], []
     for number, tensor in enumerate(tensors):

@@ -31,17 +31,8 @@ class Blocks(Dataset[torch.Tensor]):
 
 
 def read_corpus(path: str, length: int, tokenizer: Any, wanted: int, option: str = "--data") -> Blocks:
-    """The samples of a text file.
-
-    Args:
-        path: the file.
-        length: tokens of a sample.
-        tokenizer: of transformers; None for bytes.
-        wanted: how many samples are needed at least.
-        option: that named the file, for the message.
-
-    Raises:
-        UsageError: there is no such file, or too little in it.
+    """Samples of `length` tokens of a text file; without a tokenizer (of transformers) tokens are bytes. Raises UsageError if
+    there is no such file, or fewer samples than `wanted`; `option` named the file.
     """
     if not os.path.isfile(path):
         raise UsageError("no such file", file=path, remedy=f"Pass the path of a text file as {option}.")
