@@ -189,7 +189,7 @@ FAULTS = (
         "estimation/test_sizes.py::test_a_checkpoint_says_what_is_frozen",
     ),
     Fault("cli", "desk.py", 'f"note: {note}"', "note", "cli/test_cli.py::test_notes_follow_an_error_and_secrets_do_not_show"),
-    Fault("runtime", "saves/tags.py", "_MOST_BYTES = 255", "_MOST_BYTES = 256", "runtime/test_tags.py"),
+    Fault("runtime", "saves/publication.py", "_MOST_BYTES = 255", "_MOST_BYTES = 256", "runtime/test_tags.py"),
 )  # fmt: skip
 
 

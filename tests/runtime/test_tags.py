@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zckpt.base.errors import OutputError, UsageError
-from zckpt.runtime.saves.tags import check_places, check_tag
+from zckpt.runtime.saves.publication import check_places, check_tag
 
 REFUSED = {
     "empty": [""],

@@ -78,18 +78,15 @@ class Weights(TrainingRun):
         self.gather()
 
     def _put_whole(self, state: Mapping[str, Any], strict: bool, may_lack: set[str]) -> None:
-        own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        kept = own | buffers_of(self).keys()
-        own |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        tensors: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
+        kept = tensors.keys() | buffers_of(self).keys()
+        tensors.update(self.module.named_buffers(remove_duplicate=False))
         if strict and (wrong := (kept ^ set(state)) - may_lack):
             raise UsageError(
                 "the state dict has other names than the model", found=examples(sorted(wrong)),
                 remedy="Pass the state dict of such a model, or strict=False.",
             )  # fmt: skip
-        tensors: dict[str, torch.Tensor] = {}
-        tensors.update(self.module.named_parameters(remove_duplicate=False))
-        tensors.update(self.module.named_buffers(remove_duplicate=False))
-        for name in own & set(state):
+        for name in tensors.keys() & set(state):
             tensors[name].data.copy_(state[name])
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:

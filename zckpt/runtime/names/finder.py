@@ -17,7 +17,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
-from email.message import EmailMessage
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution
@@ -241,15 +240,8 @@ class _Metadata(Distribution):
     def read_text(self, filename: str) -> str | None:
         """The text of a file of the distribution; None for files that it lacks."""
         if filename == "METADATA":
-            message = EmailMessage()
-            for key, value in (
-                ("Metadata-Version", "2.1"),
-                ("Name", NAME),
-                ("Version", f"{VERSION}+zckpt"),
-                ("Summary", "zckpt.runtime under the name deepspeed, in this process"),
-            ):
-                message[key] = value
-            return message.as_string()
+            what = "Summary: zckpt.runtime under the name deepspeed, in this process"
+            return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}+zckpt\n{what}\n"
         return f"{NAME}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:

@@ -19,6 +19,13 @@ from zckpt.runtime.optimizers.loss_scale import LossScaler
 _OWN = "zckpt"
 
 
+def _of_inner(name: str, doc: str) -> property:
+    """An attribute that is the optimizer's on the masters."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
+    )
+
+
 class EngineOptimizer(Optimizer):
     """An optimizer on master weights, as a script holds it.
 
@@ -55,14 +62,8 @@ class EngineOptimizer(Optimizer):
             )
         return self._engine
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, of masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+    param_groups: Any = _of_inner("param_groups", "The parameter groups, of masters.")
+    defaults: Any = _of_inner("defaults", "The settings of groups that name none.")
 
     @property
     def state(self) -> Any:
@@ -73,15 +74,6 @@ class EngineOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The settings of groups that name none."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates the weights from the gradients that there are, and drops these. Every rank calls it. Raises

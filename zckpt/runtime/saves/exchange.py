@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from zckpt.core.dtypes import ALL
 from zckpt.core.plan import Move, route
 from zckpt.core.stores import FileStore
 from zckpt.layouts.zero.torch_files import Pair
-from zckpt.runtime.saves.own_group import OwnGroup
+from zckpt.team.meeting import WORK_S
+from zckpt.team.rendezvous import own_connection
 
 MOST_PIECES = 1 << 16
 """The most pieces in one round, unless a single stream has more: each takes some bytes on its way and in memory."""
@@ -137,6 +139,34 @@ def rounds_of(longest: Sequence[int], pieces: Sequence[int], limit: int) -> Iter
         room -= number
     if turns:
         yield turns
+
+
+class OwnGroup:
+    """Ranks that exchange host memory in a thread beside the training; making it waits for all of them.
+
+    The group is gloo's, whatever the others are, and stands in no registry: it works until nobody holds it any more, also when
+    the script destroys its process groups meanwhile.
+    Source: torch 2.6 to 2.13, distributed/distributed_c10d.py `_new_process_group_helper`, csrc/distributed/c10d/init.cpp.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, store: Any) -> None:
+        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]  # not in every build of torch
+
+        self._store = store  # which this process may hold
+        own = PrefixStore(f"zckpt/{name}", own_connection(store))
+        self._group: Any = ProcessGroupGloo(own, rank, size, timedelta(seconds=WORK_S))
+
+    def all_to_all(
+        self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Any:
+        """Exchanges parts of a vector with all ranks; returns the handle to wait for."""
+        return self._group.alltoall_base(incoming, outgoing, list(received), list(sent))
+
+    def maximum(self, numbers: torch.Tensor) -> None:
+        """Replaces each number by the largest one of any rank."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._group.allreduce([numbers], options).wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,14 +33,12 @@ from zckpt.base.words import count, size
 from zckpt.output.saves import STAGED
 from zckpt.runtime.saves.background import Saving
 from zckpt.runtime.saves.description import tensors_of
-from zckpt.runtime.saves.exchange import Exchange
-from zckpt.runtime.saves.own_group import OwnGroup
+from zckpt.runtime.saves.exchange import Exchange, OwnGroup
 from zckpt.runtime.saves.planned_save import Outlined, PlannedSave, exchange_of, outline, plan, write
-from zckpt.runtime.saves.publication import Publication
+from zckpt.runtime.saves.publication import Publication, check_tag
 from zckpt.runtime.saves.rank_states import digest_of
 from zckpt.runtime.saves.run_state import RunState, capture
 from zckpt.runtime.saves.snapshot import Pool, Snapshot
-from zckpt.runtime.saves.tags import check_tag
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.team.meeting import ENTRY_S, Attempt, Meetings
 from zckpt.team.sameness import place_of_directory, ranks_by_value

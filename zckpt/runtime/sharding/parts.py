@@ -55,8 +55,7 @@ class _Part:
 
     def __init__(self, units: list[FSDPModule], ended: list[Callable[[], None]]) -> None:
         self._units, self._ended = units, ended
-        self._gathered: list[list[FSDPModule]] = []
-        self._entered: list[list[Any]] = []
+        self._begun: list[tuple[list[FSDPModule], list[Any]]] = []
 
     def hook(self, module: nn.Module) -> None:
         """Makes the module's forwards gather before and free after."""
@@ -66,8 +65,7 @@ class _Part:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         gathered: list[FSDPModule] = []
         entered: list[Any] = []
-        self._gathered.append(gathered)
-        self._entered.append(entered)
+        self._begun.append((gathered, entered))
         for unit in self._units:
             state: Any = unit._get_fsdp_state()
             if torch.is_grad_enabled():
@@ -81,11 +79,11 @@ class _Part:
         return (args, kwargs) if entered else None
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not self._gathered:
+        if not self._begun:
             return None
-        for unit in self._gathered.pop():
+        gathered, entered = self._begun.pop()
+        for unit in gathered:
             unit.reshard()
-        entered = self._entered.pop()
         for state in reversed(entered):
             output = state._post_forward(module, inputs, output)
         for end in self._ended if entered else ():

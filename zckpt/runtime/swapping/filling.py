@@ -76,7 +76,10 @@ class _Batch:
         """Reads and writes what was added."""
         if self._pieces:
             self._read(self._pieces)
-        begun = [self._transfers.write(file, self._buffer, stretches) for file, stretches in self._stretches.items()]
+        begun = [
+            self._transfers.begin(file, self._buffer, stretches, write=True)
+            for file, stretches in self._stretches.items()
+        ]
         try:
             for transfer in begun:
                 transfer.wait()

@@ -165,7 +165,7 @@ class Reader:
         del self._free[2:]
         versions = _versions(unit)
         file = unit.rows[0].region.file
-        return _Read(unit, buffer, self._transfers.read(file, buffer, unit.stretches()), versions)
+        return _Read(unit, buffer, self._transfers.begin(file, buffer, unit.stretches(), write=False), versions)
 
     def _drop(self, read: _Read) -> None:
         if read is not self._now and read.transfer is not None:

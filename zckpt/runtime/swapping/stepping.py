@@ -277,8 +277,8 @@ class SwappedStep:
                     transfer.engine.wait(transfer.number)
 
     def _begin(self, sub_group: SubGroup, buffer: Buffer, *, write: bool) -> list[Transfer]:
-        call = self._transfers.write if write else self._transfers.read
-        return [call(file, buffer, stretches) for file, stretches in sub_group.stretches.items()]
+        places = sub_group.stretches.items()
+        return [self._transfers.begin(file, buffer, stretches, write=write) for file, stretches in places]
 
     def _cut(self, swapped: list[Vectors]) -> Iterator[SubGroup]:
         """The sub-groups, each of parameters of one group."""

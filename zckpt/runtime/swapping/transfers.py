@@ -73,15 +73,8 @@ class Transfers:
         else:
             self._engine = _Threads(depth.blocks, depth.block_bytes)
 
-    def read(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch]) -> Transfer:
-        """Begins to read into a buffer."""
-        return self._begin(file, buffer, stretches, write=False)
-
-    def write(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch]) -> Transfer:
-        """Begins to write from a buffer."""
-        return self._begin(file, buffer, stretches, write=True)
-
-    def _begin(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch], *, write: bool) -> Transfer:
+    def begin(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch], *, write: bool) -> Transfer:
+        """Begins to read into a buffer, or to write from it."""
         base = buffer.bytes.data_ptr()
         packed = b"".join(struct.pack("<3Q", base + one.at, one.offset, one.nbytes) for one in merge_copies(stretches))
         return Transfer(self._engine, self._engine.begin(file.fd, write, packed), file, buffer, write)
