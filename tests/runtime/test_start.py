@@ -197,3 +197,19 @@ def test_keys_with_dots_that_trl_adds_are_passed_over() -> None:
     config = {**CONFIG, **{f"zero_optimization.{name}": 10.0 for name in names}}
     assert runtime.initialize(model=nn.Linear(2, 1), config=config)[0].zero_reduce_bucket_size() == 500_000_000
     assert len(config) == len(CONFIG) + 3
+
+
+def test_parameters_on_nvme_are_left_out_below_stage_3(tmp_path: Path) -> None:
+    """Beside an optimizer on nvme: no path is needed for what no stage below 3 cuts, and the weights are as without it."""
+    weights = []
+    for more in ({}, {"offload_param": {"device": "nvme"}}):
+        torch.manual_seed(0)
+        zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, **more}
+        adam = {"type": "AdamW", "params": {"lr": 0.1}}
+        config = {"train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": adam, "zero_optimization": zero}
+        engine = runtime.initialize(model=nn.Linear(64, 64), config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().sum())
+            engine.step()
+        weights.append(engine.module.weight.detach().clone())
+    assert torch.equal(*weights)

@@ -59,16 +59,14 @@ class DynamicLossScaler(LossScaler):
         """Adjusts the scale after a step. Returns what happened to it after an overflow. Raises CastError if an
         overflow at the smallest scale.
         """
-        change = None
-        if overflow:
-            change = self._overflowed()
-        else:
-            self._went_well()
-        self.cur_iter += 1
-        return change
-
-    def _overflowed(self) -> str:
-        self.last_overflow_iter = self.cur_iter
+        stable, self.cur_iter = self.cur_iter - self.last_overflow_iter - 1, self.cur_iter + 1
+        if not overflow:
+            grows = stable > 0 and stable % self.window == 0
+            if self.consecutive_hysteresis or grows:
+                self.cur_hysteresis = self.hysteresis
+            self.cur_scale *= 2 if grows else 1
+            return None
+        self.last_overflow_iter = self.cur_iter - 1
         if self.cur_hysteresis > 1 and self.hysteresis > 1:
             self.cur_hysteresis -= 1
             return f"the loss scale stays {self.cur_scale:g}, hysteresis falls to {self.cur_hysteresis}"
@@ -80,14 +78,6 @@ class DynamicLossScaler(LossScaler):
             )
         before, self.cur_scale = self.cur_scale, max(self.cur_scale / 2, self.min_scale)
         return f"the loss scale falls from {before:g} to {self.cur_scale:g}"
-
-    def _went_well(self) -> None:
-        if self.consecutive_hysteresis:
-            self.cur_hysteresis = self.hysteresis
-        stable = self.cur_iter - self.last_overflow_iter - 1
-        if stable > 0 and stable % self.window == 0:
-            self.cur_hysteresis = self.hysteresis
-            self.cur_scale *= 2
 
     def state(self) -> dict[str, float | int | bool]:
         """Everything that a resumed run needs."""

@@ -57,6 +57,22 @@ class Schedule:
             group["lr"] = rate
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
+    def _warm_up(self, steps: int, kind: str) -> None:
+        """Sets the course of a warm-up."""
+        self.warmup_steps, self._by_log = max(2, int(_positive(steps, "warmup_num_steps"))), kind == "log"
+        if kind not in ("log", "linear"):
+            raise UsageError(
+                f"warmup_type {kind!r} is not known", expected="'log' or 'linear'",
+                remedy="Correct it in scheduler.params.",
+            )  # fmt: skip
+
+    def _warmed(self) -> float | None:
+        """How far the warm-up is, from 0 to 1; None after it."""
+        step = self.last_batch_iteration
+        if step >= self.warmup_steps:
+            return None
+        return (1.0 / math.log(self.warmup_steps)) * math.log(step + 1) if self._by_log else step / self.warmup_steps
+
     def _per_group(self, value: Rates, name: str) -> list[float]:
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, Sequence):
@@ -119,7 +135,7 @@ class WarmupLR(Schedule):
             warmup_max_lr = [group["lr"] for group in optimizer.param_groups]
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
-        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self._warm_up(warmup_num_steps, warmup_type)
         if last_batch_iteration == -1:
             self._set(self.get_lr())
 
@@ -131,7 +147,8 @@ class WarmupLR(Schedule):
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _gamma(self) -> float:
-        return self.warmup.gamma(self.last_batch_iteration) if self.warmup.covers(self.last_batch_iteration) else 1.0
+        warmed = self._warmed()
+        return 1.0 if warmed is None else warmed
 
 
 class WarmupDecayLR(WarmupLR):
@@ -151,10 +168,10 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _gamma(self) -> float:
-        if self.warmup.covers(self.last_batch_iteration):
-            return self.warmup.gamma(self.last_batch_iteration)
+        if (warmed := self._warmed()) is not None:
+            return warmed
         left = float(self.total_num_steps - self.last_batch_iteration)
-        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup.steps)))
+        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_steps)))
 
 
 class WarmupCosineLR(Schedule):
@@ -174,7 +191,7 @@ class WarmupCosineLR(Schedule):
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
-        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self._warm_up(warmup_num_steps, warmup_type)
         self.org_lrs = [group["lr"] for group in optimizer.param_groups]
         if last_batch_iteration == -1:
             self._set(self.get_lr())
@@ -187,9 +204,9 @@ class WarmupCosineLR(Schedule):
         step = self.last_batch_iteration
         if step < 0:
             return 0.0
-        if self.warmup.covers(step):
-            return self.warmup_min_ratio + self.warmup.gamma(step) * (1.0 - self.warmup_min_ratio)
-        progress = min(1.0, (step - self.warmup.steps + 1) / max(1, self.total_num_steps - self.warmup.steps))
+        if (warmed := self._warmed()) is not None:
+            return self.warmup_min_ratio + warmed * (1.0 - self.warmup_min_ratio)
+        progress = min(1.0, (step - self.warmup_steps + 1) / max(1, self.total_num_steps - self.warmup_steps))
         cosine = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
@@ -291,25 +308,6 @@ class OneCycle(Schedule):
             stair = within * stairs / self.first if up else (self.total - within) * stairs / self.second
             scale = math.floor(stair) / stairs
         return scale
-
-
-class _Warmup:
-    """The course of a warm-up, from 0 to 1."""
-
-    def __init__(self, steps: int, kind: str) -> None:
-        self.steps = max(2, int(_positive(steps, "warmup_num_steps")))
-        if kind not in ("log", "linear"):
-            raise UsageError(
-                f"warmup_type {kind!r} is not known", expected="'log' or 'linear'",
-                remedy="Correct it in scheduler.params.",
-            )  # fmt: skip
-        self.log = kind == "log"
-
-    def covers(self, step: int) -> bool:
-        return step < self.steps
-
-    def gamma(self, step: int) -> float:
-        return (1.0 / math.log(self.steps)) * math.log(step + 1) if self.log else step / self.steps
 
 
 def _positive(value: float, name: str) -> float:

@@ -34,7 +34,7 @@ from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.labels import label
 from zckpt.runtime.sharding.older_torch import allow_frozen_dtypes, reduce_unused, shard_unit
 from zckpt.runtime.sharding.parameter import ShardedParameter
-from zckpt.runtime.sharding.units import Wrap, find_units, merge_units, parts_of
+from zckpt.runtime.sharding.units import Wrap, find_units, holders_of, merge_units, parts_of
 from zckpt.runtime.world import World, elements_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -212,7 +212,7 @@ def _sharded_parameters(
 ) -> tuple[ShardedParameter, ...]:
     """The part that this rank holds of each parameter, after `fully_shard`; deferred parameters get their numbers."""
     rank, size = mesh.get_local_rank("shard"), mesh["shard"].size()
-    weights, holders = dict(model.named_parameters()), _holders(model)
+    weights, holders = dict(model.named_parameters()), holders_of(model)
     found = []
     for one in originals.values():
         weight = weights[one.name]
@@ -256,22 +256,17 @@ def _one_dtype_each(units: list[nn.Module], originals: Mapping[int, _Original]) 
             sizes[one.dtype] += one.shape.numel()
         usual = sizes.most_common(1)[0][0] if sizes else None
         rare = {key for key, one in inside.items() if one.dtype != usual}
+        tied = {key for key, places in holders_of(unit).items() if len({id(module) for module, _ in places}) > 1}
         for module in unit.modules():
             own = {id(p) for p in module._parameters.values() if p is not None}
             alone = module is not unit and not any(True for _ in module.children()) and own <= rare
-            if own and alone and len({originals[key].dtype for key in own}) == 1 and not _is_tied(module, unit):
+            if own and alone and len({originals[key].dtype for key in own}) == 1 and not own & tied:
                 out.append(module)
                 rare -= own
         for key in rare:
             originals[key].replicated = True
         out.append(unit)
     return out
-
-
-def _is_tied(module: nn.Module, unit: nn.Module) -> bool:
-    own = {id(p) for p in module._parameters.values()}
-    others = (p for m in unit.modules() if m is not module for p in m._parameters.values())
-    return any(id(p) in own for p in others if p is not None)
 
 
 @torch.no_grad()
@@ -335,13 +330,3 @@ def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, wor
         local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
     )
     return nn.Parameter(placed, requires_grad=meta.requires_grad)
-
-
-def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that a parameter is registered in, with its names there."""
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append((module, name))
-    return holders

@@ -54,7 +54,7 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
         within = {id(inner) for leaf in leaves for inner in leaf.modules()} - {id(leaf) for leaf in leaves}
         chosen = {id(module) for module in (*found, *leaves)} - within
         found = [module for module in model.modules() if id(module) in chosen]
-    shared, uses = _owners(model), uses_of(model)
+    shared, uses = holders_of(model), uses_of(model)
     units = []
     for unit in reversed(found):  # children come after their parents
         inside = {id(module) for module in unit.modules()}
@@ -64,20 +64,21 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
                 "%s has a parameter that another module uses, so it is not gathered by itself.", type(unit).__name__
             )
             continue
-        if any(owner not in inside for p in unit.parameters() for owner in shared[id(p)]):
+        if any(id(owner) not in inside for p in unit.parameters() for owner, _ in shared[id(p)]):
             _log.info("%s shares parameters with other modules, so it is not gathered by itself.", type(unit).__name__)
         elif any(True for _ in unit.parameters()):
             units.append(unit)
     return units
 
 
-def _owners(model: nn.Module) -> dict[int, set[int]]:
-    owners: dict[int, set[int]] = {}
+def holders_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The modules that a parameter, known by its `id`, is registered in, with its names there."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(id(module))
-    return owners
+                holders.setdefault(id(parameter), []).append((module, name))
+    return holders
 
 
 def _is_wanted(module: nn.Module, want: Wrap) -> bool:

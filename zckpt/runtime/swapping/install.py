@@ -23,9 +23,8 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import size
 from zckpt.live.device import pins
 from zckpt.runtime.config.read import Settings
-from zckpt.runtime.config.zero import Zero
 from zckpt.runtime.optimizers.build import check_elementwise
-from zckpt.runtime.sharding.gradients import units_of
+from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.sharding.shard import Sharded
 from zckpt.runtime.swapping.files import SwapFile, padded_size
@@ -50,7 +49,8 @@ class Swap:
     def __init__(self, settings: Settings, model: nn.Module, sharded: Sharded, *, trains: bool) -> None:
         self._settings, self._zero = settings, settings.zero
         self._trains = trains
-        sections = [one for one in (self._zero.offload_param, self._zero.offload_optimizer) if one is not None]
+        self._param = param = self._zero.offload_param if "offload_param" in self._zero.nvme else None
+        sections = [one for one in (param, self._zero.offload_optimizer) if one is not None]
         aio = settings.config.aio
         pin = all(one.pin_memory for one in sections) and pins()
         block = max(1, aio.block_size // 4096) * 4096
@@ -58,7 +58,6 @@ class Swap:
         self._files: dict[str, SwapFile] = {}
         self._rows: dict[int, SwappedRows] = {}  # by the `id` of a sharded parameter
         self._sharded = sharded
-        param = self._zero.offload_param
         room = param.buffer_count * param.buffer_size * 4 if param is not None else 0
         self._reader = Reader(self._transfers, room)
         self._move(model)
@@ -100,18 +99,18 @@ class Swap:
 
     def _move(self, model: nn.Module) -> None:
         """Moves rows of parameters to a file."""
-        by_place = {(id(module), name): one for one in self._sharded.parameters for module, name in one.holders}
+        names, by_name = names_of_places(self._sharded.parameters), {one.name: one for one in self._sharded.parameters}
         groups: list[tuple[SwappedUnit, list[tuple[Any, ShardedParameter]]]] = []
-        left = self._zero.offload_param.max_in_cpu if self._zero.offload_param is not None else 0
+        left = 0 if self._param is None else self._param.max_in_cpu
         for group in units_of(model):
             unit, members = SwappedUnit(), []
             for parameter in group.fsdp_params:
-                one = by_place[id(parameter._module_info.module), parameter._module_info.param_name]
+                one = by_name[names[place_of(parameter)]]
                 parameter.reset_sharded_param()
                 numel = parameter._sharded_param_data.numel()
                 if self._is_moved(one, numel, left):
                     members.append((parameter, one))
-                elif swaps_param(self._zero):
+                elif self._param is not None:
                     left -= numel
             groups.append((unit, members))
         total = sum(
@@ -119,7 +118,7 @@ class Swap:
         )
         if not total:
             return
-        section = self._zero.offload_param if swaps_param(self._zero) else self._zero.offload_optimizer
+        section = self._param or self._zero.offload_optimizer
         assert section is not None
         file = self._file(section.nvme_path)
         file.reserve(total)
@@ -131,7 +130,7 @@ class Swap:
     def _is_moved(self, one: ShardedParameter, numel: int, left: int) -> bool:
         if one.replicated or not numel:
             return False
-        if swaps_param(self._zero):
+        if self._param is not None:
             return numel > left
         return self._trains and one.trained and one.dtype != torch.float32 and one.local().dtype == torch.float32
 
@@ -145,7 +144,7 @@ class Swap:
         parameter._sharded_param_data = region.tensor
         one.weight._local_tensor = local  # type: ignore[attr-defined]
         rows = SwappedRows(region, local)
-        if not swaps_param(self._zero):
+        if self._param is None:
             rows.cache = before.to(one.dtype)
             if self._transfers.depth.pin:
                 rows.cache = rows.cache.pin_memory()
@@ -159,11 +158,6 @@ class Swap:
 
         one.on_use = used
         return rows
-
-
-def swaps_param(zero: Zero) -> bool:
-    """Whether parameters are in files."""
-    return zero.offload_param is not None and zero.offload_param.device == "nvme"
 
 
 def state_room(optimizer: Optimizer, master: torch.Tensor, name: str) -> torch.Tensor:
