@@ -19,7 +19,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -285,7 +284,15 @@ def _stillness(notes: Mapping[int, Doing]) -> str:
 
 def _line(thread: int | None) -> str:
     """The innermost line of a thread that is not torch's own: `data.py, line 12, in read`."""
-    frame = sys._current_frames().get(thread or 0)
-    found = traceback.extract_stack(frame) if frame is not None else []
-    own = [one for one in found if f"{os.sep}torch{os.sep}" not in one.filename] or found
-    return f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name}" if own else ""
+    frame, found = sys._current_frames().get(thread or 0), ""
+    while (
+        frame is not None
+    ):  # no file is read meanwhile: the thread would run on, and leave the frames that are looked at
+        file = frame.f_code.co_filename
+        is_own = f"{os.sep}torch{os.sep}" not in file
+        if is_own or not found:
+            found = f"{os.path.basename(file)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+        if is_own:
+            break
+        frame = frame.f_back
+    return found

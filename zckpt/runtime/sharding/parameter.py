@@ -112,8 +112,8 @@ class ShardedParameter:
             This rank's elements of the whole parameter, if they are for certain, bit for bit, what those of the part become in
             its dtype, and none of them is infinite or NaN.
         """
-        if self.whole is None or not self.is_whole:
-            return None
+        if self.whole is None or not self.is_whole or not self.whole.untyped_storage().size():
+            return None  # without memory it has nothing to take, and its address means nothing
         local = self.local()
         if self.master is not None and (local.device != self.whole.device or self.master._version != self._version):
             return None
