@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
 from zckpt.core.fragments import Block, Fragment
-from zckpt.core.overlaps import clip, place
+from zckpt.core.overlaps import place
 from zckpt.core.plan import Plan
 from zckpt.core.stores import MemoryStore
 from zckpt.engine import replicas
@@ -119,31 +120,33 @@ def _cut_out(entry: TensorEntry, of: Fragment, itemsize: int) -> tuple[Fragment,
     return place(entry.fragments, rows, of.byte_offset // itemsize, of.store_pitch, entry.dtype.itemsize)
 
 
-def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
-    """Fills tensors with the elements of entries of the same shapes, cast to the tensors' dtypes.
+def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[int] = repeat(0)) -> None:
+    """Fills tensors with the elements of entries, cast to the tensors' dtypes.
+
+    Args:
+        wanted: entries and tensors of the same shapes, or that hold a run of an entry's elements.
+        starts: by the order of `wanted`, the first element of each such run.
 
     Warns:
         UserWarning: numbers too large for a tensor's dtype became infinite.
     """
-    direct: list[tuple[TensorEntry, torch.Tensor, DType]] = []
-    pieces: list[tuple[TensorEntry, torch.Tensor, DType]] = []
-    for entry, tensor in wanted:
+    direct: list[tuple[TensorEntry, torch.Tensor, DType, int]] = []
+    pieces: list[tuple[TensorEntry, torch.Tensor, DType, int]] = []
+    for (entry, tensor), start in zip(wanted, starts):
         dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
-        if not entry.numel:
+        if not tensor.numel():
             continue
         if dtype is None or not _can_move(entry.dtype, dtype):
-            pieces.append((entry, tensor.detach(), entry.dtype))  # torch casts, on the way out of the buffer
+            pieces.append((entry, tensor.detach(), entry.dtype, start))  # torch casts, on the way out of the buffer
         else:
-            (direct if is_direct(tensor) else pieces).append((entry, tensor.detach(), dtype))
+            (direct if is_direct(tensor) else pieces).append((entry, tensor.detach(), dtype, start))
     too_large: set[str] = set()
     if direct:
-        placed = [
-            (
-                entry,
-                _place_in_memory(entry, dtype, MemoryStore(tensor.data_ptr(), entry.numel * dtype.itemsize, tensor)),
-            )
-            for entry, tensor, dtype in sorted(direct, key=lambda item: item[1].data_ptr())
-        ]
+        placed = []
+        for entry, tensor, dtype, start in sorted(direct, key=lambda item: item[1].data_ptr()):
+            store = MemoryStore(tensor.data_ptr(), tensor.numel() * dtype.itemsize, tensor)
+            fragment = Fragment(store, 0, start, tensor.numel())
+            placed.append((entry, TensorPart(entry.name, entry.shape, dtype, (fragment,))))
         too_large |= _run(placed)
     if pieces:
         too_large |= _through_buffer(pieces)
@@ -164,25 +167,20 @@ def _can_move(source: DType, target: DType) -> bool:
     return source == target or (source.kind == "float" and target in CAST_TARGETS)
 
 
-def _place_in_memory(entry: TensorEntry, dtype: DType, store: MemoryStore, byte_offset: int = 0) -> TensorEntry:
-    fragments = (Fragment(store, byte_offset, 0, entry.numel),)
-    return TensorEntry(entry.name, entry.shape, dtype, entry.role, fragments)
-
-
-def _run(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> set[str]:
+def _run(pairs: Sequence[tuple[TensorEntry, TensorPart]]) -> set[str]:
     """Carries out moves. Returns the names of tensors in which numbers became infinite."""
     report = run(Plan((), pairs), "", overflow="inf")
     return {pairs[number][1].name for number in report.overflows}
 
 
-def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType]]) -> set[str]:
+def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType, int]]) -> set[str]:
     """Fills tensors of any device and strides piece by piece; many small pieces share one run of the engine. `wanted`:
-    entries, their tensors, and the dtypes that the elements have in the buffer.
+    entries, their tensors, the dtypes that the elements have in the buffer, and the first element of each.
     """
     filling, leaving = _Buffer(), _Buffer()
     too_large: set[str] = set()
-    for entry, tensor, dtype in wanted:
-        for start, part in _parts(tensor, BUFFER_BYTES // dtype.itemsize):
+    for entry, tensor, dtype, first in wanted:
+        for start, part in _parts(tensor, BUFFER_BYTES // dtype.itemsize, first):
             if not filling.has_room_for(part.numel() * dtype.itemsize):
                 too_large |= filling.empty()
                 filling, leaving = leaving, filling
@@ -200,7 +198,7 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
-        self._pairs: list[tuple[TensorEntry, TensorEntry]] = []
+        self._pairs: list[tuple[TensorEntry, TensorPart]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._used = 0
         self.wait: Callable[[], None] = lambda: None
@@ -215,9 +213,8 @@ class _Buffer:
             self._memory = device.host_buffer(BUFFER_BYTES, part.device)
         memory, nbytes = self._memory, part.numel() * dtype.itemsize
         store = MemoryStore(memory.data_ptr(), BUFFER_BYTES, memory)
-        fragments = clip(entry.fragments, start, start + part.numel(), entry.dtype.itemsize)
-        source = TensorEntry(entry.name, tuple(part.shape), entry.dtype, entry.role, fragments)
-        self._pairs.append((source, _place_in_memory(source, dtype, store, self._used)))
+        fragment = Fragment(store, self._used, start, part.numel())
+        self._pairs.append((entry, TensorPart(entry.name, entry.shape, dtype, (fragment,))))
         elements = memory[self._used : self._used + nbytes].view(getattr(torch, dtype.torch_name))
         self._copies.append((part, elements.view(part.shape)))
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

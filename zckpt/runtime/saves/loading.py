@@ -21,8 +21,6 @@ from zckpt import live
 from zckpt.base.collector import pause_collections
 from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import count
-from zckpt.core.catalog import TensorEntry
-from zckpt.core.overlaps import clip
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.save.listing import Listing, list_files
@@ -109,18 +107,12 @@ def _fill(wanted: Sequence[Want]) -> None:
     """Fills tensors from files that this rank sees."""
 
     def read_pieces(pieces: Sequence[Filled]) -> None:
-        live.move([(_piece(*wanted[one.number][:2], one.start, one.memory.numel()), one.memory) for one in pieces])
+        first = [0 if parameter is None else parameter.start for _, parameter, _ in wanted]
+        live.move(
+            [(wanted[one.number][0], one.memory) for one in pieces], [first[one.number] + one.start for one in pieces]
+        )
 
     fill_through([tensor for *_, tensor in wanted], read_pieces)
-
-
-def _piece(entry: TensorEntry, parameter: ShardedParameter | None, start: int, count: int) -> TensorEntry:
-    """A run of the elements that this rank holds, as a vector; of a tensor that is not a parameter it holds all."""
-    if count == entry.numel:
-        return entry
-    start += 0 if parameter is None else parameter.start
-    fragments = clip(entry.fragments, start, start + count, entry.dtype.itemsize)
-    return TensorEntry(entry.name, (count,), entry.dtype, entry.role, fragments)
 
 
 def _room(run: TrainingRun, saved: SavedRun) -> tuple[list[Want], States]:
