@@ -61,8 +61,8 @@ def refuse_parallel(mpu: Any, mesh_param: Any) -> None:
 
 
 def refuse_partial(groups: Iterable[Any], quantized: bool) -> None:
-    """Raises UnsupportedError for what `zero.Init` does not do: parameters that some ranks share, or that are quantized. A
-    group that is None, or of all ranks, is fine.
+    """Raises UnsupportedError for what `zero.Init` does not do: parameters that some ranks share, or that are quantized.
+    A missing group, and one of all ranks, is fine.
     """
     for group in groups:
         if group is not None and dist.get_world_size(group) != dist.get_world_size():
