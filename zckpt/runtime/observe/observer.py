@@ -78,7 +78,7 @@ class Observer:
             yield
             self._enter(0)
             return
-        self._stop(INNER, REDUCE, BACKWARD)  # of a backward that the script has begun itself, whose end nobody sees
+        self._stop(INNER, REDUCE, BACKWARD)  # of a backward that the script has begun itself: nobody sees its end
         self._show_memory("before forward")
         wanted = self._first and self._run.global_steps == self._config.flops_profiler.profile_step
         profiler = self.flops_profiler if wanted else None

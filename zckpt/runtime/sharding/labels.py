@@ -63,7 +63,7 @@ def label(
     parameter: Any, shape: Sequence[int], part: torch.Tensor, *, whole: bool = False, dtype: torch.dtype | None = None
 ) -> None:
     """Puts DeepSpeed's attributes on a parameter, which keeps the `ds_id` that it may have. `shape`: of the whole; `part`:
-    this rank's rows, of which `ds_tensor` is a flat view; `whole`: it is gathered now; `dtype`: of the computation, which
+    this rank's rows (`ds_tensor` is a flat view of them); `whole`: it is gathered now; `dtype`: of the computation, which
     scripts see from now on.
     """
     if dtype is not None:

@@ -48,7 +48,7 @@ class GatheringDict(dict[str, Any]):
 
 
 class _Whole(torch.autograd.Function):
-    """The whole of a parameter in parts, whose gradient each rank keeps its rows of."""
+    """The whole of a parameter in parts; each rank keeps its rows of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any, one: ShardedParameter) -> torch.Tensor:
