@@ -39,6 +39,7 @@ PAGES = {
     "benchmarks/results_stops.md": "project/results_stops.md",
     "benchmarks/results_words.md": "project/results_words.md",
     "benchmarks/results_kernels.md": "project/results_kernels.md",
+    "benchmarks/results_many_chunks.md": "project/results_many_chunks.md",
 }
 """File of the repository -> page of the site."""
 UNLISTED = {

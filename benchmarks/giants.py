@@ -197,11 +197,10 @@ def one_shard(home: Path, work: Path, width: int, world_size: int) -> None:
     from zckpt.core.dtypes import F32
     from zckpt.core.plan import Plan
     from zckpt.engine.move import run as move
-    from zckpt.jobs.convert import prepare
-    from zckpt.jobs.options import Options
+    from zckpt.jobs.convert import CONVERT, prepare
 
     name = "1.input_layernorm.weight"
-    prepared = prepare(str(home), str(work / "out"), Options(dtype=F32, include=[name]))
+    prepared = prepare(str(home), str(work / "out"), CONVERT.ask(dtype=F32, include=[name]))
     move(Plan(prepared.plan.files, prepared.plan.pairs), str(work))
     (path,) = (file.path for file, _ in prepared.plan.files if file.path.endswith(".safetensors"))
     found = load_file(work / path)[name]

@@ -142,7 +142,8 @@ for a trillion parameters: [Very large models, planned](../benchmarks/results_gi
 [A save on many ranks, planned](../benchmarks/results_exchange.md); several machines behind slow links:
 [Several machines at one conversion](../benchmarks/results_machines.md); what ranks say to agree:
 [What ranks say to agree](../benchmarks/results_words.md); every loop over elements alone:
-[Loops over elements](../benchmarks/results_kernels.md).
+[Loops over elements](../benchmarks/results_kernels.md); a million chunks of torch.distributed.checkpoint:
+[Many chunks](../benchmarks/results_many_chunks.md).
 """
 
 

@@ -17,7 +17,7 @@ PICKLE_BYTES = _LIFTED * (64 << 20)
 
 METADATA_BYTES = _LIFTED * (512 << 20)
 """Size of the `.metadata` pickle of torch.distributed.checkpoint: three million chunks, of all ranks. Each takes 170 bytes of
-the pickle and 1 kB of memory."""
+the pickle and 100 of memory, or 1 kB where the C++ is not built."""
 
 METADATA_COST_PER_BYTE = _LIFTED * 20
 """Memory for each byte of that pickle; pickles that name a million tensors cost 13. It is counted from 26 MB on. A

@@ -10,12 +10,19 @@ Source of the checksums' places: PKWARE APPNOTE 6.3.10, 4.3.
 from __future__ import annotations
 
 import re
+from array import array
+from typing import NamedTuple
 
 from zckpt.containers import torch_zip
 from zckpt.containers.alike import AlikeLengths
 from zckpt.containers.container import Input
 from zckpt.containers.tensor_ref import TensorRef
 from zckpt.containers.zip_directory import Directory, checksums_of
+
+try:
+    from zckpt._core import which_alike
+except ImportError:
+    which_alike = None  # type: ignore[assignment]
 
 _MOST_BYTES = 1 << 13
 """Of a file around its tensor: those that torch writes for one tensor have 1,500."""
@@ -24,6 +31,13 @@ _MOST_KNOWN, _MOST_LENGTHS = 16, 1024
 """Files that others are compared with: of one length, and lengths."""
 
 _LOOKED_AT = ("data.pkl", "byteorder")
+
+
+class AlikeTensor(NamedTuple):
+    """The tensor of a small torch file, at another place: `distance` bytes behind where the file begins."""
+
+    ref: TensorRef
+    distance: int
 
 
 class AlikeItems:
@@ -46,28 +60,40 @@ class AlikeItems:
             known.append(made)
         return root
 
+    def which(self, source: Input, places: array[int]) -> list[AlikeTensor | None]:
+        """What the small file at each of these (offset, bytes) holds; None where nothing known is alike, or where it takes more
+        than the descriptor of a file to say so.
+        """
+        descriptor = getattr(source.file, "descriptor", None)
+        if which_alike is None or descriptor is None:
+            return [None] * (len(places) // 2)
+        known = [one for nbytes in {*places[1::2]} for one in self._known.get(nbytes, ())]
+        ends = [one.ends for one in known]
+        found = array("q", which_alike(descriptor, source.file.size, places.tobytes(), ends))
+        return [None if number < 0 else known[number].held for number in found]
+
 
 class _Known:
     """A file that was read.
 
     Args:
         ref: its tensor.
-        base: where the file began.
+        item: the file.
         before, behind: what other files must have before the tensor's bytes and behind them.
         behind_at: where that begins.
     """
 
-    __slots__ = ("_base", "_before", "_before_bytes", "_behind", "_behind_at", "_ref")
+    __slots__ = ("_base", "_before", "_before_bytes", "_behind", "_behind_at", "_ref", "ends", "held")
 
-    def __init__(
-        self, ref: TensorRef, base: int, before: bytes, before_bytes: int, behind: bytes, behind_at: int
-    ) -> None:
+    def __init__(self, ref: TensorRef, item: Input, before: _Pattern, behind: _Pattern, behind_at: int) -> None:
         self._ref = ref
-        self._base = base
-        self._before = re.compile(before, re.DOTALL)
-        self._before_bytes = before_bytes
-        self._behind = re.compile(behind, re.DOTALL)
+        self._base = item.base
+        self._before = re.compile(before.expression, re.DOTALL)
+        self._before_bytes = len(before.data)
+        self._behind = re.compile(behind.expression, re.DOTALL)
         self._behind_at = behind_at
+        self.held = AlikeTensor(ref, ref.byte_offset - item.base)
+        self.ends = (item.size, before.data, before.mask, behind_at, behind.data, behind.mask)
 
     def of(self, item: Input) -> TensorRef | None:
         """The tensor of another file of the same length; None if that is not alike."""
@@ -102,17 +128,25 @@ def _known_of(item: Input, root: object) -> _Known | None:
     if start + item.size - behind > _MOST_BYTES:
         return None
     free.sort()
-    patterns = (_pattern(item, free, 0, start), _pattern(item, free, behind, item.size))
-    return _Known(root, item.base, patterns[0], start, patterns[1], behind)
+    return _Known(root, item, _pattern(item, free, 0, start), _pattern(item, free, behind, item.size), behind)
 
 
-def _pattern(item: Input, free: list[tuple[int, int]], start: int, stop: int) -> bytes:
-    """An expression for the bytes of a file from `start` to `stop`; those that are `free` may be any."""
+class _Pattern(NamedTuple):
+    """Bytes, some of them free to be any: as an expression, and as bytes with a mask that is zero there."""
+
+    expression: bytes
+    data: bytes
+    mask: bytes
+
+
+def _pattern(item: Input, free: list[tuple[int, int]], start: int, stop: int) -> _Pattern:
+    """The bytes of a file from `start` to `stop`; those that are `free` may be any."""
     data = item.read(start, stop - start, "an item")
-    made, at = b"", start
+    made, mask, at = b"", b"", start
     for begins, ends in free:
         begins, ends = max(begins, at), min(ends, stop)
         if begins < ends:
             made += re.escape(data[at - start : begins - start]) + b".{%d}" % (ends - begins)
+            mask += b"\xff" * (begins - at) + bytes(ends - begins)
             at = ends
-    return made + re.escape(data[at - start :])
+    return _Pattern(made + re.escape(data[at - start :]), data, mask + b"\xff" * (stop - at))

@@ -57,12 +57,14 @@ class Machine:
         cost: the cost so far.
         holes: where `opcodes.HOLE` may be -> how often it was carried out; for `alike`.
         hole: makes what it pushes, of where it is.
+        table: the class that may stand for a dict, with its `update`; None where nothing does.
     """
 
     def __init__(
         self, data: bytes, file: str, *, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None,
         spent: int = 0, most: int | None = None, finishers: Finishers | None = None,
     ) -> None:  # fmt: skip
+        self.table: type[Any] | None = None
         self.data = data
         self.end = len(data)
         self.position = self.step = 0
@@ -229,7 +231,9 @@ class Machine:
         target = self.stack[-1]
         self.charge(ENTRY_COST // 2 * len(items))
         pairs = zip(items[::2], items[1::2], strict=True)
-        if isinstance(target, dict):
+        if self.table is not None and isinstance(target, self.table):
+            target.update(pairs)
+        elif isinstance(target, dict):
             target.update((plain_key(key), value) for key, value in pairs)
         elif isinstance(target, Placeholder):
             _items_of(target).extend(itertools.starmap(Pair, pairs))

@@ -11,7 +11,7 @@ Source: CPython's Lib/pickle.py (3.13), `save_reduce`, `_batch_setitems`, `save_
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zckpt.containers.danger import runs_code
@@ -48,6 +48,8 @@ _EXTENT_COST = _INT_COST + ITEM_COST + 8
 
 
 _NUMBER_KIND, _SHAPE_KIND, _KNOWN_KIND = range(3)
+LITERAL, NUMBER, SHAPE, GET, TEXT = range(5)
+"""The kinds of the pieces of a phrase, as `csrc/records.h` numbers them."""
 
 _KEY = re.compile(
     b"(" + _GET + b")(?:(?P<list>\\]\x94)|(?P<known>" + _GET + b")(?:(?P<made>\\)\x81)|(?P<shape>" + _SHAPE
@@ -74,7 +76,7 @@ cost of what remains."""
 class Phrase:
     """How the objects of a class are written. `memoized`: how many objects it puts into the memo."""
 
-    __slots__ = ("_cost", "_nones", "_segments", "memoized")
+    __slots__ = ("_cost", "_nones", "_segments", "memoized", "tokens")
 
     def __init__(self) -> None:
         self._nones: dict[str, object] = {}
@@ -82,12 +84,16 @@ class Phrase:
         """Of each: the opcodes up to a text, the attributes in them and their kinds, and the text's attribute."""
         self._cost = PLACEHOLDER_COST + sum(COSTS[byte] for byte in b"\x81" + _BEGIN + _END)
         self.memoized = 2
+        self.tokens: list[tuple[int, str, bytes]] = []
+        """The same for `records`: (kind, attribute, literal bytes) of each piece."""
 
     @classmethod
     def of(cls, data: bytes, at: int, memo: Mapping[int, Any]) -> Phrase | None:
         """How the object with its NEWOBJ before byte `at` is written; None if in another way."""
         made = cls()
         pattern, at = re.escape(_BEGIN), at + len(_BEGIN)
+        tokens = made.tokens
+        tokens.append((LITERAL, "", _BEGIN))
         fields: list[tuple[str, int]] = []
         seen: set[str] = set()
         while data[at : at + 2] != _END:
@@ -98,32 +104,40 @@ class Phrase:
             at = match.end()
             seen.add(key)
             pattern += re.escape(match[1])
+            tokens.append((LITERAL, "", match[1]))
             made._cost += ENTRY_COST + 16 + COSTS[data[match.start()]] + _INT_COST
             if match["none"]:
                 pattern += b"N"
+                tokens.append((LITERAL, key, b"N"))
                 made._nones[key] = None
             elif match["number"]:
                 pattern += b"(" + _INT + b")"
                 fields.append((key, _NUMBER_KIND))
+                tokens.append((NUMBER, key, b""))
             elif match["shape"]:
                 size = memo.get(_number(match["known"]))
                 if type(size) is not Placeholder or str(size) != _SIZE or size.called:
                     return None
                 pattern += re.escape(match["known"]) + b"(" + _SHAPE + b")" + re.escape(_MADE)
                 fields.append((key, _SHAPE_KIND))
+                tokens += [(LITERAL, "", match["known"]), (SHAPE, key, _MADE)]
                 made._cost += sum(COSTS[byte] for byte in b"(t" + _MADE) + ARGUMENT_COST
                 made.memoized += 3
             elif match["known"]:
                 pattern += b"(" + _GET + b")"
                 fields.append((key, _KNOWN_KIND))
+                tokens.append((GET, key, b""))
             elif at < len(data):  # a text, whose length is its first byte
                 made._segments.append((re.compile(pattern + b"\x8c.", re.DOTALL), tuple(fields), key))
+                tokens += [(LITERAL, "", b"\x8c"), (TEXT, key, b"")]
                 made._cost += COSTS[0x8C] + COSTS[0x94]
                 made.memoized += 1
+                tokens.append((LITERAL, "", b"\x94"))
                 pattern, fields, at = b"\x94", [], at + 1 + data[at] + 1
             else:
                 return None
         made._segments.append((re.compile(pattern + re.escape(_END), re.DOTALL), tuple(fields), None))
+        tokens.append((LITERAL, "", _END))
         return made if seen else None
 
     def read(self, data: bytes, at: int, memo: Mapping[int, Any], shapes: dict[bytes, tuple[int, ...]]) -> Found | None:
@@ -179,6 +193,21 @@ class Phrases:
         self._known: dict[int, tuple[Placeholder, list[Phrase]]] = {}
         self._shapes: dict[bytes, tuple[int, ...]] = {}
         self._states: dict[tuple[int, bytes], tuple[Placeholder, object]] = {}
+        self.boxes: Callable[[object, bytes, int], tuple[object, int, int, int] | None] | None = None
+        """Reads a whole list of objects of a class, which these bytes push; see `records.Records.boxes`."""
+
+    def known(self, function: object) -> Sequence[Phrase]:
+        """How objects of a class were written so far."""
+        known = self._known.get(id(function))
+        return known[1] if known is not None and known[0] is function else ()
+
+    def learn(self, machine: Machine, function: Placeholder, at: int) -> Sequence[Phrase]:
+        """How the object of a class with its NEWOBJ before byte `at` is written, and no other."""
+        if not _is_plain(function, machine) or (made := Phrase.of(machine.data, at, machine.memo)) is None:
+            return ()
+        known = self._known.setdefault(id(function), (function, []))
+        known[1].append(made)
+        return known[1]
 
     def read(self, machine: Machine, function: object, at: int) -> Made | None:
         """The object of a class with its NEWOBJ before byte `at`, without arguments; None if it is not read in one go."""
@@ -236,9 +265,12 @@ class Phrases:
             state[key] = value
         return (machine.finished(function, state), memoized, at + len(_END), cost) if state else None
 
-    def _read_list(self, machine: Machine, at: int) -> tuple[list[object], int, int, int] | None:
+    def _read_list(self, machine: Machine, at: int) -> tuple[object, int, int, int] | None:
         """Objects of a list that is empty before byte `at`, by one APPEND, or one or more APPENDS."""
         data, memo = machine.data, machine.memo
+        match = _CLASS.match(data, at + 1) if self.boxes is not None and data[at : at + 1] == b"(" else None
+        if match and self.boxes and (boxes := self.boxes(memo.get(_number(match[1])), match[0], at)) is not None:
+            return boxes
         found: list[object] = []
         memoized = cost = 0
         is_marked = False

@@ -20,8 +20,9 @@ Source: CPython's Lib/pickle.py and Lib/pickletools.py (3.13), protocols 0-5.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.containers.inert import NumpyArray, Placeholder
@@ -30,16 +31,25 @@ from zckpt.containers.meanings import MISFITS
 from zckpt.containers.opcodes import COSTS, OPCODES, STOP
 from zckpt.containers.phrases import Phrases
 
+try:
+    from zckpt._core import entries_behind
+except ImportError:
+    entries_behind = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from zckpt.containers.records import Records, RowKinds
+
 MAX_DEPTH = 400
 """Python's own limit of recursion is 1,000."""
 
 
 def load_pickle(
     data: bytes, *, file: str, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None,
-    spent: int = 0, most: int | None = None, finishers: Finishers | None = None,
+    spent: int = 0, most: int | None = None, finishers: Finishers | None = None, rows: RowKinds | None = None,
 ) -> object:  # fmt: skip
-    """The inert object in a pickle. The arguments are those of `Machine`. Raises CorruptError if it is damaged;
-    UnsafeError if it would run code; UnsupportedError if it needs parts that are not in it, or too much memory.
+    """The inert object in a pickle. The arguments are those of `Machine`, and what becomes rows of a table. Raises
+    CorruptError if it is damaged; UnsafeError if it would run code; UnsupportedError if it needs parts that are not in it, or
+    too much memory.
     """
     machine = Machine(
         data,
@@ -52,20 +62,22 @@ def load_pickle(
         finishers=finishers,
     )
     try:
-        return read_pickle(machine)
+        return read_pickle(machine, rows)
     except EOFError as error:
         raise CorruptError(
             "its pickle has no end", file=file, found=f"{len(data):,} bytes{f' in record {record}' if record else ''}",
             remedy=COPY_AGAIN, byte_offset=base + len(data),
         ) from error  # fmt: skip
+    finally:
+        machine.data = b""  # a machine refers to itself, and so stays for a while
 
 
-def read_pickle(machine: Machine) -> object:
+def read_pickle(machine: Machine, rows: RowKinds | None = None) -> object:
     """The inert object in a machine's pickle, which ends at the machine's `position` then. Raises EOFError if the data
     end before the pickle, ZckptError as `load_pickle`.
     """
     try:
-        value = _run(machine)
+        value = _run(machine, rows)
         machine.memo.clear()
         _check_depth(machine, value)
     except MISFITS as error:
@@ -74,7 +86,7 @@ def read_pickle(machine: Machine) -> object:
     return value
 
 
-def _run(machine: Machine) -> object:
+def _run(machine: Machine, rows: RowKinds | None) -> object:
     """Carries out one opcode after another. Those that are nine tenths of torch's files are done here, for speed.
 
     Objects of one class are read in one go where `phrases` can. The cost is added up here, and passed to the machine every
@@ -85,6 +97,7 @@ def _run(machine: Machine) -> object:
     memoize, new, build, long_int, empty_dict, empty_tuple, pair = b"\x94\x81bJ})\x86"  # of torch's checkpoint metadata
     at = machine.position
     phrases = Phrases() if machine.finishers else None
+    records = None if rows is None else _records(machine, rows, phrases)
     needed: set[int] | None = None
     dropped = 0  # objects that no opcode takes out of the memo, and that are not kept there
     cost = 0
@@ -156,8 +169,14 @@ def _run(machine: Machine) -> object:
                 args = stack.pop()
                 at += 1
                 if phrases is not None and needed is not None and not args:
-                    said = phrases.read(machine, stack[-1], at)
                     number = len(memo) + dropped
+                    if records is not None and (many := records.read(stack[-1], at, number, needed)) is not None:
+                        memoized, at, extra = many
+                        dropped += memoized
+                        cost += extra
+                        stack.pop()
+                        continue
+                    said = phrases.read(machine, stack[-1], at)
                     if said is not None and needed.isdisjoint(range(number, number + said[1])):
                         stack[-1], memoized, at, extra = said
                         dropped += memoized
@@ -193,7 +212,22 @@ def _run(machine: Machine) -> object:
                 at = machine.position
     finally:
         machine.step = at
+        if records is not None and phrases is not None:
+            phrases.boxes = (
+                None  # each knows the other, and the pickle would stay in memory until somebody collects circles
+            )
     raise EOFError
+
+
+def _records(machine: Machine, rows: RowKinds, phrases: Phrases | None) -> Records | None:
+    if phrases is None or entries_behind is None:
+        return None
+    from zckpt.containers import records
+
+    machine.table = records.PlaceTable
+    made = records.Records(machine, rows, phrases)
+    phrases.boxes = made.boxes
+    return made
 
 
 _PUTS = b"pqr"
@@ -213,6 +247,8 @@ def _numbers_behind(data: bytes, at: int) -> set[int]:
     Pickles of protocol 4 put nearly every object in the memo, and use few of them again. Those of large metadata would take more
     memory there than all that remains of them.
     """
+    if entries_behind is not None:
+        return set(array("q", entries_behind(data, at)))
     found = {int.from_bytes(number, "little") for number in set(_LONG_GET.findall(data, at))}
     return found | set(map(int, _LINE_GET.findall(data, at)))
 

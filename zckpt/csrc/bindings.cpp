@@ -1,13 +1,18 @@
 // The module zckpt._core: argument checks and the GIL; no logic.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "aside.h"
 #include "blocks.h"
@@ -22,6 +27,7 @@
 #include "lent.h"
 #include "mover.h"
 #include "optimizers.h"
+#include "records.h"
 #include "scan.h"
 #include "simd.h"
 #include "swapping.h"
@@ -431,6 +437,157 @@ nb::tuple stop_early(zckpt::EarlyReader& reader) {
   return nb::make_tuple(nb::bytes(crcs.data(), crcs.size() * sizeof crcs[0]), nb::bytes(finite.data(), finite.size()));
 }
 
+// (kind, column, literal) of each token, and how many objects go into the memo; of each way to write an object.
+zckpt::Wordings wordings(const nb::list& ways) {
+  zckpt::Wordings made;
+  for (nb::handle way : ways) {
+    const auto pair = nb::cast<nb::tuple>(way);
+    zckpt::Wording wording{{}, nb::cast<uint64_t>(pair[1])};
+    for (nb::handle token : nb::cast<nb::list>(pair[0])) {
+      const auto said = nb::cast<nb::tuple>(token);
+      const int kind = nb::cast<int>(said[0]), column = nb::cast<int>(said[1]);
+      if (kind < 0 || kind > zckpt::Token::kText || column >= zckpt::Said::kColumns) throw std::invalid_argument("a token");
+      const auto literal = nb::cast<nb::bytes>(said[2]);
+      wording.tokens.push_back({static_cast<zckpt::Token::Kind>(kind), column, {literal.c_str(), literal.size()}});
+    }
+    made.push_back(std::move(wording));
+  }
+  return made;
+}
+
+nb::bytes packed(const std::vector<int64_t>& numbers) {
+  return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));  // NOLINT
+}
+
+nb::object read_boxes(const nb::bytes& data, size_t at, const nb::list& ways) {
+  std::vector<int64_t> numbers;
+  size_t dims = 0;
+  uint64_t memoized = 0;
+  if (!zckpt::read_boxes({data.c_str(), data.size()}, at, wordings(ways), numbers, dims, memoized)) return nb::none();
+  return nb::make_tuple(dims, packed(numbers), memoized, at);
+}
+
+nb::bytes entries_behind(const nb::bytes& data, size_t at) { return packed(zckpt::entries_behind({data.c_str(), data.size()}, at)); }
+
+// Which of these (bytes, before, mask, where the end begins, end, mask) each file is alike, of (offset, bytes); -1 for none.
+nb::bytes which_alike(int fd, uint64_t size, const nb::bytes& places, const nb::list& known) {
+  std::vector<zckpt::AlikeEnds> likenesses;
+  const auto text = [](nb::handle bytes) {
+    const auto held = nb::cast<nb::bytes>(bytes);
+    return std::string(held.c_str(), held.size());
+  };
+  for (nb::handle one : known) {
+    const auto said = nb::cast<nb::tuple>(one);
+    likenesses.push_back({nb::cast<uint64_t>(said[0]), nb::cast<uint64_t>(said[3]), text(said[1]), text(said[2]), text(said[4]), text(said[5])});
+    if (const auto& made = likenesses.back(); made.before.size() != made.before_mask.size() || made.behind.size() != made.behind_mask.size())
+      throw std::invalid_argument("a mask");
+  }
+  const auto numbers = structs<std::array<int64_t, 2>>(places);
+  std::vector<int64_t> found;
+  {
+    nb::gil_scoped_release release;
+    std::vector<char> buffer;
+    for (const auto& [offset, nbytes] : numbers) {
+      const auto alike = [&](const zckpt::AlikeEnds& of) {
+        return offset >= 0 && nbytes >= 0 && of.nbytes == static_cast<uint64_t>(nbytes) && static_cast<uint64_t>(offset) + static_cast<uint64_t>(nbytes) <= size &&
+               zckpt::is_alike(fd, static_cast<uint64_t>(offset), of, buffer);
+      };
+      const auto which = std::find_if(likenesses.begin(), likenesses.end(), alike);
+      found.push_back(which == likenesses.end() ? -1 : which - likenesses.begin());
+    }
+  }
+  return packed(found);
+}
+
+// Places of chunks by names and offsets, as `.metadata` lists them: many rows are read at once. Names and files are numbered by
+// dicts of the caller.
+class Places {
+ public:
+  Places(nb::dict names, nb::dict files) : names_(std::move(names)), files_(std::move(files)) {}
+
+  void learn(const nb::list& keys, const nb::list& values) {
+    keys_ = wordings(keys);
+    values_ = wordings(values);
+  }
+
+  // (rows, objects in the memo, end) of the rows from `at` on that put nothing into the memo that is needed again.
+  nb::tuple read(const nb::bytes& pickle, size_t at, const nb::dict& memo, const nb::bytes& needed, uint64_t number) {
+    const std::string_view data(pickle.c_str(), pickle.size());
+    const auto* next = reinterpret_cast<const int64_t*>(needed.c_str());  // NOLINT
+    const auto* last = next + needed.size() / sizeof(int64_t);
+    const auto knows = [&](int64_t entry) { return known_.contains(entry) || PyDict_Contains(memo.ptr(), nb::int_(entry).ptr()) == 1; };
+    uint64_t rows = 0, memoized = 0;
+    zckpt::Said key, value;
+    while (true) {
+      size_t end = at;
+      const auto* of_key = zckpt::read_object(data, end, keys_, key, knows);
+      const auto* of_value = of_key ? zckpt::read_object(data, end, values_, value, knows) : nullptr;
+      if (!of_value) break;
+      const uint64_t more = of_key->memoized + of_value->memoized;
+      next = std::lower_bound(next, last, static_cast<int64_t>(number + memoized));
+      if (next != last && static_cast<uint64_t>(*next) < number + memoized + more) break;
+      const int64_t name = number_of(names_, of_names_, key, memo), file = number_of(files_, of_files_, value, memo);
+      if (name < 0 || file < 0 || value.numbers[1] < 0 || value.numbers[2] < 0) break;
+      table_.add(static_cast<uint32_t>(name), key.has_shape[1] ? &key.shapes[1] : nullptr, {file, value.numbers[1], value.numbers[2]});
+      at = end;
+      memoized += more;
+      ++rows;
+    }
+    return nb::make_tuple(rows, memoized, at);
+  }
+
+  void add(uint32_t name, const std::optional<nb::bytes>& offsets, int64_t file, int64_t offset, int64_t length) {
+    const auto numbers = offsets ? structs<int64_t>(*offsets) : std::vector<int64_t>();
+    table_.add(name, offsets ? &numbers : nullptr, {file, offset, length});
+  }
+
+  nb::object find(uint32_t name, const std::optional<nb::bytes>& offsets) {
+    const auto numbers = offsets ? structs<int64_t>(*offsets) : std::vector<int64_t>();
+    const auto* place = table_.find(name, numbers.data(), numbers.size(), !offsets);
+    return place ? nb::object(nb::make_tuple(place->file, place->offset, place->length)) : nb::none();
+  }
+
+  nb::bytes find_all(uint32_t name, const nb::bytes& size, const nb::bytes& boxes) {
+    return packed(table_.find_all(name, structs<int64_t>(size), structs<int64_t>(boxes)));
+  }
+
+  size_t size() const { return table_.size(); }
+
+ private:
+  // The number of a text, which is new or an entry of the memo; below zero for what is no text.
+  int64_t number_of(nb::dict& all, std::unordered_map<int64_t, int64_t>& of_entries, const zckpt::Said& said, const nb::dict& memo) {
+    const int64_t entry = said.entries[0];
+    nb::object text;
+    if (said.has_text[0]) {
+      text = nb::str(said.texts[0].data(), said.texts[0].size());
+    } else if (entry < 0) {
+      return -1;
+    } else {
+      if (const auto found = of_entries.find(entry); found != of_entries.end()) return found->second;
+      PyObject* object = PyDict_GetItemWithError(memo.ptr(), nb::int_(entry).ptr());
+      if (!object || !PyUnicode_CheckExact(object)) return -1;
+      text = nb::borrow(object);
+      known_.insert(entry);
+    }
+    int64_t number;
+    if (PyObject* known = PyDict_GetItemWithError(all.ptr(), text.ptr())) {
+      number = nb::cast<int64_t>(nb::handle(known));
+    } else {
+      number = static_cast<int64_t>(all.size());
+      if (number > std::numeric_limits<uint32_t>::max()) return -1;
+      all[text] = number;
+    }
+    if (!said.has_text[0]) of_entries.emplace(entry, number);
+    return number;
+  }
+
+  nb::dict names_, files_;
+  zckpt::Wordings keys_, values_;
+  std::unordered_map<int64_t, int64_t> of_names_, of_files_;
+  std::unordered_set<int64_t> known_;
+  zckpt::PlaceTable table_;
+};
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -484,6 +641,17 @@ NB_MODULE(_core, m) {
            },
            "files"_a, "window"_a)
       .def("stop", &stop_early);
+  m.def("read_boxes", &read_boxes, "data"_a, "at"_a, "ways"_a);
+  m.def("entries_behind", &entries_behind, "data"_a, "at"_a);
+  m.def("which_alike", &which_alike, "fd"_a, "size"_a, "places"_a, "known"_a);
+  nb::class_<Places>(m, "Places")
+      .def(nb::init<nb::dict, nb::dict>(), "names"_a, "files"_a)
+      .def("learn", &Places::learn, "keys"_a, "values"_a)
+      .def("read", &Places::read, "data"_a, "at"_a, "memo"_a, "needed"_a, "number"_a)
+      .def("add", &Places::add, "name"_a, "offsets"_a.none(), "file"_a, "offset"_a, "length"_a)
+      .def("find", &Places::find, "name"_a, "offsets"_a.none())
+      .def("find_all", &Places::find_all, "name"_a, "size"_a, "boxes"_a)
+      .def("__len__", &Places::size);
   m.def("crc32", &crc32_of, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
   m.def("forget", &zckpt::forget, "fd"_a, "offset"_a = 0, "nbytes"_a = 0);

@@ -8,14 +8,18 @@ Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.1 - 2.13).
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeGuard, overload
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, overload
 
 from zckpt.containers import TensorRef
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+
+if TYPE_CHECKING:
+    from zckpt.containers.records import RowKinds
 
 Shape = tuple[int, ...]
 
@@ -57,7 +61,7 @@ class Boxes:
 
     __slots__ = ("dims", "numbers")
 
-    def __init__(self, dims: int, numbers: Iterable[int]) -> None:
+    def __init__(self, dims: int, numbers: Iterable[int] | bytes) -> None:
         self.dims = dims
         self.numbers = array("q", numbers)
 
@@ -74,6 +78,17 @@ class Boxes:
         return Box(numbers[:dims], numbers[dims:])
 
 
+class ChunkRows(NamedTuple):
+    """Chunks that are rows of a tensor: each one's file, by its number in `files`, and its place; its first row, and how many."""
+
+    files: list[str]
+    numbers: array[int]
+    offsets: array[int]
+    lengths: array[int]
+    starts: array[int]
+    counts: array[int]
+
+
 class Chunks(Sequence[DcpChunk]):
     """The chunks of a tensor of one dimension or more, all in torch files; a `DcpChunk` is made when it is asked for.
 
@@ -88,6 +103,13 @@ class Chunks(Sequence[DcpChunk]):
         self._places = array("q")
         self._files: list[str] = []
         self._boxes = Boxes(dims, self._numbers(chunks))
+
+    @classmethod
+    def of_columns(cls, boxes: Boxes, places: bytes, files: list[str]) -> Chunks:
+        """Chunks in these boxes, at these places: a file's number in `files`, an offset and a length for each."""
+        made = cls.__new__(cls)
+        made._boxes, made._places, made._files = boxes, array("q", places), files
+        return made
 
     def _numbers(self, chunks: Iterable[tuple[Shape, Shape, ItemPlace]]) -> Iterator[int]:
         files: dict[str, int] = {}
@@ -120,6 +142,20 @@ class Chunks(Sequence[DcpChunk]):
         for file, offset, length, *extents in zip(numbers, numbers, numbers, *sizes, strict=True):
             if 0 not in extents:
                 yield ItemPlace(self._files[file], offset, length)
+
+    def rows(self, size: Shape) -> ChunkRows | None:
+        """The chunks as columns, if they are all of the rows of a tensor of this size, one chunk after another; else None."""
+        dims, numbers = self._boxes.dims, self._boxes.numbers
+        columns = [numbers[at :: 2 * dims] for at in range(2 * dims)]
+        if any(set(columns[dim]) != {0} or set(columns[dims + dim]) != {size[dim]} for dim in range(1, dims)):
+            return None
+        starts, counts = columns[0], columns[dims]
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        ends = itertools.accumulate(counts[at] for at in order)
+        covered = [starts[at] for at in order] == [0, *itertools.islice(ends, len(order) - 1)]
+        if 0 in counts or 0 in size or not covered or sum(counts) != size[0]:
+            return None
+        return ChunkRows(self._files, self._places[::3], self._places[1::3], self._places[2::3], starts, counts)
 
     def _at(self, number: int) -> DcpChunk:
         file, offset, length = self._places[3 * number : 3 * number + 3]
@@ -186,3 +222,16 @@ FINISHERS: Mapping[str, Finish] = {
     "TensorStorageMetadata": _tensor,
 }
 """Class -> the function that makes a plain value of an object's state; of None the object stays."""
+
+
+def row_kinds() -> RowKinds:
+    """What the C++ reads into columns at once: chunks of tensors, and the places of all."""
+    from zckpt.containers.records import ObjectKind, RowKinds, shape_columns, text_columns
+
+    return RowKinds(
+        ObjectKind("ChunkStorageMetadata", shape_columns("offsets", "sizes")),
+        Boxes,
+        ObjectKind("MetadataIndex", text_columns("fqn") | shape_columns("offset"), optional="offset"),
+        ObjectKind("_StorageInfo", text_columns("relative_path", "offset", "length"), "transform_descriptors"),
+        ItemPlace,
+    )

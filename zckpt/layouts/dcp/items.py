@@ -22,6 +22,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, shift, tile
 from zckpt.layouts.dcp import rank_of
 from zckpt.layouts.dcp.chunks import Chunks, DcpChunk, ItemPlace
+from zckpt.layouts.dcp.cut_rows import fragments_of_rows
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, TensorItem
 from zckpt.layouts.save.listing import Listing
 
@@ -135,8 +136,14 @@ class Items:
         do not cover a tensor, or cover it twice; UnsupportedError if zckpt does not read a tensor of this kind, or in
         millions of pieces.
         """
-        self.open_all(items.values())
-        return {name: self._tensor(name, item, roles[name]) for name, item in items.items()}
+        cut = fragments_of_rows(items, self.listing, self._alike)
+        self.open_all(item for name, item in items.items() if name not in cut)
+        return {
+            name: TensorEntry(name, item.shape, item.dtype, roles[name], cut[name])
+            if name in cut
+            else self._tensor(name, item, roles[name])
+            for name, item in items.items()
+        }
 
     def _tensor(self, name: str, item: TensorItem, role: Role) -> TensorEntry:
         chunks = [chunk for chunk in item.chunks if chunk.numel]

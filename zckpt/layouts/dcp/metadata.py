@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
@@ -47,8 +47,12 @@ from zckpt.layouts.dcp.chunks import (
     Shape,
     is_inside,
     is_shape,
+    row_kinds,
 )
 from zckpt.layouts.save.listing import Listing
+
+if TYPE_CHECKING:
+    from zckpt.containers.records import PlaceTable
 
 _ROOTS = ("Metadata", "MCoreMetadata")
 """Classes of the pickled metadata: torch's, and that of some versions of Megatron-Core, which has the same attributes.
@@ -168,7 +172,8 @@ class _Pickled:
             )
         most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
         data = without_plans(data)
-        root = load_pickle(data, file=self.file, most=most, finishers=FINISHERS)
+        root = load_pickle(data, file=self.file, most=most, finishers=FINISHERS, rows=row_kinds())
+        del data
         if not isinstance(root, Placeholder) or root.name not in _ROOTS or not isinstance(root.state, Mapping):
             raise self.corrupt("is not a metadata file of torch.distributed.checkpoint", brief(root))
         self.state = root.state
@@ -208,13 +213,22 @@ class _Pickled:
                 raise self.corrupt("the name of an item is not a text", brief(name))
             yield name, value
 
-    def _places(self, stored: object) -> Mapping[tuple[str, Shape | None], ItemPlace]:
+    def _places(self, stored: object) -> Mapping[tuple[str, Shape | None], ItemPlace] | PlaceTable:
         """(name, offsets) -> the place of that chunk; offsets are None for bytes."""
+        if type(stored).__name__ == "PlaceTable":
+            return self._checked_table(cast("PlaceTable", stored))
         if not isinstance(stored, Mapping):
             raise self.corrupt("the metadata name no data files", brief(stored))
         if all(type(index) is tuple and type(info) is ItemPlace for index, info in stored.items()):
             return stored
         return {self._index(index): self._place(index, info) for index, info in stored.items()}
+
+    def _checked_table(self, table: PlaceTable) -> PlaceTable:
+        for file in table.files:
+            self._check_inside(file)
+        odd = [(self._index(index), self._place(index, info)) for index, info in table.odd.items()]
+        table.update(odd)
+        return table
 
     def _index(self, index: object) -> tuple[str, Shape | None]:
         if type(index) is tuple:
@@ -234,15 +248,19 @@ class _Pickled:
                 f"the bytes of {name!r} are transformed", file=self.file, found=f"{at['transform_descriptors']!r:.80}",
                 remedy="Save it again without the extension that compressed or encrypted it.",
             )  # fmt: skip
-        path = at.get("relative_path")
+        path = self._check_inside(at.get("relative_path"))
+        offset, length = self.shape((at.get("offset"), at.get("length")), f"the place of {name!r}")
+        return ItemPlace(path, offset, length)
+
+    def _check_inside(self, path: object) -> str:
+        """The path of a data file. Raises UnsafeError if it is not beside the metadata or below them."""
         if type(path) is not str or not is_inside(path):
             raise UnsafeError(
                 "the metadata name a file elsewhere", file=self.file, found=brief(path),
                 expected="data files in the checkpoint's own directory",
                 remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
             )  # fmt: skip
-        offset, length = self.shape((at.get("offset"), at.get("length")), f"the place of {name!r}")
-        return ItemPlace(path, offset, length)
+        return path
 
     def _path(self, name: str) -> Path:
         if self.paths is None:
@@ -261,11 +279,20 @@ class _Pickled:
         described_chunks = described.get("chunks")
         if not isinstance(described_chunks, list | tuple | Boxes):
             raise self.corrupt(f"chunks of {name!r} cannot be read", brief(described_chunks))
+        dtype = self._dtype(name, described.get("properties"))
+        if (quick := self._chunks(name, size, described_chunks)) is not None:
+            return TensorItem(name, self._path(name), dtype, size, quick)
         boxes = dict.fromkeys(self._box(name, size, value) for value in described_chunks)
         chunks = ((*box, self._placed(name, box)) for box in boxes)
-        dtype = self._dtype(name, described.get("properties"))
         made = Chunks(len(size), chunks) if size else tuple(DcpChunk(*chunk) for chunk in chunks)
         return TensorItem(name, self._path(name), dtype, size, made)
+
+    def _chunks(self, name: str, size: Shape, described: object) -> Chunks | None:
+        """The chunks of a tensor, all at once; None where they have to be looked at one by one."""
+        if not isinstance(described, Boxes) or described.dims != len(size) or isinstance(self.places, Mapping):
+            return None
+        places = self.places.places(name, size, described.numbers)
+        return Chunks.of_columns(described, places, self.places.files) if places else None
 
     def _box(self, name: str, size: Shape, value: object) -> Box:
         if type(value) is not Box:

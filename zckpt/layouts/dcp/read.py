@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from operator import eq
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
@@ -20,7 +21,7 @@ from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32
 from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import METADATA, flat, rank_of
-from zckpt.layouts.dcp.chunks import Shape
+from zckpt.layouts.dcp.chunks import DcpChunk, Shape
 from zckpt.layouts.dcp.items import Items, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
@@ -105,6 +106,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """
     del allow_unknown  # nothing here is laid out by unknown rules
     save = load(listing)
+    listing.once(_UNREAD, lambda: unread_in(save))  # the metadata of a large save are not read again to say it
     return catalog_of(save, listing, evidence_of(listing, save.metadata.items))
 
 
@@ -202,9 +204,12 @@ def _find_trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
     return trained, ()
 
 
+_UNREAD = "why states of the optimizer are not read"
+
+
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    return unread_in(load(listing))
+    return listing.once(_UNREAD, lambda: unread_in(load(listing)))
 
 
 def unread_in(save: DcpSave) -> str:
@@ -234,16 +239,25 @@ def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role
 
 def ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
     """Tensors by the first of their names, and the other names of those that share their places."""
-    by_place: dict[object, str] = {}
+    by_place: dict[object, list[str]] = {}
     kept: dict[str, TensorItem] = {}
     aliases: dict[str, str] = {}
     for name, item in items.items():
-        place = (item.size, item.dtype, tuple(item.chunks))
-        if any(chunk.numel for chunk in item.chunks) and (first := by_place.setdefault(place, name)) != name:
+        begins = next(
+            (chunk for chunk in item.chunks if chunk.numel), None
+        )  # all chunks as a key would take a gigabyte
+        alike = by_place.setdefault((item.size, item.dtype, begins), [])
+        first = next((other for other in alike if begins and _same_chunks(items[other].chunks, item.chunks)), None)
+        if first is not None:
             aliases[name] = first
         else:
             kept[name] = item
+            alike.append(name)
     return kept, aliases
+
+
+def _same_chunks(some: Sequence[DcpChunk], others: Sequence[DcpChunk]) -> bool:
+    return len(some) == len(others) and all(map(eq, some, others))
 
 
 def _steps(save: DcpSave) -> int | None:
