@@ -27,7 +27,6 @@ from torch import nn
 from zckpt import live
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.overlaps import clip
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
 from zckpt.live.device import device_of_messages
@@ -175,14 +174,11 @@ class _Stored:
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
         """The tensor, deferred: only this rank's rows are read."""
         entry, group = self._entry, self._recorder.group
+        shape, start = entry.shape, 0
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             if dist.get_world_size(group) > 1 and entry.shape and entry.numel:
                 rows = rows_of(entry.shape[0], dist.get_world_size(group), dist.get_rank(group))
-                width = entry.numel // entry.shape[0]
-                fragments = clip(entry.fragments, rows.start * width, rows.stop * width, entry.dtype.itemsize)
-                part = TensorEntry(entry.name, (len(rows), *entry.shape[1:]), entry.dtype, entry.role, fragments)
-            else:
-                part = entry
-            values = room(part.shape, getattr(torch, entry.dtype.torch_name))
-            live.move([(part, values)])
+                shape, start = (len(rows), *entry.shape[1:]), rows.start * (entry.numel // entry.shape[0])
+            values = room(shape, getattr(torch, entry.dtype.torch_name))
+            live.move([(entry, values)], [start])
         return self._recorder.hold(Rows(values, torch.Size(entry.shape), group))
