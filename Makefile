@@ -128,7 +128,17 @@ loaders: .make/test interop .make/loaders
 .make/mlx:
 	$(PIP) --no-deps --target .make/mlx.new mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2 && mv .make/mlx.new $@
 
-bench: .make/zckpt .make/test interop .make/verl .make/mergekit .make/mlx
+# llm-compressor's model-free path, with what its package imports beside.
+.make/llm-compressor:
+	$(PIP) --no-deps --target $@.new llmcompressor==0.14.0.1 datasets pyarrow dill multiprocess pandas xxhash && mv $@.new $@
+
+# llama.cpp's quantiser, as benchmarks/quantising.py calls it.
+.make/llama:
+	$(PIP) --no-deps --target $@.new llama-cpp-cffi==0.4.42
+	echo 'void abort(void); void __cxa_call_terminate(void *e) { (void)e; abort(); }' | $(CC) -shared -fPIC -x c - -o $@.new/missing.so
+	mv $@.new $@
+
+bench: .make/zckpt .make/test interop .make/verl .make/mergekit .make/mlx .make/llm-compressor .make/llama
 	$(BIN)/python benchmarks/run.py
 
 # Checks and measures the trainer and live models on a machine with a GPU and torch: GPU_PYTHON is the Python that has it. What is

@@ -2,9 +2,9 @@
 
     python benchmarks/kernels.py [--results FILE] [--mib 64]
 
-The rate is that of the larger side: the fp32 numbers, for a loop that rounds or decodes. "Copy" is what numpy's copy moves of
-that side, in the same rounds: memory's rate, for one thread. A loop is as quick as it can be where its rate is that of a copy,
-or 3 GB/s if that is less.
+The rate is that of the larger side: the fp32 numbers, for a loop that rounds or decodes (of bf16, what these would take as
+fp32). "Copy" is what numpy's copy moves of that side, in the same rounds: memory's rate, for one thread. A loop is as quick
+as it can be where its rate is that of a copy, or 3 GB/s if that is less.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from zckpt.engine.kernels_to_ggml import KINDS
 HEAD = """# Loops over elements
 
 Written by `python benchmarks/kernels.py`: one thread, {mib} MiB of fp32 numbers in memory, the median of {rounds} rounds. The
-rate is of the fp32 side; "copy" is what a copy of it moves in the same rounds. A LoRA merge of rank r takes 2 r operations a
-number, so that at rank 64 it is arithmetic that limits it, and not memory. {machine}.
+rate is of the fp32 side (of bf16, what the numbers would take as fp32); "copy" is what a copy of it moves in the same
+rounds. A LoRA merge of rank r takes 2 r operations a number, so that at rank 64 it is arithmetic that limits it, and not
+memory. {machine}.
 
 | loop | GB/s | copy, GB/s | part |
 | --- | --- | --- | --- |
@@ -43,7 +44,7 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
     """Each loop by its name, on arrays of so many fp32 numbers."""
     random = np.random.default_rng(0)
     x, y = (random.standard_normal(numel, np.float32) for _ in range(2))
-    rows = numel // COLUMNS
+    rows, bf16 = numel // COLUMNS, (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     found: dict[str, Callable[[], object]] = {
         "accumulate (weighted sums)": partial(KERNELS.accumulate, y, x, 0.25),
         "approach (running means)": partial(KERNELS.approach, y, x, 3.0),
@@ -60,11 +61,15 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
         blocks, label = MatrixBlocks(rows, COLUMNS, high, wide), f"blocks of {high} x {wide}"
         scales = np.ones(-(-rows // high) * -(-COLUMNS // wide), np.float32)
         found[f"largest (scales), {label}"] = partial(KERNELS.largest, x, blocks, scales.copy())
+        found[f"largest (scales) of bf16, {label}"] = partial(KERNELS.largest, bf16, blocks, scales.copy())
         found[f"multiply_blocks, {label}"] = partial(KERNELS.multiply_blocks, y, blocks, scales)
         found[f"of_codes (4 bits), {label}"] = partial(KERNELS.of_codes, codes, table, blocks, None, scales, y)
         for grid in NumberGrid:
             into = np.empty(numel, np.uint8)
             found[f"to_codes ({grid.name}), {label}"] = partial(KERNELS.to_codes, grid, x, blocks, scales, into)
+            found[f"to_codes ({grid.name}) of bf16, {label}"] = partial(
+                KERNELS.to_codes, grid, bf16, blocks, scales, into
+            )
     for bits in (3, 4, 8):
         into, both = np.empty(numel * bits // 8, np.uint8), np.empty((2, numel // 64), np.float32)
         found[f"to_affine ({bits} bits of MLX), groups of 64"] = partial(KERNELS.to_affine, x, 64, bits, into, *both)
@@ -84,6 +89,7 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
         found[f"of_ggml ({kind})"] = partial(KERNELS.of_ggml, kind, packed, y)
     packed = np.empty(numel // 32 * 34, np.uint8)
     found["to_q8_0"] = partial(KERNELS.to_q8_0, x, packed)
+    found["to_q8_0 of bf16"] = partial(KERNELS.to_q8_0, bf16, packed)
     found["of_q8_0"] = partial(KERNELS.of_q8_0, packed, y)
     return found
 

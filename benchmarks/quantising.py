@@ -1,15 +1,21 @@
 """Quantised weights and GGUF out of a sharded run, beside what people do today: whole weights, then a second tool over them.
 
     python benchmarks/quantising.py --whole WEIGHTS [--layers 48]            # the model as transformers has it
-    python benchmarks/quantising.py --rival torch-fp8|compressed-nvfp4|compressed-int4|gguf-q8_0|mlx-4 WEIGHTS OUT  # from weights
+    python benchmarks/quantising.py --rival RIVALS[n] WEIGHTS OUT  # from weights; llama.cpp's, from a GGUF in bf16
 
 A Llama shape in bf16. The rivals' times begin with whole weights: zckpt's begin with shards of torch.distributed.checkpoint.
+llm-compressor is its model-free path, which reads shards of safetensors one by one. llama-quantize is llama.cpp's
+`llama_model_quantize`, by llama-cpp-cffi, which was built for a newer C++ library than many systems have: a function that it
+takes from there, and calls where an error ends the program, is in `.make/llama/missing.so`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +24,10 @@ from limits import least_time
 from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
 
 WIDTH, INNER, WORDS = 2048, 5632, 32000
+RIVALS = (
+    *("torch-fp8", "compressed-nvfp4", "compressed-int4", "compressor-fp8", "compressor-nvfp4", "compressor-int4"),
+    *("gguf-q8_0", "llama-q8_0", "llama-q4_k_m", "mlx-4"),
+)
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
@@ -95,6 +105,30 @@ def by_compressed_tensors(form: str, whole: Path, out: Path) -> None:
     save_file(made, out / "model.safetensors", {"format": "pt"})
 
 
+def by_llm_compressor(form: str, whole: Path, out: Path) -> None:
+    """Its model-free path, with as many workers as there are processors."""
+    sys.path.append(str(ROOT / ".make" / "llm-compressor"))
+    from llmcompressor.entrypoints.model_free import model_free_ptq
+
+    scheme = {"fp8": "FP8_BLOCK", "nvfp4": "NVFP4A16", "int4": "W4A16"}[form]
+    ignore = ["lm_head", "re:.*embed_tokens"]
+    model_free_ptq(whole, out, scheme=scheme, ignore=ignore, max_workers=os.cpu_count() or 1, device="cpu")
+
+
+def by_llama(form: str, source: Path, out: Path) -> None:
+    """What llama-quantize does, with as many threads as there are processors."""
+    home = ROOT / ".make" / "llama"
+    ctypes.CDLL(str(home / "missing.so"), ctypes.RTLD_GLOBAL)
+    found = importlib.util.spec_from_file_location("_llama_cpp_cpu", next(home.glob("llama/_llama_cpp_cpu*.so")))
+    assert found is not None and found.loader is not None
+    llama = importlib.util.module_from_spec(found)
+    found.loader.exec_module(llama)
+    how = llama.lib.llama_model_quantize_default_params()
+    how.ftype, how.nthread = {"q8_0": 7, "q4_k_m": 15}[form], os.cpu_count() or 1
+    if llama.lib.llama_model_quantize(str(source).encode(), str(out).encode(), llama.ffi.addressof(how)):
+        raise SystemExit("llama.cpp could not quantise it")
+
+
 def by_gguf(whole: Path, out: Path) -> None:
     """q8_0 by the gguf package's own quantisation and writer, without vocabulary."""
     import gguf
@@ -128,56 +162,55 @@ def by_mlx(whole: Path, out: Path) -> None:
 
 def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     """Each from shards, beside `cp` of the output, and the second pass of each rival."""
-    whole, shards = work / "whole", work / "shards"
+    whole, shards, source = work / "whole", work / "shards", work / "whole.gguf"
     subprocess.run([*PYTHON, __file__, "--whole", str(whole), "--layers", str(min(layers, 22))], check=True)
     subprocess.run([*ZCKPT, "to-dcp", str(whole), str(shards), "--quiet"], check=True)
-    rows: list[Row] = []
-    fp8, gguf, nvfp4, int4 = work / "fp8", work / "model.gguf", work / "nvfp4", work / "int4"
-    mlx = work / "mlx"
+    plain = ["--type", "bf16", "--tokenizer", "none", "--quiet"]
+    subprocess.run([*ZCKPT, "to-gguf", str(whole), str(source), *plain], check=True)
+    compressed = ("compressed-tensors, from consolidated weights in memory", whole)
+    compressor = ("llm-compressor, from consolidated weights", whole)
+    llama = ("llama-quantize, from a GGUF in bf16", source)
     commands = {
-        "torch-fp8": ("to-fp8, blocks of 128 x 128", ["to-fp8", str(shards), str(fp8)], fp8, work / "their-fp8"),
-        "compressed-nvfp4": (
-            "quantize, nvfp4",
-            ["quantize", str(shards), str(nvfp4), "--to", "nvfp4"],
-            nvfp4,
-            work / "their-nvfp4",
+        "to-fp8, blocks of 128 x 128": (
+            ["to-fp8"], [],
+            {"torch-fp8": ("torch, from consolidated weights in memory", whole), "compressor-fp8": compressor},
         ),
-        "compressed-int4": (
-            "quantize, int4",
-            ["quantize", str(shards), str(int4), "--to", "int4"],
-            int4,
-            work / "their-int4",
+        "quantize, nvfp4": (
+            ["quantize"], ["--to", "nvfp4"], {"compressed-nvfp4": compressed, "compressor-nvfp4": compressor},
         ),
-        "gguf-q8_0": (
-            "to-gguf, q8_0",
-            ["to-gguf", str(shards), str(gguf), "--type", "q8_0", "--tokenizer", "none"],
-            gguf,
-            work / "their.gguf",
+        "quantize, int4": (
+            ["quantize"], ["--to", "int4"], {"compressed-int4": compressed, "compressor-int4": compressor},
         ),
-        "mlx-4": ("to-mlx, 4 bits", ["to-mlx", str(shards), str(mlx), "--bits", "4"], mlx, work / "their-mlx"),
-    }
-    theirs_are = "compressed-tensors, from consolidated weights in memory"
-    names = {
-        "torch-fp8": "torch, from consolidated weights in memory", "gguf-q8_0": "the gguf package, from consolidated weights",
-        "compressed-nvfp4": theirs_are, "compressed-int4": theirs_are,
-        "mlx-4": "mlx_lm.convert, from consolidated weights",
+        "to-gguf, q8_0": (
+            ["to-gguf"], ["--type", "q8_0", "--tokenizer", "none"],
+            {"gguf-q8_0": ("the gguf package, from consolidated weights", whole), "llama-q8_0": llama},
+        ),
+        "to-gguf, q4_k_m": (["to-gguf"], ["--type", "q4_k_m", "--tokenizer", "none"], {"llama-q4_k_m": llama}),
+        "to-mlx, 4 bits": (
+            ["to-mlx"], ["--bits", "4"], {"mlx-4": ("mlx_lm.convert, from consolidated weights", whole)},
+        ),
     }  # fmt: skip
-    for rival, (what, words, out, theirs) in commands.items():
-        drops = (theirs,)
+    rows: list[Row] = []
+    for what, (command, words, rivals) in commands.items():
+        out = work / ("own.gguf" if command == ["to-gguf"] else "own")
         clears = (out, out.with_name(f"{out.name}.zckpt.json"))
         jobs = {
-            "ours": Job([*ZCKPT, *words, "--quiet"], clears=clears),
+            "ours": Job([*ZCKPT, *command, str(shards), str(out), *words, "--quiet"], clears=clears),
             "cp": copying(out, work / "copy"),
-            "rival": Job([*PYTHON, __file__, "--rival", rival, str(whole), str(theirs)], clears=drops, drops=drops),
         }
+        for rival, (_, begin) in rivals.items():
+            theirs = work / "theirs"
+            taking = [*PYTHON, __file__, "--rival", rival, str(begin), str(theirs)]
+            jobs[rival] = Job(taking, clears=(theirs,), drops=(theirs,))
         taken = in_turn(jobs, rounds)
         least = least_time(work, read=file_bytes(shards), written=file_bytes(out))
         rows.append(Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"], least=least))
-        rows.append(Row(what, taken["ours"], names[rival], taken["rival"], "not durable", least=least))
+        for rival, (named, _) in rivals.items():
+            rows.append(Row(what, taken["ours"], named, taken[rival], "not durable", least=least))
         for path in clears:
             remove(path)
-    remove(whole)
-    remove(shards)
+    for path in (whole, shards, source):
+        remove(path)
     return rows
 
 
@@ -187,13 +220,14 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--rival", choices=("torch-fp8", "compressed-nvfp4", "compressed-int4", "gguf-q8_0", "mlx-4"))
+    parser.add_argument("--rival", choices=RIVALS)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
     if options.rival:
         kind, _, form = options.rival.partition("-")
-        if kind == "compressed":
-            by_compressed_tensors(form, options.dest, options.out)
+        if kind in ("compressed", "compressor", "llama"):
+            by = {"compressed": by_compressed_tensors, "compressor": by_llm_compressor, "llama": by_llama}[kind]
+            by(form, options.dest, options.out)
         else:
             {"torch": by_torch, "gguf": by_gguf, "mlx": by_mlx}[kind](options.dest, options.out)
     else:
