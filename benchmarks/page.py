@@ -161,10 +161,18 @@ def write(results: dict[str, Any], path: Path) -> None:
             limits = found.get("limits")
             able = f" {_able(limits)}" if limits else ""
             rounds = max((len(row["ours"]["seconds"]) for row in found["rows"]), default=found["rounds"])
-            told = f"{found['machine']}; {rounds} rounds; {found['when']}.{model}{able}"
+            if name == "fp8 and GGUF":
+                model = f" {min(found['layers'], 22)} layers of 2,048."
+            told = f"{found['machine']}; {rounds} round{'s' * (rounds != 1)}; {found['when']}.{model}{able}"
+            if found.get("load_before", 0) > _BUSY:
+                told += " Other jobs ran on the machine at the same time: times are long, and only those of one row compare."
             parts.append(f"## {title}\n\n{about} {told}\n\n{table(found)}\n")
     parts.append(_large(results))
     path.write_text("\n".join(parts))
+
+
+_BUSY = 4
+"""Jobs that wait for a processor before a section, from which on it says so."""
 
 
 def _large(results: dict[str, Any]) -> str:
