@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +25,14 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derive_entry
 from zckpt.core.stores import FileStore, MemoryStore
+from zckpt.engine.choice import threads_for
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
+from zckpt.naming import merged_matrix
+from zckpt.naming.merged_matrix import MergedMatrix, Update
 from zckpt.storage.location import locate
 
 SHAPE = (300, 1000)
@@ -72,10 +76,10 @@ def test_products_and_steps_are_the_same_in_both(count: int) -> None:
     assert same(x, y)
 
 
-@pytest.mark.parametrize("vector", [True, False])
-def test_a_thin_product_is_the_same_in_both(vector: bool) -> None:
+@pytest.mark.parametrize("paths", [(True, True), (True, False), (False, False)])
+def test_a_thin_product_is_the_same_in_both(paths: tuple[bool, bool]) -> None:
     """Of usual numbers, of random bits, and of numbers that cancel; every number of rows and columns that tiles leave over."""
-    use_vector_paths(vector)
+    use_vector_paths(*paths)
     try:
         for rows, columns, rank in ((1, 1, 1), (3, 17, 2), (9, 65, 7), (66, 130, 33)):
             for kind in range(3):
@@ -335,6 +339,7 @@ def test_engines_take_up_one_tensor_after_another_alike(tmp_path: Path) -> None:
     for recipe in folds(tmp_path):
         total = derive_entry("x", SMALL, F32, recipe)
         assert isinstance(total.fragments[0].store, DerivedStore) and total.fragments[0].store.steps
+        assert threads_for(None, [total]) == 2 * threads_for(None, recipe.inputs)
         wanted = np.frombuffer(ElementReader().read(elements(total, 0, total.numel)), np.float32)
         assert same(np.frombuffer(written(tmp_path, total, "reference"), np.float32), wanted)
         for how in ({"threads": 1}, {"threads": 5, "window": 4096}, {"threads": 3, "window": 65536, "at": 5}):
@@ -350,6 +355,87 @@ def test_engines_take_up_one_tensor_after_another_alike(tmp_path: Path) -> None:
         place = Fragment(MemoryStore(memory.ctypes.data, memory.nbytes, memory), 0, 0, total.numel)
         run(Plan((), [(total, TensorEntry("x", SMALL, F32, "parameter", (place,)))]), "", engine="native")
         assert same(memory, wanted)
+
+
+def matrix(tmp_path: Path, dtype: Any, *shape: int, byteorder: Literal["little", "big"] = "little") -> TensorEntry:
+    """A matrix of numbers of about 1 in two files."""
+    seed, numel = len(list(tmp_path.iterdir())), math.prod(shape)
+    floats = np.random.default_rng(seed).normal(size=numel).astype(np.float32)
+    raw = (floats.view(np.uint32) >> 16).astype("u2") if dtype == BF16 else floats.astype(dtype.numpy)
+    raw = raw.byteswap() if byteorder == "big" else raw
+    fragments = []
+    for low, high in ((0, numel // 3), (numel // 3, numel)):
+        path = tmp_path / f"{seed}-{low}"
+        path.write_bytes(b"odd" + raw[low:high].tobytes())
+        fragments.append(Fragment(locate(path).store(byteorder), 3, low, high - low))
+    return TensorEntry("x", shape, dtype, "parameter", tuple(fragments))
+
+
+def merges(tmp_path: Path) -> dict[str, MergedMatrix]:
+    """Weights with LoRAs: of a Linear, a Conv1D, experts in either order of their dimensions; several LoRAs of one."""
+    base = matrix(tmp_path, BF16, 60, 1100)
+
+    def update(rank: int, rows: int, columns: int, experts: int = 1, *, turned: bool = False) -> Update:
+        inputs, outputs = (rows, columns) if turned else (columns, rows)
+        a = matrix(tmp_path, F32, experts * rank, inputs, byteorder="big" if rank == 7 else "little")
+        return Update(a, matrix(tmp_path, F16, outputs, rank * experts), rank, 0.3, turned)
+
+    one = update(7, 60, 1100)
+    return {
+        "linear": MergedMatrix(base, (one,), 1100),
+        "conv1d": MergedMatrix(base, (update(5, 60, 1100, turned=True),), 1100),
+        "several": MergedMatrix(base, (one, update(1, 60, 1100), update(65, 60, 1100)), 1100),
+        "experts": MergedMatrix(base, (update(3, 20, 1100, 3),), 1100, 3),
+        "experts of inputs": MergedMatrix(base, (update(3, 20, 1100, 3, turned=True),), 1100, 3),
+        "long": MergedMatrix(matrix(tmp_path, F32, 300, 1000), (update(2, 300, 1000),), 1000),
+    }
+
+
+@pytest.mark.parametrize("paths", [(True, True), (True, False), (False, False)])
+def test_adapters_are_merged_while_weights_are_read(paths: tuple[bool, bool], tmp_path: Path) -> None:
+    """By all of the processor's vector units; windows begin and end within rows, and threads share factors."""
+    for name, recipe in merges(tmp_path).items():
+        total = derive_entry("x", recipe.base.shape, F32, recipe)
+        assert isinstance(total.fragments[0].store, DerivedStore) and total.fragments[0].store.steps, name
+        wanted = written(tmp_path, total, "reference")
+        use_vector_paths(*paths)
+        try:
+            for how in ({"threads": 1}, {"threads": 5, "window": 4096}, {"threads": 3, "window": 65536, "at": 5}):
+                assert written(tmp_path, total, "native", **how) == wanted, (name, how)
+        finally:
+            use_vector_paths(True)
+        whole = np.empty(total.numel, np.float32)
+        place = Fragment(MemoryStore(whole.ctypes.data, whole.nbytes, whole), 0, 0, total.numel)
+        run(Plan((), [(total, TensorEntry("x", total.shape, F32, "parameter", (place,)))]), "", engine="native")
+        assert whole.tobytes() == wanted
+
+
+def test_factors_without_room_are_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either way gives the same bits; several matrices with factors of which not all are kept at once, too."""
+    a, b = matrix(tmp_path, F16, 900, 4096), matrix(tmp_path, F32, 12, 900)
+    recipes = [MergedMatrix(matrix(tmp_path, F16, 12, 4096), (Update(a, b, 900, 0.5),), 4096) for _ in range(3)]
+    store = FileStore("out", sum(recipe.base.numel for recipe in recipes) * 4)
+    files, outputs = ((OutputFile("out", store.size, ()), store),), []
+    for most in (a.numel, a.numel - 1):
+        monkeypatch.setattr(merged_matrix, "_MOST_TURNED", most)
+        pairs = []
+        for number, recipe in enumerate(recipes):
+            total = derive_entry("x", recipe.base.shape, F32, recipe)
+            assert bool(recipe.steps) is (most == a.numel)
+            place = Fragment(store, number * total.numel * 4, 0, total.numel)
+            pairs.append((total, TensorEntry("x", total.shape, F32, "parameter", (place,))))
+        root = tmp_path / f"out{most}"
+        root.mkdir()
+        run(Plan(files, pairs), str(root), engine="native", threads=3, window=4096)
+        outputs.append((root / "out").read_bytes())
+    assert outputs[0] == outputs[1]
+
+
+def test_impossible_products_are_none(tmp_path: Path) -> None:
+    base, a, b = (matrix(tmp_path, F32, *shape) for shape in ((6, 8), (2, 8), (6, 2)))
+    total = derive_entry("x", (6, 8), F32, MergedMatrix(base, (Update(a, b, 3, 1.0),), 8))
+    with pytest.raises(ValueError, match="a product with impossible numbers"):
+        written(tmp_path, total, "native")
 
 
 def test_elements_of_some_places_are_computed_beforehand(tmp_path: Path) -> None:

@@ -129,13 +129,16 @@ def test_megatron_bridge(stacked: bool, tmp_path: Path, monkeypatch: pytest.Monk
             for layer, own in enumerate(layers)
             for name, tensor in ((f"decoder.layers.{layer}.{name}", tensor) for name, tensor in own.items())
         }
-    run = tmp_path / "iter_0000002"
+    run, odd = tmp_path / "iter_0000002", tmp_path / "odd" / "iter_0000001"
     run.mkdir()
+    odd.mkdir(parents=True)
+    magnitude = "decoder.layers.0.self_attention.linear_proj.adapter.weight_magnitude"
     is_first = not torch.distributed.is_initialized()  # a test of this process before may have left its group
     if is_first:
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         checkpointing.save({"model": tensors}, str(run))
+        checkpointing.save({"model": {**tensors, "m": shard(magnitude, torch.ones(16))}}, str(odd))
     finally:
         if is_first:
             torch.distributed.destroy_process_group()
@@ -151,3 +154,6 @@ def test_megatron_bridge(stacked: bool, tmp_path: Path, monkeypatch: pytest.Monk
     assert (config["r"], config["lora_alpha"]) == (3, 6) and "q_proj" in config["target_modules"]
     assert zckpt.verify(run, tmp_path / "found", progress=False).ok
     merges(run, model, tmp_path)
+    (odd / "run_config.yaml").write_bytes((run / "run_config.yaml").read_bytes())
+    with pytest.raises(zckpt.UnsupportedError, match=r"a DoRA of Megatron Bridge.*Merge it with"):
+        zckpt.to_peft(odd, tmp_path / "no", progress=False)

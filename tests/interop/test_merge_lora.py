@@ -95,7 +95,8 @@ def gpt_oss() -> Any:
 
 QV = {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 6}
 EXPERT_WEIGHTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 2}
-OLD = tuple(map(int, peft.__version__.split(".")[:2])) < (0, 19)
+VERSION = tuple(map(int, peft.__version__.split(".")[:2]))
+OLD = VERSION < (0, 19)
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora": (llama, QV),
     "rslora with patterns": (
@@ -247,8 +248,9 @@ def test_adapters_of_tied_weights_with_all_copies_of_embeddings(case: str, tmp_p
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_several_adapters_with_weights(dora: bool, tmp_path: Path) -> None:
-    if dora and OLD:
-        pytest.skip("PEFT 0.18 has other numbers for several DoRAs")
+    """A DoRA has the lengths of the base's weight with its own update, as in the unmerged model. Before 0.21, PEFT's merge
+    took those of the weight with the adapters before it.
+    """
     torch.manual_seed(0)
     base = llama()
     base.save_pretrained(tmp_path / "base")
@@ -261,10 +263,27 @@ def test_several_adapters_with_weights(dora: bool, tmp_path: Path) -> None:
             module.set_scale("two", -2.0)
     lora = LoraMerge(adapters=[f"{tmp_path / 'one'}:0.25", (tmp_path / "two", -2.0)])
     zckpt.convert(tmp_path / "base", tmp_path / "out", options=Options(lora=lora))
-    wanted = model.merge_and_unload(adapter_names=["one", "two"]).state_dict()
-    assert_close(load_file(tmp_path / "out" / "model.safetensors"), wanted, exact=not dora and torch_sums_in_order(4))
+    model.eval().base_model.set_adapter(["one", "two"])
+    assert torch.allclose(logits_of(merged_of(tmp_path / "out")), logits_of(model), atol=1e-4)
+    if not dora or VERSION >= (0, 21):
+        wanted = model.merge_and_unload(adapter_names=["one", "two"]).state_dict()
+        assert_close(
+            load_file(tmp_path / "out" / "model.safetensors"), wanted, exact=not dora and torch_sums_in_order(4)
+        )
     facts = json.loads((tmp_path / "out" / "zckpt.json").read_text())["options"]["form"]["lora"]["adapters"]
     assert [(one["name"], one["weight"], len(one["sha256"])) for one in facts] == [("one", 0.25, 64), ("two", -2.0, 64)]
+
+
+@pytest.mark.parametrize(("make", "target"), [(llama, "o_proj"), (biased, "o_proj"), (gpt2, r".*attn\.c_proj")])
+@pytest.mark.parametrize("said", [False, True])
+def test_square_weights_lie_as_their_class_has_them(make: Any, target: str, said: bool, tmp_path: Path) -> None:
+    """Whatever `fan_in_fan_out` says: PEFT sets it right when it makes the module."""
+    base, adapter, model = saved(tmp_path, make, {**QV, "target_modules": target if "." in target else [target]})
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "fan_in_fan_out": said}))
+    zckpt.convert(adapter, tmp_path / "out", options=Options(lora=LoraMerge(base=base)))
+    wanted = model.merge_and_unload().state_dict()
+    assert_close(merged_of(tmp_path / "out").state_dict(), wanted, exact=torch_sums_in_order(4))
 
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
@@ -307,6 +326,52 @@ def test_checkpoints_of_deepspeed(name: str, adapter: str, beside: bool, tmp_pat
     verified = zckpt.verify(home / "checkpoint", tmp_path / "out", lora=LoraMerge(base=lora.base))
     assert verified.ok or not beside  # the config was put there by this test
     assert verified.deletable is not None and not verified.deletable[0], "the adapter is only in the shards"
+
+
+CONVOLUTIONS: dict[str, Any] = {
+    "rank 1": {"r": 1, "lora_alpha": 9, "use_rslora": True},
+    "patterns": {"r": 6, "rank_pattern": {"1": 2}, "alpha_pattern": {"^[02]": 5}},
+    "biases": {"r": 3, "lora_bias": True, "bias": "all"},
+    "dora": {"r": 5, "use_dora": True, "rank_pattern": {"0": 1}},
+    "loha": {"r": 3, "alpha": 4},
+    "lokr": {"r": 4, "alpha": 2, "decompose_both": True},
+    "lokr of thin factors": {"r": 1, "alpha": 2, "decompose_factor": 2},
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolutions(kind: str, tmp_path: Path) -> None:
+    """Of kernels of any size, 1 too, with a weight that is no multiple of a vector; beside a Linear. Without a config.json."""
+    torch.manual_seed(0)
+    two = (torch.nn.Conv2d(6, 8, (3, 2)), torch.nn.Conv2d(8, 6, 1), torch.nn.Linear(7, 9, bias=kind == "biases"))
+    other = (
+        ()
+        if "lo" in kind[:2]
+        else (torch.nn.Conv1d(5, 7, 3), torch.nn.Conv1d(4, 6, 1), torch.nn.Conv3d(4, 6, (1, 2, 2)))
+    )
+    base = torch.nn.Sequential(*two, *other)
+    (tmp_path / "base").mkdir()
+    save_file(base.state_dict(), tmp_path / "base" / "model.safetensors")
+    config = {"loha": peft.LoHaConfig, "lokr": peft.LoKrConfig}.get(kind[:4], peft.LoraConfig)
+    model = peft.get_peft_model(base, config(target_modules=[*map(str, range(len(base)))], **CONVOLUTIONS[kind]))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape) * 0.3
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = model.merge_and_unload().state_dict()
+    lora = LoraMerge(base=tmp_path / "base")
+    zckpt.convert(tmp_path / "adapter", tmp_path / "out", options=Options(lora=lora))
+    assert_close(load_file(tmp_path / "out" / "model.safetensors"), wanted, exact=False)
+
+
+def test_a_lokr_of_conv1d_is_refused(tmp_path: Path) -> None:
+    """PEFT takes the Kronecker product of a matrix and a block of three dimensions, so elements mix."""
+    base = torch.nn.Sequential(torch.nn.Conv1d(4, 6, 3))
+    (tmp_path / "base").mkdir()
+    save_file(base.state_dict(), tmp_path / "base" / "model.safetensors")
+    config = peft.LoKrConfig(target_modules=["0"], r=4, init_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    refused(UnsupportedError, tmp_path / "adapter", tmp_path / "out", LoraMerge(base=tmp_path / "base"), "0.lokr_w2")
 
 
 @pytest.mark.parametrize("dora", [False, True])

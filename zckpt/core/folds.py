@@ -40,14 +40,36 @@ class How(IntEnum):
     """The numbers become `a` * numbers + `b` * tensor; products and sum are rounded."""
     DIFFER = 4
     """`a` times (tensor - what was set) is added, each step rounded."""
+    LOW_RANK = 5
+    """The tensor is a thin factor; `a` times its product with the next one is added (`Kernels.add_low_rank`)."""
+    FACTOR = 6
+    """The tensor is the other factor of the product before."""
+
+
+class ThinProduct(NamedTuple):
+    """What is added to a matrix, or to experts' matrices that lie one behind the other.
+
+    Attributes:
+        rank: of the product.
+        rows, columns: of one expert's matrix.
+        experts: how many.
+        turned: whether rows are the inputs, which the first factor has, and not the outputs.
+    """
+
+    rank: int = 0
+    rows: int = 0
+    columns: int = 0
+    experts: int = 0
+    turned: bool = False
 
 
 class Uptake(NamedTuple):
-    """How one tensor enters a fold; the factors are rounded to fp32."""
+    """How one tensor enters a fold; the factors are rounded to fp32. `product`: that a factor belongs to."""
 
     how: How
     a: float = 0.0
     b: float = 0.0
+    product: ThinProduct = ThinProduct()
 
 
 DRAWS = 1 << 24
@@ -313,7 +335,7 @@ def fold_elements(
 
     base = total = np.zeros(stop - start if steps[0].how != How.SET else 0, np.float32)
     differs = any(step.how == How.DIFFER for step in steps)
-    for entry, (how, a, b) in zip(inputs, steps, strict=True):
+    for entry, (how, a, b, _) in zip(inputs, steps, strict=True):
         numbers = tools.read_floats(entry, start, stop)
         match how:
             case How.SET:
@@ -327,6 +349,8 @@ def fold_elements(
             case How.DIFFER:
                 tools.kernels.accumulate(numbers, base, -1.0)
                 tools.kernels.accumulate(total, numbers, a)
+            case How.LOW_RANK | How.FACTOR:
+                raise ValueError("a recipe with products computes its elements itself")
     return total
 
 

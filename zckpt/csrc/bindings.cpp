@@ -83,6 +83,28 @@ class Ticker {
   bool interrupted_ = false;
 };
 
+uint64_t numel_of(const zckpt::Batch& batch, const zckpt::Term& t) {
+  const auto& last = batch.pieces.at(size_t{t.first} + t.count - 1);
+  return last.start + last.count;
+}
+
+// A product comes as its two factors behind the matrix that it is added to.
+void check_products(const zckpt::Batch& batch, const zckpt::Store& store) {
+  const auto is = [](const zckpt::Term& t, zckpt::Fold fold) { return t.fold == static_cast<uint32_t>(fold); };
+  const zckpt::Term* begin = batch.terms.data() + store.address;
+  const auto of_product = [&](const zckpt::Term& t) { return is(t, zckpt::Fold::kLowRank) || is(t, zckpt::Fold::kFactor); };
+  if (std::none_of(begin, begin + store.size, of_product)) return;
+  bool sound = is(*begin, zckpt::Fold::kSet) && store.size % 2;
+  for (uint64_t i = 1; sound && i < store.size; i += 2) {
+    const auto &a = begin[i], &b = begin[i + 1];
+    const uint64_t each = uint64_t{a.rank} * a.experts;
+    sound = is(a, zckpt::Fold::kLowRank) && is(b, zckpt::Fold::kFactor) && each && a.rows && a.columns && a.count && b.count && begin->count &&
+            numel_of(batch, *begin) == a.rows * a.columns * a.experts && numel_of(batch, a) == each * (a.turned ? a.rows : a.columns) &&
+            numel_of(batch, b) == each * (a.turned ? a.columns : a.rows);
+  }
+  if (!sound) throw std::invalid_argument("a product with impossible numbers");
+}
+
 void check(const zckpt::Batch& batch, unsigned threads, uint64_t window) {
   if (threads < 1 || threads > 1 << 16 || window < 4096 || window > 1ull << 40 || window % 4096) throw std::invalid_argument("threads or window");
   for (const auto& m : batch.moves)
@@ -93,6 +115,8 @@ void check(const zckpt::Batch& batch, unsigned threads, uint64_t window) {
   for (const auto& s : batch.stores)
     if (s.fd == zckpt::kFolded && (!s.size || s.address > batch.terms.size() || s.size > batch.terms.size() - s.address))
       throw std::invalid_argument("a folded store without terms");
+    else if (s.fd == zckpt::kFolded)
+      check_products(batch, s);
   for (const auto& t : batch.terms) {
     uint64_t at = 0;
     if (t.fold >= zckpt::kFolds || !t.count || t.first > batch.pieces.size() || t.count > batch.pieces.size() - t.first)

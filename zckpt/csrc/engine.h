@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -52,6 +53,13 @@ inline Target packed(const Move& m, uint64_t first, char* to) {
   const int64_t size = kItemSize[m.src_dtype];
   return {to - static_cast<int64_t>(first) * size, static_cast<int64_t>(m.count) * size, size};
 }
+
+// What the rows of a matrix share of the factors of a product; each is made by the thread that wants it first.
+struct Factors {
+  std::mutex mutex;
+  bool made = false;
+  std::vector<float> left, right;  // of all experts; `left` is empty where rows of it are read as they come
+};
 
 struct Stop {};  // unwinds a thread; the failure is already recorded
 
@@ -126,6 +134,9 @@ class Engine {
   void end(const char* kind, const char* text) noexcept;
   void stop();  // with the lock held, so that nobody who is about to wait misses it
   void fold(uint32_t src, char* to, uint64_t count, uint64_t first, bool again);
+  void fold_products(const Store& store, float* total, uint64_t count, uint64_t first, bool again);
+  void add_product_of(const Term& term, float* total, uint64_t count, uint64_t first, bool again);
+  std::shared_ptr<const Factors> factors_of(const Term& term);
   void floats_of(const Term& term, float* to, uint64_t first, uint64_t count, bool again);
   void dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging);
   uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging);
@@ -143,6 +154,8 @@ class Engine {
   void convert(const Move& m, char* from, uint64_t count, char* out);
 
   size_t jobs_ = 0;
+  std::mutex factors_mutex_;
+  std::vector<std::pair<const Term*, std::shared_ptr<Factors>>> factors_;  // used last: at the end
   std::atomic<size_t> next_{0};
   std::condition_variable idle_;
   unsigned running_ = 0;

@@ -45,14 +45,16 @@ struct Range {  // of a file whose CRC is wanted
 static_assert(sizeof(Range) == 24);
 
 // What becomes of the numbers so far when the next tensor comes; the order is that of zckpt/core/recipes.py.
-enum class Fold : uint32_t { kSet, kAdd, kApproach, kBlend, kDiffer };
-constexpr uint32_t kFolds = 5;
+enum class Fold : uint32_t { kSet, kAdd, kApproach, kBlend, kDiffer, kLowRank, kFactor };
+constexpr uint32_t kFolds = 7;
 
 struct Term {
-  uint32_t fold, unused, first, count;  // its pieces
+  uint32_t fold, rank, first, count;  // its pieces
   double a, b;
+  uint64_t rows, columns;  // of what a product is added to, as is the rest: of one expert's matrix
+  uint32_t experts, turned;
 };
-static_assert(sizeof(Term) == 32);
+static_assert(sizeof(Term) == 56);
 
 struct Piece {  // elements [start, start + count) of a term's tensor, side by side; a term's pieces follow each other from 0 on
   uint32_t store;

@@ -1,5 +1,6 @@
 // Differences from a base, thinned out and added: TIES and DARE.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -23,7 +24,7 @@ ZCKPT_INLINE int32_t magnitude_of(float x) {
 }
 
 // splitmix64
-ZCKPT_VECTOR void keep_drawn(float* __restrict kept, size_t n, uint64_t first, uint64_t key, int64_t draws) {
+ZCKPT_WIDE_VECTOR void keep_drawn(float* __restrict kept, size_t n, uint64_t first, uint64_t key, int64_t draws) {
   for (size_t i = 0; i < n; ++i) {
     uint64_t x = (first + i + 1) * 0x9E3779B97F4A7C15U + key;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
@@ -75,7 +76,9 @@ ZCKPT_VECTOR void add_lengths(const float* __restrict x, const float* __restrict
     for (size_t lane = 0; lane < kLanes; ++lane) {
       const double length = std::fabs(x[i + lane] - base[i + lane]);
       own.all[lane] += length;
-      own.kept[lane] += kept[i + lane] != 0 ? length : 0.0;
+      // Bits, not a choice: what is drawn cannot be foretold, and infinity times zero is no zero.
+      const uint64_t bits = std::bit_cast<uint64_t>(length) & (kept[i + lane] != 0 ? ~uint64_t{0} : uint64_t{0});
+      own.kept[lane] += std::bit_cast<double>(bits);
     }
   *sums = own;
 }

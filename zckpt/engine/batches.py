@@ -27,7 +27,7 @@ _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
 _LITERAL = struct.Struct("=IIQQQ")
 _RANGE = struct.Struct("=IIQQ")
-_TERM = struct.Struct("=IIIIdd")
+_TERM = struct.Struct("=IIIIddQQII")
 _PIECE = struct.Struct("=IBBHQQQ")
 _FOLDED = -2
 
@@ -101,10 +101,11 @@ class _Folds:
     def pack(self, store: DerivedStore) -> bytes:
         """The struct of a store's terms and pieces."""
         first, inputs = len(self.terms), store.recipe.inputs
-        for entry, (how, a, b) in zip(inputs, store.steps, strict=True):
+        for entry, (how, a, b, product) in zip(inputs, store.steps, strict=True):
             begin = len(self.pieces)
             self.pieces += self._pieces(entry)
-            self.terms.append(_TERM.pack(how, 0, begin, len(self.pieces) - begin, a, b))
+            rank, *shape = product
+            self.terms.append(_TERM.pack(how, rank, begin, len(self.pieces) - begin, a, b, *shape))
         return _STORE.pack(_FOLDED, -1, first, len(inputs))
 
     def _pieces(self, entry: TensorEntry) -> Iterator[bytes]:

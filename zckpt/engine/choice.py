@@ -35,12 +35,20 @@ def choose(engine: Literal["auto", "native", "reference"], *, built: bool) -> Li
 
 def threads_for(wanted: int | None, tensors: Iterable[TensorEntry | TensorPart], *places: str) -> int:
     """The number of threads: `wanted`, or the default for the file systems of some tensors' files and of other places.
-    Raises UsageError as `thread_count`.
+    Where the engine computes while it reads, twice as many: half of them then wait for the disk. Raises UsageError as
+    `thread_count`.
     """
     if wanted is not None:
         return thread_count(wanted)
-    directories = {os.path.dirname(path) for entry in islice(tensors, _LOOKED_AT) for path in _files_of(entry)}
-    return DISTANT_THREADS if any(map(is_distant, (*places, *directories))) else thread_count(None)
+    known = list(islice(tensors, _LOOKED_AT))
+    directories = {os.path.dirname(path) for entry in known for path in _files_of(entry)}
+    if any(map(is_distant, (*places, *directories))):
+        return DISTANT_THREADS
+    for entry in known:
+        for fragment in entry.fragments[:_LOOKED_AT]:
+            if isinstance(fragment.store, DerivedStore) and fragment.store.steps:
+                return 2 * thread_count(None)
+    return thread_count(None)
 
 
 def _files_of(entry: TensorEntry | TensorPart) -> Iterable[str]:

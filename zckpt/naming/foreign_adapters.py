@@ -7,7 +7,9 @@ verl writes `lora_train_meta.json` beside its rank files: `{"r": 8, "lora_alpha"
 facts in `run_config.yaml`. Which modules have a LoRA, which are trained whole, and whether it is a DoRA, the tensors show.
 Source: torchtune 0.6.1, models/convert_weights.py `tune_to_peft_adapter_weights`, models/qwen2/_convert_weights.py; Megatron
 Bridge 0.6.2, models/conversion/peft_bridge.py, peft/utils.py `ParallelLinearAdapter.sharded_state_dict`; verl 0.9.1,
-utils/checkpoint/fsdp_checkpoint_manager.py `_get_lora_train_meta`; PEFT 0.21.2, tuners/lora/config.py.
+utils/checkpoint/fsdp_checkpoint_manager.py `_get_lora_train_meta`; PEFT 0.21.2, tuners/lora/config.py. What LoRA and
+CanonicalLoRA of Bridge 0.3.1 save of Megatron-Core's Llama was read, with Transformer Engine replaced by an empty module; a
+DoRA's magnitudes of gate and up alternate there by ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _BRIDGE = compile_late(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<part>self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12])\.adapter\."
     r"(?:adapter_(?P<one>q|k|v|gate|up)\.)?linear_(?P<kind>in|out)\.weight"
 )
-_BRIDGES = compile_late(r".*\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight")
+_BRIDGES = compile_late(r".*\.adapter\.(?:adapter_\w+\.)?(?:linear_(?:in|out)\.weight|weight_magnitude)")
 _KINDS = {
     "lora_a.weight": "lora_A.weight", "lora_b.weight": "lora_B.weight", "magnitude": "lora_magnitude_vector",
     "in": "lora_A.weight", "out": "lora_B.weight",
@@ -104,10 +106,13 @@ def _of_torchtune(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, Tenso
 def _of_bridge(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, TensorEntry]]:
     match = _BRIDGE.fullmatch(entry.name)
     if match is None:
+        is_dora = entry.name.endswith(".weight_magnitude")
         raise UnsupportedError(
-            "a LoRA of Megatron Bridge has no name in PEFT that is known here", file=facts.path, found=examples([entry.name]),
-            expected="LoRAs of linear_qkv, linear_proj, linear_fc1 and linear_fc2",
-            remedy="Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt.",
+            "a DoRA of Megatron Bridge is not read" if is_dora
+            else "a LoRA of Megatron Bridge has no name in PEFT that is known here", file=facts.path,
+            found=examples([entry.name]), expected="LoRAs of linear_qkv, linear_proj, linear_fc1 and linear_fc2",
+            remedy="Merge it with Megatron Bridge, and convert the model." if is_dora
+            else "Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt.",
         )  # fmt: skip
     layers = [(match["layer"], entry)]
     if match["layer"] is None:

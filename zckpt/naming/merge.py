@@ -203,6 +203,13 @@ def _recipe(
     kind = adapter.config.get("peft_type")
     odd = next(iter(parts.values()))
     if kind in SUMS:
+        if (three := parts.get("lokr_w2")) is not None and len(three.shape) == 3:
+            raise UnsupportedError(
+                f"this LoKr of the convolution {name!r} is not merged", file=adapter.file,
+                found=f"{three.name!r} of shape {list(three.shape)}, which PEFT multiplies in an order of its own",
+                expected="a LoKr of Linear or Conv2d, or one of Conv1d of a lower rank",
+                remedy="Merge this adapter with PEFT.",
+            )  # fmt: skip
         product = MergedProduct(base, tuple(sorted(parts.items())), adapter.scaling_of_product(name[: -len(".weight")]))
         if (misfit := product.misfit()) is not None:
             raise other_shape(adapter, misfit.name, misfit.shape, name, base.shape)

@@ -16,6 +16,7 @@ from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import BF16, F16, F32, F64
 from zckpt.layouts.save.tied import HEADS, KEY, embedding_of, heads_of, is_tied
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare, version_of
+from zckpt.naming.other_methods import CONV1D
 
 _TRANSPOSED_SINCE = {"gpt_oss": (5, 0), "aria": (5, 23), "aria_text": (5, 23), "openai_privacy_filter": (5, 23)}
 """Models with experts that lie as (experts, in, out) and say so, and a version of transformers that has it so.
@@ -219,16 +220,26 @@ def _sides(factors: Factors) -> tuple[int, int]:
 
 
 def _transposed_blocks(model: ModelTensors, adapter: AdapterWeights) -> bool | None:
-    """Whether weights of the model's blocks are Conv1D's (in x out), by those that are not square; None if all are
-    square.
+    """Whether weights of the model's blocks are Conv1D's (in x out), by those that are not square: the adapter's, or
+    others with a bias; else by the model's type. None if nothing tells it.
+
+    An adapter's `fan_in_fan_out` does not: PEFT goes by the module's class, and whatever wrote the config may say otherwise.
     """
     for module, factors in adapter.factors.items():
         entry = model.find(f"{bare(module)}.weight")
-        if entry is None or factors.embedding or len(entry.shape) != 2 or entry.shape[0] == entry.shape[1]:
-            continue
-        if any(part.isdigit() for part in module.split(".")):
+        if entry is not None and not factors.embedding and _is_of_blocks(module, entry):
             return entry.shape == _sides(factors)[::-1]
-    return None
+    for name, entry in model.tensors.items():
+        bias = model.tensors.get(f"{name.removesuffix('.weight')}.bias")
+        if bias is not None and name.endswith(".weight") and _is_of_blocks(name, entry) and bias.numel in entry.shape:
+            return entry.shape[0] != bias.numel
+    kind = model.config.get("model_type")
+    return kind in CONV1D if isinstance(kind, str) else None
+
+
+def _is_of_blocks(name: str, entry: TensorEntry) -> bool:
+    """Whether a weight is a matrix of a block, and no square."""
+    return len(set(entry.shape)) == len(entry.shape) == 2 and any(part.isdigit() for part in name.split("."))
 
 
 def _is_transposed(

@@ -16,12 +16,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.folds import Tools
+from zckpt.core.folds import Fold, How, ThinProduct, Tools, Uptake
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
@@ -59,8 +59,10 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedMatrix:
+class MergedMatrix(Fold):
     """A weight with updates, one after the other as PEFT merges adapters: a recipe.
+
+    The native engine computes one without magnitudes itself, if it has room for the factors.
 
     Attributes:
         base: the weight.
@@ -75,7 +77,7 @@ class MergedMatrix:
     experts: int = 1
 
     @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
+    def inputs(self) -> tuple[TensorEntry, ...]:  # type: ignore[override]
         factors = ((update.a, update.b, update.magnitude) for update in self.updates)
         return self.base, *(entry for three in factors for entry in three if entry is not None)
 
@@ -86,6 +88,26 @@ class MergedMatrix:
     @property
     def unit(self) -> int:
         return self.columns
+
+    @property
+    def steps(self) -> tuple[Uptake, ...]:
+        sizes = [
+            entry.numel
+            for update in self.updates
+            for entry in (update.a, update.b)
+            if entry is update.a or update.transposed or self.experts > 1
+        ]
+        if any(update.magnitude is not None for update in self.updates) or sum(sizes) > _MOST_TURNED:
+            return ()
+        rows, found = self.base.numel // self.columns // self.experts, [Uptake(How.SET)]
+        for update in self.updates:
+            product = ThinProduct(update.rank, rows, self.columns, self.experts, update.transposed)
+            found += Uptake(How.LOW_RANK, update.scaling, 0.0, product), Uptake(How.FACTOR, 0.0, 0.0, product)
+        return tuple(found)
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        """The part of the weight; factors are kept, and asked for once."""
+        return [(self.base, start, stop)]
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         each = self.base.numel // self.columns // self.experts

@@ -114,7 +114,7 @@ class MergedProduct:
         """The rows and columns of a matrix, or of the product of its factors; None if these do not fit each other."""
         if name in parts:
             shape = parts[name].shape
-            return (shape[0], shape[1]) if len(shape) == 2 else None
+            return (shape[0], math.prod(shape[1:])) if len(shape) in (2, 4) else None
         a, b = (parts[f"{name}_{side}"].shape if f"{name}_{side}" in parts else () for side in "ab")
         return (a[0], b[1]) if len(a) == len(b) == 2 and a[1] == b[0] else None
 
@@ -143,7 +143,7 @@ class MergedProduct:
 
         parts = dict(self.parts)
         if name in parts:
-            columns = parts[name].shape[1]
+            columns = math.prod(parts[name].shape[1:])
             rows: Floats = tools.read_floats(parts[name], first * columns, last * columns)
             return rows.reshape(last - first, columns)
         a, b = parts[f"{name}_a"], parts[f"{name}_b"]
