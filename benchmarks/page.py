@@ -145,7 +145,8 @@ for a trillion parameters: [Very large models, planned](../benchmarks/results_gi
 [Several machines at one conversion](../benchmarks/results_machines.md); what ranks say to agree:
 [What ranks say to agree](../benchmarks/results_words.md); every loop over elements alone:
 [Loops over elements](../benchmarks/results_kernels.md); a million chunks of torch.distributed.checkpoint:
-[Many chunks](../benchmarks/results_many_chunks.md).
+[Many chunks](../benchmarks/results_many_chunks.md); four processes on one slow mount:
+[One mount that limits each request](../benchmarks/results_mounts.md).
 """
 
 

@@ -99,7 +99,7 @@ class SlowMount:
             _, minor, most, _ = struct.unpack_from("=IIII", body)
             flags = _BIG | _ASYNC | _PAGES
             return struct.pack(
-                "=IIIIHHIIHH8I", 7, min(31, minor), most, flags, 1024, 768, _MOST_BYTES, 1, 256, 0, *[0] * 8
+                "=IIIIHHIIHH8I", 7, min(31, minor), most, flags, 1 << 14, 1 << 13, _MOST_BYTES, 1, 256, 0, *[0] * 8
             )
         if what == _LOOKUP:
             found = path / os.fsdecode(body.rstrip(b"\0"))
