@@ -120,19 +120,19 @@ def _cut_out(entry: TensorEntry, of: Fragment, itemsize: int) -> tuple[Fragment,
     return place(entry.fragments, rows, of.byte_offset // itemsize, of.store_pitch, entry.dtype.itemsize)
 
 
-def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[int] = repeat(0)) -> None:
+def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[int] | None = None) -> None:
     """Fills tensors with the elements of entries, cast to the tensors' dtypes.
 
     Args:
         wanted: entries and tensors of the same shapes, or that hold a run of an entry's elements.
-        starts: by the order of `wanted`, the first element of each such run.
+        starts: by the order of `wanted`, the first element of each such run; 0 if not given.
 
     Warns:
         UserWarning: numbers too large for a tensor's dtype became infinite.
     """
     direct: list[tuple[TensorEntry, torch.Tensor, DType, int]] = []
     pieces: list[tuple[TensorEntry, torch.Tensor, DType, int]] = []
-    for (entry, tensor), start in zip(wanted, starts):
+    for (entry, tensor), start in zip(wanted, repeat(0) if starts is None else starts):
         dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
         if not tensor.numel():
             continue
