@@ -41,6 +41,7 @@ core = load(sys.argv[1])
 import numpy as np  # noqa: E402
 
 from zckpt.base.errors import ZckptError  # noqa: E402
+from zckpt.containers import load_pickle  # noqa: E402
 from zckpt.core.catalog import Replica, TensorEntry  # noqa: E402
 from zckpt.core.dtypes import ALL, BF16, F8_E4M3, F16, F32, F64, DType  # noqa: E402
 from zckpt.core.folds import MatrixBlocks, NumberGrid  # noqa: E402
@@ -58,6 +59,8 @@ from zckpt.engine.rounding import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
 from zckpt.engine.scan_requests import CrcRange, comparisons, requests_of  # noqa: E402
 from zckpt.engine.tensor_statistics import Relation  # noqa: E402
+from zckpt.layouts.dcp.chunks import FINISHERS, row_kinds  # noqa: E402
+from zckpt.naming.merged_matrix import MergedMatrix, Update  # noqa: E402
 from zckpt.storage.location import locate  # noqa: E402
 
 RNG = np.random.default_rng(0)
@@ -186,6 +189,44 @@ def folds(root: Path) -> None:
             "",
             threads=3,
         )
+
+
+def products(root: Path) -> None:
+    """LoRAs added while weights are read: ranks and rows that no tile divides, every set of instructions, threads that share."""
+
+    def matrix(dtype: DType, rows: int, columns: int) -> TensorEntry:
+        path, data = root / f"m{RNG.integers(1 << 60)}", RNG.standard_normal(rows * columns).astype("<f4").tobytes()
+        path.write_bytes(data if dtype == F32 else core.cast(F32.number, dtype.number, data, False)[0])
+        return entry(locate(path).store(), dtype, (rows, columns))
+
+    for rows, columns, ranks in ((60, 1100, (7, 1)), (301, 1000, (65,)), (5, 17, (3, 2, 16))):
+        base = matrix(BF16, rows, columns)
+        updates = tuple(Update(matrix(F32, r, columns), matrix(F16, rows, r), r, 0.3) for r in ranks)
+        total = derive_entry("x", (rows, columns), F32, MergedMatrix(base, updates, columns))
+        store = FileStore("out", rows * columns * 4)
+        plan = Plan(((OutputFile("out", store.size), store),), [(total, entry(store, F32, (rows, columns)))])
+        found = []
+        for paths, threads in (((True, True), 1), ((True, True), 5), ((True, False), 3), ((False, False), 2)):
+            core.use_vector_paths(*paths)
+            out = root / "product"
+            out.mkdir()
+            run(plan, str(out), engine="native", threads=threads, window=4096)
+            found.append((out / "out").read_bytes())
+            shutil.rmtree(out)
+        core.use_vector_paths(True)
+        assert len({*found}) == 1
+
+
+def rows_of_pickles() -> None:
+    """Metadata in columns: as they are, cut off, and with bytes that are others."""
+    for name in ("mcore/buckets_tp2_pp2_dp2/checkpoint/iter_0000002", "torchtitan/llama3_0_3_0_w3/checkpoint/step-2"):
+        data = (Path(__file__).parents[1] / "fixtures" / name / ".metadata").read_bytes()
+        load_pickle(data, file="f", finishers=FINISHERS, rows=row_kinds())
+        for _ in range(150):
+            at = int(RNG.integers(len(data)))
+            for bad in (data[:at], data[:at] + RNG.bytes(1) + data[at + 1 :]):
+                with contextlib.suppress(ZckptError):
+                    load_pickle(bad, file="f", finishers=FINISHERS, rows=row_kinds())
 
 
 def many_files(root: Path) -> tuple[Plan, bytes]:
@@ -424,6 +465,8 @@ def main() -> None:
             lambda _: kernels(),
             moves,
             folds,
+            products,
+            lambda _: rows_of_pickles(),
             lambda _: memory(),
             lambda _: differences(),
             sinks,
