@@ -14,7 +14,9 @@ TITLES = {
     ),
     "reshaping": (
         "Other shapes of checkpoint",
-        "With AdamW's moments, world size 8: four to seven times the bytes of the weights are written.",
+        "With AdamW's moments, world size 8: four to seven times the bytes of the weights are written. The limit is the "
+        "larger of the usual one and what a plain writer of as many bytes takes, past the page cache and synced: a disk that "
+        "is fast for two GiB may be slower for many.",
     ),
     "reshaping in memory": (
         "Other shapes of checkpoint, in memory",
