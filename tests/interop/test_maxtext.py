@@ -30,6 +30,8 @@ def model_of(kind: str) -> Any:
     more: dict[str, Any] = {"rope_scaling": LLAMA3} if kind == "llama 3.1" else {}
     if kind == "mixtral":
         more |= {"num_local_experts": 3}
+    if kind == "qwen3_moe":
+        more |= {"num_experts": 3, "moe_intermediate_size": 10, "num_experts_per_tok": 2}
     config = transformers.AutoConfig.for_model(
         kind.partition(" ")[0], vocab_size=20, hidden_size=24, intermediate_size=36, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=None,
@@ -76,6 +78,11 @@ def tree_of(hub: dict[str, torch.Tensor], config: Any, kind: str, *, scanned: bo
                     own[f"block_sparse_moe.experts.{e}.{ours}.weight"].T for e in range(config.num_local_experts)
                 ]
                 layer[f"MoeBlock_0.{theirs}"] = np.stack(experts)
+        elif kind == "qwen3_moe":
+            layer["moe_block.gate.kernel"] = own["mlp.gate.weight"].T
+            for theirs, ours in (("wi_0", "gate_proj"), ("wi_1", "up_proj"), ("wo", "down_proj")):
+                experts = [own[f"mlp.experts.{e}.{ours}.weight"].T for e in range(config.num_experts)]
+                layer[f"moe_block.{theirs}"] = np.stack(experts)
         else:
             for theirs, ours in (("wi_0", "gate_proj"), ("wi_1", "up_proj"), ("wo", "down_proj")):
                 layer[f"mlp.{theirs}.kernel"] = own[f"mlp.{ours}.weight"].T
@@ -124,7 +131,7 @@ def write(home: Path, tree: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("scanned", [True, False])
-@pytest.mark.parametrize("kind", ["llama 3.1", "llama", "mistral", "mixtral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama 3.1", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_it_is_the_model_of_transformers(kind: str, scanned: bool, tmp_path: Path) -> None:
     import transformers
 
