@@ -3,10 +3,11 @@
     python forked.py MODULE..
 
 Reads one line of JSON for each start, {"world", "command": script and arguments, "environment", "log", "seconds"}, and answers
-with the exit codes of all ranks, when all have ended; a rank that fails ends the others. Asked for {"modules", "asks", "answers"}
-it forks a process that imports more, and reads and answers at these named pipes. As under torchrun, ranks find its names
-in the environment, and a store that outlives each of them. But sets have the same order in all, as they are forked; under
-torchrun they have not: tests/distributed/test_api.py and tests/interop/test_trainer.py start theirs by it.
+with the exit codes of all ranks, when all have ended; a rank that fails ends the others. Asked for {"modules", "path", "asks",
+"answers"} it forks a process that imports more, from these directories too, and reads and answers at these named pipes. As under
+torchrun, ranks find its names in the environment, and a store that outlives each of them. But sets have the same order in all,
+as they are forked; under torchrun they have not: tests/distributed/test_api.py and tests/interop/test_trainer.py start theirs by
+it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def serve(modules: Iterable[str], lines: Iterable[str]) -> None:
         elif "modules" in asked:
             lines = open(asked["asks"])  # noqa: SIM115
             os.dup2(os.open(asked["answers"], os.O_WRONLY), 1)
+            sys.path[1:1] = [place for place in asked["path"] if place not in sys.path]
             return serve(asked["modules"], lines)
         else:
             launch(asked)

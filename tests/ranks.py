@@ -39,7 +39,8 @@ def server(modules: tuple[str, ...], preload: str) -> Server:
             pipes = [f"{place}/{name}" for name in ("asks", "answers")]
             for pipe in pipes:
                 os.mkfifo(pipe)
-            asked = {"modules": modules, "asks": pipes[0], "answers": pipes[1]}
+            path = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+            asked = {"modules": modules, "path": path, "asks": pipes[0], "answers": pipes[1]}
             print(json.dumps(asked), file=server(OURS, "").asks, flush=True)
             return Server(open(pipes[0], "w"), open(pipes[1]))
     more = {"HF_HUB_OFFLINE": "1", **({"LD_PRELOAD": preload} if preload else {})}  # read when transformers is imported

@@ -174,8 +174,8 @@ def test_a_recipe_of_mergekit(method: str, homes: list[str], tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore")  # of mergekit and its libraries among themselves
 @pytest.mark.skipif(not MERGEKIT.is_dir(), reason="`make .make/mergekit` installs it")
 @pytest.mark.parametrize("method", RECIPES)
-def test_mergekit_itself(method: str, homes: list[str], tmp_path: Path) -> None:
-    sys.path.append(str(MERGEKIT))
+def test_mergekit_itself(method: str, homes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(MERGEKIT)])
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions

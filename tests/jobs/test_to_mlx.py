@@ -65,9 +65,9 @@ def test_a_few_tensors_are_stored_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not MLX.MLX.is_dir(), reason="`make .make/mlx` installs it")
-def test_mlx_itself(tmp_path: Path) -> None:
+def test_mlx_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of fp32 and fp16, 200 shapes of matrices, and what it dequantises."""
-    sys.path.append(str(MLX.MLX))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(MLX.MLX)])
     import mlx.core as mx
 
     for family, dtype in (("qwen3_moe", torch.float32), ("granite", torch.float16)):
