@@ -2,9 +2,7 @@
 #pragma once
 #include <cfenv>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "intrinsics.h"
 
 namespace zckpt {
 

@@ -117,7 +117,7 @@ void strip_of_eights(const Strip& s) {
 void strip_of_sixteens(const Strip& s) {
   __mmask16 masks[kSixteens];
   for (size_t v = 0; v < kSixteens; ++v) {
-    const auto bits = [&](size_t column) { return (1U << std::clamp<size_t>(column, 16 * v, 16 * v + 16) - 16 * v) - 1; };
+    const auto bits = [&](size_t column) { return (1U << (std::clamp<size_t>(column, 16 * v, 16 * v + 16) - 16 * v)) - 1; };
     masks[v] = static_cast<__mmask16>(bits(s.high) & ~bits(s.low));
   }
   for (size_t i = 0; i < s.rows; i += kRows) {

@@ -5,7 +5,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <immintrin.h>
+
+#include "intrinsics.h"
 #define ZCKPT_X86 1
 #define ZCKPT_FOR(features) __attribute__((target(features)))
 #endif
