@@ -514,6 +514,23 @@ def test_biases_that_were_trained_and_not_saved(tmp_path: Path) -> None:
     zckpt.convert(adapter, tmp_path / "out", options=Options(lora=lora))
 
 
+def test_a_block_that_an_adapter_lacks_is_said(tmp_path: Path) -> None:
+    """As of a file that was cut; a config that chooses layers leaves the others out on purpose."""
+    base, adapter, good = broken(tmp_path)
+    lora = LoraMerge(base=base)
+    whole = zckpt.convert(adapter, tmp_path / "whole", options=Options(lora=lora))
+    save_file(
+        {n: t for n, t in good.items() if "layers.1.self_attn.v_proj" not in n}, adapter / "adapter_model.safetensors"
+    )
+    lost = zckpt.convert(adapter, tmp_path / "lost", options=Options(lora=lora))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "layers_to_transform": [0]}))
+    chosen = zckpt.convert(adapter, tmp_path / "chosen", options=Options(lora=lora))
+    said = [[note for note in done.notes if "a part of the adapter is lost" in note] for done in (whole, lost, chosen)]
+    assert not said[0] and not said[2] and len(said[1]) == 1
+    assert "1 weight" in said[1][0] and "'model.layers.1.self_attn.v_proj.weight'" in said[1][0]
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     base, adapter, good = broken(tmp_path)
     out = tmp_path / "out"

@@ -7,12 +7,13 @@ one and gets an update of its own is tied no longer: in the unmerged model only 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
-from zckpt.base.words import examples, join_words
+from zckpt.base.words import count, examples, join_words
 from zckpt.core import views
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
@@ -140,6 +141,11 @@ def merge_adapters(
         notes.append(
             f"{examples(dropped)}: left out, since {kind}, which the adapter was trained in, has another head."
         )
+    if skipped := _find_skipped(model, updates, adapters):
+        notes.append(
+            f"The adapter has nothing for {count(len(skipped), 'weight')} of blocks, though it has for the same of others, and "
+            f"its config chooses no blocks: {examples(skipped)}. If they were trained, a part of the adapter is lost."
+        )
     tensors = {name: entry for name, entry in model.tensors.items() if name not in dropped}
     aliases = {name: kept for name, kept in model.aliases.items() if name not in dropped and kept in tensors}
     catalog = replace(base, tensors=tensors, aliases=aliases, padding=())
@@ -147,6 +153,22 @@ def merge_adapters(
         catalog, tuple(model.changed), tuple(model.untied), tuple(notes), tuple(copies),
         kind if model.has_other_head else "", rows, tuple(dropped),
     )  # fmt: skip
+
+
+def _find_skipped(model: ModelTensors, changed: Collection[str], adapters: Sequence[AdapterWeights]) -> list[str]:
+    """Weights that no LoRA changes, though one changes the same of other blocks; none where a config chooses blocks."""
+    for adapter in adapters:
+        said, targets = adapter.config, adapter.config.get("target_modules")
+        if said.get("layers_to_transform") is not None or said.get("exclude_modules") or not isinstance(targets, list):
+            return []
+        if any(_NUMBER.search(f"{target}.") for target in targets):
+            return []
+    alike = {_NUMBER.sub("", name) for name in changed if _NUMBER.search(name)}
+    return [name for name in model.tensors if name not in changed and _NUMBER.sub("", name) in alike]
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+"""Of a block or an expert, in a name."""
 
 
 def _check_biases(model: ModelTensors, adapter: AdapterWeights) -> None:
