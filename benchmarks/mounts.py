@@ -1,6 +1,6 @@
 """One mount that limits each request, read by one process and by four: `benchmarks/results_mounts.md`.
 
-    python benchmarks/mounts.py [--rate 0.5] [--mbytes 640] [--counts 0 1 2 4] [--page FILE]
+    python benchmarks/mounts.py [--rate 1] [--mbytes 2560] [--counts 0 1 2 4] [--page FILE]
 
 The mount is tests/slow_mount.py: each request of at most 1 MiB waits 10 ms and moves `--rate` MB a second, whatever the others
 do, so that the processors of this machine are not the limit. The rival is `cp` of one of eight shards. The
@@ -64,8 +64,8 @@ def timed(
 def main() -> None:
     """`cp`, and every number of processes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=0.5, help="MB a second of each request")
-    parser.add_argument("--mbytes", type=int, default=640)
+    parser.add_argument("--rate", type=float, default=1, help="MB a second of each request")
+    parser.add_argument("--mbytes", type=int, default=2560)
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 1, 2, 4], help="processes; 0 is `cp`")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()

@@ -82,8 +82,7 @@ TITLES = {
     ),
     "merged adapters": (
         "Merged adapters",
-        "An fp32 LoRA on all matrices of a bf16 model's blocks. PEFT holds the whole model in memory. These rows are older than "
-        "the engine's own merge: then 10.0 s of processor time and 132 MiB, now 2.4 s and 104 MiB on such a machine. Arithmetic "
+        "An fp32 LoRA on all matrices of a bf16 model's blocks. PEFT holds the whole model in memory. Arithmetic "
         "is no limit: at rank 64 it takes 1 s of these two processors.",
     ),
     "megatron": (
