@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from measure import ROOT, ZCKPT, watched
+from measure import ROOT, ZCKPT, apart, watched
 
 from zckpt.containers import TensorSpec, torch_zip
 from zckpt.containers.emit import Size
@@ -215,12 +215,6 @@ def sizes(quick: bool) -> Iterator[tuple[int, int, int]]:
         yield 20 << step, 22_912, 128 << step
 
 
-def apart(function: str, *arguments: object) -> None:
-    """Calls a function of this file in a process of its own: a child's peak memory starts from its parent's."""
-    script = f"import giants; from pathlib import PosixPath; giants.{function}(*{arguments!r})"
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT / "benchmarks")
-
-
 def main() -> None:
     """Writes, measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -239,7 +233,7 @@ def main() -> None:
         for layers, width, world_size in sizes(options.quick):
             with tempfile.TemporaryDirectory(dir=options.work) as work:
                 home = Path(work) / "ckpt" / "global_step100"
-                apart("write", kind, home, layers, width, world_size)
+                apart("giants", "write", kind, home, layers, width, world_size)
                 subprocess.run(["sync"], check=True)
                 out = f"{work}/out"
                 seconds, usage, _ = watched([*ZCKPT, "to-bf16", str(home.parent), out, "--dry-run", "--json"])
@@ -257,7 +251,7 @@ def main() -> None:
                 )
                 print(rows[-1], file=sys.stderr)
                 if kind == "ZeRO-3" and world_size == max(w for *_, w in sizes(options.quick)):
-                    apart("one_shard", home.parent, Path(work), width, world_size)
+                    apart("giants", "one_shard", home.parent, Path(work), width, world_size)
                     told.append(f"One shard of it, from {world_size:,} ranks' files, was converted and is right.")
         exponent = statistics.linear_regression(*([math.log(p[axis]) for p in points] for axis in (0, 1))).slope
         told.append(f"{kind}: busy seconds grow with (files + fragments) to the power {exponent:.2f}.")

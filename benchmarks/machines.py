@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, file_bytes, machine, remove, write
+from measure import PYTHON, ROOT, ZCKPT, file_bytes, machine, remove, wait_for_all, write
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -84,13 +84,7 @@ def trial(how: str, count: int, place: Path, rate: int) -> Trial:
                 )
                 for number in range(count)
             ]
-            busy = 0.0
-            for process in running:
-                _, status, usage = os.wait4(process.pid, 0)
-                process.returncode = status
-                busy += usage.ru_utime + usage.ru_stime
-                if status:
-                    raise SystemExit(f"{how}, {count} machines: a process ended with {status}")
+            busy = wait_for_all(running, f"{how}, {count} machines")
             seconds = time.perf_counter() - began
             after = [network.carried(number) for number in range(count)]
         finally:

@@ -16,13 +16,12 @@ import math
 import os
 import pickle
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import ROOT, ZCKPT, watched
+from measure import ROOT, ZCKPT, apart, watched
 
 SIZES = {
     "cut over all ranks": ((160, 64), (1600, 64), (16_384, 64)),
@@ -93,12 +92,6 @@ def check(home: Path, work: Path, ranks: int) -> None:
     assert torch.equal(load_file(out)[name], wanted)
 
 
-def apart(function: str, *arguments: object) -> None:
-    """Calls a function of this file in a process of its own: a child's peak memory starts from its parent's."""
-    script = f"import many_chunks; from pathlib import PosixPath; many_chunks.{function}(*{arguments!r})"
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT / "benchmarks")
-
-
 def main() -> None:
     """Writes, measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -118,7 +111,7 @@ def main() -> None:
             chunks = tensors * (ranks if kind == "cut over all ranks" else 1)
             with tempfile.TemporaryDirectory(dir=options.work) as work:
                 home = Path(work) / "ckpt"
-                apart("write", kind, home, ranks, tensors)
+                apart("many_chunks", "write", kind, home, ranks, tensors)
                 cells = []
                 commands = {"inspect": ["inspect", str(home)], "plan": ["to-bf16", str(home), f"{work}/o", "--dry-run"]}
                 for what, command in commands.items():
@@ -132,7 +125,7 @@ def main() -> None:
                 )
                 print(rows[-1], file=sys.stderr)
                 if kind == "cut over all ranks" and (ranks, tensors) == sizes[-1 - options.quick]:
-                    apart("check", home, Path(work), ranks)
+                    apart("many_chunks", "check", home, Path(work), ranks)
                     told.append(f"One tensor of {ranks:,} ranks was converted, and is what they wrote.")
         for what, found in points.items():
             exponent = statistics.linear_regression(*([math.log(p[axis]) for p in found] for axis in (0, 1))).slope

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -169,6 +169,24 @@ def copying(source: Path, copy: Path, *, durable: bool = True) -> Job:
     """`cp` of what stands at `source` then, and `sync` of the copy."""
     script = "cp -r $0 $1" + (" && sync $(find $1)" if durable else "")
     return Job(["sh", "-c", script, str(source), str(copy)], clears=(copy,), drops=(copy,))
+
+
+def apart(module: str, function: str, *arguments: object) -> None:
+    """Calls a function of a file of this directory in a process of its own: a child's peak memory starts from its parent's."""
+    script = f"import {module}; from pathlib import PosixPath; {module}.{function}(*{arguments!r})"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT / "benchmarks")
+
+
+def wait_for_all(running: Iterable[subprocess.Popen[bytes]], what: str) -> float:
+    """The processor seconds of processes, all of which must end well."""
+    busy = 0.0
+    for process in running:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = status
+        busy += usage.ru_utime + usage.ru_stime
+        if status:
+            raise SystemExit(f"{what}: a process ended with {status}")
+    return busy
 
 
 def watched(command: list[str]) -> tuple[float, resource.struct_rusage, str]:

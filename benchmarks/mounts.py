@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import PYTHON, ROOT, ZCKPT, machine, remove
+from measure import PYTHON, ROOT, ZCKPT, machine, remove, wait_for_all
 
 PAGE = ROOT / "benchmarks" / "results_mounts.md"
 SHARDS = 8
@@ -47,14 +47,9 @@ def timed(
         if server.stdout.readline() != "mounted\n":
             raise SystemExit("mounts are not allowed here")
         try:
-            began, busy = time.perf_counter(), 0.0
+            began = time.perf_counter()
             running = [subprocess.Popen(c, env={**os.environ, **more}, cwd=ROOT) for c, more in commands]
-            for process in running:
-                _, status, usage = os.wait4(process.pid, 0)
-                process.returncode = status
-                busy += usage.ru_utime + usage.ru_stime
-                if status:
-                    raise SystemExit(f"{process.args}: a process ended with {status}")
+            busy = wait_for_all(running, f"{len(commands)} on a mount")
             seconds = time.perf_counter() - began
         finally:
             server.terminate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,3 +32,16 @@ def forget_name(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as new:
         for name, data in records:
             new.writestr(f"archive/{name}", data)
+
+
+def damage_pickle(data: bytearray, at: int, changes: random.Random) -> None:
+    """Changes a byte of a pickle there to an opcode or to any other, or removes or doubles some bytes."""
+    kind = changes.randrange(4)
+    if kind == 0:
+        data[at] = changes.choice(b"KMJ\x8a(t\x85\x86\x87hjubR\x94}N.)\x81qp\0\xff")
+    elif kind == 1:
+        data[at] = changes.randrange(256)
+    elif kind == 2:
+        del data[at : at + changes.randrange(1, 40)]
+    else:
+        data[at:at] = data[at : at + changes.randrange(1, 60)]

@@ -143,8 +143,8 @@ def merge_adapters(
         )
     if skipped := _find_skipped(model, updates, adapters):
         notes.append(
-            f"The adapter has nothing for {count(len(skipped), 'weight')} of blocks, though it has for the same of others, and "
-            f"its config chooses no blocks: {examples(skipped)}. If they were trained, a part of the adapter is lost."
+            f"The adapter does not change {count(len(skipped), 'weight')}: {examples(skipped)}. It changes the same weights of "
+            "other blocks, and its config chooses no blocks. If it was trained on all of them, a part of the adapter is lost."
         )
     tensors = {name: entry for name, entry in model.tensors.items() if name not in dropped}
     aliases = {name: kept for name, kept in model.aliases.items() if name not in dropped and kept in tensors}

@@ -484,7 +484,6 @@ def parse_scheme(data: Mapping[str, Any]) -> Scheme:
         tuple(data.get("prefixes", ())), data.get("local_names", False),
         together=tuple(map(tuple, data.get("together", ()))),
         kinds=tuple((one,) if isinstance(one, str) else tuple(one) for one in data.get("kinds", ())),
-
         has_own_job=data.get("own_job", False),
         megatron=data.get("megatron"), spellings=data.get("names", {}), stacks=data.get("stacks", {}), **keys,
     )  # fmt: skip
