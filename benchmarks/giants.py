@@ -52,6 +52,9 @@ def layers_of(layers: int, width: int, tp: int = 1) -> list[Shapes]:
 RULES = {
     "universal_checkpoint_version": 0.2,
     "tp_replicated_parameter_patterns": [r".*norm.*", r".*\.attention\.dense\.bias", r".*\.mlp\.dense_4h_to_h\.bias"],
+    "original_vocab_size": VOCABULARY,
+    "padded_vocab_size": VOCABULARY,
+    "vocabulary_parameter_patterns": [r".*word_embeddings\.weight"],
     "parameter_with_row_parallelism_patterns": [r".*\.attention\.dense\.weight", r".*\.mlp\.dense_4h_to_h\.weight"],
 }
 

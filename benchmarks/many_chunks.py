@@ -127,7 +127,7 @@ def main() -> None:
                 if kind == "cut over all ranks" and (ranks, tensors) == sizes[-1 - options.quick]:
                     apart("many_chunks", "check", home, Path(work), ranks)
                     told.append(f"One tensor of {ranks:,} ranks was converted, and is what they wrote.")
-        for what, found in points.items():
+        for what, found in points.items() if len(sizes) - options.quick > 1 else ():
             exponent = statistics.linear_regression(*([math.log(p[axis]) for p in found] for axis in (0, 1))).slope
             told.append(f"Tensors {kind}: CPU seconds of `{what}` grow with the chunks to the power {exponent:.2f}.")
     table = "\n".join([ABOUT, *rows, "", *told])
