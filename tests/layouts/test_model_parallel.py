@@ -276,6 +276,23 @@ def test_tied_stages_that_disagree(tmp_path: Path) -> None:
     assert "pipeline stage 1" in str(refused(InconsistentError, home, tmp_path))
 
 
+def test_information_for_names_of_a_later_stage_alone(tmp_path: Path) -> None:
+    """As of a stage that holds the embedding only, where no pattern is for vocabularies."""
+    source = FIXTURES / "pipeline" / "zero1_pp3_dp2" / "checkpoint"
+    home = Path(shutil.copytree(source, tmp_path / "pipeline"))
+    stages = sorted(home.glob("*/mp_rank_*_model_states.pt"))
+    first, later = (torch.load(path, weights_only=False)["param_shapes"][0] for path in stages[:2])
+    name = next(name for name in later if name not in first)
+    for path in stages:
+        edit(
+            path,
+            lambda root: root.update(universal_checkpoint_info={"tp_replicated_parameter_patterns": [f"^{name}$"]}),
+        )
+    before, after = opened(source), opened(home)
+    assert after.tensors.keys() == before.tensors.keys()
+    assert all(same_bits(read_tensor(after[key], "pt"), read_tensor(before[key], "pt")) for key in before.tensors)
+
+
 def test_information_that_does_not_fit(tensor: Path, tmp_path: Path) -> None:
     def break_widths(root: dict[str, Any]) -> None:
         root["universal_checkpoint_info"]["sub_param_shard_widths"] = {r"^qkv\.weight$": [[3, 3], [2, 2], [2, 1]]}

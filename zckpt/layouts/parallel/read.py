@@ -216,11 +216,12 @@ class ParallelSave:
                 )  # fmt: skip
 
     def _rules(self, model: ModelStates) -> Rules | None:
+        names = list(dict.fromkeys(name for stage in self.stages for name in stage[0].catalog))
         if self.listing.options.tp_rules:
             rules = rules_of_file(self.listing.options.tp_rules)
-            check_loads(rules, list(self.stages[0][0].catalog))
+            check_loads(rules, names)
             return rules
-        return check_patterns(rules_of_checkpoint(model), list(self.stages[0][0].catalog))
+        return check_patterns(rules_of_checkpoint(model), names)
 
     # -- putting it together -----------------------------------------------------------------------------------------
 
