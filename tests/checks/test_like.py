@@ -105,6 +105,19 @@ def test_without_transformers(
         zckpt.verify(home("LlavaForConditionalGeneration"), like=home("LlavaForConditionalGeneration") / "config.json")
 
 
+def test_two_models_under_one_name(home: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers takes `model.` off names that it does not know: of two models it loads some of each, without a word."""
+    model = home("Qwen2ForCausalLM")
+    weights = load_file(model / "model.safetensors")
+    out = write(tmp_path / "out", {f"model.{name}": weight for name, weight in weights.items()}, model)
+    assert zckpt.verify(out, like=model).ok
+    out = write(
+        tmp_path / "two", {**weights, **{f"model.{name}": weight + 1 for name, weight in weights.items()}}, model
+    )
+    found = zckpt.verify(out, like=model)
+    assert not found.ok and "model.model.norm.weight" in problems_of(found)
+
+
 def test_names_of_memory(home: Callable[[str], Path], tmp_path: Path) -> None:
     """transformers itself loads them; other loaders do not."""
     model = home("Qwen3MoeForCausalLM")

@@ -455,3 +455,22 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, form: str) -> None:
         done = subprocess.run([*words, "--json"], capture_output=True, check=True)
         peaks.append(json.loads(done.stdout)["peak_rss_bytes"])
     assert peaks[1] - peaks[0] < 32 << 20 and peaks[1] < 150 << 20, peaks
+
+
+def test_codes_that_no_config_names_are_not_copied(tmp_path: Path) -> None:
+    """A copy would have no config that says what the codes are: a loader would take them for numbers."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    name = f"{LAYER}mlp.up_proj.weight"
+    save_file(
+        {name: torch.randn(32, 64).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(4.0)},
+        source / "model.safetensors",
+    )
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    report = zckpt.quantize(source, out, to="fp8", progress=False)
+    assert not [note for note in report.notes if "is a copy" in note]
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    for form in (source, out):
+        zckpt.convert(form, tmp_path / f"numbers of {form.name}", progress=False)
+    mine, theirs = (load_file(tmp_path / f"numbers of {at}" / "model.safetensors")[name] for at in ("source", "out"))
+    assert torch.allclose(mine, theirs, rtol=0.07, atol=0.05)

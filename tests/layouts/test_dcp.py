@@ -517,3 +517,45 @@ def test_the_same_as_accelerates_own_merge(tmp_path: Path) -> None:
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(same_bits(ours[name], tensor.float()) for name, tensor in theirs.items())
+
+
+# -- what lies beside the model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"v_head.weight": torch.randn(1, 4)}, "'v_head.weight'"),
+        ({"extra": {"scale": torch.randn(2)}}, "'extra.scale'"),
+        ({"step": torch.tensor(7)}, "'step'"),
+        ({"rng": torch.zeros(5056, dtype=torch.uint8)}, ""),
+        ({}, ""),
+    ],
+)
+def test_small_tensors_beside_the_model_are_named_before_it_is_called_safe(
+    more: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    dcp.save({"model": {"w": torch.randn(4, 4)}, **more}, checkpoint_id=tmp_path / "save", no_dist=True)
+    zckpt.convert(tmp_path / "save", tmp_path / "out", progress=False)
+    found = zckpt.verify(tmp_path / "save", tmp_path / "out", progress=False)
+    assert found.deletable is not None and found.deletable[0]
+    wanted = f"if you will not need {named}, where nothing was compared: " if named else "every weight is in the output"
+    assert found.deletable[1].startswith(wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_data_file_of_an_earlier_save_is_named(tmp_path: Path) -> None:
+    """A run that resumed on fewer ranks leaves the files of those that it lacks; a writer with many threads leaves empty ones."""
+    for where, values in (("save", torch.ones(4, 4)), ("older", torch.zeros(4, 4))):
+        dcp.save({"w": values}, checkpoint_id=tmp_path / where, no_dist=True)
+    shutil.copy(tmp_path / "older" / "__0_0.distcp", tmp_path / "save" / "__1_0.distcp")
+    (tmp_path / "save" / "__0_7.distcp").touch()
+    catalog = open_catalog(str(tmp_path / "save")).catalog
+    assert [note for note in catalog.source.notes if "'__1_0.distcp'; it is of another save" in note]
+    assert not [note for note in catalog.source.notes if "__0_7" in note]
+    assert catalog.topology.dp == 1
+    zckpt.convert(tmp_path / "save", tmp_path / "out", progress=False)
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].eq(1).all()
+    found = zckpt.verify(tmp_path / "save", tmp_path / "out", progress=False)
+    assert found.deletable is not None and "need '__1_0.distcp', where nothing" in found.deletable[1]

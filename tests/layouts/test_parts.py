@@ -410,3 +410,22 @@ def test_another_model_in_the_file_is_named_before_it_is_called_safe(model: str,
         found = zckpt.verify(path, out, progress=False)
         assert found.deletable is not None and found.deletable[0]
         assert (f"need '{other}.{next(iter(weights))}', " in found.deletable[1]) == bool(more)
+
+
+def test_a_file_and_shards_of_one_name_are_two_saves(tmp_path: Path) -> None:
+    """transformers would load the file, vLLM the shards; an index whose shards are gone is a rest of an older save."""
+    older, newer = weights_of_llama(), weights_of_llama()
+    shard, file, index = (
+        f"model{end}" for end in ("-00001-of-00001.safetensors", ".safetensors", ".safetensors.index.json")
+    )
+    save_file(older, tmp_path / shard)
+    (tmp_path / index).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(older, shard)}))
+    save_file(newer, tmp_path / file)
+    with pytest.raises(InconsistentError, match="two saves lie in one directory") as raised:
+        zckpt.convert(tmp_path, tmp_path.parent / "out", progress=False)
+    assert file in str(raised.value.remedy) and index in str(raised.value.remedy)
+    for path, truth in ((tmp_path / file, newer), (tmp_path / index, older)):
+        with zckpt.open_checkpoint(path) as checkpoint:
+            assert all(same_bits(checkpoint[name], truth[name]) for name in truth)
+    (tmp_path / shard).unlink()
+    assert zckpt.inspect_checkpoint(tmp_path).exportable.ok

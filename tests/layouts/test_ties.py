@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import same_bits
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from small_llama import CONFIG as LLAMA
+from small_llama import weights as weights_of_llama
 
 import zckpt
 from zckpt.base.errors import InconsistentError
 from zckpt.jobs.open import open_catalog
+from zckpt.layouts.save.known_shapes import known_shapes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"
 ROWS = 4000
@@ -81,3 +85,47 @@ def test_all_numbers_are_compared_before_one_is_left_out(tmp_path: Path) -> None
     with pytest.raises(InconsistentError, match=r"head\.weight"):
         zckpt.convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["weights", "gguf", "mlx", "fp8", "dcp", "--to hf", "average"])
+def test_a_trained_head_is_not_lost_to_a_config_that_ties_it(form: str, tmp_path: Path) -> None:
+    """The head of a tied model trained apart (an adapter merged into it, a framework that forgets ties): transformers 5 keeps it,
+    loaders that believe the config do not. Outputs hold it, and their config says that the two are apart.
+    """
+    torch.manual_seed(0)
+    source, out = tmp_path / "model", tmp_path / ("out.gguf" if form == "gguf" else "out")
+    source.mkdir()
+    config = {**LLAMA, "hidden_size": 48, "intermediate_size": 64, "tie_word_embeddings": True}
+    shapes = known_shapes({**config, "tie_word_embeddings": False})
+    assert shapes is not None
+    truth = {name: torch.randn(shape).bfloat16().float() for name, shape in shapes.shapes.items()}
+    save_file(truth, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config))
+    report: Any = {
+        "weights": lambda: zckpt.convert(source, out, progress=False),
+        "gguf": lambda: zckpt.to_gguf(source, out, type="f32", tokenizer="none", progress=False),
+        "mlx": lambda: zckpt.to_mlx(source, out, progress=False),
+        "fp8": lambda: zckpt.to_fp8(source, out, scheme="channel", progress=False),
+        "dcp": lambda: zckpt.to_dcp(source, out, progress=False),
+        "--to hf": lambda: zckpt.convert(source, out, options=zckpt.Options(form=zckpt.Form("hf")), progress=False),
+        "average": lambda: zckpt.average([source, source], out, progress=False),
+    }[form]()
+    assert [note for note in report.notes if "'lm_head.weight': holds other numbers than the embedding" in note]
+    if form == "gguf":
+        zckpt.convert(out, out := tmp_path / "again", progress=False)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    with zckpt.open_checkpoint(out) as checkpoint:
+        assert same_bits(checkpoint["lm_head.weight"].float(), truth["lm_head.weight"])
+        assert same_bits(checkpoint["model.embed_tokens.weight"].float(), truth["model.embed_tokens.weight"])
+
+
+def test_a_head_that_is_the_embedding_stays_tied(tmp_path: Path) -> None:
+    weights = weights_of_llama()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    source = tmp_path / "model"
+    source.mkdir()
+    save_file(weights, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": True}))
+    report = zckpt.convert(source, tmp_path / "out", progress=False)
+    assert not [note for note in report.notes if "lm_head" in note]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True

@@ -328,3 +328,9 @@ def test_blocks_are_parallel_where_the_class_has_them_so(kind: str, key: str) ->
     assert facts_of(nothing, {"model_type": kind}).get("parallel") is True
     assert facts_of(nothing, {"model_type": kind, key: False}).get("parallel") is False
     assert facts_of(nothing, {"model_type": "llama"}).get("parallel") is None
+
+
+@pytest.mark.parametrize("name", ["a\nb", "", ".", "a/b"])
+def test_names_of_any_characters_are_refused_in_words(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="no scheme of names"):
+        scheme_of([name], "file")

@@ -304,7 +304,7 @@ def _deletable(
     held = f"; it also holds {all_else}{join_words(run.held)}" if run.held else ""
     lost = f"; only in the shards: {join_words(only)}" if only else ""
     lost += f"; {state.doubt}" if state.doubt else ""
-    beside = _other_weights(state)
+    beside = _other_weights(state, with_run=bool(run.held))
     unless = ["resume training from it"] * bool(run.only) + ["need full precision"] * bool(rounded)
     unless += [f"need {examples(beside)}, where nothing was compared"] * bool(beside)
     unless += ["need fp32 weights, which may be among the optimizer states"] * _may_lack_masters(state)
@@ -315,13 +315,16 @@ def _deletable(
     return True, f"{condition}every weight is in the output{_exactly(rounded)}{held}{lost}"
 
 
-def _other_weights(state: Examined) -> list[str]:
-    """Weights of another model beside the one that was read: in other files, and in state dicts of its files."""
+def _other_weights(state: Examined, *, with_run: bool) -> list[str]:
+    """What lies beside the model that was read: in other files, and in state dicts of its files; `with_run`: the output holds
+    what `read_training` gives, too.
+    """
     listing = state.place.listing
-    if state.catalog is None or state.catalog.source.layout not in ("plain", "dcp"):
+    if state.catalog is None:
         return []
-    others = layouts.family_of(listing).left_out(listing)
-    if state.catalog.source.layout == "dcp" or not listing.directory.is_dir():
+    family = layouts.family_of(listing)
+    others = family.left_out(listing) if with_run else family.beside(listing)
+    if state.catalog.source.layout != "plain" or not listing.directory.is_dir():
         return others
     read = {file.name for file in state.files}
     return others + [name for name in listing.directory.names() if is_weights(name) and name not in read]

@@ -197,7 +197,11 @@ def _judge(
     missing, ignored = ({str(name) for name in info[key]} for key in ("missing_keys", "unexpected_keys"))
     mismatched = {str(name): (tuple(here), tuple(own)) for name, here, own in info["mismatched_keys"]}
     if not (missing or ignored or mismatched or error):
-        return Loaded(by, [], [], {}, kinds, in_memory, "")
+        prefix = (
+            f"{getattr(model, 'base_model_prefix', '')}."  # which it takes off, and then has two tensors of one name
+        )
+        twice = [name for name in surplus if name.startswith(prefix) and name.removeprefix(prefix) in given]
+        return Loaded(by, [], twice, {}, kinds, in_memory, "")
     if (mismatched or not missing <= hub.keys()) and lacking:  # it speaks of names in memory
         missing = set(lacking)
     if not ignored <= given.keys() and surplus:

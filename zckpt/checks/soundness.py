@@ -186,6 +186,8 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
         if where.is_file():
             state.files.append(CheckedFile(where.store(), (), file.crc32))
     answer = "1 file can be read" if len(paths) == 1 else f"all {len(paths):,} can be read"
+    if not paths:
+        return
     if not problems or state.catalog is not None:
         state.add("files", answer, problems)
     else:  # "tensors" reports the first of them

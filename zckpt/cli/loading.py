@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.layouts.save.companions import find_config
+from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.tied import LANGUAGE_HEADS, OTHER_HEADS
 from zckpt.naming.families import architecture_of
 from zckpt.naming.recognise import by_config
@@ -64,12 +65,24 @@ def loading_line(out: str, names: Iterable[str]) -> str:
     if found is None:
         return f"transformers after you put the model's config.json into {place}"
     config, names = found[0], list(names)
+    if twice := _twice(names):
+        return (
+            f"transformers after you leave out one of two models: {len(twice):,} tensors are there twice, "
+            f"such as {twice[0]!r} and 'model.{twice[0]}'"
+        )
     prefix, others = wrong_prefix(names, config)
     if prefix:
+        inside = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+        others = others and not any(name.partition(".")[0] in inside for name in names if not name.startswith(prefix))
         more = f" and --include '{prefix}*'" if others else ""
         return (
             f"transformers after you write it again with --strip-prefix {prefix}{more}: the tensors' names begin with the name "
             "of an attribute of the module that was trained"
+        )
+    if missing := _missing(names, config):
+        return (
+            "transformers after you write it again whole: it would make up "
+            f"{count(len(missing), 'tensor that is not here', 'tensors that are not here')}, such as {missing[0]!r}"
         )
     family, _ = by_config(config, "")
     few = names[:: max(len(names) // _MOST_NAMES, 1)]
@@ -79,6 +92,20 @@ def loading_line(out: str, names: Iterable[str]) -> str:
     if config.get("architectures"):
         return loader_of(config, place)
     return loader_of(config, place, _auto_by_names(config, names, is_known=bool(family) and _writes_text(family)))
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    """The names that are there with `model.` before them, too, if that is most of what is there: transformers takes it off."""
+    there = {*names}
+    found = [name for name in names if f"model.{name}" in there]
+    return found if 4 * len(found) > len(there) else []
+
+
+def _missing(names: Iterable[str], config: Mapping[str, object]) -> list[str]:
+    """The tensors of the config's model that are not there, where most of them are, and zckpt knows the model's shapes."""
+    known = known_shapes(config) if "quantization_config" not in config else None
+    lacking = [] if known is None else sorted(known.shapes.keys() - {*names})
+    return lacking if known is not None and 2 * len(lacking) < len(known.shapes) else []
 
 
 def _writes_text(family: str) -> bool:

@@ -34,7 +34,7 @@ from zckpt.jobs.planned import Report, protected_places
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
-from zckpt.layouts.save.companions import config_file, read_own_config
+from zckpt.layouts.save.companions import config_file
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_space
 from zckpt.output.files import FileOrder, Moved, finish_file
@@ -170,10 +170,7 @@ def prepare(
     entries = [(entry, dtype_in(version, entry, wanted)) for entry in version.catalog.tensors.values()]
     target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size)
     destination = lay_out(entries, version.catalog.aliases, target)
-    home = version.opened.place.home
-    config = config_file(
-        read_own_config(home, version.opened.place.named), wanted or usual_dtype(destination.entries.values())
-    )
+    config = config_file(version.opened.config(), wanted or usual_dtype(destination.entries.values()))
     files = (*destination.files, *([config] if config else []))
     pairs = tuple((version.catalog.tensors[name], entry) for name, entry in destination.entries.items())
     plan = Plan(files, pairs)

@@ -54,15 +54,25 @@ class Opened:
         known = read_own_config(self.place.home, self.place.named) if given is None else given
         if other := other_class(known, self.catalog.tensors):
             known = {**(known or {}), "architectures": [other]}
-        if known is None or not self.is_plain:
+        if known is None:
+            return None
+        from zckpt.layouts.save.untied import as_untied, untied_heads
+
+        known = as_untied(known) if untied_heads(self.catalog, known) else known
+        if not self.is_plain:
             return known
         from zckpt.quantized.configs import without
 
         return without(known)
 
     def companions(self) -> tuple[list[tuple[Location, str]], tuple[str, ...]]:
-        """The files beside the checkpoint that an output gets, and sentences on those that are not the checkpoint's own."""
-        return companions(self.place.home, self.place.named)
+        """The files beside the checkpoint that an output gets, and sentences on those that are not the checkpoint's own, and on
+        what the output's config says otherwise.
+        """
+        from zckpt.layouts.save.untied import note_on, untied_heads
+
+        files, notes = companions(self.place.home, self.place.named)
+        return files, (*notes, *note_on(untied_heads(self.catalog, config_beside(self.place))))
 
     @property
     def other_class(self) -> str:

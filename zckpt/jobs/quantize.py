@@ -335,17 +335,17 @@ def _as_stored(
     """The plan of a copy, if all that the checkpoint has quantised has this form: scales, those of activations and of the cache
     too, and what its config says stay as they are. None for another checkpoint, or where tensors are chosen.
     """
-    own = asked.own
-    if own.quantize or own.keep or not ready.opened.is_plain:
+    own, stored = asked.own, ready.stored
+    beside = [(home, name) for name in OWN_FILES if (home := stored.place.home / name).is_file()]
+    is_said = stored.quantization is not None or bool(beside)  # else a loader of the copy would take codes for numbers
+    if own.quantize or own.keep or not (ready.opened.is_plain and is_said):
         return None
-    stored = ready.stored
     scaled = find_scaled(stored.catalog, stored.quantization, () if stored.packed is None else stored.packed.members)
     grids = {name: _grid(one.entry.shape, own.scheme) for name, one in scaled.items() if isinstance(own, Fp8)}
     target = target_of(own.scheme, own.group_size)
     if not is_in_form(stored.packed, scaled, grids, own.scheme, target.group if target is not None else 0):
         return None
     planned = prepare_copy(checkpoint, out, replace(asked, casting=Casting(dtype=None)), stored)
-    beside = [(home, name) for name in OWN_FILES if (home := stored.place.home / name).is_file()]
     carried = len(scaled) + (len(stored.packed.parts) if stored.packed is not None else 0)
     return PlannedFp8(
         stored, replace(planned.order, copies=(*planned.order.copies, *beside)), (*planned.notes, _COPIED), asked,

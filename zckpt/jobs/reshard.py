@@ -26,7 +26,7 @@ from zckpt.jobs.own_groups import TargetWorld
 from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
-from zckpt.layouts.save.companions import config_file, read_own_config
+from zckpt.layouts.save.companions import config_file
 from zckpt.layouts.save.listing import ReadOptions, is_deepspeed_file
 from zckpt.layouts.save.run_files import run_files
 from zckpt.layouts.zero.torch_files import Laid
@@ -124,7 +124,7 @@ def plan_reshard(
         world_size: ranks that will resume; None for any number.
     """
     home = opened.place.home
-    config = config_file(read_own_config(home, opened.place.named), target.precision)
+    config = config_file(opened.config(), target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
     copies, notes = run_files(home, map(locate, asked.reading.also), world_size, opened.place.named)
     small, left_out = opened.companions()

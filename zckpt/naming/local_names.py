@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable
 
 _PREFIXES = [
-    re.compile(pattern)
+    re.compile(pattern, re.DOTALL)  # a name may hold anything
     for pattern in (
         r"(?:.*\.)?layers\.(?P<block>\d{1,9})\.(?P<local>.+)",
         r"(?:sequential\.)?(?P<layer>\d{1,9})\.(?P<local>.+)",
         r"tied_modules\.[^.]+\.(?P<local>.+)",
-        r"(?:language_model\.)?(?:embedding\.|encoder\.|transformer\.)?(?P<local>.+)",
+        r"(?:language_model\.)?(?:embedding\.|encoder\.|transformer\.)?(?P<local>.*)",
     )
 ]
 _ATTENTION = re.compile(r"(?:self_)?attention\.")

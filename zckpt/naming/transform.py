@@ -17,6 +17,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, find_config, read_config
+from zckpt.layouts.save.untied import as_untied, note_on, untied_heads
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import facts_of, with_parts
@@ -129,6 +130,8 @@ def _to_transformers(catalog: Catalog, place: Place, form: FormAsked, exclude: S
         name, notes = by_config(known, where)
     if beside is not None and name and beside.get("model_type") in model_types(scheme(f"hf-{name}")):
         given = beside
+    if heads := untied_heads(catalog, given):
+        given = as_untied(given or {})
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
     source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{name}")
     facts = facts_of(catalog, given, directory, rules, home=place.home.path, vocab_size=form.vocab_size)
@@ -145,7 +148,7 @@ def _to_transformers(catalog: Catalog, place: Place, form: FormAsked, exclude: S
         check_config(given, family, found.parts, facts)
     recorded = {"form": {"to": f"hf:{name}", **said, **recorded_family(f"hf-{name}")}}
     left_out += found.left_out
-    return Formed(tensors, given, (*notes, *found.notes), recorded, left_out, found.rules)
+    return Formed(tensors, given, (*notes, *found.notes, *note_on(heads)), recorded, left_out, found.rules)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

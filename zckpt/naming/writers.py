@@ -22,6 +22,7 @@ from zckpt.core.dtypes import F32
 from zckpt.core.fragments import ComputedStore, Fragment
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
+from zckpt.layouts.save.untied import as_untied, note_on, untied_heads
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import Decomposed, decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
@@ -171,7 +172,10 @@ def _in_parts(
     notes: tuple[str, ...] = ()
     family = ""
     if known is not None:
-        catalog, notes = in_hub_form(catalog, known)
+        if heads := untied_heads(catalog, known):
+            known, notes = as_untied(known), note_on(heads)
+        catalog, more = in_hub_form(catalog, known)
+        notes += more
         family, _ = by_config(known, "the config")
     source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{family}")
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""

@@ -30,6 +30,7 @@ FAMILY = Family(
     named_data=later("dcp.read", "named_data"),
     unread_states=later("dcp.read", "unread_states"),
     left_out=later("dcp.read", "left_out"),
+    beside=later("dcp.read", "beside"),
 )
 
 

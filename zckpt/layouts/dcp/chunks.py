@@ -143,6 +143,11 @@ class Chunks(Sequence[DcpChunk]):
             if 0 not in extents:
                 yield ItemPlace(self._files[file], offset, length)
 
+    @property
+    def files(self) -> Sequence[str]:
+        """The files that hold them; where the C++ read the metadata, those of all tensors."""
+        return self._files
+
     def rows(self, size: Shape) -> ChunkRows | None:
         """The chunks as columns, if they are all of the rows of a tensor of this size, one chunk after another; else None."""
         dims, numbers = self._boxes.dims, self._boxes.numbers

@@ -48,6 +48,17 @@ def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
     return files
 
 
+def files_of(metadata: Metadata) -> set[str]:
+    """The data files that the metadata name."""
+    found: set[str] = set()
+    for item in metadata.items.values():
+        if isinstance(item, TensorItem) and isinstance(item.chunks, Chunks):
+            found.update(item.chunks.files)
+        else:
+            found.update(place.file for place in _places(item))
+    return found
+
+
 MAX_CUT_DIMS = 12
 """The most dimensions in which one tensor may be cut. A mesh has a few axes; each dimension doubles the corners of a
 box.

@@ -15,14 +15,15 @@ from operator import eq
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
+from zckpt.base.words import examples
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
-from zckpt.core.dtypes import F32
+from zckpt.core.dtypes import F32, U8
 from zckpt.core.evidence import Evidence
-from zckpt.layouts.dcp import METADATA, flat, rank_of
+from zckpt.layouts.dcp import DATA, METADATA, flat, rank_of
 from zckpt.layouts.dcp.chunks import DcpChunk, Shape
-from zckpt.layouts.dcp.items import Items, stored_in
+from zckpt.layouts.dcp.items import Items, files_of, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
 from zckpt.layouts.dcp.shard_counts import evidence_of_shards
@@ -164,7 +165,8 @@ def catalog_of(save: DcpSave, listing: Listing, evidence: Evidence) -> Catalog:
     kept, aliases = ties(save.model.items)
     tensors, copies = tied_copies(save.items.tensors(kept, roles), trained, _steps(save), listing)
     aliases = {name: copies.get(first, first) for name, first in aliases.items()} | copies
-    ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
+    strange = unnamed_in(save.metadata, listing)
+    ranks = {rank for rank in map(rank_of, listing.files.keys() - {*strange}) if rank is not None}
     return Catalog(
         tensors,
         Source(
@@ -174,7 +176,7 @@ def catalog_of(save: DcpSave, listing: Listing, evidence: Evidence) -> Catalog:
             framework=("torch.distributed.checkpoint", save.metadata.version),
             global_steps=_steps(save),
             optimizer_states=tuple(dict.fromkeys(s for o in save.optimizers for n in o.tensors.values() for s in n)),
-            notes=save.model.notes + notes,
+            notes=save.model.notes + notes + note_on_unnamed(strange),
             prefix=_prefix(save),
         ),
         evidence,
@@ -360,6 +362,39 @@ def _rest(save: DcpSave) -> dict[str, object]:
         inner[str(item.path[-1])] = save.items.value(item)
     counters = {"global_steps": steps or 0, "skipped_steps": 0, "ds_version": DEEPSPEED}
     return {**rest, **counters}
+
+
+def unnamed_in(metadata: Metadata, listing: Listing) -> list[str]:
+    """The data files that a save's metadata do not name: those of another save in the same directory. Empty ones are of a
+    writer that had more threads than tensors.
+    """
+    names = {*listing.matching(DATA)} - files_of(metadata) if listing.matching(METADATA) else ()
+    return sorted((name for name in names if listing.files[name].size()), key=natural)
+
+
+def note_on_unnamed(names: Sequence[str]) -> tuple[str, ...]:
+    """A sentence on the data files that metadata do not name; none where there are none."""
+    if not names:
+        return ()
+    them, they = ("it", "it is") if len(names) == 1 else ("them", "they are")
+    return (f"Not read: {examples(names)}; {they} of another save, since the metadata of this one do not name {them}.",)
+
+
+def unnamed_files(listing: Listing) -> list[str]:
+    """As `unnamed_in`, of the files."""
+    return unnamed_in(read_metadata(listing), listing)
+
+
+def beside(listing: Listing) -> list[str]:
+    """Names of tensors that are neither the model's nor the optimizer's, without random states; and the files of `unnamed_in`."""
+    save = load(listing)
+    return [*beside_in(save), *unnamed_in(save.metadata, listing)]
+
+
+def beside_in(save: DcpSave) -> list[str]:
+    """Names of tensors that are neither the model's nor the optimizer's, without random states, which are vectors of bytes."""
+    found = ((name, item) for name, item in _others(save).items() if isinstance(item, TensorItem))
+    return [name for name, item in found if not (item.dtype == U8 and len(item.size) == 1)]
 
 
 def left_out(listing: Listing) -> list[str]:

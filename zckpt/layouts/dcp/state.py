@@ -12,13 +12,12 @@ Source: torch/distributed/checkpoint/state_dict.py `_flatten_optim_state_dict`, 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UsageError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
 from zckpt.layouts.save.several_models import Shape, models_among, several_models
 
@@ -147,7 +146,9 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
     chosen = {join_path(path[len(section) :]): tensors[name] for name, path in ((n, paths[n]) for n in tensors)
               if path[: len(section)] == section and not (alone and len(path) > 1)}  # fmt: skip
     taken = {item.name for item in chosen.values()}
-    left = [_section(paths[name]) for name in tensors if name not in taken]
+    left: dict[str, list[str]] = {}
+    for name in (name for name in tensors if name not in taken):
+        left.setdefault(_section(paths[name]), []).append(name)
     several = not section and not alone and any(len(paths[name]) > 1 for name in tensors)
     return DcpModel(join_path(section), chosen, tuple(_notes(section, left, several)))
 
@@ -204,13 +205,14 @@ def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tup
     return (), bool(sections) and 2 * on_top > everywhere
 
 
-def _notes(section: Path, left: Sequence[str], several: bool) -> Iterator[str]:
+def _notes(section: Path, left: Mapping[str, Sequence[str]], several: bool) -> Iterator[str]:
     if section and (left or section != ("model",)):
         yield f"The weights under the key {join_path(section)!r} are taken."
     if several:
         yield "No key says which state dict is the model: all are taken, under their full names. --key takes one of them."
-    for name, count in Counter(left).items():
-        what = "1 tensor" if count == 1 else f"{count:,} tensors"
-        yield f"Left out: {what} " + (
-            "under no key." if not name else f"under {name!r}; --key {name} takes that instead."
-        )
+    for key, names in left.items():
+        what = count(len(names), "tensor")
+        if key:
+            yield f"Left out: {what} under {key!r}; --key {key} takes that instead."
+        else:
+            yield f"Left out: {what} under no key, {examples(names)}."

@@ -15,15 +15,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from zckpt.core.catalog import Replica, TensorEntry
-from zckpt.engine.elements import ElementReader, Wanted
-from zckpt.engine.replicas import ends
+from zckpt.engine.elements import ElementReader
 from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.tied import is_tied
-
-_BLOCKS = 64
-_WIDTH = 16
-"""Elements of each block that is compared when a save is opened."""
+from zckpt.layouts.save.untied import samples
 
 _EMBEDDINGS = ("embed", "wte", "shared")
 """Parts of names. Where no optimizer says which of two tied tensors is kept, the one with such a part is kept."""
@@ -95,15 +91,8 @@ def _form(entry: TensorEntry) -> tuple[object, ...]:
 
 def _alike(reader: ElementReader, a: TensorEntry, b: TensorEntry) -> bool:
     """Whether two tensors of one form hold the same numbers where they are compared, and not one number throughout."""
-    last = max(a.numel - _WIDTH, 0)
-    spread = {last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}
-    places = [
-        *ends(a.fragments, a.dtype.itemsize),
-        *((start, min(start + _WIDTH, a.numel)) for start in sorted(spread)),
-    ]
     seen: set[bytes] = set()
-    for start, stop in places:
-        one, other = (reader.read(Wanted(entry.fragments, entry.dtype, start, stop)) for entry in (a, b))
+    for one, other in samples(reader, a, b):
         if one != other:
             return False
         seen.update(one[at : at + a.dtype.itemsize] for at in range(0, len(one), a.dtype.itemsize))

@@ -25,6 +25,7 @@ FAMILY = Family(
     holds_run=False,
     resumes="by the trainer that wrote it, at this world size (for others, run zckpt to-dcp, or reshard for DeepSpeed)",
     unread_states=later("fsdp.read", "unread_states"),
+    beside=later("fsdp.read", "beside"),
 )
 
 ANY_NAME = replace(FAMILY, files=(FileKind("{kind}", ANY),), fallback=True)

@@ -96,6 +96,11 @@ def unread_states(listing: Listing) -> str:
     return _ranks(listing).unread_states()
 
 
+def beside(listing: Listing) -> list[str]:
+    """Names of tensors that are neither the model's nor the optimizer's, without random states."""
+    return dcp.beside_in(_ranks(listing).save())
+
+
 def _ranks(listing: Listing) -> RankFiles:
     return listing.once("rank files", lambda: RankFiles(listing, _files(listing)))
 

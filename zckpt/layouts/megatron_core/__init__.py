@@ -30,5 +30,6 @@ FAMILY = Family(
     named_data=later("dcp.read", "named_data"),
     unread_states=later("megatron_core.read", "unread_states"),
     left_out=later("megatron_core.read", "left_out"),
+    beside=later("dcp.read", "unnamed_files"),
     digests=later("megatron_core.run_state", "digests"),
 )

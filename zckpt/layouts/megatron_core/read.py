@@ -134,7 +134,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     for name, placed in save.placed.states.items():
         weight = Replica(tensors[name].dtype, tensors[name].fragments, whole=True)
         tensors[name] = replace(placed["param"], replicas=(weight, *save.placed.copies.get(name, ())))
-    writers = {rank for rank in map(rank_of, listing.files) if rank is not None}
+    strange = dcp.unnamed_in(save.metadata, listing)
+    writers = {rank for rank in map(rank_of, listing.files.keys() - {*strange}) if rank is not None}
     states = dict.fromkeys(state for own in save.states.values() for state in own if state != "param")
     return Catalog(
         tensors,
@@ -145,7 +146,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             framework=("Megatron-Core", ""),
             global_steps=run.step,
             optimizer_states=tuple(states),
-            notes=tuple(_notes(save)),
+            notes=(*_notes(save), *dcp.note_on_unnamed(strange)),
             details=run.details(),
         ),
         dcp.evidence_of(listing, save.metadata.items),

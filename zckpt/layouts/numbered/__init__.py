@@ -23,4 +23,5 @@ FAMILY = Family(
     resumes="by the script that wrote it (zckpt to-dcp and reshard make saves with names)",
     unread_states=later("numbered.read", "unread_states"),
     left_out=later("plain.read", "left_out"),
+    beside=later("plain.read", "left_out"),
 )

@@ -23,4 +23,5 @@ FAMILY = Family(
     named_data=later("plain.files", "named_data"),
     unread_states=later("plain.read", "unread_states"),
     left_out=later("plain.read", "left_out"),
+    beside=later("plain.read", "left_out"),
 )

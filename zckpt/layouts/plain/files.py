@@ -56,6 +56,7 @@ def weight_files(listing: Listing) -> list[str]:
             there. CorruptError, UnsafeError: the index is wrong.
     """
     name = next(_candidates(listing))
+    _refuse_two(listing, name)
     if name.endswith(".index.json"):
         named = list(read_index(listing, name))
         counted = files_counted_with(named[0], listing.directory.names()) if named and not listing.part else None
@@ -70,6 +71,22 @@ def weight_files(listing: Listing) -> list[str]:
     if shards is None:
         return list(listing.files) if listing.is_one_model else [name]
     return _shards(listing, [*shards.files, *shards.missing], "as many files as their names say")
+
+
+def _refuse_two(listing: Listing, name: str) -> None:
+    """Raises InconsistentError where a directory has one file of weights, and shards under the same name: transformers loads the
+    file, and vLLM the shards. An index alone is what transformers leaves of an older save.
+    """
+    index = f"{name}.index.json"
+    if len(listing.files) == 1 or index not in listing.files:
+        return
+    shards = [shard for shard in read_index(listing, index) if shard != name and shard in listing.files]
+    if shards:
+        raise InconsistentError(
+            "two saves lie in one directory", file=listing.directory, found=f"{name!r}, and {examples([index, *shards])}",
+            expected="one of the two: transformers would load the file, and vLLM the shards",
+            remedy=f"Give the one that you mean, {name!r} or {index!r}, or move the other away.",
+        )  # fmt: skip
 
 
 def chosen_index(listing: Listing) -> str:

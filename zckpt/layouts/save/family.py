@@ -177,6 +177,7 @@ class Family:
         unread_states: optimizer states that are there and are not read, in words; empty where there are none.
         state_bytes: (file, bytes) of those states, where their files hold other tensors too.
         left_out: names of tensors that neither `read` nor `read_training` gives.
+        beside: what a save holds beside the model that `read` gives and the optimizer's states, as names of tensors and files.
         holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
         apart: the group of the files' patterns that tells one save from others in the same directory, such as
             `checkpoint_last` of `checkpoint_last-shard0.pt`; empty where a directory is one save.
@@ -211,6 +212,7 @@ class Family:
     unread_states: Callable[[Listing], str] = _no_states
     state_bytes: Callable[[Listing], Iterator[tuple[str, int]]] | None = None
     left_out: Callable[[Listing], list[str]] = _no_names
+    beside: Callable[[Listing], list[str]] = _no_names
     digests: Callable[[Listing], Mapping[str, str]] = _no_digests
     holds_run: bool = True
     keeps_model_files: bool = False

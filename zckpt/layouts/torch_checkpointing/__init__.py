@@ -25,6 +25,7 @@ FAMILY = Family(
     records=later("torch_checkpointing.read", "records"),
     resumes="by torch_checkpointing's CheckpointManager, on any number of ranks",
     unread_states=later("torch_checkpointing.read", "unread_states"),
+    beside=later("torch_checkpointing.read", "beside"),
 )
 
 WITHOUT_METADATA = replace(

@@ -29,6 +29,7 @@ from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_NUMBER
 from zckpt.core.catalog import Catalog, Topology
 from zckpt.core.evidence import Evidence
+from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.fsdp.read import RankFile, RankFiles, leaves
 from zckpt.layouts.run.training import Training
@@ -84,6 +85,11 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
     return _ranks(listing).unread_states()
+
+
+def beside(listing: Listing) -> list[str]:
+    """Names of tensors that are neither the model's nor the optimizer's, without random states."""
+    return dcp.beside_in(_ranks(listing).save())
 
 
 def records(listing: Listing) -> Iterator[tuple[str, list[Record] | ZckptError]]:
