@@ -31,8 +31,10 @@ from zckpt.containers import TensorRef
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.layouts.megatron_core.contents import has_names
 from zckpt.layouts.megatron_core.flattened import unflatten
 from zckpt.layouts.run.values import number_in
+from zckpt.storage.location import locate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "mcore"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
@@ -51,6 +53,25 @@ def tensor(entry: Any) -> torch.Tensor:
     found = read_tensor(entry, "pt")
     assert isinstance(found, torch.Tensor)
     return found
+
+
+@pytest.mark.parametrize("at", [0, 100, 4 << 20, 9 << 20])
+@pytest.mark.parametrize("back", [1, 7, 20])
+def test_names_are_found_wherever_they_lie_in_the_metadata(at: int, back: int, tmp_path: Path) -> None:
+    """Also across two of the windows in which the file is read, and far from each other."""
+    content = bytearray(at + 100)
+    path = tmp_path / ".metadata"
+    path.write_bytes(content)
+    assert not has_names(locate(path))
+    start = max(at - back, 0)
+    content[start : start + 24] = b"optimizer.state.exp_avg."
+    path.write_bytes(content)
+    assert has_names(locate(path))
+    content[start : start + 24] = b"mlp.linear_fc1".ljust(24, b"\0")
+    path.write_bytes(content)
+    assert not has_names(locate(path))
+    path.write_bytes(b"model.module." + content)
+    assert has_names(locate(path))
 
 
 def save(state: dict[str, Any], path: Path, *, flatten: bool = True) -> None:

@@ -84,7 +84,8 @@ class Claims:
             self._views.setdefault(_key(view.store), []).append(view)
         spans, self._holed = _spans(self._held)
         self._sorted: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
-        for key, own in spans.items():
+        for key in list(spans):
+            own = spans.pop(key)
             starts, stops = own[::2], own[1::2]
             if not _follow(starts, stops):
                 order = sorted(range(len(starts)), key=starts.__getitem__)

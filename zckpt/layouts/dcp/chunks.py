@@ -148,18 +148,22 @@ class Chunks(Sequence[DcpChunk]):
         """The files that hold them; where the C++ read the metadata, those of all tensors."""
         return self._files
 
-    def rows(self, size: Shape) -> ChunkRows | None:
-        """The chunks as columns, if they are all of the rows of a tensor of this size, one chunk after another; else None."""
+    def are_rows(self, size: Shape) -> bool:
+        """Whether they are all of the rows of a tensor of this size, one chunk after another."""
         dims, numbers = self._boxes.dims, self._boxes.numbers
         columns = [numbers[at :: 2 * dims] for at in range(2 * dims)]
         if any(set(columns[dim]) != {0} or set(columns[dims + dim]) != {size[dim]} for dim in range(1, dims)):
-            return None
+            return False
         starts, counts = columns[0], columns[dims]
         order = sorted(range(len(starts)), key=starts.__getitem__)
         ends = itertools.accumulate(counts[at] for at in order)
         covered = [starts[at] for at in order] == [0, *itertools.islice(ends, len(order) - 1)]
-        if 0 in counts or 0 in size or not covered or sum(counts) != size[0]:
-            return None
+        return 0 not in counts and 0 not in size and covered and sum(counts) == size[0]
+
+    def rows(self) -> ChunkRows:
+        """The chunks as columns, if `are_rows`."""
+        dims, numbers = self._boxes.dims, self._boxes.numbers
+        starts, counts = numbers[:: 2 * dims], numbers[dims :: 2 * dims]
         return ChunkRows(self._files, self._places[::3], self._places[1::3], self._places[2::3], starts, counts)
 
     def _at(self, number: int) -> DcpChunk:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from zckpt.containers.alike_items import AlikeItems, AlikeTensor
 from zckpt.containers.container import Input, open_input
 from zckpt.core.fragments import Fragment
 from zckpt.core.stores import FileStore
-from zckpt.layouts.dcp.chunks import ChunkRows, Chunks
+from zckpt.layouts.dcp.chunks import Chunks
 from zckpt.layouts.dcp.metadata import TensorItem
 from zckpt.layouts.save.listing import Listing
 
@@ -35,24 +35,23 @@ def fragments_of_rows(
         alike: what is known of torch files; it learns more.
     """
     held = {
-        name: rows
+        name: item.chunks
         for name, item in items.items()
         if len(item.chunks) >= _LEAST_CHUNKS
         and item.view is None
         and isinstance(item.chunks, Chunks)
-        and (rows := item.chunks.rows(item.size)) is not None
+        and item.chunks.are_rows(item.size)
     }
     if listing.absent or not held:
         return {}
     opened = _Opened(listing, alike)
-    opened.open(list(held.values()))
+    opened.open(held.values())
     found: dict[str, tuple[Fragment, ...]] = {}
     first = 0
-    for name, rows in held.items():
-        which = opened.which[first : first + len(rows.numbers)]
-        if (fragments := opened.fragments(items[name], rows, which, first)) is not None:
+    for name, chunks in held.items():
+        if (fragments := opened.fragments(items[name], chunks, first)) is not None:
             found[name] = fragments
-        first += len(rows.numbers)
+        first += len(chunks)
     return found
 
 
@@ -66,28 +65,31 @@ class _Opened:
         self._stores: dict[int, FileStore] = {}
         self._kinds: list[AlikeTensor] = []
         self._numbers: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
         self._file_of = array("i")
-        self.which = array("i")
+        self._which = array("i")
 
-    def open(self, held: list[ChunkRows]) -> None:
+    def open(self, held: Iterable[Chunks]) -> None:
         """Compares the headers of all chunks' torch files, file by file."""
-        for rows in held:
+        offsets, lengths = array("q"), array("q")
+        for chunks in held:
+            rows = chunks.rows()  # made again by `fragments`: of a million chunks, columns take 40 MB
             numbers = [self._files.setdefault(file, len(self._files)) for file in rows.files]
             self._file_of.extend(map(numbers.__getitem__, rows.numbers))
-        offsets = array("q", itertools.chain.from_iterable(rows.offsets for rows in held))
-        lengths = array("q", itertools.chain.from_iterable(rows.lengths for rows in held))
-        self.which = array("i", [-1]) * len(offsets)
+            offsets += rows.offsets
+            lengths += rows.lengths
+        self._which = array("i", [-1]) * len(offsets)
         names = list(self._files)
         order = sorted(range(len(offsets)), key=self._file_of.__getitem__)
         for number, here in itertools.groupby(order, key=self._file_of.__getitem__):
             location = self._listing.where(names[number])
             if location.is_remote or not location.is_file():
                 continue
-            chunks = sorted(here, key=offsets.__getitem__)
+            found = sorted(here, key=offsets.__getitem__)
             with open_input(location.path) as source:
                 self._stores[number] = source.store()
-                for chunk, kind in zip(chunks, self._kinds_in(source, chunks, offsets, lengths), strict=True):
-                    self.which[chunk] = kind
+                for chunk, kind in zip(found, self._kinds_in(source, found, offsets, lengths), strict=True):
+                    self._which[chunk] = kind
 
     def _kinds_in(self, source: Input, chunks: list[int], offsets: array[int], lengths: array[int]) -> Iterator[int]:
         """Of each chunk in a file, the number of what it is alike; what is new is read, and others are compared with it."""
@@ -113,10 +115,12 @@ class _Opened:
                 self._kinds.append(kind)
             yield self._numbers[id(kind)]
 
-    def fragments(
-        self, item: TensorItem, rows: ChunkRows, which: array[int], first: int
-    ) -> tuple[Fragment, ...] | None:
-        """The fragments of a tensor; None if a chunk is not what the metadata say, or is known to nobody."""
+    def fragments(self, item: TensorItem, chunks: Chunks, first: int) -> tuple[Fragment, ...] | None:
+        """The fragments of a tensor, with chunks that begin at number `first`; None if one is not what the metadata say, or is
+        known to nobody.
+        """
+        rows = chunks.rows()
+        which, files = (column[first : first + len(chunks)] for column in (self._which, self._file_of))
         for kind, count in set(zip(which, rows.counts, strict=True)):
             if kind < 0:
                 return None
@@ -126,9 +130,13 @@ class _Opened:
         row = math.prod(item.size[1:])
         numels = {count: count * row for count in {*rows.counts}}
         distances = [kind.distance for kind in self._kinds]
-        stores, files = self._stores, self._file_of[first : first + len(which)]
+        stores = self._stores
         columns = zip(files, rows.offsets, which, rows.starts, rows.counts, strict=True)
+        # Ranks' files are alike, and so are tensors: most numbers are equal to one of an earlier chunk, and need no memory.
+        shared = self._shared.setdefault
         return tuple(
-            Fragment(stores[file], offset + distances[kind], start * row, numels[count])
+            Fragment(
+                stores[file], shared(at := offset + distances[kind], at), shared(at := start * row, at), numels[count]
+            )
             for file, offset, kind, start, count in columns
         )

@@ -20,6 +20,7 @@ from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
+from zckpt.storage.location import Location
 
 MASTERS = ("param", "fp32_param", "master_param")
 """The names that versions give the state that holds the fp32 weights."""
@@ -105,12 +106,24 @@ def _state(name: str, path: Path) -> tuple[str, str] | None:
     return None if match is None else (plain_name(match["name"]), match["state"])
 
 
-def has_names(metadata: bytes) -> bool:
-    """Whether the pickle of a save's metadata has names that Megatron-Core gives items, or wraps its own models' names in."""
-    return any(sign in metadata for sign in _SIGNS) or (
-        b"model.module." in metadata and any(name in metadata for name in _OF_MODELS)
-    )
+def has_names(metadata: Location) -> bool:
+    """Whether the pickle of a save's metadata has names that Megatron-Core gives items, or wraps its own models' names in.
 
+    It is looked through in windows: that of a million chunks has 150 MB.
+    """
+    found: set[bytes] = set()
+    offset, length = 0, _WINDOW
+    while length == _WINDOW:
+        window = metadata.read(_WINDOW, offset)
+        found.update(sign for sign in (*_SIGNS, _MODEL, *_OF_MODELS) if sign in window)
+        if not found.isdisjoint(_SIGNS) or (_MODEL in found and not found.isdisjoint(_OF_MODELS)):
+            return True
+        length = len(window)
+        offset += _WINDOW - max(map(len, _SIGNS))  # a name may lie across two windows
+    return False
+
+
+_WINDOW = 4 << 20
 
 _SIGNS = (
     b"_extra_state/shard_",
@@ -120,6 +133,7 @@ _SIGNS = (
     b"optimizer.state.exp_avg.",
     b"optimizer.distributed.dp_group_idx_",
 )
+_MODEL = b"model.module."
 _OF_MODELS = (b"self_attention.linear_", b"mlp.linear_fc1", b"mixer.in_proj.")
 
 

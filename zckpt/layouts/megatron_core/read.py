@@ -44,7 +44,7 @@ def match(listing: Listing) -> str | None:
     if backend(listing):
         return None
     files = [listing.files[name] for name in listing.matching(METADATA)]
-    if any(has_names(file.read()) for file in files):
+    if any(map(has_names, files)):
         return None
     return NONE
 
