@@ -9,6 +9,7 @@ import torch
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SMALL = "zero3/bf16_w2"
+ROOTS = ("s3://bkt", "memory://m")
 RECORD = "zckpt-job.json"
 
 

@@ -1,10 +1,8 @@
-"""Makes the helper modules beside the tests importable; a place for tests that sync a thousand files; what each file costs."""
+"""Makes the helper modules beside the tests importable; where tests write; what each file costs."""
 
 import gc
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,9 @@ gc.disable()  # until all is collected: what is imported meanwhile is no garbage
 from costs import Costs  # noqa: E402
 from ending import share_imports  # noqa: E402
 from shares import share  # noqa: E402
+from temporary import use_memory  # noqa: E402
+
+use_memory()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,17 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     share_imports()
     gc.enable()
-
-
-@pytest.fixture
-def quick_path(tmp_path: Path) -> Iterator[Path]:
-    """As `tmp_path`, in memory where there is such a place: nobody waits there for a disk to sync."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    path = Path(tempfile.mkdtemp(prefix="zckpt-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+from temporary import use_memory
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -240,6 +242,7 @@ def run(fault: Fault | None, tests: list[str]) -> int:
 def main() -> None:
     asked = [fault for fault in FAULTS if fault.room in sys.argv[1:] or not sys.argv[1:]]
     os.chdir(ROOT)
+    use_memory()
     for name in ("torch", "numpy", "pytest", "safetensors.torch"):
         importlib.import_module(name)
     every = {fault: [f"tests/{test}" for test in fault.tests.split()] for fault in asked}

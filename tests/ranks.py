@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from hangs import HANG_S
+from standby import programs
 
 OWN = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 OURS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime")
@@ -44,8 +45,9 @@ def server(modules: tuple[str, ...], preload: str) -> Server:
             print(json.dumps(asked), file=server(OURS, "").asks, flush=True)
             return Server(open(pipes[0], "w"), open(pipes[1]))
     more = {"HF_HUB_OFFLINE": "1", **({"LD_PRELOAD": preload} if preload else {})}  # read when transformers is imported
+    python = sys.executable if preload else f"{programs()}/python"
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("forked.py")), *modules], env={**os.environ, **OWN, **more},
+        [python, str(Path(__file__).with_name("forked.py")), *modules], env={**os.environ, **OWN, **more},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None

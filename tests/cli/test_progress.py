@@ -55,16 +55,16 @@ LONG = (
 """Calls of every command that works for long, and what their progress is called. tests/hub has that of push."""
 
 
-def test_every_long_command_says_how_far_it_is(quick_path: Path) -> None:
+def test_every_long_command_says_how_far_it_is(tmp_path: Path) -> None:
     places = {
         "ZERO": CHECKPOINT, "LLAMA": FIXTURES / LLAMA / "checkpoint", "OTHER": FIXTURES / OTHER / "checkpoint",
         "LORA": FIXTURES / LORA / "checkpoint", "BASE": FIXTURES / LORA / "base", "MODEL": FIXTURES / GGUF / "model",
-        "DELTA": quick_path / "delta", "CONVERTED": quick_path / "0", "RUN": quick_path / "run",
+        "DELTA": tmp_path / "delta", "CONVERTED": tmp_path / "0", "RUN": tmp_path / "run",
     }  # fmt: skip
     for step in (1, 2):
-        shutil.copytree(CHECKPOINT / "global_step2", quick_path / "run" / f"global_step{step}")
+        shutil.copytree(CHECKPOINT / "global_step2", tmp_path / "run" / f"global_step{step}")
     for number, (call, label) in enumerate(LONG):
-        places |= {"out": quick_path / str(number), "out.gguf": quick_path / f"{number}.gguf"}
+        places |= {"out": tmp_path / str(number), "out.gguf": tmp_path / f"{number}.gguf"}
         found = lines_of(*(places.get(word, word) for word in call.split()))
         assert [line["ended"] for line in found][-2:] == [False, True], call
         assert {line["progress"] for line in found} == {label}, call

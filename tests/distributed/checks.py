@@ -27,7 +27,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": FP16}
-STEPS = 10 if IS_WHOLE else 6
+STEPS = 10 if IS_WHOLE else 4
 """Of a run whose losses are compared."""
 
 
@@ -154,7 +154,7 @@ def losses_of_optimizers() -> dict[str, list[float]]:
     }.items():
         for stage in (0, 3):
             settings = config(stage) | {"optimizer": {"type": kind, "params": params}}
-            out[f"{kind} {stage}"] = train(start(settings), 8)
+            out[f"{kind} {stage}"] = train(start(settings), STEPS)
     return out
 
 
@@ -248,7 +248,7 @@ def overflow() -> dict[str, Any]:
 def static_scale() -> list[Any]:
     """A fixed scale scales, is taken back, and does not move."""
     engine = start(config(2, fp16={"enabled": True, "loss_scale": 128}))
-    losses = train(engine, 5)
+    losses = train(engine, 4)
     [tokens] = next(small.batches(1, rank(), world()))
     engine.backward(engine(tokens) * float("inf"))
     engine.step()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import deepspeed_on_cpu
 import gloo
 
-STEPS = 20 if IS_WHOLE else 12
+STEPS = 20 if IS_WHOLE else 8
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "SGD": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},

@@ -108,7 +108,7 @@ def begin(kind: str, stage: int, precision: dict[str, Any], **zero: Any) -> runt
 @check(2)
 def resume() -> dict[str, bool]:
     """Steps, and half of them, a save, a load into a new run, the others: equal to the last bit."""
-    out, half = {}, 10 if IS_WHOLE else 4
+    out, half = {}, 10 if IS_WHOLE else 2
     for kind, stage, name in covering(tuple(KINDS), tuple(range(4)), tuple(PRECISIONS)):
         engine = begin(kind, stage, PRECISIONS[name])
         train(engine, half)

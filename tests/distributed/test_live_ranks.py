@@ -22,7 +22,7 @@ def test_models_under_fully_shard(outcome: Outcome, world: int) -> None:
 
 def test_any_dimensions_of_a_mesh(outcome: Outcome) -> None:
     for given in outcome("live_checks.py", 4, "boxes"):
-        assert len(given) == 126 and not wrong(given), wrong(given)
+        assert len(given) == 63 and not wrong(given), wrong(given)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import proofs
 import pytest
 from hangs import HANG_S
 from hub_server import SHARD_BYTES, TOKEN, HubServer
@@ -48,7 +49,8 @@ def test_a_whole_push_has_so_many_ticks(checkpoint: Path, server: HubServer, she
     assert TICKS <= server.ticks <= TICKS + 15
 
 
-@pytest.mark.parametrize("tick", sorted(random.Random(5).sample(range(1, TICKS), 20)))
+@proofs.MORE
+@pytest.mark.parametrize("tick", sorted(random.Random(5).sample(range(1, TICKS), 20))[:: 1 if proofs.IS_WHOLE else 2])
 def test_killed_anywhere_it_goes_on(
     tick: int, checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Path
 ) -> None:

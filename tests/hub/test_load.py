@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from hangs import HANG_S
 from hub_server import HubServer
 from safetensors.torch import load_file
+from standby import programs
 
 Shell = Callable[..., "subprocess.Popen[str]"]
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "transformers"
@@ -59,7 +59,8 @@ def test_from_pretrained(
     assert pushed.wait(HANG_S) == 0, pushed.communicate()[1]
     assert server.repos["alice/model"].private
     out = tmp_path / "logits.safetensors"
-    command = [sys.executable, "-W", "ignore", "-c", LOAD, "alice/model", revision, str(FIXTURES / name), str(out)]
+    (tmp_path / "load.py").write_text(LOAD)
+    command = [f"{programs()}/python", f"{tmp_path}/load.py", "alice/model", revision, str(FIXTURES / name), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = load_file(out)

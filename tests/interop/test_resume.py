@@ -23,7 +23,7 @@ pytest.importorskip("deepspeed")
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 FSDP_WORKER = Path(__file__).with_name("fsdp_worker.py")
-SIZES = (1, 2, 3, 4)
+SIZES = (1, 2, 3, *[4] * proofs.IS_WHOLE)
 STAGES = (1, 2, 3)
 SAVED_AT = 3
 STEPS = 3
@@ -54,6 +54,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple
     return root, losses
 
 
+@proofs.MORE
 @pytest.mark.xdist_group("resume")
 @pytest.mark.parametrize("size", SIZES)
 def test_every_world_size_and_stage_goes_on_at_every_other(

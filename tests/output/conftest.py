@@ -24,6 +24,6 @@ def every_file_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def out(quick_path: Path) -> Path:
-    (quick_path / "place").mkdir()
-    return quick_path / "place" / "out"
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place" / "out"

@@ -50,9 +50,7 @@ def accepts() -> Callable[[Path, Path], bool]:
 
 class TestDestinations(Conformance):
     @pytest.fixture(params=KINDS)
-    def place(
-        self, request: pytest.FixtureRequest, quick_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[Place]:
+    def place(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         if request.param == "s3":
             running = request.getfixturevalue("server")
             for name, value in {"AWS_ENDPOINT_URL": running.url, **KEYS}.items():
@@ -63,7 +61,7 @@ class TestDestinations(Conformance):
                 fs.rm("bkt", recursive=True)
             fs.mkdir("bkt")
         monkeypatch.setattr(fsspec_io, "_TRIES", 1)
-        place = Place(request.param, quick_path, monkeypatch)
+        place = Place(request.param, tmp_path, monkeypatch)
         yield place
         place.close()
         memory = fsspec.filesystem("memory")

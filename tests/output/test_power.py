@@ -116,82 +116,82 @@ def left(place: Path, run: Any) -> set[Any]:
     return {plain(tree) for number, _, tree in trees(moments) if number == len(moments) - 1}
 
 
-def test_a_file_that_nobody_syncs(quick_path: Path) -> None:
+def test_a_file_that_nobody_syncs(tmp_path: Path) -> None:
     def run() -> None:
-        with open(quick_path / "a", "wb") as file:
+        with open(tmp_path / "a", "wb") as file:
             file.write(b"12345678")
 
-    assert left(quick_path, run) == {(), (("a", b""),), (("a", b"12345678"),)}
+    assert left(tmp_path, run) == {(), (("a", b""),), (("a", b"12345678"),)}
 
 
-def test_a_file_that_is_synced_but_not_its_name(quick_path: Path) -> None:
+def test_a_file_that_is_synced_but_not_its_name(tmp_path: Path) -> None:
     def run() -> None:
-        with open(quick_path / "a", "wb") as file:
+        with open(tmp_path / "a", "wb") as file:
             file.write(b"12345678")
             file.flush()
             os.fsync(file.fileno())
 
-    assert left(quick_path, run) == {(), (("a", b"12345678"),)}
+    assert left(tmp_path, run) == {(), (("a", b"12345678"),)}
 
 
-def test_a_name_that_is_synced_but_not_the_data(quick_path: Path) -> None:
+def test_a_name_that_is_synced_but_not_the_data(tmp_path: Path) -> None:
     """The data may also be there in part."""
 
     def run() -> None:
-        with open(quick_path / "a", "wb") as file:
+        with open(tmp_path / "a", "wb") as file:
             file.write(b"12345678")
-        fd = os.open(quick_path, os.O_RDONLY)
+        fd = os.open(tmp_path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 
-    assert left(quick_path, run) == {(("a", data),) for data in (b"", b"1234", b"12345678")}
+    assert left(tmp_path, run) == {(("a", data),) for data in (b"", b"1234", b"12345678")}
 
 
 @pytest.mark.parametrize(
     ("synced", "names"), [("", {"in a", "in b"}), ("b", {"in b", "both"}), ("a", {"none", "in b"})]
 )
-def test_a_file_that_moves(quick_path: Path, synced: str, names: set[str]) -> None:
+def test_a_file_that_moves(tmp_path: Path, synced: str, names: set[str]) -> None:
     """It has the old name or the new one; after a sync of one directory also both, or none."""
     for name in ("a", "b"):
-        (quick_path / name).mkdir()
-    (quick_path / "a" / "f").write_bytes(b"x")
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "f").write_bytes(b"x")
 
     def run() -> None:
-        os.rename(quick_path / "a" / "f", quick_path / "b" / "f")
+        os.rename(tmp_path / "a" / "f", tmp_path / "b" / "f")
         if synced:
-            fd = os.open(quick_path / synced, os.O_RDONLY)
+            fd = os.open(tmp_path / synced, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)
 
     file = (("f", b"x"),)
     trees_of = {"in a": (file, ()), "in b": ((), file), "both": (file, file), "none": ((), ())}
-    assert left(quick_path, run) == {(("a", trees_of[name][0]), ("b", trees_of[name][1])) for name in names}
+    assert left(tmp_path, run) == {(("a", trees_of[name][0]), ("b", trees_of[name][1])) for name in names}
 
 
 @pytest.mark.parametrize(("synced", "names"), [("", {"before", "after"}), ("a", {"after"}), ("b", {"after"})])
-def test_an_exchange_between_two_directories(quick_path: Path, synced: str, names: set[str]) -> None:
+def test_an_exchange_between_two_directories(tmp_path: Path, synced: str, names: set[str]) -> None:
     """It is whole or not there, and a sync of either directory makes it durable."""
     for name in ("a", "b"):
-        (quick_path / name).mkdir()
-        (quick_path / name / "f").write_bytes(name.encode())
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_bytes(name.encode())
 
     def run() -> None:
-        assert exchange(str(quick_path / "a" / "f"), str(quick_path / "b" / "f"))
+        assert exchange(str(tmp_path / "a" / "f"), str(tmp_path / "b" / "f"))
         if synced:
-            fd = os.open(quick_path / synced, os.O_RDONLY)
+            fd = os.open(tmp_path / synced, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)
 
     a, b = (("f", b"a"),), (("f", b"b"),)
     trees_of = {"before": (a, b), "after": (b, a)}
-    assert left(quick_path, run) == {(("a", trees_of[name][0]), ("b", trees_of[name][1])) for name in names}
+    assert left(tmp_path, run) == {(("a", trees_of[name][0]), ("b", trees_of[name][1])) for name in names}
 
 
-def test_two_changes_out_of_order(quick_path: Path) -> None:
+def test_two_changes_out_of_order(tmp_path: Path) -> None:
     def run() -> None:
         for name in ("a", "b", "c"):
-            (quick_path / name).mkdir()
+            (tmp_path / name).mkdir()
 
-    moments = record(quick_path, run)
+    moments = record(tmp_path, run)
     kept = {frozenset(name for name, _ in tree[1:]) for _, _, tree in trees(moments, pairs=True)}
     assert {frozenset("ac"), frozenset("bc"), frozenset("ab")} <= kept

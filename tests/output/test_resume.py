@@ -248,12 +248,12 @@ def test_room_that_an_earlier_run_takes_is_not_needed_again(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
 )
-def test_killed_at_any_moment(mode: str, count: int, flags: list[str], original: Path, quick_path: Path) -> None:
+def test_killed_at_any_moment(mode: str, count: int, flags: list[str], original: Path, tmp_path: Path) -> None:
     """In time, or at the moments of one kind: all that are in the last files, and some of the others."""
     script = str(Path(__file__).parents[1] / "killing.py")
     every = 1 if mode == "time" else 3 if COMPUTED.keys() & set(flags) else 5
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, script, str(original), str(quick_path), mode, str(count), "1", str(every), *flags]
+    command = [sys.executable, script, str(original), str(tmp_path), mode, str(count), "1", str(every), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -8,6 +8,7 @@ from typing import Any
 import fsspec
 import pytest
 from address_requests import Requests
+from addresses import ROOTS
 from fsspec.implementations.memory import MemoryFileSystem
 from s3_server import KEYS, S3Server
 
@@ -53,7 +54,7 @@ def once(s3: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch) -> Iter
     fsspec.filesystem("s3").clear_instance_cache()
 
 
-@pytest.fixture(params=["s3://bkt", "memory://m"])
+@pytest.fixture(params=ROOTS)
 def root(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 import fsspec
+import proofs
 import pytest
 import synth
 import torch
-from addresses import FIXTURES, SMALL, local_tree, model, put, tree
+from addresses import FIXTURES, ROOTS, SMALL, local_tree, model, put, tree
 from s3_server import S3Server
 
 import zckpt
@@ -45,7 +46,7 @@ from zckpt.layouts.save.listing import ReadOptions
 from zckpt.storage import fsspec_io, uploads
 from zckpt.storage.location import locate
 
-SOME = [
+SOME = (
     "zero3/bf16_w2",
     "zero2/tied_w2",
     "zero0/bf16_groups",
@@ -55,14 +56,17 @@ SOME = [
     "pipeline/zero1_pp2_tp2_dp2",
     "moe/zero2_w2",
     "dcp/fsdp2_tp_w4",
-]
+)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("out", ["one.safetensors", "one.bin", "directory"])
+@pytest.mark.parametrize(
+    ("root", "name", "out"),
+    proofs.covering(ROOTS, SOME, ("one.safetensors", "one.bin", "directory")),
+    indirect=["root"],
+)
 def test_a_checkpoint_behind_an_address(root: str, name: str, out: str, tmp_path: Path) -> None:
     checkpoint = FIXTURES / name / "checkpoint"
     address = put(checkpoint, f"{root}/ckpt")

@@ -36,18 +36,18 @@ def launched(launcher: str, network: Network, rank: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("launcher", "source"), [("torch", "s3"), ("srun", "shared")])
-def test_two_machines_convert_together(launcher: str, source: str, quick_path: Path) -> None:
+def test_two_machines_convert_together(launcher: str, source: str, tmp_path: Path) -> None:
     if why := refusal():
         pytest.skip(why)
     generator = torch.Generator().manual_seed(0)
     groups = [{f"w{i}": torch.randn(1_500_000 + i, generator=generator) for i in range(8)}]
-    checkpoint = synth.zero12(quick_path / "ckpt", groups, 4)
+    checkpoint = synth.zero12(tmp_path / "ckpt", groups, 4)
     needed = 4 * sum(tensor.numel() for tensor in groups[0].values())
-    place, out = quick_path / "place", quick_path / "out"
+    place, out = tmp_path / "place", tmp_path / "out"
     place.mkdir()
     with Network(2, RATE) as network:
         share = [sys.executable, str(TESTS / "shared_directory.py")]
-        serve = [*share, "serve", SERVER, str(quick_path)]
+        serve = [*share, "serve", SERVER, str(tmp_path)]
         if source == "s3":
             serve = [sys.executable, str(TESTS / "s3_server.py"), SERVER, str(checkpoint)]
         server = subprocess.Popen(network.at_switch(serve), stdout=subprocess.PIPE, text=True)
@@ -78,6 +78,6 @@ def test_two_machines_convert_together(launcher: str, source: str, quick_path: P
     assert all(needed * 0.5 < got < needed * 0.53 + 1_500_000 for got, _ in carried), carried
     if source == "shared":
         assert all(needed * 0.25 < sent < needed * 0.27 + 1_500_000 for _, sent in carried), carried
-    zckpt.convert(checkpoint, quick_path / "one", dtype="bf16", options=Options(max_shard_size="7MB"))
-    one, both = ({p.name: p.read_bytes() for p in d.iterdir()} for d in (quick_path / "one", out))
+    zckpt.convert(checkpoint, tmp_path / "one", dtype="bf16", options=Options(max_shard_size="7MB"))
+    one, both = ({p.name: p.read_bytes() for p in d.iterdir()} for d in (tmp_path / "one", out))
     assert both == one and len(one) > 3

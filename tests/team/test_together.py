@@ -76,42 +76,40 @@ def zero2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda kind: kind.replace("/", " "),
 )
 def test_parts_make_the_whole(
-    kind: str, engine: Any, count: int, quick_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, engine: Any, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zckpt.team.partition.GRAIN", 16)
     if kind == "reshard":
         options = RESHARD.ask(world_size=3, stage=2)
-        plan = prepare_reshard(
-            str(FIXTURES / "transformers/llama_zero3/checkpoint"), str(quick_path / "x"), options
-        ).plan
+        plan = prepare_reshard(str(FIXTURES / "transformers/llama_zero3/checkpoint"), str(tmp_path / "x"), options).plan
     elif kind == "hf":
         checkpoint = str(FIXTURES / "megatron/llama_zero2_tp2_dp2/checkpoint")
         options = CONVERT.ask(form=Form("hf:llama"), read_options=ReadOptions(tp_rules="megatron-swiglu"))
-        plan = prepare(checkpoint, str(quick_path / "x.bin"), options).plan
+        plan = prepare(checkpoint, str(tmp_path / "x.bin"), options).plan
     elif kind == "lora":
         home = FIXTURES / "peft" / "dora_zero1"
         options = CONVERT.ask(lora=LoraMerge(base=home / "base"), max_shard_size=1_500)
-        plan = prepare(str(home / "checkpoint"), str(quick_path / "x"), options).plan
+        plan = prepare(str(home / "checkpoint"), str(tmp_path / "x"), options).plan
     else:
         options = CONVERT.ask(max_shard_size=30_000)
-        plan = prepare(str(FIXTURES / kind / "checkpoint"), str(quick_path / "x"), options).plan
+        plan = prepare(str(FIXTURES / kind / "checkpoint"), str(tmp_path / "x"), options).plan
     for name in ("one", "many"):
-        (quick_path / name).mkdir()
-    wanted = run(plan, str(quick_path / "one"), engine=engine)
+        (tmp_path / name).mkdir()
+    wanted = run(plan, str(tmp_path / "one"), engine=engine)
     pieces: list[WrittenPart] = []
-    begin(plan, str(quick_path / "many"))
+    begin(plan, str(tmp_path / "many"))
     sizes = []
     for index in reversed(range(count)):
         part = part_of(plan, index, count)
         sizes.append(part.bytes_read + sum(entry.nbytes for _, entry in part.pairs))
-        move(Mover(part, engine=engine), part, str(quick_path / "many"), pieces.append)
+        move(Mover(part, engine=engine), part, str(tmp_path / "many"), pieces.append)
     crcs = {}
     for output, _ in plan.files:
         here = [piece.crcs for piece in pieces if piece.path == output.path]
         parts = None if None in here else [part for crcs in here if crcs for part in crcs]
-        crcs[output.path], _ = seal(plan, output, str(quick_path / "many"), parts)
+        crcs[output.path], _ = seal(plan, output, str(tmp_path / "many"), parts)
     assert crcs == {written.path: written.crc32 for written in wanted.files}
-    assert contents(quick_path / "many") == contents(quick_path / "one")
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
     assert sum(sizes) == plan.bytes_read + sum(entry.nbytes for _, entry in plan.pairs)
     if kind not in ("hf", "lora"):
         assert max(sizes) - min(sizes) <= 64 + max(sizes) // 50
@@ -174,43 +172,43 @@ BESIDE = {
 """A second checkpoint that a command takes, or an output of the job before."""
 
 
-def test_srun_without_torch(zero2: Path, quick_path: Path) -> None:
-    same_from_any_number(JOBS, (1, 3), zero2, quick_path)
+def test_srun_without_torch(zero2: Path, tmp_path: Path) -> None:
+    same_from_any_number(JOBS, (1, 3), zero2, tmp_path)
 
 
 @proofs.only
-def test_what_is_computed_on_the_way_is_the_same(zero2: Path, quick_path: Path) -> None:
-    same_from_any_number(COMPUTED, (1, 2, 5), zero2, quick_path)
+def test_what_is_computed_on_the_way_is_the_same(zero2: Path, tmp_path: Path) -> None:
+    same_from_any_number(COMPUTED, (1, 2, 5), zero2, tmp_path)
 
 
 def same_from_any_number(
-    jobs: list[tuple[str, list[str], str]], sizes: tuple[int, ...], zero2: Path, quick_path: Path
+    jobs: list[tuple[str, list[str], str]], sizes: tuple[int, ...], zero2: Path, tmp_path: Path
 ) -> None:
     trials, outs = [], []
     for command, (checkpoint, *more), name in jobs:
         for size in sizes:
-            outs.append(quick_path / str(size) / name)
+            outs.append(tmp_path / str(size) / name)
             outs[-1].parent.mkdir(exist_ok=True)
             source = (
                 checkpoint if os.path.isabs(checkpoint) else str(outs[-1].parent / checkpoint if checkpoint else zero2)
             )
-            others = [str(quick_path / "1" / BESIDE[command])] if command in BESIDE else []
+            others = [str(tmp_path / "1" / BESIDE[command])] if command in BESIDE else []
             trials.append({"size": size, "arguments": [command, source, *others, str(outs[-1]), *more]})
     for done, out, trial in zip(started(*trials), outs, trials, strict=True):
         assert done["codes"] == [0] * trial["size"], (trial, done["err"])
         assert done["out"][0].startswith(str(out)) and not any(done["out"][1:])
-        assert contents(out) == contents(quick_path / "1" / out.name)
-    assert sorted(path.name for path in (quick_path / str(sizes[-1])).iterdir()) == sorted(
-        path.name for path in (quick_path / "1").iterdir()
+        assert contents(out) == contents(tmp_path / "1" / out.name)
+    assert sorted(path.name for path in (tmp_path / str(sizes[-1])).iterdir()) == sorted(
+        path.name for path in (tmp_path / "1").iterdir()
     )
 
 
-def test_a_call_of_every_rank(zero2: Path, quick_path: Path) -> None:
+def test_a_call_of_every_rank(zero2: Path, tmp_path: Path) -> None:
     """In Python, under torchrun; it is the same as that of one process."""
-    script = quick_path / "call.py"
+    script = tmp_path / "call.py"
     script.write_text("import sys, zckpt\nprint(zckpt.convert(*sys.argv[1:], dtype='bf16', together=True).out)\n")
     launcher = [f"{programs()}/torchrun", "--standalone", "--nproc_per_node=2"]
-    out, one = quick_path / "out", quick_path / "one"
+    out, one = tmp_path / "out", tmp_path / "one"
     done = subprocess.run(
         [*launcher, str(script), str(zero2), str(out)], env=ENVIRONMENT, capture_output=True, text=True, check=False,
         timeout=HANG_S,
@@ -221,12 +219,12 @@ def test_a_call_of_every_rank(zero2: Path, quick_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_torchrun(world: int, zero2: Path, quick_path: Path) -> None:
-    out, one = quick_path / "out", quick_path / "one"
+def test_torchrun(world: int, zero2: Path, tmp_path: Path) -> None:
+    out, one = tmp_path / "out", tmp_path / "one"
     arguments = ["to-bf16", str(zero2), str(out), *SMALL, "--json"]
     checkpoint = zero2
     if world == 3:
-        out, one, checkpoint = quick_path / "out.bin", quick_path / "one" / "out.bin", FIXTURES / "zero3/w12/checkpoint"
+        out, one, checkpoint = tmp_path / "out.bin", tmp_path / "one" / "out.bin", FIXTURES / "zero3/w12/checkpoint"
         arguments = ["to-bf16", str(checkpoint), str(out), "--json"]
     torchrun = [f"{programs()}/torchrun"] if world == 3 else [sys.executable, "-m", "torch.distributed.run"]
     launcher = [*torchrun, "--standalone", f"--nproc_per_node={world}"]
@@ -244,11 +242,11 @@ def test_torchrun(world: int, zero2: Path, quick_path: Path) -> None:
     assert contents(out) == contents(one)
 
 
-def test_overflows_of_all_are_added(tmp_path: Path, quick_path: Path) -> None:
+def test_overflows_of_all_are_added(tmp_path: Path) -> None:
     weights = torch.zeros(90_000)
     weights[::30_000] = torch.tensor([1e30, 2e30, 3e30])
     checkpoint = synth.zero12(tmp_path / "ckpt", [{"w": weights}], 2)
-    arguments = ["to-fp16", str(checkpoint), str(quick_path / "out"), "--json"]
+    arguments = ["to-fp16", str(checkpoint), str(tmp_path / "out"), "--json"]
     refused, clamped = started(
         {"size": 3, "arguments": arguments}, {"size": 3, "arguments": [*arguments, "--overflow", "clamp"]}
     )
@@ -263,10 +261,10 @@ def test_overflows_of_all_are_added(tmp_path: Path, quick_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["slurm", "env"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed(launcher: str, victim: int, zero2: Path, quick_path: Path) -> None:
-    arguments = ["to-bf16", str(zero2), str(quick_path / "out"), *SMALL]
+def test_a_process_that_is_killed(launcher: str, victim: int, zero2: Path, tmp_path: Path) -> None:
+    arguments = ["to-bf16", str(zero2), str(tmp_path / "out"), *SMALL]
     trial = {"size": 2, "launcher": launcher, "arguments": arguments, "constants": EARLY}
-    whole = {**trial, "arguments": ["to-bf16", str(zero2), str(quick_path / "whole"), *SMALL], "size": 1}
+    whole = {**trial, "arguments": ["to-bf16", str(zero2), str(tmp_path / "whole"), *SMALL], "size": 1}
     killed, again, alone = started({**trial, "kill": [victim, 2]}, {**trial, "size": 3}, {**whole, "launcher": "slurm"})
     survivor = 1 - victim
     assert killed["codes"][victim] == -signal.SIGKILL and killed["codes"][survivor] == 2
@@ -278,31 +276,31 @@ def test_a_process_that_is_killed(launcher: str, victim: int, zero2: Path, quick
         assert "lost touch" in told or "is gone" in told  # the store went with its process
     assert again["codes"] == [0, 0, 0], again["err"]
     assert alone["codes"] == [0]
-    assert contents(quick_path / "out") == contents(quick_path / "whole")
-    assert sorted(path.name for path in quick_path.iterdir()) == ["out", "whole"]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def test_one_process_goes_on_where_three_ended(zero2: Path, quick_path: Path) -> None:
-    out = quick_path / "out"
+def test_one_process_goes_on_where_three_ended(zero2: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     arguments = ["to-bf16", str(zero2), str(out), *SMALL]
     (killed,) = started({"size": 3, "arguments": arguments, "constants": {**EARLY, **LATE}, "kill": [2, 1]})
     assert killed["codes"] == [2, 2, -signal.SIGKILL] and not out.exists()
     report = zckpt.convert(zero2, out, dtype="bf16", options=Options(max_shard_size="300KB"))
     assert report.kept >= 1
-    assert [path.name for path in quick_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_torchrun_loses_a_process(zero2: Path, quick_path: Path) -> None:
-    out = quick_path / "out"
+def test_torchrun_loses_a_process(zero2: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "zckpt"]
     arguments = ["to-bf16", str(zero2), str(out), *SMALL]
     running = subprocess.Popen(
         [*launcher, *arguments, "--limit-rate", "200KB"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
-    journal, until = quick_path / ".out.zckpt" / "journal", time.monotonic() + HANG_S
+    journal, until = tmp_path / ".out.zckpt" / "journal", time.monotonic() + HANG_S
     while not journal.exists() and running.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
-    lock = quick_path / ".out.zckpt" / "lock"
+    lock = tmp_path / ".out.zckpt" / "lock"
     lead = int(lock.read_text().split()[1])
     family = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     for child in family:
@@ -312,20 +310,20 @@ def test_torchrun_loses_a_process(zero2: Path, quick_path: Path) -> None:
     assert running.returncode != 0 and not out.exists()
     assert "process 1 of 2" in told or "process 0 of 2" in told
     zckpt.convert(zero2, out, dtype="bf16", options=Options(max_shard_size="300KB"))
-    assert [path.name for path in quick_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_goes_wrong_is_told_to_all(zero2: Path, quick_path: Path) -> None:
-    checkpoint = shutil.copytree(zero2, quick_path / "ckpt")
-    out = str(quick_path / "out")
+def test_what_goes_wrong_is_told_to_all(zero2: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(zero2, tmp_path / "ckpt")
+    out = str(tmp_path / "out")
     arguments = ["to-bf16", str(zero2), out, *SMALL]
-    (quick_path / "there").mkdir()
-    (quick_path / "there" / "x").write_text("x")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").write_text("x")
     different, others, absent, exists, elsewhere = started(
         {"size": 3, "arguments": arguments, "of": {"1": ["to-fp32", *arguments[1:]]}},
         {"size": 2, "arguments": arguments, "of": {"1": ["to-bf16", str(checkpoint), out, *SMALL]}},
         {"size": 3, "arguments": arguments, "absent": [1], "constants": {"zckpt.team.together": {"JOIN_S": 3.0}}},
-        {"size": 2, "arguments": ["to-bf16", str(zero2), str(quick_path / "there")]},
+        {"size": 2, "arguments": ["to-bf16", str(zero2), str(tmp_path / "there")]},
         {"size": 2, "arguments": arguments, "constants": {"zckpt.team.together": {"JOIN_S": 1.0, "LEAVE_S": 1.0}},
          "of": {"1": ["to-bf16", str(zero2), f"{out}2"]}},
     )  # fmt: skip
@@ -337,7 +335,7 @@ def test_what_goes_wrong_is_told_to_all(zero2: Path, quick_path: Path) -> None:
     assert all("processes 1 of 3 did not come" in absent["err"][rank] for rank in (0, 2))
     assert exists["codes"] == [2, 2] and all("already exists" in told for told in exists["err"])
     assert elsewhere["codes"] == [2, 2] and all("did not come" in told for told in elsewhere["err"])
-    assert sorted(path.name for path in quick_path.iterdir()) == ["ckpt", "there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "there"]
 
 
 # ---- the team itself ---------------------------------------------------------------------------------------------------
@@ -446,9 +444,9 @@ def test_impossible_ranks(bad: dict[str, str]) -> None:
         detect_launcher({**TORCH, **bad})
 
 
-def test_a_library_call_is_alone(zero2: Path, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_call_is_alone(zero2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a training script, one rank converts what it likes."""
     monkeypatch.setattr(together, "_asked", False)  # the command line may have run in this process
     for name, value in TORCH.items():
         monkeypatch.setenv(name, value)
-    assert zckpt.convert(zero2, quick_path / "out").kept == 0
+    assert zckpt.convert(zero2, tmp_path / "out").kept == 0

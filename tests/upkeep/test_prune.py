@@ -398,14 +398,14 @@ def accelerate_loads(run: Path) -> str:
     return max((e for e in os.listdir(run)), key=lambda e: int(re.findall(r"[\/]?([0-9]+)(?=[^\/]*$)", e)[0]))
 
 
-def test_killed_at_every_call(quick_path: Path) -> None:
+def test_killed_at_every_call(tmp_path: Path) -> None:
     """Every directory with a save's name is whole at any time, those that stay are there, and the next run finishes."""
     rules = KeepRules(last=1)
     nth = 0
     while True:
         nth += 1
-        shutil.rmtree(quick_path / "run", ignore_errors=True)
-        run = run_of(quick_path, (1, 2, 3), source=ONE_FILE, name="checkpoint_{}")
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        run = run_of(tmp_path, (1, 2, 3), source=ONE_FILE, name="checkpoint_{}")
         whole = contents(run / "checkpoint_3")
         was_killed = killed_at(run, rules, nth)
         there = [name for name in os.listdir(run) if not name.startswith(".")]
