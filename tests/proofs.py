@@ -28,13 +28,10 @@ def cases(values: Iterable[Any]) -> list[Any]:
     return [pytest.param(*value, marks=MORE) for value in values] if IS_WHOLE else []
 
 
-def in_turn(rows: Sequence[Any], *axes: tuple[Any, ...], each: int = 1) -> list[tuple[Any, ...]]:
-    """Every row with all combinations of values; without proofs with so many of them, which take turns."""
+def in_turn(rows: Sequence[Any], *axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Every row with all combinations of values; without proofs with one, which take turns."""
     every = list(itertools.product(*axes))
-    many = len(every) if IS_WHOLE else each
-    return [
-        (row, *every[(number * each + more) % len(every)]) for number, row in enumerate(rows) for more in range(many)
-    ]
+    return [(row, *one) for at, row in enumerate(rows) for one in (every if IS_WHOLE else [every[at % len(every)]])]
 
 
 def covering(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:

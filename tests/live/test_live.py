@@ -98,7 +98,7 @@ def state():
 
 @proofs.MORE
 @pytest.mark.parametrize(
-    ("fixture", "dtype", "strided"), proofs.in_turn(FIXTURES, tuple(FLOATS), (False, True), each=2), ids=named
+    ("fixture", "dtype", "strided"), proofs.in_turn(FIXTURES, tuple(FLOATS), (False, True)), ids=named
 )
 def test_fixtures(fixture, dtype, strided):
     how = how_of(fixture)
