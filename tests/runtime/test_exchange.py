@@ -12,8 +12,8 @@ import torch
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import BF16, F32, U8, DType
 from zckpt.core.fragments import Fragment
+from zckpt.core.plan import Pair
 from zckpt.core.stores import FileStore
-from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.saves.exchange import EVERY, LARGEST_ITEM, Exchange, RankStore, WantedMoves, rounds_of
 from zckpt.runtime.world import elements_of
 

@@ -7,7 +7,7 @@ Moves are streamed, never held in a list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -210,6 +210,18 @@ class Plan:
 
     files: tuple[tuple[OutputFile, FileStore], ...]
     pairs: Sequence[Pair]
+
+    @classmethod
+    def of(cls, plans: Iterable[Plan]) -> Plan:
+        """One plan for the files of several, in their order."""
+        every = list(plans)
+        return cls(
+            tuple(file for plan in every for file in plan.files), [pair for plan in every for pair in plan.pairs]
+        )
+
+    def with_files(self, *more: tuple[OutputFile, FileStore] | None) -> Plan:
+        """The same with files behind it that nothing is moved into; a None is no file."""
+        return Plan((*self.files, *(file for file in more if file is not None)), self.pairs)
 
     def moves(self) -> Iterator[Move | None]:
         """The moves, made again on each call. After a None, the moves before it must be done before the next is taken."""

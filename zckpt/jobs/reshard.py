@@ -29,7 +29,6 @@ from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.companions import config_file
 from zckpt.layouts.save.listing import ReadOptions, is_deepspeed_file
 from zckpt.layouts.save.run_files import run_files
-from zckpt.layouts.zero.torch_files import Laid
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
@@ -95,7 +94,7 @@ def prepare(
     return plan_reshard(opened, target, laid, place, "latest", asked, asked.own.world_size)
 
 
-def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[ZeroTarget, Laid]:
+def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[ZeroTarget, Plan]:
     """The save that is asked for, and its files. Raises a ZckptError that says why there can be none."""
     target = target_of(opened.catalog, training, world.world_size, world.stage, world.precision or training.precision)
     target = replace(target, no_frozen=_has_no_frozen(opened))
@@ -106,7 +105,7 @@ def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[Ze
 def plan_reshard(
     opened: Opened,
     target: T,
-    laid: Laid,
+    laid: Plan,
     out: Location,
     pointer: str,
     asked: Asked[object],
@@ -125,13 +124,12 @@ def plan_reshard(
     """
     home = opened.place.home
     config = config_file(opened.config(), target.precision)
-    files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
     copies, notes = run_files(home, map(locate, asked.reading.also), world_size, opened.place.named)
     small, left_out = opened.companions()
     order = Order(
-        plan=Plan(files, laid.pairs), out=out, catalog=opened.catalog, options=target.as_json(),
-        copies=(*small, *copies), overwrite=asked.publishing.overwrite, buffer=asked.pacing.buffer, pace=asked.pacing.pace,
-        signing=asked.signing_key.signing(),
+        plan=laid.with_files(literal_file(pointer, target.tag.encode()), config), out=out, catalog=opened.catalog,
+        options=target.as_json(), copies=(*small, *copies), overwrite=asked.publishing.overwrite,
+        buffer=asked.pacing.buffer, pace=asked.pacing.pace, signing=asked.signing_key.signing(),
     )  # fmt: skip
     return PlannedReshard(opened, order, opened.catalog.source.notes + notes + left_out, target)
 

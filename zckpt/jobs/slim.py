@@ -24,8 +24,7 @@ from zckpt.base.words import count, examples, join_words, size
 from zckpt.containers import Container, TensorRef
 from zckpt.containers.storages import placeholders_in, tensors_in
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.plan import OutputFile, Plan, literal_file
-from zckpt.core.stores import FileStore
+from zckpt.core.plan import Plan, literal_file
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.declarations import SLIM, Asked
@@ -40,7 +39,7 @@ from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.universal import is_state
-from zckpt.layouts.zero.torch_files import Pair, plan_copy
+from zckpt.layouts.zero.torch_files import plan_copy
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
 from zckpt.storage.location import locate
@@ -123,19 +122,19 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     listing, family = opened.place.listing, family_of(opened.place.listing)
     cut = Cut("optimizer" in asked.own.drop, "frozen" in asked.own.drop)
     prefix = f"{listing.tag}/" if listing.tag and family.tagged else ""
-    files: list[tuple[OutputFile, FileStore]] = []
-    pairs: list[Pair] = []
+    plan = Plan((), ())
     equal: list[tuple[TensorEntry, TensorEntry]] = []
     left_out: set[str] = set()
     others: list[str] = []
     before = sum(file.size() for file in listing.files.values())
     if (fewer := fewer_items(opened, asked)) is not None:
-        files, pairs, before, others = fewer.files, [*fewer.pairs], fewer.nbytes, [*fewer.left_out]
+        plan, before, others = fewer.plan, fewer.nbytes, [*fewer.left_out]
         cut.bytes.update(fewer.dropped)
     else:
         containers = _containers(opened, asked)
         equal = _choose_tensors(opened.catalog, listing, containers, cut, asked)
         left_out = _optimizer_files(listing, containers) if cut.optimizer else set()
+        parts: list[Plan] = []
         for name, file in listing.files.items():
             if name in left_out:
                 cut.count("optimizer", file.size())
@@ -146,11 +145,10 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
             if made is None and not is_copied(opened.place, name):
                 others.append(prefix + name)
                 continue
-            made_file, filled = made or plan_copy(prefix + name, file.store())
-            files.append(made_file)
-            pairs += filled
+            parts.append(made or plan_copy(prefix + name, file.store()))
+        plan = Plan.of(parts)
     _check_dropped(opened, asked, cut, left_out)
-    saved = before - sum(file.size for file, _ in files)
+    saved = before - sum(file.size for file, _ in plan.files)
     if saved <= 0 and not cut.bytes:
         raise UsageError(
             "there is nothing to leave out", file=source, found="no storage that is larger than its tensors",
@@ -158,14 +156,14 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
         )  # fmt: skip
     if prefix:
         pointer = UNIVERSAL_POINTER if family is universal.FAMILY else "latest"
-        files.append(literal_file(pointer, listing.tag.encode()))
+        plan = plan.with_files(literal_file(pointer, listing.tag.encode()))
     copies, not_copied = opened.companions()
     home = opened.place.home
     if (config := home / "config.json").is_file() and is_own(config, home, opened.place.named):
         copies.append((config, "config.json"))
-    there = {file.path for file, _ in files}
+    there = {file.path for file, _ in plan.files}
     order = Order(
-        plan=Plan(tuple(files), pairs), out=place, catalog=opened.catalog, options={"drop": sorted(asked.own.drop)},
+        plan=plan, out=place, catalog=opened.catalog, options={"drop": sorted(asked.own.drop)},
         copies=tuple((file, name) for file, name in copies if name not in there), overwrite=asked.publishing.overwrite,
         buffer=asked.pacing.buffer, pace=asked.pacing.pace, signing=asked.signing_key.signing(),
     )  # fmt: skip

@@ -16,14 +16,13 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, ZckptError
 from zckpt.containers import Container, TensorRef, TensorSpec
 from zckpt.containers.storages import tensors_in, waste_of
-from zckpt.core.plan import OutputFile
-from zckpt.core.stores import FileStore
+from zckpt.core.plan import Plan
 from zckpt.layouts import is_of_save
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import is_own
 from zckpt.layouts.save.listing import SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import whole
-from zckpt.layouts.zero.torch_files import Pair, TorchFile
+from zckpt.layouts.zero.torch_files import TorchFile
 
 _MOST_DEPTH = 40
 _LABEL = "ds_id"
@@ -133,9 +132,7 @@ def is_copied(place: Place, name: str) -> bool:
     return True
 
 
-def slim_file(
-    path: str, container: Container, cut: Cut, swapped: Callable[[str], bool]
-) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
+def slim_file(path: str, container: Container, cut: Cut, swapped: Callable[[str], bool]) -> Plan | None:
     """A file without what is left out and without waste; None if it has neither.
 
     Args:

@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.core.plan import literal_file
+from zckpt.core.plan import Plan, literal_file
 from zckpt.jobs.declarations import Asked
 from zckpt.jobs.open import Opened
 from zckpt.jobs.own_groups import Slim
 from zckpt.jobs.slim_files import is_copied
 from zckpt.layouts import dcp, family_of, megatron_core
 from zckpt.layouts.dcp.metadata import read_metadata
-from zckpt.layouts.dcp.smaller import Files, nbytes_of, of_optimizers, without
+from zckpt.layouts.dcp.smaller import nbytes_of, of_optimizers, without
 from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_tracker
 from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.listing import list_files
-from zckpt.layouts.zero.torch_files import Pair, plan_copy
+from zckpt.layouts.zero.torch_files import plan_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,13 @@ class FewerItems:
     """The files of a smaller save.
 
     Attributes:
-        files: of it.
-        pairs: what is moved into them.
+        plan: of them.
         dropped: what is left out -> bytes.
         nbytes: of the save that it is made from, the optimizer beside it included.
         left_out: files that are links out of the save, and not copied.
     """
 
-    files: Files
-    pairs: Sequence[Pair]
+    plan: Plan
     dropped: Mapping[str, int]
     nbytes: int
     left_out: Sequence[str]
@@ -87,16 +85,12 @@ def fewer_items(opened: Opened, asked: Asked[Slim]) -> FewerItems | None:
     if is_megatron and OF_MEGATRON.fullmatch(listing.directory.absolute().name):
         home = f"{listing.directory.absolute().name}/"
     left_out = [name for name in listing.files if not is_copied(opened.place, name)]
-    files, kept = without(listing, metadata, owned, home)
-    pairs: list[Pair] = [*kept]
+    plan = without(listing, metadata, owned, home)
     if is_megatron:
-        written = {file.path for file, _ in files}
+        written = {file.path for file, _ in plan.files}
         named = (n for n in listing.files if not n.endswith(".distcp") and n != ".metadata" and home + n not in written)
-        named = (name for name in named if name not in left_out)
-        for name in named:
-            file, moved = plan_copy(home + name, listing.files[name].store())
-            files.append(file)
-            pairs += moved
+        copies = (plan_copy(home + n, listing.files[n].store()) for n in named if n not in left_out)
+        plan = Plan.of([plan, *copies])
     if home and is_megatron:
-        files.append(literal_file(TRACKER, read_tracker(listing.directory.absolute().name).encode()))
-    return FewerItems(files, pairs, {"optimizer": dropped} if dropped else {}, nbytes, left_out)
+        plan = plan.with_files(literal_file(TRACKER, read_tracker(listing.directory.absolute().name).encode()))
+    return FewerItems(plan, {"optimizer": dropped} if dropped else {}, nbytes, left_out)

@@ -130,19 +130,15 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     optimizer = "optimizer" if asked.own.accelerate else asked.own.optimizer
     if optimizer is not None:
         _add_optimizer(other, _path(optimizer), key, opened, stripped, catalog, asked)
-    files, pairs = save.finish()
-    if other is not save:
-        more, moved = other.finish()
-        files, pairs = [*files, *more], [*pairs, *moved]
     usual = asked.casting.dtype or usual_dtype(catalog.tensors.values())
-    if (config := config_file(opened.config(form.config), usual)) is not None:
-        files.append(config)
+    saves = [save] if other is save else [save, other]
+    plan = Plan.of(each.finish() for each in saves).with_files(config_file(opened.config(form.config), usual))
     home = opened.place.home
     copies, said = run_files(home, map(locate, asked.reading.also), named=opened.place.named)
     small, left_out = opened.companions()
     copies = [*small, *copies]
     notes += said + left_out
-    order = order_for(asked, Plan(tuple(files), pairs), place, catalog, copies, form.recorded)
+    order = order_for(asked, plan, place, catalog, copies, form.recorded)
     fates = find_left_out(
         stripped, form.catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=form.dropped
     )

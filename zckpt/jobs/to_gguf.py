@@ -17,7 +17,6 @@ from zckpt.base.progress import Progress
 from zckpt.base.sizes import to_bytes
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.ledger import names_unread
-from zckpt.core.plan import Plan
 from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_GGUF, Asked
@@ -153,17 +152,16 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     metadata = as_written(found, asked.own.type, matrix)
     most = None if asked.own.split_max_size is None else to_bytes(asked.own.split_max_size)
     name = os.path.splitext(place.resolved().name)[0] if single else stem
-    layout = lay_out(tensors, types, metadata, name, most, matrix)
-    if single and len(layout.files) > 1:
+    plan = lay_out(tensors, types, metadata, name, most, matrix)
+    if single and len(plan.files) > 1:
         raise UsageError(
-            "the model does not fit into one file of that size", file=place, found=f"{len(layout.files):,} files",
+            "the model does not fit into one file of that size", file=place, found=f"{len(plan.files):,} files",
             remedy="Give a directory as OUT, or a greater --split-max-size.",
         )  # fmt: skip
     catalog = replace(model.catalog, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
     form = {**model.recorded["form"], "type": asked.own.type, **({} if rows is None else {"rows": rows})}
     if matrix is not None:
         form["imatrix"] = {"file": matrix.path, "digest": digest_of(locate(matrix.path))}
-    plan = Plan(layout.files, layout.pairs)
     fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=model.dropped)
     order = replace(order_for(asked, plan, place, catalog, (), {"form": form}, single=single), left_out=fates)
     said = (*opened.catalog.source.notes, *notes, *model.notes, *more, *left_out)
@@ -188,14 +186,14 @@ def _prepare_vision(
         FILE_TYPES[own.type], opened.place.named, vision_parameters(config, FILE_TYPES[own.type]),
     )  # fmt: skip
     metadata, more, stem = metadata_of(beside)
-    layout = lay_out(tensors, types, metadata, os.path.splitext(place.resolved().name)[0] if single else stem)
+    plan = lay_out(tensors, types, metadata, os.path.splitext(place.resolved().name)[0] if single else stem)
     catalog = replace(stripped, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
     unread = dict.fromkeys(names_unread(stripped, catalog.tensors), "form")
     fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=unread)
     said: dict[str, object] = {"names": GGUF, "type": own.type, "mmproj": True}
     if own.config is not None:
         said["config"] = dict(config)
-    order = order_for(asked, Plan(layout.files, layout.pairs), place, catalog, (), {"form": said}, single=single)
+    order = order_for(asked, plan, place, catalog, (), {"form": said}, single=single)
     sources = {str(number): entry for number, entry in enumerate(_sources(tensors))}
     read = replace(stripped, tensors=sources, aliases={})
     notes = (*opened.catalog.source.notes, *notes, *more)

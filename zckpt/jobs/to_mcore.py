@@ -15,7 +15,6 @@ from typing import Any
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.core.dtypes import DType
-from zckpt.core.plan import Plan
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for, usual_dtype
 from zckpt.jobs.declarations import TO_MCORE, Asked
@@ -152,14 +151,13 @@ def prepare(
     }
     if states is not None:
         arguments |= {"no_save_optim": False, "use_distributed_optimizer": True, "iteration": states.step}
-    files, pairs = lay_out(
+    plan = lay_out(
         tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=asked.own.max_file_bytes,
         optimizer=states,
     )  # fmt: skip
-    if (config := config_file(opened.config(model.config), usual)) is not None:
-        files.append(config)
+    plan = plan.with_files(config_file(opened.config(model.config), usual))
     copies, left_out = opened.companions()
-    order = order_for(asked, Plan(tuple(files), pairs), place, catalog, copies, recorded)
+    order = order_for(asked, plan, place, catalog, copies, recorded)
     fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=model.dropped)
     order = replace(order, left_out=fates)
     notes = (

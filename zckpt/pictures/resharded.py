@@ -10,13 +10,13 @@ from zckpt.base.words import count
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
+from zckpt.core.plan import Plan
 from zckpt.jobs.declarations import Asked
 from zckpt.jobs.open import open_asked
 from zckpt.jobs.own_groups import TargetWorld
 from zckpt.jobs.reshard import laid_out
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME
-from zckpt.layouts.zero.torch_files import Laid
 from zckpt.pictures.pieces import MODULE, WEIGHTS, PieceLayer, Purpose, contents_of, layer_of
 from zckpt.pictures.rows import FileGrid, FileRow, MappedFile, RowGroup
 
@@ -71,7 +71,7 @@ _PURPOSES: Mapping[str, Purpose] = {WEIGHTS: "weight", MODULE: "module"}
 
 
 def _parts(
-    laid: Laid, training: Training, number_of: Mapping[str, int]
+    laid: Plan, training: Training, number_of: Mapping[str, int]
 ) -> dict[str, list[tuple[int, DType, Sequence[Fragment]]]]:
     """Layer -> the fragments of each tensor in it. Data of no tensor, such as step counters, is in no layer."""
     states = {
@@ -99,7 +99,7 @@ def _is_model(fragments: Sequence[Fragment]) -> bool:
     return all(str(fragment.store).endswith("_model_states.pt") for fragment in fragments)
 
 
-def _grid(laid: Laid) -> FileGrid:
+def _grid(laid: Plan) -> FileGrid:
     files: list[MappedFile] = []
     numbers: dict[str, int] = {}
     ranks: dict[int, dict[str, int]] = {}

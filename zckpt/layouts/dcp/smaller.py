@@ -13,16 +13,13 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import U8
 from zckpt.core.fragments import Fragment
-from zckpt.core.plan import OutputFile, literal_file
+from zckpt.core.plan import OutputFile, Pair, Plan, literal_file
 from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import optimizers_of
 from zckpt.layouts.dcp.write import Described, metadata_file
 from zckpt.layouts.save.listing import Listing
-
-Files = list[tuple[OutputFile, FileStore]]
-Pairs = list[tuple[TensorEntry, TensorEntry]]
 
 
 def of_optimizers(metadata: Metadata) -> frozenset[str]:
@@ -36,8 +33,8 @@ def nbytes_of(metadata: Metadata, names: Collection[str]) -> int:
     return sum(place.length for place in {p for name in names for p in _places(metadata.items[name])})
 
 
-def without(listing: Listing, metadata: Metadata, dropped: Collection[str], directory: str) -> tuple[Files, Pairs]:
-    """The files of a save without some of its items, and what is moved into them.
+def without(listing: Listing, metadata: Metadata, dropped: Collection[str], directory: str) -> Plan:
+    """The files of a save without some of its items.
 
     Args:
         listing: of the save.
@@ -50,8 +47,8 @@ def without(listing: Listing, metadata: Metadata, dropped: Collection[str], dire
     """
     kept = {name: item for name, item in metadata.items.items() if name not in dropped}
     moved: dict[ItemPlace, ItemPlace] = {}
-    files: Files = []
-    pairs: Pairs = []
+    files: list[tuple[OutputFile, FileStore]] = []
+    pairs: list[Pair] = []
     by_file: dict[str, list[ItemPlace]] = {}
     for place in sorted({place for item in kept.values() for place in _places(item)}):
         by_file.setdefault(place.file, []).append(place)
@@ -71,7 +68,7 @@ def without(listing: Listing, metadata: Metadata, dropped: Collection[str], dire
     items = {name: _describe_item(item, moved) for name, item in kept.items()}
     beside: dict[object, object] = {name: value for name, value in metadata.beside.items() if name in kept}
     files.append(literal_file(f"{directory}.metadata", metadata_file(items, paths, beside)))
-    return files, pairs
+    return Plan(tuple(files), pairs)
 
 
 def _places(item: TensorItem | BytesItem) -> Sequence[ItemPlace]:

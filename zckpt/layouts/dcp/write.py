@@ -24,7 +24,7 @@ from zckpt.containers.skeleton import Skeleton
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
-from zckpt.core.plan import Checksum, OutputFile, literal_file
+from zckpt.core.plan import Checksum, OutputFile, Pair, Plan, literal_file
 from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace, Shape
 from zckpt.layouts.dcp.metadata import Path
@@ -129,8 +129,8 @@ class DcpWriter:
             self._files.append(_DataFile(f"__0_{len(self._files)}.distcp", 0, [], []))
         return self._files[-1].append(skeleton), self._files[-1]
 
-    def finish(self) -> tuple[list[tuple[OutputFile, FileStore]], list[tuple[TensorEntry, TensorEntry]]]:
-        """The files, and (source, destination) of each tensor in the order of their bytes."""
+    def finish(self) -> Plan:
+        """The plan of the files, in the order of their bytes."""
         stores = {file.path: FileStore(self.directory + file.path, file.size) for file in self._files}
         files = [
             (OutputFile(store.path, file.size, tuple(file.literals), tuple(file.checksums)), store)
@@ -138,12 +138,12 @@ class DcpWriter:
             for store in (stores[file.path],)
         ]
         files.append(literal_file(f"{self.directory}.metadata", metadata_file(self._items, self._paths)))
-        pairs: list[tuple[TensorEntry, TensorEntry]] = []
+        pairs: list[Pair] = []
         for laid in self._tensors:
             fragments = tuple(Fragment(stores[file.path], at, start, count) for file, at, start, count in laid.runs)
             entry = laid.source
             pairs.append((entry, replace(entry, dtype=laid.dtype, fragments=fragments, replicas=())))
-        return files, pairs
+        return Plan(tuple(files), pairs)
 
 
 Described = tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers.gguf_file import BY_DTYPE, BY_NAME, Q8_0, GgmlType, GgufSpec, GgufValue, skeleton
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32
 from zckpt.core.fragments import Fragment
-from zckpt.core.plan import OutputFile, Pair
+from zckpt.core.plan import OutputFile, Pair, Plan
 from zckpt.core.stores import FileStore
 from zckpt.layouts.gguf.blocks import in_blocks
 from zckpt.layouts.gguf.importance import ImportanceMatrix
@@ -75,14 +74,6 @@ def as_written(metadata: Mapping[str, GgufValue], asked: str, matrix: Importance
     return {**first, **last, **({} if matrix is None else matrix.facts)}
 
 
-@dataclass(frozen=True, slots=True)
-class GgufLayout:
-    """Files to be written, and each tensor's source and place in them."""
-
-    files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: tuple[Pair, ...]
-
-
 def lay_out(
     tensors: Sequence[TensorEntry],
     types: Mapping[str, GgmlType],
@@ -90,7 +81,7 @@ def lay_out(
     stem: str,
     most_bytes: int | None = None,
     matrix: ImportanceMatrix | None = None,
-) -> GgufLayout:
+) -> Plan:
     """Lays out the files.
 
     Args:
@@ -137,7 +128,7 @@ def lay_out(
             place = (Fragment(store, frame.offsets[spec.name], 0, numel),)
             to = replace(source, shape=spec.stored, dtype=spec.type.dtype, fragments=place, replicas=())
             pairs.append((source, to))
-    return GgufLayout(tuple(files), tuple(pairs))
+    return Plan(tuple(files), pairs)
 
 
 def _split_parts(specs: Sequence[GgufSpec], most_bytes: int | None) -> list[list[GgufSpec]]:

@@ -25,7 +25,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.containers import Placeholder, torch_zip
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.plan import OutputFile, literal_file
+from zckpt.core.plan import OutputFile, Plan, literal_file
 from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.steps import TRACKER
@@ -123,8 +123,8 @@ def lay_out(
     numbered_layers: bool,
     max_file_bytes: int,
     optimizer: MegatronOptimizer | None = None,
-) -> tuple[list[tuple[OutputFile, FileStore]], list[tuple[TensorEntry, TensorEntry]]]:
-    """The files of a run directory with this one save, and (source, destination) of each tensor.
+) -> Plan:
+    """The files of a run directory with this one save.
 
     Args:
         tensors: of the model.
@@ -152,7 +152,6 @@ def lay_out(
             for spelling in spellings[entry.name]:
                 save.again((optimizer.key(state, spelling),), (optimizer.key(state, entry.name),))
         content["distrib_optim_sharding_type"] = RESHARDABLE
-    files, pairs = save.finish()
     common: dict[str, object] = {
         "args": Placeholder("argparse", "Namespace", (), dict(arguments), called=True, new=True),
         "checkpoint_version": 3.0,
@@ -164,12 +163,11 @@ def lay_out(
         common |= {"optimizer": optimizer.common(), "opt_param_scheduler": optimizer.schedule()}
     skeleton = torch_zip.skeleton_of(common, [])
     path = f"{tag}/common.pt"
-    files.append(
-        (OutputFile(path, skeleton.size, skeleton.literals, skeleton.checksums), FileStore(path, skeleton.size))
+    return save.finish().with_files(
+        (OutputFile(path, skeleton.size, skeleton.literals, skeleton.checksums), FileStore(path, skeleton.size)),
+        literal_file(f"{tag}/metadata.json", json.dumps(_VERSIONS).encode()),
+        literal_file(TRACKER, (str(optimizer.step) if optimizer else RELEASE).encode()),
     )
-    files.append(literal_file(f"{tag}/metadata.json", json.dumps(_VERSIONS).encode()))
-    files.append(literal_file(TRACKER, (str(optimizer.step) if optimizer else RELEASE).encode()))
-    return files, pairs
 
 
 def _objects(tensors: Iterable[MegatronTensor]) -> Iterator[str]:

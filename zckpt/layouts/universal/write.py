@@ -13,10 +13,8 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import F32, U8, DType
-from zckpt.core.fragments import Fragment
-from zckpt.core.plan import OutputFile
-from zckpt.core.stores import FileStore
+from zckpt.core.dtypes import F32, DType
+from zckpt.core.plan import Plan
 from zckpt.layouts.joining.slices import Joint, first_rows
 from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.moe.experts import is_own
@@ -24,9 +22,8 @@ from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.universal import HOME, MASTER
 from zckpt.layouts.universal.read import STATE
-from zckpt.layouts.zero.torch_files import Laid, Pair, TorchFile
+from zckpt.layouts.zero.torch_files import TorchFile, plan_copy
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_model
-from zckpt.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class UniversalTarget:
         return {"precision": self.precision.torch_name}
 
 
-def lay_out(catalog: Catalog, training: Training, listing: Listing, target: UniversalTarget) -> Laid:
+def lay_out(catalog: Catalog, training: Training, listing: Listing, target: UniversalTarget) -> Plan:
     """The files of a universal checkpoint, as DeepSpeed's own converter writes them, without `latest_universal`.
 
     Args:
@@ -60,13 +57,7 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
         UnsupportedError: a parameter's name is too long for a directory, or DeepSpeed has no universal form for experts.
     """
     _check_experts(catalog)
-    files: list[tuple[OutputFile, FileStore]] = []
-    pairs: list[Pair] = []
-
-    def add(made: tuple[tuple[OutputFile, FileStore], list[Pair]]) -> None:
-        files.append(made[0])
-        pairs.extend(made[1])
-
+    made: list[Plan] = []
     stage_3 = catalog.source.zero_stage == 3
     default = None if stage_3 and catalog.topology.tp * catalog.topology.pp == 1 else _END_TO_END
     for group in training.groups:
@@ -74,23 +65,23 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
             home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
             joint = training.joined.get(name, default)
             for state, entry in {MASTER: catalog.tensors[name], **training.states_of(name, group)}.items():
-                add(_tensor_file(f"{home}/{state}.pt", entry, joint))
+                made.append(_tensor_file(f"{home}/{state}.pt", entry, joint))
             if "step" in group.scalars and not stage_3:
                 file = TorchFile(f"{home}/step.pt")
-                add(file.finish(file.adopt(group.scalars["step"])))
+                made.append(file.finish(file.adopt(group.scalars["step"])))
     if not stage_3 and not listing.matching(LAYER_NAME):  # a pipeline's are in its layer files
         for name, entry in _others(catalog):
             home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
-            add(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
+            made.append(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
     file = TorchFile(f"{target.tag}/{STATE}")
-    add(file.finish(file.adopt(_without_partitions(training, stage_3, catalog.topology.dp))))
+    made.append(file.finish(file.adopt(_without_partitions(training, stage_3, catalog.topology.dp))))
     if not catalog.source.zero_stage:  # of a run without ZeRO there are none that say whose parameters are whose
-        laid = lay_out_model(catalog, training, ZeroTarget(target.tag, 1, 1, target.precision))
-        return Laid((*files, *laid.files), (*pairs, *laid.pairs))
+        return Plan.of([*made, lay_out_model(catalog, training, ZeroTarget(target.tag, 1, 1, target.precision))])
     for name, place in listing.files.items():
         if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
-            add(_model_file(listing, name, f"{target.tag}/{name}", stage_3) or _copy(place, f"{target.tag}/{name}"))
-    return Laid(tuple(files), tuple(pairs))
+            path = f"{target.tag}/{name}"
+            made.append(_model_file(listing, name, path, stage_3) or plan_copy(path, place.store()))
+    return Plan.of(made)
 
 
 def _check_experts(catalog: Catalog) -> None:
@@ -132,9 +123,7 @@ _LONGEST = 255
 """The most bytes of a file name, on every file system that is used for training."""
 
 
-def _tensor_file(
-    path: str, entry: TensorEntry, joint: Joint | None, dtype: DType | None = None
-) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+def _tensor_file(path: str, entry: TensorEntry, joint: Joint | None, dtype: DType | None = None) -> Plan:
     """A file of one tensor: with words on how it was joined, or, if there are none, bare and flat."""
     file = TorchFile(path)
     if joint is None:
@@ -176,9 +165,7 @@ def _without_partitions(training: Training, stage_3: bool, ranks: int) -> dict[s
     return {**kept, "param_groups": groups}
 
 
-def _model_file(
-    listing: Listing, name: str, path: str, stage_3: bool
-) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
+def _model_file(listing: Listing, name: str, path: str, stage_3: bool) -> Plan | None:
     """A model file of a run with AutoEP, with its record in the place where the engine looks for it; None for other
     runs.
     """
@@ -199,14 +186,3 @@ def _model_file(
 
 
 _OF_LAYER = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
-
-
-def _copy(place: Location, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-    """A copy of a file, byte for byte."""
-    source = place.store()
-    store = FileStore(name, source.size)
-    of, to = (
-        TensorEntry(name, (source.size,), U8, "buffer", (Fragment(where, 0, 0, source.size),) if source.size else ())
-        for where in (source, store)
-    )
-    return (OutputFile(name, source.size), store), [(of, to)]

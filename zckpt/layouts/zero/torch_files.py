@@ -17,11 +17,9 @@ from zckpt.containers import NumpyArray, Placeholder, TensorRef, TensorSpec, tor
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import U8, DType
 from zckpt.core.fragments import Fragment
-from zckpt.core.plan import OutputFile
+from zckpt.core.plan import OutputFile, Pair, Plan
 from zckpt.core.stores import FileStore
 from zckpt.layouts.save.module_states import whole
-
-Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +29,6 @@ class Inline:
     dtype: DType
     shape: tuple[int, ...]
     data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Laid:
-    """Files to be written, and the pairs that fill them, file by file."""
-
-    files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: tuple[Pair, ...]
 
 
 class Filling(NamedTuple):
@@ -121,8 +111,8 @@ class TorchFile:
         finally:
             above.discard(id(value))
 
-    def finish(self, root: object) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-        """The file, and the pairs that fill it, in the order of its bytes."""
+    def finish(self, root: object) -> Plan:
+        """The file's plan, in the order of its bytes."""
         skeleton = torch_zip.skeleton_of(root, self._specs, phases=self._phases())
         store = FileStore(self.path, skeleton.size)
         pairs: list[Pair] = []
@@ -143,7 +133,7 @@ class TorchFile:
             if spec.numel > filled:
                 literals.append((offset + filled * itemsize, bytes((spec.numel - filled) * itemsize)))
         output = OutputFile(self.path, skeleton.size, tuple(literals), skeleton.checksums)
-        return (output, store), pairs
+        return Plan(((output, store),), pairs)
 
     def _phases(self) -> dict[str, int]:
         """The places in a page at which long records begin: those of most of their elements in the source files."""
@@ -154,15 +144,15 @@ class TorchFile:
         }
 
 
-def plan_copy(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+def plan_copy(path: str, store: FileStore) -> Plan:
     """A file that is a copy of another one."""
     made = FileStore(path, store.size)
     if not store.size:
-        return (OutputFile(path, 0), made), []
+        return Plan(((OutputFile(path, 0), made),), ())
     pair = tuple(
         TensorEntry(path, (store.size,), U8, "buffer", (Fragment(each, 0, 0, store.size),)) for each in (store, made)
     )
-    return (OutputFile(path, store.size), made), [(pair[0], pair[1])]
+    return Plan(((OutputFile(path, store.size), made),), [(pair[0], pair[1])])
 
 
 def _phase(spec: TensorSpec, fillings: Sequence[Filling]) -> int:

@@ -25,8 +25,7 @@ from zckpt.containers import Placeholder, TensorSpec
 from zckpt.containers.emit import Size
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F16, DType
-from zckpt.core.plan import OutputFile
-from zckpt.core.stores import FileStore
+from zckpt.core.plan import Plan
 from zckpt.layouts.run.training import Form, ParameterGroup, Training, new_scaler
 from zckpt.layouts.run.vectors import VectorRun
 from zckpt.layouts.zero.partition import (
@@ -39,7 +38,7 @@ from zckpt.layouts.zero.partition import (
     round_robin,
     sub_groups,
 )
-from zckpt.layouts.zero.torch_files import Filling, Laid, Pair, TorchFile
+from zckpt.layouts.zero.torch_files import Filling, TorchFile
 
 DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's own (runtime/zero/config.py)."""
@@ -85,7 +84,7 @@ class ZeroTarget:
         return f"{self.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
 
 
-def lay_out(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
+def lay_out(catalog: Catalog, training: Training, target: ZeroTarget) -> Plan:
     """The files of a save, without `latest`.
 
     Args:
@@ -98,21 +97,17 @@ def lay_out(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
         UnsupportedError: something in the client state cannot be written.
     """
     writer = _writer(catalog, training, target)
-    parts = [_files(writer, rank) for rank in range(target.world_size)]
-    return Laid(
-        tuple(file for part in parts for file in part.files), tuple(pair for part in parts for pair in part.pairs)
-    )
+    return Plan.of(file for rank in range(target.world_size) for file in writer.files(rank))
 
 
-def lay_out_rank(catalog: Catalog, training: Training, target: ZeroTarget, rank: int) -> Laid:
+def lay_out_rank(catalog: Catalog, training: Training, target: ZeroTarget, rank: int) -> Plan:
     """The files of one rank of a save; otherwise as `lay_out`."""
-    return _files(_writer(catalog, training, target), rank)
+    return Plan.of(_writer(catalog, training, target).files(rank))
 
 
-def lay_out_model(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
+def lay_out_model(catalog: Catalog, training: Training, target: ZeroTarget) -> Plan:
     """The model file alone, of stages 1 and 2; otherwise as `lay_out`."""
-    file, pairs = _Stage12(catalog, training, target).model_file()
-    return Laid((file,), tuple(pairs))
+    return _Stage12(catalog, training, target).model_file()
 
 
 def _writer(catalog: Catalog, training: Training, target: ZeroTarget) -> _Stage12 | _Stage3:
@@ -125,11 +120,6 @@ def _writer(catalog: Catalog, training: Training, target: ZeroTarget) -> _Stage1
             found=f"only in one of them: {examples(set(owned) ^ set(trained))}",
         )
     return _Stage3(catalog, training, target) if target.stage == 3 else _Stage12(catalog, training, target)
-
-
-def _files(writer: _Stage12 | _Stage3, rank: int) -> Laid:
-    made = list(writer.files(rank))
-    return Laid(tuple(file for file, _ in made), tuple(pair for _, filled in made for pair in filled))
 
 
 class _ZeroWriter:
@@ -236,18 +226,18 @@ class _Stage12(_ZeroWriter):
     def _order(self, names: Sequence[str]) -> Sequence[str]:
         return in_order(round_robin(len(names), self.target.world_size), names) if self.target.round_robin else names
 
-    def files(self, rank: int) -> Iterator[tuple[tuple[OutputFile, FileStore], list[Pair]]]:
+    def files(self, rank: int) -> Iterator[Plan]:
         if rank == 0:
             yield self.model_file()
         yield self.optim_file(rank)
 
-    def model_file(self) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    def model_file(self) -> Plan:
         file = self.file(f"{self.target.tag}/mp_rank_00_model_states.pt")
         module = {name: self.weight(file, entry) for name, entry in self.catalog.tensors.items()}
         module |= {dropped: module[kept] for dropped, kept in self.catalog.aliases.items()}
         return file.finish(self.model_root(file, 0, module, {name: module[name] for name in self.frozen}))
 
-    def optim_file(self, rank: int) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    def optim_file(self, rank: int) -> Plan:
         target = self.target
         file = self.file(target.file_of(rank, "optim"))
         states: dict[int, object] = {}
@@ -320,7 +310,7 @@ class _Stage3(_ZeroWriter):
         held = [[partition_numel(math.prod(s), size) for s in shapes.values()] for shapes in self.shapes]
         self.cuts = [sub_groups(numels, target.sub_group_size) for numels in held]
 
-    def files(self, rank: int) -> Iterator[tuple[tuple[OutputFile, FileStore], list[Pair]]]:
+    def files(self, rank: int) -> Iterator[Plan]:
         yield self.model_file(rank)
         yield self.optim_file(rank)
 
@@ -331,7 +321,7 @@ class _Stage3(_ZeroWriter):
         held = partition_of(entry.numel, self.target.world_size, rank)
         return Filling(entry, held.start, len(held), at)
 
-    def model_file(self, rank: int) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    def model_file(self, rank: int) -> Plan:
         target = self.target
         file = self.file(target.file_of(rank, "model"))
         module: dict[str, object] = {}
@@ -349,7 +339,7 @@ class _Stage3(_ZeroWriter):
         module |= {dropped: module[kept] for dropped, kept in self.catalog.aliases.items()}
         return file.finish(self.model_root(file, rank, module, fragments))
 
-    def optim_file(self, rank: int) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    def optim_file(self, rank: int) -> Plan:
         target = self.target
         file = self.file(target.file_of(rank, "optim"))
         masters: list[TensorSpec] = []

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32
+from zckpt.core.plan import Plan
 from zckpt.layouts.run.training import Training
-from zckpt.layouts.zero.torch_files import Laid, TorchFile
+from zckpt.layouts.zero.torch_files import TorchFile
 
 
-def lay_out(catalog: Catalog, training: Training, tag: str, world_size: int) -> Laid:
+def lay_out(catalog: Catalog, training: Training, tag: str, world_size: int) -> Plan:
     """The file of a save, without `latest`.
 
     Args:
@@ -49,8 +50,7 @@ def lay_out(catalog: Catalog, training: Training, tag: str, world_size: int) -> 
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
     }
-    made, pairs = file.finish(root)
-    return Laid((made,), tuple(pairs))
+    return file.finish(root)
 
 
 def _optimizer(file: TorchFile, catalog: Catalog, training: Training) -> Mapping[str, object]:

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError
 from zckpt.core.dtypes import ALL
-from zckpt.core.plan import Move, route
+from zckpt.core.plan import Move, Pair, route
 from zckpt.core.stores import FileStore
-from zckpt.layouts.zero.torch_files import Pair
 from zckpt.team.meeting import WORK_S
 from zckpt.team.rendezvous import own_connection
 

@@ -22,12 +22,12 @@ from zckpt.base.errors import IncompleteError, InconsistentError, OutputError
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.fragments import Fragment
+from zckpt.core.plan import Pair
 from zckpt.core.stores import FileStore
 from zckpt.engine import move
 from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.save.pointers import latest_of
-from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.saves.exchange import Exchange, HeldFile, RankStore
 from zckpt.runtime.saves.plain_values import dtype_of
 from zckpt.runtime.saves.rounds import Rounds, Streamed

@@ -15,12 +15,11 @@ import torch
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.core.plan import OutputFile
+from zckpt.core.plan import OutputFile, Pair, Plan
 from zckpt.core.stores import FileStore
 from zckpt.engine import move
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.zero import write_unsharded
-from zckpt.layouts.zero.torch_files import Laid, Pair
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank
 from zckpt.runtime.saves import rank_states
 from zckpt.runtime.saves.description import (
@@ -60,7 +59,7 @@ class Outlined:
     described: Described
     training: Training
     target: ZeroTarget
-    own: Laid | None
+    own: Plan | None
     unsharded: bool
     takes_part: bool
     rank: int
@@ -134,11 +133,10 @@ def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
     return _plan_files([laid] if own is None else [laid, own], exchange)
 
 
-def _plan_files(several: Sequence[Laid], exchange: Exchange) -> PlannedSave:
+def _plan_files(several: Sequence[Plan], exchange: Exchange) -> PlannedSave:
     """All files of a rank, one after the other."""
-    files = tuple(file for laid in several for file in laid.files)
-    pairs = tuple(pair for laid in several for pair in laid.pairs)
-    return PlannedSave(files, pairs, Rounds(exchange, pairs))
+    laid = Plan.of(several)
+    return PlannedSave(laid.files, laid.pairs, Rounds(exchange, laid.pairs))
 
 
 def _alone() -> Exchange:

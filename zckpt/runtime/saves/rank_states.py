@@ -21,8 +21,9 @@ import torch
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.containers import TensorRef
+from zckpt.core.plan import Plan
 from zckpt.layouts.save.listing import Listing, rank_file
-from zckpt.layouts.zero.torch_files import Laid, TorchFile
+from zckpt.layouts.zero.torch_files import TorchFile
 from zckpt.runtime.saves.plain_values import mapping, to_inert
 from zckpt.runtime.saves.run_state import RunState
 from zckpt.runtime.sharding import gradients
@@ -58,7 +59,7 @@ def digest_of(buffers: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def lay_out(state: RunState, place: str, *, copied: bool) -> Laid | None:
+def lay_out(state: RunState, place: str, *, copied: bool) -> Plan | None:
     """A rank's file, in a directory of the name `place`; None if it has nothing of its own. `copied` as for `to_inert`."""
     run = state.run
     has_model_file = run.settings.zero.stage == 3 and run.global_rank < run.sharded.size
@@ -76,8 +77,7 @@ def lay_out(state: RunState, place: str, *, copied: bool) -> Laid | None:
     if between:
         root["gradients"] = to_inert(state.gradients, "gradients", copied=copied)
     file = TorchFile(f"{place}/{rank_file(run.global_rank)}")
-    made, pairs = file.finish(file.adopt(root))
-    return Laid((made,), tuple(pairs))
+    return file.finish(file.adopt(root))
 
 
 def read(

@@ -20,9 +20,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, add_note
 from zckpt.base.words import size
 from zckpt.core.dtypes import BY_TORCH_NAME
-from zckpt.core.plan import Move, Plan
+from zckpt.core.plan import Move, Pair, Plan
 from zckpt.core.stores import MemoryStore
-from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.saves.exchange import (
     LARGEST_ITEM,
     Exchange,
