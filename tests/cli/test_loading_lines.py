@@ -30,12 +30,17 @@ def with_a_stranger(names: Names) -> Names:
     return [*(f"net.{name}" for name in names), "temperature"]
 
 
+def two_models(names: Names) -> Names:
+    return [f"{model}.{name}" for model in ("policy", "ref") for name in names]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (list, "transformers.AutoModelForCausalLM.from_pretrained("),
         (without_a_layer, "it would make up 9 tensors that are not here, such as 'model.layers.1."),
         (twice, "leave out one of two models: 21 tensors are there twice, such as 'model.embed_tokens.weight'"),
+        (two_models, "each of its 2 models by itself, such as with --include 'policy.*' --strip-prefix policy."),
         (half_wrapped, "with --strip-prefix module.: "),
         (with_a_stranger, "with --strip-prefix net. and --include 'net.*': "),
     ],

@@ -531,6 +531,22 @@ def test_a_block_that_an_adapter_lacks_is_said(tmp_path: Path) -> None:
     assert "1 weight" in said[1][0] and "'model.layers.1.self_attn.v_proj.weight'" in said[1][0]
 
 
+def test_a_base_of_another_name_is_said(tmp_path: Path) -> None:
+    """Where shapes are equal nothing else can tell it. Names count by their ends, and in the hub's cache after two dashes."""
+    base, adapter, _ = broken(tmp_path)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    cached = tmp_path / "models--org--Other-7B" / "snapshots" / "0a1b"
+    shutil.copytree(base, cached)
+    for said, where, is_told in (
+        (str(base), base, False), (f"elsewhere/{base.name}/", base, False), ("org/Other-7B", base, True),
+        ("org/other-7b", cached, False), (None, base, False),
+    ):  # fmt: skip
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": said}))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        report = zckpt.convert(adapter, tmp_path / "out", options=Options(lora=LoraMerge(base=where)))
+        assert any("was trained on 'org/Other-7B'" in note for note in report.notes) == is_told, (said, where)
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     base, adapter, good = broken(tmp_path)
     out = tmp_path / "out"

@@ -247,3 +247,15 @@ def test_the_command(tmp_path: Path) -> None:
     zckpt.average(homes, tmp_path / "same", weights=[0.25, 0.75], dtype="bf16")
     assert all(torch.equal(x, read(tmp_path / "same")[name]) for name, x in read(tmp_path / "out").items())
     assert CliRunner().invoke(app, ["average", *homes, str(tmp_path / "x"), "--weights", "a,b"]).exit_code == 2
+
+
+def test_tensors_that_lose_bits_without_being_asked_are_named(tmp_path: Path) -> None:
+    """A router in fp32 among weights in bf16: one dtype is written, that of most weights."""
+    state = {"router": torch.randn(4, 4), "w": torch.randn(8, 8).bfloat16()}
+    save_file(state, tmp_path / "a.safetensors")
+    whole = [tmp_path / "a.safetensors"] * 2
+    report = zckpt.average(whole, tmp_path / "out.safetensors", progress=False)
+    assert [note for note in report.notes if "'router', had more bits than bfloat16" in note]
+    for dtype in ("bf16", "fp32"):
+        report = zckpt.average(whole, tmp_path / f"{dtype}.safetensors", dtype=dtype, progress=False)
+        assert not [note for note in report.notes if "bits" in note]

@@ -201,3 +201,11 @@ def test_memory_does_not_grow_with_the_checkpoints(tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout))
     assert peaks[1] - peaks[0] < 16 << 10
+
+
+def test_a_tolerance_of_nothing_is_not_bit_for_bit(tmp_path: Path) -> None:
+    for name, values in (("a", [0.0, -0.0]), ("b", [-0.0, 0.0])):
+        save_file({"w": torch.tensor(values)}, tmp_path / f"{name}.safetensors")
+    found = zckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", atol=0)
+    assert found.same and "within the tolerance (max abs 0)" in str(found) and "bit for bit" not in str(found)
+    assert not zckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").same

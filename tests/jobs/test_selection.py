@@ -84,3 +84,13 @@ def test_sizes_that_no_file_has() -> None:
     ):
         with pytest.raises(UsageError, match="is too small"):
             make()
+
+
+def test_a_tensor_without_a_name_is_not_the_options_fault(tmp_path: Path) -> None:
+    torch.save({"": torch.zeros(2), "w": torch.zeros(2)}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match="a name that no file of weights can hold") as raised:
+        zckpt.convert(tmp_path / "a.pt", tmp_path / "out.safetensors", progress=False)
+    assert str(raised.value.file).endswith("a.pt") and "--rename '^$=" in str(raised.value.remedy)
+    zckpt.convert(
+        tmp_path / "a.pt", tmp_path / "out.safetensors", options=zckpt.Options(rename=(("^$", "v"),)), progress=False
+    )

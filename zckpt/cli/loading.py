@@ -62,9 +62,15 @@ def loading_line(out: str, names: Iterable[str]) -> str:
         found = find_config(locate(out))
     except (ZckptError, OSError):
         found = None
+    names = list(names)
+    if len(models := _language_models(names)) > 1:
+        return (
+            f"transformers after you write each of its {len(models)} models by itself, such as with --include '{models[0]}.*' "
+            f"--strip-prefix {models[0]}."
+        )
     if found is None:
         return f"transformers after you put the model's config.json into {place}"
-    config, names = found[0], list(names)
+    config = found[0]
     if twice := _twice(names):
         return (
             f"transformers after you leave out one of two models: {len(twice):,} tensors are there twice, "
@@ -92,6 +98,14 @@ def loading_line(out: str, names: Iterable[str]) -> str:
     if config.get("architectures"):
         return loader_of(config, place)
     return loader_of(config, place, _auto_by_names(config, names, is_known=bool(family) and _writes_text(family)))
+
+
+def _language_models(names: Iterable[str]) -> list[str]:
+    """The beginnings of names that each have a language model's head of their own, such as `policy` and `ref`."""
+    heads = [
+        name.partition(".") for name in names if name.endswith(tuple(f".{head}.weight" for head in LANGUAGE_HEADS))
+    ]
+    return list(dict.fromkeys(first for first, _, rest in heads if rest.count(".") == 1))
 
 
 def _twice(names: Iterable[str]) -> list[str]:

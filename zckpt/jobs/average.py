@@ -23,7 +23,7 @@ from zckpt.base.errors import InconsistentError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
-from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType
+from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType, is_lossless
 from zckpt.core.evidence import weakest
 from zckpt.core.folds import Sparsity
 from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derive_entry
@@ -183,6 +183,7 @@ def prepare(
         *(note for one in opened[:-1] for note in one.catalog.source.notes),
         *planned.notes,
         *_differing(copied),
+        *_note_narrowed(last, how.casting.dtype if wanted is None else None),
     )
     sources = tuple(one.catalog for one in opened)
     return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, tuple(opened), weights, sources=sources)
@@ -348,6 +349,20 @@ def _check_same(catalogs: Sequence[Catalog], names: Sequence[str]) -> None:
                     expected=f"{b.dtype} of shape {list(b.shape)}, as in {last.source.path!r}",
                     remedy="Average checkpoints of one model.",
                 )  # fmt: skip
+
+
+def _note_narrowed(last: Catalog, dtype: DType | None) -> Iterator[str]:
+    """A sentence on tensors that lose bits although nobody asked for a dtype: most of the last checkpoint has another one."""
+    lost = [
+        name
+        for name, entry in last.tensors.items()
+        if dtype and entry.role != "buffer" and entry.dtype.kind == "float" and not is_lossless(entry.dtype, dtype)
+    ]
+    if lost and dtype:
+        yield (
+            f"{count(len(lost), 'tensor')} of the last checkpoint, such as {lost[0]!r}, had more bits than {dtype.torch_name}, "
+            "which most of its weights have: --dtype fp32 keeps them."
+        )
 
 
 def _differing(copied: Sequence[tuple[TensorEntry, ...]]) -> Iterator[str]:

@@ -107,12 +107,14 @@ class Diff(Printed):
         only_b: names that only the second has.
         tensors: those that both have, in the first one's order; tensors with several names once.
         notes: sentences for a person; none of them is a difference.
+        exact: whether numbers had to be the same bit for bit.
     """
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     tensors: tuple[TensorDiff, ...]
     notes: tuple[str, ...] = ()
+    exact: bool = True
 
     def __repr__(self) -> str:
         differ = sum(not tensor.same for tensor in self.tensors) + len(self.only_a) + len(self.only_b)
@@ -159,7 +161,7 @@ class Diff(Printed):
     def _verdict(self) -> str:
         worst = max((t.statistics.max_abs for t in self.tensors if t.statistics is not None), default=0.0)
         if self.same:
-            how = f"equal within the tolerance (max abs {worst:.3g})" if worst else "bit for bit"
+            how = "bit for bit" if self.exact else f"equal within the tolerance (max abs {worst:.3g})"
             return f"the same: {count(len(self.tensors), 'tensor')}, {how}"
         differ = sum(not t.same for t in self.tensors)
         words = [f"{differ:,} of {count(len(self.tensors), 'tensor')} that both have"] if self.tensors else []
@@ -250,7 +252,8 @@ def diff(
         tensors.append(TensorDiff(name, (x.shape, y.shape), (x.dtype, y.dtype), statistics, same, spread))
     only_a = tuple(name for name in names_a if name not in names_b)
     only_b = tuple(name for name in (*right, *right.aliases) if name not in set(names_a))
-    return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in notes_a), *(f"B: {n}" for n in notes_b)))
+    notes = (*(f"A: {n}" for n in notes_a), *(f"B: {n}" for n in notes_b))
+    return Diff(only_a, only_b, tuple(tensors), notes, exact=not relation.is_tolerant)
 
 
 def _both(

@@ -153,6 +153,8 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     said = join_words([repr(one.name) + ("" if one.weight == 1 else f" times {one.weight:g}") for one in adapters])
     changed = [name for name in model.changed if name not in trained]
     notes.insert(0, f"Adapter {said}: merged into {count(len(changed), 'tensor')} of the base model.")
+    home = (base or opened).place.home
+    notes += (note for one in adapters if base or one.file not in mine for note in _other_base(one, home))
     if trained:
         notes.append(
             f"{count(len(trained), 'tensor')} trained beside the adapters: written too, such as {examples(trained, 1)}."
@@ -197,6 +199,21 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         given_up=given_up,
         trained=tuple(_list_trained(adapters, with_files, trained, unused)),
     )
+
+
+def _other_base(adapter: AdapterWeights, home: Location) -> Iterator[str]:
+    """A sentence on an adapter that was trained on a model of another name than the directory of the base: shapes may be equal.
+
+    In the hub's cache a directory is called `models--OWNER--NAME`.
+    """
+    said = adapter.config.get("base_model_name_or_path")
+    name = said.rstrip("/").rpartition("/")[2].lower() if isinstance(said, str) else ""
+    parts = {part.rpartition("--")[2].lower() for part in home.resolved().path.split("/")}
+    if name and name not in parts:
+        yield (
+            f"Adapter {adapter.name!r} says that it was trained on {said!r}; it is merged into {home.name!r}. "
+            "If that is another model, so is the result: equal shapes do not show it."
+        )
 
 
 def _combine(adapters: list[AdapterWeights], lora: LoraMerge) -> list[AdapterWeights]:

@@ -99,7 +99,12 @@ def select(catalog: Catalog, selecting: Selecting, naming: Naming | None = None)
             "there is nothing to convert", file=catalog.source.path, found=f"none of {len(catalog):,} tensors selected",
             remedy=f"Check --include and --exclude; names look like {examples(catalog)}.",
         )  # fmt: skip
-    if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
+    if odd := [name for name in selected.tensors if not name or "\0" in name]:
+        if odd[0] in catalog.tensors:
+            raise UsageError(
+                "a tensor has a name that no file of weights can hold", file=catalog.source.path, found=repr(odd[0]),
+                expected="at least one character, and no zero byte", remedy="Name it with --rename, such as --rename '^$=NAME'.",
+            )  # fmt: skip
         raise UsageError(
             "--rename or --strip-prefix would leave a tensor without a name", remedy="Change these options."
         )

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from zckpt.base.errors import NotACheckpointError, UsageError
+from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.base.patterns import compile_late
 from zckpt.base.words import count, examples
 from zckpt.containers import Container, TensorRef
@@ -46,7 +46,11 @@ def model_in(container: Container, file: str, notes: list[str], wanted: str) -> 
             expected="a dict of names and tensors",
         )  # fmt: skip
     others: list[str] = []
-    state = flatten(root, others)
+    try:
+        state = flatten(root, others)
+    except UnsupportedError as error:
+        error.file = error.file or file
+        raise
     if not state or (not wanted and all(ref.shape == () for ref in state.values())):
         raise NotACheckpointError(
             "holds no weights", file=file, found=_contents(container.root, state),
@@ -54,7 +58,7 @@ def model_in(container: Container, file: str, notes: list[str], wanted: str) -> 
             expected="a dict of names and tensors",
         )  # fmt: skip
     for key, names in left_out_of(container.root, wanted).items():
-        what = f"{count(len(names), 'tensor')} under {key!r} in the file are left out ({examples(names, 2)})"
+        what = f"Left out: {count(len(names), 'tensor')} under {key!r} in the file ({examples(names, 2)})"
         notes.append(f"{what}: --key {key} gives them.")
     notes += others[:_MANY_NOTES]
     if more := len(others[_MANY_NOTES:]):
