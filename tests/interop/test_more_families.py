@@ -42,6 +42,17 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 8,
     "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 6, "q_lora_rank": 10, "kv_lora_rank": 9, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 7,
+    "n_routed_experts": 3, "moe_intermediate_size": 12, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "index_head_dim": 8,
+    "index_n_heads": 2, "index_topk": 4,
+}  # fmt: skip
+HYBRID = {key: value for key, value in WIDE.items() if key != "num_hidden_layers"}
+MAMBA = {
+    "layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 5,
+    "n_groups": 2, "n_routed_experts": 3, "moe_intermediate_size": 12, "num_experts_per_tok": 2,
+    "moe_shared_expert_intermediate_size": 14, "moe_latent_size": 16,
+}  # fmt: skip
 SPEECH = {
     "vocab_size": WORDS, "d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 20, "decoder_ffn_dim": 22, "num_mel_bins": 10, "max_source_positions": 30,
@@ -49,10 +60,15 @@ SPEECH = {
 }  # fmt: skip
 COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", WIDE),
+    "exaone4": ("Exaone4ForCausalLM", {**SMALL, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "gemma": ("GemmaForCausalLM", WIDE),
+    "glm5": ("GlmMoeDsaForCausalLM", {**SMALL, **LATENT}),
     "granite": ("GraniteForCausalLM", {**SMALL, "attention_multiplier": 0.25}),
     "granitemoe": ("GraniteMoeForCausalLM", ROUTED),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", {**ROUTED, "head_dim": 8, "rotary_dim": 4}),
     "nemotron": ("NemotronForCausalLM", WIDE),
+    "nemotron-h": ("NemotronHForCausalLM", {**HYBRID, **MAMBA}),
+    "olmoe": ("OlmoeForCausalLM", ROUTED),
     "qwen3-next": ("Qwen3NextForCausalLM", {**ROUTED, **DELTA}),
     "qwen3_5": ("Qwen3_5ForCausalLM", {**SMALL, **DELTA}),
     "qwen3_5-moe": ("Qwen3_5MoeForCausalLM", {**ROUTED, **DELTA}),
@@ -70,7 +86,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         **SMALL, "moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
     }, "e_score_correction_bias"),
-    "exaone4": ("Exaone4ForCausalLM", SMALL, "post_attention_layernorm"),
     "falcon-h1": ("FalconH1ForCausalLM", SMALL, "mamba_d_state"),
     "hunyuan": ("HunYuanDenseV1ForCausalLM", WIDE, "query_layernorm"),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {**ROUTED, "head_dim": 8, "moe_topk": 2}, "query_layernorm"),
@@ -89,11 +104,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "minimax": ("MiniMaxForCausalLM", {
         **ROUTED, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]
     }, "layer_types"),
-    "minimax-m2": ("MiniMaxM2ForCausalLM", {**ROUTED, "head_dim": 8}, "use_qk_norm"),
     "olmo": ("OlmoForCausalLM", SMALL, "clip_qkv"),
     "olmo2": ("Olmo2ForCausalLM", SMALL, "q_norm"),
     "olmo3": ("Olmo3ForCausalLM", SMALL, "q_norm"),
-    "olmoe": ("OlmoeForCausalLM", ROUTED, "q_norm"),
     "phimoe": ("PhimoeForCausalLM", ROUTED, "router_jitter_noise"),
     "t5": ("T5ForConditionalGeneration", {
         "vocab_size": WORDS, "d_model": 24, "d_kv": 5, "d_ff": 20, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,

@@ -21,6 +21,8 @@ def has_place(writer: Scheme, family: Scheme) -> bool:
     """Whether a program's names have a place for every part that the family needs, and it is known to compute such models."""
     if "cannot" in (family.megatron or {}) or (writer.name != "megatron-core" and "rank" not in family.recognised):
         return False
+    if writer.name == "megatron-core":
+        writer = scheme((family.megatron or {}).get("scheme", writer.name))
     taken = {part for rule in writer.rules for part in rule.parts or ()}
     needed = {part for rule in family.rules if not rule.optional for part in rule.parts or ()}
     return needed - {"head.weight"} <= taken

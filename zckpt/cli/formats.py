@@ -103,14 +103,13 @@ def _models() -> dict[str, Any]:
 
     known = [scheme(name) for name in schemes()]
     families = [one for one in known if one.is_of_transformers]
-    placed = {part for rule in scheme("megatron-core").rules for part in rule.parts or ()}
     return {
         "models": [
             {
                 "name": one.name.removeprefix("hf-"),
                 "class": architecture_of(one),
                 "model_types": model_types(one),
-                "megatron_core": _has_place(one, placed),
+                "megatron_core": _has_place(one),
                 "gguf": not ARCHITECTURES.keys().isdisjoint(model_types(one)),
                 "mlx": not MLX_MODELS.keys().isdisjoint(model_types(one)),
             }
@@ -120,8 +119,12 @@ def _models() -> dict[str, Any]:
     }
 
 
-def _has_place(family: Scheme, placed: set[str]) -> bool:
+def _has_place(family: Scheme) -> bool:
     """Whether Megatron-Core computes models of a family, and has a place for every tensor of theirs."""
+    from zckpt.naming.schemes import scheme
+
+    writer = scheme((family.megatron or {}).get("scheme", "megatron-core"))
+    placed = {part for rule in writer.rules for part in rule.parts or ()}
     needed = {part for rule in family.rules if not rule.optional for part in rule.parts or ()}
     return family.megatron is not None and "cannot" not in family.megatron and needed <= placed
 

@@ -88,7 +88,7 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
     its top.
     """
     text = config.get("text_config")
-    if isinstance(text, Mapping) and not fields_of(config.get("model_type")):
+    if isinstance(text, Mapping) and "text_config" not in fields_of(config.get("model_type")):
         config = {**{key: value for key, value in config.items() if key != "text_config"}, **text}
     family = family_of(config.get("model_type"))
     if family is None:

@@ -376,6 +376,8 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
             break
     if any(".key_value_down." in part for fit in fits.values() for part in fit.rules[0].parts or ()):
         facts = facts.having(latent=True)
+    if any(".mamba." in part for fit in fits.values() for part in fit.rules[0].parts or ()):
+        facts = facts.having(hybrid=True)
     where = next((where for where in up if where in down), None)
     if has_gate or where is not None:
         facts = facts.having(gated=has_gate or up[where or ""] == 2 * down[where or ""])

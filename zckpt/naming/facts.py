@@ -34,6 +34,10 @@ _KEYS = {
     "linear_value_heads": ("linear_num_value_heads",),
     "linear_key_size": ("linear_key_head_dim",),
     "linear_value_size": ("linear_value_head_dim",),
+    "mamba_heads": ("mamba_num_heads",),
+    "mamba_head_size": ("mamba_head_dim",),
+    "mamba_groups": ("n_groups", "mamba_n_groups", "mamba_num_groups"),
+    "mamba_state": ("ssm_state_size", "mamba_state_dim"),
 }
 """Fact -> the keys for it in a config, or in the arguments of a run."""
 
@@ -46,9 +50,14 @@ SHAPES = {
     "shared_intermediate": ("blocks.{b}.shared.up.weight", 0),
     "query_rows": ("blocks.{b}.attention.query.weight", 0),
     "key_rows": ("blocks.{b}.attention.key.weight", 0),
+    "query_norm_rows": ("blocks.{b}.attention.query_norm.weight", 0),
     "query_rank": ("blocks.{b}.attention.query_down.weight", 0),
     "key_value_rank": ("blocks.{b}.attention.key_value_up.weight", 1),
     "linear_filter": ("blocks.{b}.linear.query_filter.weight", 2),
+    "mamba_filter": ("blocks.{b}.mamba.input_filter.weight", 2),
+    "index_heads": ("blocks.{b}.index.heads.weight", 0),
+    "index_size": ("blocks.{b}.index.key.weight", 0),
+    "latent_size": ("blocks.{b}.latent.enter.weight", 0),
 }
 """Fact -> a part, and the dimension of the part that equals the fact."""
 
@@ -145,6 +154,8 @@ def facts_of(
     values["tied"] = _is_head_tied(config or {}, given, arguments)
     values["rotary_form"] = _rotary_form(config)
     values["window"] = _window(arguments)
+    tower = (config or {}).get("vision_config")
+    values["tower_heads"] = _number(("num_heads", "num_attention_heads"), tower if isinstance(tower, Mapping) else {})
     values["model_type"] = kind if isinstance(kind := (config or {}).get("model_type"), str) else None
     values["version"] = float(version) if isinstance(version, int | float) else None
     values["parallel"] = _parallel(given, arguments)
@@ -174,7 +185,8 @@ def _rotary_form(config: Mapping[str, Any] | None) -> str | None:
 def with_parts(facts: Facts, parts: Catalog) -> Facts:
     """The facts, with what the parts' names and shapes show: sizes, numbers of blocks and experts, heads, gates."""
     first: dict[str, tuple[int, ...]] = {}
-    blocks, experts, dense, routed, linear = -1, -1, set[int](), set[int](), set[int]()
+    blocks, experts = -1, -1
+    dense, routed, linear, mamba, indexed = (set[int]() for _ in range(5))
     most = -1  # with those of other stacks, such as a tower of images
     for name, entry in parts.tensors.items():
         part, block, expert = parse_part_name(name)
@@ -186,6 +198,10 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
             routed.add(block)
         elif part == "blocks.{b}.linear.output.weight":
             linear.add(block)
+        elif part == "blocks.{b}.mamba.output.weight":
+            mamba.add(block)
+        elif part == "blocks.{b}.index.key.weight":
+            indexed.add(block)
         first.setdefault(part, entry.shape)
     blocks = most if blocks < 0 else blocks
     found: dict[str, object] = {
@@ -203,9 +219,20 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
         found["linear_attention"] = True
         found["linear_blocks"] = [int(block in linear) for block in range(blocks + 1)]
         found["layer_types"] = [f"{'linear' if block in linear else 'full'}_attention" for block in range(blocks + 1)]
+    if mamba:  # in the letters of Megatron-Core and of the hub
+        found["hybrid"] = True
+        kinds = ((mamba, "M"), (routed, "E"), (dense, "-"))
+        found["hybrid_pattern"] = "".join(
+            next((letter for own, letter in kinds if block in own), "*") for block in range(blocks + 1)
+        )
+    else:
+        found["full_attention"] = ["full_attention"] * (blocks + 1)
+    found["index_kinds"] = (
+        ["full" if block in indexed else "shared" for block in range(blocks + 1)] if indexed else None
+    )
     found["attention_output_gate"] = "blocks.{b}.attention.output_gate.weight" in first or None
     found["two_norms"] = "blocks.{b}.mlp_norm.weight" in first
-    if dense and not found["two_norms"] and "blocks.{b}.mlp_output_norm.weight" not in first:
+    if dense and not mamba and not found["two_norms"] and "blocks.{b}.mlp_output_norm.weight" not in first:
         found["parallel"] = True  # attention and MLP share a norm
     found["biased_norms"] = "final_norm.bias" in first
     tied = "head.weight" in parts.aliases or (
@@ -214,6 +241,7 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     found["tied"] = True if tied and facts.get("tied") is not False else None
     query, size = facts.whole("query_heads"), facts.whole("head_size")
     rows, key_rows = found.pop("query_rows", None), found.pop("key_rows", None)
+    found["whole_norms"] = found.pop("query_norm_rows", -1) == rows and (query or 1) > 1
     if query and isinstance(rows, int) and isinstance(key_rows, int) and rows % query == 0:
         size = rows // query
         found |= {"head_size": size, "key_heads": key_rows // size if key_rows % size == 0 else None}

@@ -101,6 +101,8 @@ def refusals(family: Scheme, facts: Facts) -> list[str]:
         for name, values in family.config.get("required", {}).items()
         if arguments.get(name) not in (None, *values)
     ]
+    if facts.get("whole_norms") is True and not family.config.get("whole_norms"):
+        refused.append("norms of all queries and of all keys of a token at once (not in this family)")
     return refused + _find_unmapped(family, facts) + _scaled_attention(family, facts)
 
 

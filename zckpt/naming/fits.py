@@ -148,7 +148,7 @@ def _read_facts(family: Scheme, config: Mapping[str, Any]) -> dict[str, int]:
     if "experts" in _facts_of(family) and (number := next((n for n in experts if type(n) is int), None)) is not None:
         found["experts"] = number
     heads, hidden = found.get("query_heads"), found.get("hidden")
-    if type(inner := config.get("moe_latent_size") or hidden) is int:
+    if type(inner := found.get("latent_size") or hidden) is int:
         found["expert_hidden"] = inner
     if heads and hidden and "head_size" not in found and config.get("head_dim") is None and hidden % heads == 0:
         found["head_size"] = hidden // heads

@@ -6,8 +6,9 @@ takes all that describe the model; zckpt makes a config.json of them.
 [Note: Megatron-Core in schemes] Keys of a family's "megatron":
 - "keys": those of its config that become arguments, with @ before a group of `GROUPS`.
 - "only": key -> the values that Megatron-Core has; null where the family reads the key itself.
-- "arguments": argument -> its value, or ["key", key] of the config, ["fact", fact] of the model, or ["flip", key, other key]: for
-  each layer 1 where the key has 0, or for every so many layers as the other key says.
+- "scheme": the writer's scheme for the family, where that is not `megatron-core`.
+- "arguments": argument -> its value, or ["key", key] of the config, ["rope", key] of its rotary positions, ["fact", fact] of the
+  model, or ["flip", key, other key]: for each layer 1 where the key has 0, or for every so many layers as the other key says.
 - "window": in which layers attention looks back to the beginning, if the config does not list them: {"every": N}, or a key for
   the first layer with a window ("behind"), or for that before which every other one has one ("even_before"); "pattern": N's keys.
 - "sigmoid": true for a router that chooses by sigmoid; "best_of_group": how many experts judge a group.
@@ -152,11 +153,13 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
     Raises:
         UnsupportedError: the config says something that changes what the model computes, and that no argument says.
     """
+    outer = family_of(config.get("model_type"))
     config = whole_config(config)
-    family = family_of(config.get("model_type"))
+    if outer is not None and outer.megatron and "scheme" in outer.megatron:  # of a model that sees
+        config = whole_config({**config, "model_type": outer.config["fixed"]["model_type"]})
+    family, kind = family_of(config.get("model_type")), str(config["model_type"])
     own, turned = ((family.megatron or {}), family.rotary) if family is not None else ({}, {})
     check_keys(config, known_keys(), _WRITER, facts.path, _REMEDY)
-    kind = str(config["model_type"])
     there = {parse_part_name(name).part for name in parts.tensors}
     learned, latent = "positions.weight" in there, "blocks.{b}.attention.key_value_down.weight" in there
     rotary = "@rotary" in own.get("keys", ())
@@ -233,7 +236,9 @@ def _said_by(value: Any, config: Mapping[str, Any], facts: Facts) -> object:
     """The value of an argument: a constant, a fact, or a key of the config."""
     if not isinstance(value, list):
         return value
-    found, blocks = facts.get(value[1]) if value[0] == "fact" else config.get(value[1]), facts.whole("blocks") or 0
+    blocks = facts.whole("blocks") or 0
+    said = rotary_of(config) if value[0] == "rope" else config
+    found = facts.get(value[1]) if value[0] == "fact" else said.get(value[1])
     if value[0] != "flip":
         return found
     if not isinstance(found, list):  # every so many layers
@@ -309,7 +314,8 @@ def _windows(own: Mapping[str, Any], config: Mapping[str, Any], blocks: int) -> 
 
 def _unsaid_routing(own: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The settings of expert routing that Megatron-Core's router lacks."""
-    chosen, sums = config.get("num_experts_per_tok"), config.get("norm_topk_prob")
+    chosen = config.get("num_experts_per_tok")
+    sums = config.get("norm_topk_prob", True)  # classes without the key divide
     wrong = []
     if "sigmoid" in own and isinstance(chosen, int) and sums is not (chosen > 1):
         wrong.append(f"norm_topk_prob {sums} (only {chosen > 1}, with num_experts_per_tok {chosen} and sigmoid)")

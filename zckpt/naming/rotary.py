@@ -4,8 +4,8 @@ For `megatron_arguments` and `families`.
 
 [Note: rotary positions in schemes] Keys of a family's "rotary": "theta" and "part" are the class's defaults of the base and of
 the part of a head that is turned, "keys" the config's two keys for them, "default" what the class takes where a config says
-nothing; "partial" is true for a family that may turn a part of a head only, "near" for one with others in layers with a window;
-"free" lists keys that change nothing of text.
+nothing; "turned" is another key, for how many elements of a head are turned; "partial" is true for a family that may turn a part
+of a head only, "near" for one with others in layers with a window; "free" lists keys that change nothing of text.
 Source: transformers 5.23, modeling_rope_utils.py (`convert_rope_params_to_dict`, `standardize_rope_params`, `_compute_*`);
 Megatron-Core 0.14 - 0.20, models/common/embeddings/{rotary_pos_embedding,yarn_rotary_pos_embedding}.py, models/gpt/gpt_model.py;
 Megatron-LM, megatron/training/{arguments,argument_utils}.py.
@@ -45,6 +45,9 @@ def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("rope_scaling") or config.get("rope_parameters")
     found = dict(given) if isinstance(given, Mapping) else dict(usual.get("default", {}))
     found.setdefault("rope_theta", _first(config.get(base), usual.get("theta", THETA)))
+    turned, size = config.get(usual.get("turned", "")), config.get("head_dim")
+    if isinstance(turned, int) and isinstance(size, int):
+        found.setdefault("partial_rotary_factor", _first(config.get(part), turned / size))
     found.setdefault("partial_rotary_factor", _first(config.get(part), usual.get("part", PARTIAL)))
     found.setdefault("rope_type", found.get("type", "default"))
     if found["rope_type"] in ("llama3", "yarn", "longrope"):

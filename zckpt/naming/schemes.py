@@ -42,11 +42,11 @@ part is used once, by the first such rule. Further keys: "prefixes" are beginnin
 have them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`);
 "written" gives facts their values for writing; "together" lists parts that a model has all of or none of; "kinds" lists
 beginnings of parts that tell kinds of blocks apart, several of one kind as a list; "own_job" is true for names that only a
-command of its own writes, since files with them need more than tensors. A family with "like" has all that another one has,
-where it says nothing else: objects are joined key by key (null takes a key away, but in "fixed"), lines of "tensors" replace
-those with the same first part (a name that is null takes them away); "under" says where its names are here: a beginning there
--> the one here. "memory" says where a family's tensors are in memory, in any version of transformers: a beginning of names on
-the hub -> one or several; "also" says it of other names that files on the hub have. "stacks" tells the stacks of blocks of a
+command of its own writes, since files with them need more than tensors. A family or a writer with "like" has all that another
+one has, where it says nothing else: objects are joined key by key (null takes a key away, but in "fixed"), lines of "tensors"
+replace those with the same first part (a name that is null takes them away); "under" says where its names are here: a beginning
+there -> the one here. "memory" says where a family's tensors are in memory, in any version of transformers: a beginning of names
+on the hub -> one or several; "also" says it of other names that files on the hub have. "stacks" tells the stacks of blocks of a
 model with several: a beginning of names -> the key of the config that says how many blocks, perhaps with `-1` behind it, or
 that lists one thing for each. "config" and "recognised" are explained in `families`, "rotary" in `rotary`, "megatron" in
 `megatron_arguments`, "defaults" and "names" in `config_keys`; docs/families.md shows how to add one.
@@ -457,12 +457,13 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _whole_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The contents of a file, with those of the family that it is like."""
+    """The contents of a file, with those of the family, or of the writer, that it is like."""
     if "like" not in data:
         return data
-    if data["like"] not in _own_families():
+    if "family" in data and data["like"] not in _own_families():
         raise ValueError(f"like {data['like']!r}, which is not a family of zckpt")
-    return add_to_table(_whole_data(_read(os.path.join(FAMILIES, f"{data['like']}.json"))), data)
+    home = FAMILIES if "family" in data else FILES
+    return add_to_table(_whole_data(_read(os.path.join(home, f"{data['like']}.json"))), data)
 
 
 def parse_scheme(data: Mapping[str, Any]) -> Scheme:

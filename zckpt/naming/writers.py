@@ -30,11 +30,13 @@ from zckpt.naming.families import make_config
 from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.parts import fill_template, is_own, parse_part_name
 from zckpt.naming.recognise import by_config, by_parts
-from zckpt.naming.schemes import Scheme, add_family, recorded_family, scheme, scheme_of, schemes
+from zckpt.naming.schemes import Scheme, add_family, family_of, recorded_family, scheme, scheme_of, schemes
 from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
 
 _BUFFERS = ("blocks.{b}.router.correction",)
 """Parts that programs treat as buffers, which keep their dtype."""
+
+MEGATRON = "megatron-core"
 
 GGUF = "gguf"
 """The scheme of `to_gguf`."""
@@ -122,10 +124,12 @@ def name_for_writer(catalog: Catalog, place: Place, naming: SchemeNames) -> Rena
         InconsistentError, IncompleteError: tensors are missing, or do not fit the config.
         UsageError: a fact that is needed is not known.
     """
-    writer = scheme(naming.writer)
     found, facts, config, notes = _in_parts(catalog, place, naming)
+    writer = _scheme_for(naming.writer, config)
     facts = facts.having(model_type=facts.get("model_type") or config.get("model_type"))
-    facts = facts.having(layers=naming.layers or (STACKED if _are_alike(found.parts) else NUMBERED))
+    facts = facts.having(
+        layers=naming.layers or (STACKED if _are_alike(found.parts) and not facts.get("hybrid") else NUMBERED)
+    )
     padded = None
     if naming.vocabulary_multiple > 1 and (words := facts.whole("vocabulary")):
         padded = math.ceil(words / naming.vocabulary_multiple) * naming.vocabulary_multiple
@@ -136,7 +140,7 @@ def name_for_writer(catalog: Catalog, place: Place, naming: SchemeNames) -> Rena
                 f"{count(padded - words, 'row')} of the embedding and of the head are zero.",
             )
     tensors = compose(found.parts, writer, facts, found.origins)
-    tensors, stacked, aliases = _spell_names(_add_missing(tensors, writer, found.parts, facts), writer)
+    tensors, stacked, aliases = _spell_names(_add_missing(tensors, writer, found.parts, facts), writer, facts)
     aliases |= _tied_names(tensors, writer, facts)
     recorded = {
         "names": naming.writer,
@@ -150,6 +154,12 @@ def name_for_writer(catalog: Catalog, place: Place, naming: SchemeNames) -> Rena
     catalog = replace(tensors, aliases=aliases)
     said = (*notes, *found.notes)
     return RenamedModel(catalog, found.parts, facts, config, stacked, said, {"form": recorded}, found.rules)
+
+
+def _scheme_for(writer: str, config: Mapping[str, object]) -> Scheme:
+    """The writer's scheme for a model; models of Megatron-Core that see have one of their own."""
+    family = family_of(config.get("model_type")) if writer == MEGATRON else None
+    return scheme(((family and family.megatron) or {}).get("scheme", writer))
 
 
 def naming_of(recorded: Mapping[str, Any]) -> SchemeNames:
@@ -223,7 +233,7 @@ def _are_alike(parts: Catalog) -> bool:
     blocks: dict[int, set[str]] = {}
     for name in parts.tensors:
         part, block, expert = parse_part_name(name)
-        if block >= 0 and expert <= 0:
+        if block >= 0 and expert <= 0 and not is_own(name):  # towers have their own numbers
             blocks.setdefault(block, set()).add(part)
     return len({frozenset(own) for own in blocks.values()}) < 2
 
@@ -258,15 +268,15 @@ def _tied_names(composed: Catalog, writer: Scheme, facts: Facts) -> dict[str, st
     return dict.fromkeys(head.names, embedding.names[0])
 
 
-def _spell_names(composed: Catalog, writer: Scheme) -> tuple[Catalog, dict[str, int], dict[str, str]]:
+def _spell_names(composed: Catalog, writer: Scheme, facts: Facts) -> tuple[Catalog, dict[str, int], dict[str, str]]:
     """The tensors with their roles, the number of each one's leading axes, and further spellings -> names."""
     stacked: dict[str, int] = {}
     aliases: dict[str, str] = {}
     tensors = dict(composed.tensors)
     for name, fit in writer.fits(composed.tensors).items():
-        rule = fit.rules[0] if fit is not None else None
-        if fit is None or rule is None:
+        if fit is None:
             continue
+        rule = next((rule for rule in fit.rules if facts.meet(rule.when)), fit.rules[0])
         stacked[name] = len(rule.stack)
         if rule.parts == _BUFFERS:
             tensors[name] = replace(tensors[name], role="buffer")

@@ -43,7 +43,8 @@ _VERSIONS = {
     "common_backend_version": 1,
 }
 _ATTENTION = re.compile(r"(.*\.self_attention\.)linear_(?:qkv|kv_up_proj)\.weight")
-_NO_MODULE = re.compile(r"(?:embedding|output_layer)\.|.*\.(?:router|shared_experts\.gate)")
+_PROJECTION = re.compile(r"(.*\.mixer\.in_proj)\.weight\.z")
+_NO_MODULE = re.compile(r"(?:language_model\.)?(?:embedding|output_layer)\.|.*\.(?:router|shared_experts\.gate)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,5 +190,7 @@ def _modules(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if name.endswith(".weight") and not _NO_MODULE.match(name):
             yield name.removesuffix(".weight")
+        if match := _PROJECTION.fullmatch(name):
+            yield match[1]
         if match := _ATTENTION.fullmatch(name):
             yield f"{match[1]}core_attention"
