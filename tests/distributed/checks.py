@@ -19,9 +19,9 @@ from zckpt.runtime.utils import zero_to_fp32
 from zckpt import live, runtime
 from zckpt.base.errors import CastError, InconsistentError, UsageError
 from zckpt.runtime import zero
+from zckpt.runtime.config.attributes import DTYPES
 from zckpt.runtime.saves import run_state
 from zckpt.runtime.sharding.deferred import rows_held_by
-from zckpt.runtime.sharding.shard import DTYPES
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
 BF16 = {"bf16": {"enabled": True}}

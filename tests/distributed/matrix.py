@@ -179,7 +179,7 @@ def found(engine: runtime.Engine, losses: list[float]) -> dict[str, Any]:
         "generators": {**state.rng, "numpy": numpy.random.get_state()[1].tolist()},
         "loss scale": state.scaler,
         "schedule": state.scheduler,
-        "settings": [group.options for group in state.groups],
+        "settings": [group.settings for group in state.groups],
         "counters": state.counters,
         "data": state.data,
     }

@@ -93,11 +93,11 @@ def test_every_element_comes_once_and_no_round_has_more_than_its_limit(seed: int
             arrives(rank, piece, rank)
     for turns in rounds_of(longest, pieces, limit):
         received, sent = [0] * size, [0] * size
-        assert len({turn.distance for turn in turns}) == len(turns)
+        assert len({distance for distance, _ in turns}) == len(turns)
         for turn in turns:
             for rank in range(size):
-                holder = (rank - turn.distance) % size
-                for piece in streams[rank, holder].take(turn.nbytes):
+                holder = (rank - turn[0]) % size
+                for piece in streams[rank, holder].take(turn[1]):
                     nbytes = arrives(rank, piece, holder)
                     received[rank] += nbytes
                     sent[holder] += nbytes

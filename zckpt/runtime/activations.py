@@ -42,6 +42,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return torchs.checkpoint(called, *args, use_reentrant=False, **kwargs)
 
 
+non_reentrant_checkpoint = checkpoint
+
+
 def _with_times(function: Callable[..., Any], chosen: ActivationSection) -> Callable[..., Any]:
     """The function, with its calls timed; the first is the forward, others are in the backward."""
     names = itertools.chain(["forward"], itertools.repeat("forward again, in backward"))
@@ -59,11 +62,6 @@ def _with_times(function: Callable[..., Any], chosen: ActivationSection) -> Call
                 sys.stdout.flush()
 
     return called
-
-
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """As `checkpoint`, under DeepSpeed's name for this form."""
-    return checkpoint(function, *args)
 
 
 def configure(

@@ -72,9 +72,8 @@ def refuse_partial(groups: Iterable[Any], quantized: bool) -> None:
                 remedy="Leave the group out. For groups that share parameters set zero_optimization.mics_shard_size.",
             )
     if quantized:
-        raise UnsupportedError(
-            "zero.Init with quantized weights is not built", remedy="Leave zero_quantized_weights out."
-        )
+        remedy = "Leave zero_quantized_weights out."
+        raise UnsupportedError("zero.Init with quantized weights is not built", remedy=remedy)
 
 
 def _config_text(config: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
@@ -74,7 +74,7 @@ class Engine(Saves, Weights, Batches, Offload):
         self._unreduced = self._counted = False
         self._direct: DirectBackwards | None = None
         if self.optimizer is not None:
-            self.optimizer.belong_to(self)
+            self.optimizer.engine = self
             remember_optimizer(self.sharded.parameters, self.optimizer)
             self._direct = DirectBackwards(self.module, self.sharded.parameters, self._begin_direct)
             self.module.register_forward_hook(self.forward_ended)
@@ -90,7 +90,7 @@ class Engine(Saves, Weights, Batches, Offload):
         is used outside of the module that it is gathered with; the error names both.
         """
         if self.settings.config.fp16.enabled and self.settings.config.fp16.auto_cast:
-            inputs, kwargs = tree_map(_to_half, (inputs, kwargs))
+            inputs, kwargs = tree_map_only(torch.Tensor, _to_half, (inputs, kwargs))
         try:
             with self.observer.forward():
                 result = self.module(*inputs, **kwargs)
@@ -191,16 +191,8 @@ class Engine(Saves, Weights, Batches, Offload):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the module's forward with `torch.compile`; once.
-
-        Args:
-            backend: of torch.compile.
-            compile_kwargs: its further arguments.
-            schedule: of DeepSpeed's own compiler passes, which are not built.
-            compiled_autograd_enabled: compile the backward too; not built.
-
-        Raises:
-            UnsupportedError: `schedule` or `compiled_autograd_enabled` is given.
+        """Compiles the module's forward with `torch.compile`, once. `backend`, `compile_kwargs`: its arguments. Raises
+        UnsupportedError for `schedule`, of DeepSpeed's own compiler passes, and `compiled_autograd_enabled`: they are not built.
         """
         if schedule is not None or compiled_autograd_enabled:
             what = "a schedule" if schedule is not None else "compiled_autograd_enabled"
@@ -373,5 +365,5 @@ def _check_loss(loss: object, what: str) -> None:
         )  # fmt: skip
 
 
-def _to_half(value: Any) -> Any:
-    return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _to_half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor

@@ -29,6 +29,8 @@ from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter
 from zckpt.runtime.sharding.pretrained import take_over
 from zckpt.runtime.world import join_world, mesh_of
 
+Gathered = tuple[nn.Parameter, Callable[[bool], None]]
+
 
 class Init:
     """Builds a model that no rank could hold whole: every rank keeps only its own rows of each parameter.
@@ -39,19 +41,16 @@ class Init:
 
     Args:
         module: a model that exists already; every rank keeps only its rows of it from now on.
-        data_parallel_group: the ranks that share parameters: all, since other groups are not built.
+        data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group: the ranks that share parameters: all,
+            since other groups are not built.
         mem_efficient_linear: for DeepSpeed's sake: gathered weights are never kept.
         remote_device: for DeepSpeed's sake: rows are where the model makes its parameters, until `initialize`.
         pin_memory: for DeepSpeed's sake: rows are page-locked by `initialize`, if the config asks for it.
-        config_dict_or_path: the config: a path, a dict or JSON text. Under MiCS fewer ranks share a parameter.
-        config: the same, by its other name.
+        config_dict_or_path, config: the config: a path, a dict or JSON text. Under MiCS fewer ranks share a parameter.
         enabled: False does nothing: every rank builds the whole model.
         dtype: of the floating-point parameters, if it should not be the one that the model gives them.
         mpu: the script's parallelism; only data parallelism is built.
-        zero_param_parallel_group: as `data_parallel_group`.
-        zero_quantized_weights: refused: not built.
-        zero_quantized_nontrainable_weights: refused: not built.
-        sequence_data_parallel_group: as `data_parallel_group`.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: refused: not built.
         param_swapper: for DeepSpeed's sake: offloading is what the config says.
         tensor_overrides: for DeepSpeed's sake: every initialisation is followed.
 
@@ -150,7 +149,7 @@ class GatheredParameters:
         several = [params] if isinstance(params, torch.Tensor) else params
         self._params = list({id(p): p for p in several if _is_gatherable(p)}.values()) if enabled else []
         self._modifier_rank = modifier_rank
-        self._inside: list[tuple[nn.Parameter, Callable[[bool], None]]] = []
+        self._inside: list[Gathered] = []
 
     @torch.no_grad()
     def __enter__(self) -> list[nn.Parameter]:
@@ -182,7 +181,7 @@ def _order(parameter: torch.Tensor) -> tuple[int, str]:
     return -1 if rows is None else rows.number, "" if sharded is None else sharded.name
 
 
-def _gather(parameter: torch.Tensor, changes: bool) -> tuple[nn.Parameter, Callable[[bool], None]]:
+def _gather(parameter: torch.Tensor, changes: bool) -> Gathered:
     """Gathers a parameter; returns it with a function that undoes this, and keeps the changes if called with True.
 
     Without `changes`, a parameter in parts shows its numbers in the dtype of the computation.
@@ -205,7 +204,7 @@ def _gather(parameter: torch.Tensor, changes: bool) -> tuple[nn.Parameter, Calla
     return parameter, leave
 
 
-def _gather_sharded(sharded: ShardedParameter, changes: bool) -> tuple[nn.Parameter, Callable[[bool], None]]:
+def _gather_sharded(sharded: ShardedParameter, changes: bool) -> Gathered:
     weight = sharded.weight
     part = sharded.part() if sharded.replicated else sharded.local()
     if sharded.whole is not None and sharded.is_whole:
@@ -241,9 +240,7 @@ def _gather_sharded(sharded: ShardedParameter, changes: bool) -> tuple[nn.Parame
     return whole, leave
 
 
-def _gather_held(
-    sharded: ShardedParameter, held: nn.Parameter, part: torch.Tensor
-) -> tuple[nn.Parameter, Callable[[bool], None]]:
+def _gather_held(sharded: ShardedParameter, held: nn.Parameter, part: torch.Tensor) -> Gathered:
     """As `_gather`, for a parameter that the modules hold whole: inside, its numbers are the masters'."""
     sharded.take_up()
     mesh, rounded = sharded.weight.device_mesh, held.data  # type: ignore[attr-defined]

@@ -7,7 +7,8 @@ generator of its own for that, so that the global one is at the same place in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -90,6 +91,22 @@ class Loader:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Sets the position; the batch after it is the next one."""
         self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of all epochs, one after another."""
+    while True:
+        yield from loader
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The same lists, tuples and dicts with what a function makes of their tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {name: map_tensors(change, one) for name, one in value.items()}
+        return changed if isinstance(value, defaultdict) else type(value)(changed)
+    return type(value)([map_tensors(change, one) for one in value]) if isinstance(value, tuple | list) else value
 
 
 class _RestOfEpoch(DistributedSampler[Any]):

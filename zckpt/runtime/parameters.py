@@ -1,5 +1,4 @@
-"""Reads and writes one parameter of a model that trains: its fp32 weight, gradient and optimizer states, whole or this
-rank's rows.
+"""Reads and writes one parameter of a model that trains: fp32 weight, gradient, optimizer states; whole, or this rank's rows.
 
 For scripts, under DeepSpeed's names in `utils`. A parameter is what the engine's module holds (`engine.module.head.weight`).
 Every rank calls the functions of whole tensors, with the same parameters in the same order; those of local parts are each rank's
@@ -33,18 +32,15 @@ def remember_optimizer(parameters: Iterable[ShardedParameter], optimizer: Optimi
         setattr(one.weight, _OPTIMIZER, reference)
 
 
-@torch.no_grad()
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The whole fp32 weight, in new memory; None for a parameter that is not trained."""
     one = _sharded_of(param)
-    return None if one is None else _gather_whole(one, one.part().float())
+    return None if one is None else _gather_whole(one, one.part())
 
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives every rank its rows of a whole fp32 weight, which all ranks have. Raises UsageError if `value` has another
-    shape.
-    """
+    """Gives every rank its rows of a whole fp32 weight, which all have. Raises UsageError if `value` has another shape."""
     if (one := _sharded_of(param)) is not None:
         _write_part(one.part(), _rows_of(one, value))
         one.give_back()
@@ -53,17 +49,14 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
             one.settle()
 
 
-@torch.no_grad()
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """A whole optimizer state, such as `exp_avg`, in new memory; zeros before the first step, None without an
     optimizer. Raises UsageError if the optimizer has no such state.
     """
-    one = _sharded_of(param)
-    part = None if one is None else _state(one, optim_state_key)
+    part = _state(one := _sharded_of(param), optim_state_key)
     return None if one is None or part is None else _gather_whole(one, part) if part.ndim else part.clone()
 
 
-@torch.no_grad()
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Gives every rank its rows of a whole optimizer state, which all ranks have. Raises UsageError if `value` has
     another shape, the optimizer has no such state, or has made no step yet.
@@ -72,14 +65,12 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
         _write_part(_stored_state(one, optim_state_key), _rows_of(one, value))
 
 
-@torch.no_grad()
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The whole gradient of the step so far, between the last backward and the step; None where there is none.
 
     It is the mean over ranks, divided by the number of micro batches and multiplied by the loss scale, in fp32.
     """
-    one = _sharded_of(param)
-    part = None if one is None else _gradient(one)
+    part = _gradient(one := _sharded_of(param))
     if one is None or part is None:
         return None
     if one.replicated and dist.is_initialized() and dist.get_world_size() > 1:  # each rank's own until the step
@@ -89,13 +80,11 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     return _gather_whole(one, part.float())
 
 
-@torch.no_grad()
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives every rank its rows of a whole gradient, which all ranks have; without one before, nothing happens. Raises
-    UsageError if `value` has another shape.
+    """Gives every rank its rows of a whole gradient, which all have; without one before, does nothing. Raises UsageError
+    if `value` has another shape.
     """
-    one = _sharded_of(param)
-    part = None if one is None else _gradient(one)
+    part = _gradient(one := _sharded_of(param))
     if one is not None and part is not None:
         _write_part(part, _rows_of(one, value))
 
@@ -105,19 +94,16 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replaces the gradient of each parameter by the result of a function of it and the parameter."""
     for param in param_list:
-        grad = safe_get_full_grad(param)
-        if grad is not None:
+        if (grad := safe_get_full_grad(param)) is not None:
             safe_set_full_grad(param, update_func(grad, param))
 
 
-@torch.no_grad()
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's rows of the fp32 weight, flat, in new memory; None for a parameter that is not trained."""
     one = _sharded_of(param)
-    return None if one is None else one.part().float().reshape(-1).clone()
+    return None if one is None else one.part().reshape(-1).clone()
 
 
-@torch.no_grad()
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets this rank's rows of the fp32 weight."""
     if (one := _sharded_of(param)) is not None:
@@ -126,42 +112,32 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         one.drop()
 
 
-@torch.no_grad()
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """This rank's rows of an optimizer state, flat, in new memory; otherwise as `safe_get_full_optimizer_state`."""
-    one = _sharded_of(param)
-    part = None if one is None else _state(one, optim_state_key)
+    part = _state(_sharded_of(param), optim_state_key)
     return None if part is None else part.reshape(-1).clone()
 
 
-@torch.no_grad()
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets this rank's rows of an optimizer state."""
     if (one := _sharded_of(param)) is not None:
         _write_part(_stored_state(one, optim_state_key), value)
 
 
-@torch.no_grad()
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's rows of the gradient, flat, in new memory; otherwise as `safe_get_full_grad`."""
-    one = _sharded_of(param)
-    part = None if one is None else _gradient(one)
+    part = _gradient(_sharded_of(param))
     return None if part is None else part.float().reshape(-1).clone()
 
 
-@torch.no_grad()
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets this rank's rows of the gradient; without one before, nothing happens."""
-    one = _sharded_of(param)
-    part = None if one is None else _gradient(one)
-    if part is not None:
+    if (part := _gradient(_sharded_of(param))) is not None:
         _write_part(part, value)
 
 
 def _sharded_of(param: torch.Tensor) -> ShardedParameter | None:
-    """The part of a parameter that this rank holds; None if it is not trained. Raises UsageError if it is not a
-    parameter of a model that `initialize` got.
-    """
+    """This rank's part of a parameter; None if it is not trained. Raises UsageError if no engine's model has it."""
     one = sharded_parameter_of(param)
     if one is None:
         raise UsageError(
@@ -190,6 +166,7 @@ def _rows_of(one: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1)[one.elements]
 
 
+@torch.no_grad()
 def _write_part(part: torch.Tensor, value: torch.Tensor) -> None:
     if value.numel() != part.numel():
         raise UsageError(
@@ -199,11 +176,11 @@ def _write_part(part: torch.Tensor, value: torch.Tensor) -> None:
     part.copy_(value.reshape(part.shape))
 
 
-def _gradient(one: ShardedParameter) -> torch.Tensor | None:
+def _gradient(one: ShardedParameter | None) -> torch.Tensor | None:
     """This rank's rows of the gradient, in its own memory; None if it is not reduced yet, or there is none."""
+    if one is None or one.weight.grad is None:
+        return None if one is None or one.master is None else one.master.grad
     grad = one.weight.grad
-    if grad is None:
-        return None if one.master is None else one.master.grad
     return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
@@ -212,22 +189,16 @@ def _states(one: ShardedParameter) -> dict[str, Any] | None:
     return None if optimizer is None or one.master is None else optimizer.state.get(one.master, {})
 
 
-def _state(one: ShardedParameter, key: str) -> torch.Tensor | None:
-    states = _states(one)
-    if states is None:
+def _state(one: ShardedParameter | None, key: str) -> torch.Tensor | None:
+    if one is None or (states := _states(one)) is None:
         return None
-    if not states:
-        return torch.zeros_like(one.part(), dtype=torch.float32)
-    return _state_of(states, one, key)
+    return _state_of(states, one, key) if states else torch.zeros_like(one.part())
 
 
 def _stored_state(one: ShardedParameter, key: str) -> torch.Tensor:
-    states = _states(one)
-    if not states:
-        raise UsageError(
-            f"the optimizer has no states of {one.name!r} yet", remedy="Set them after the first engine.step()."
-        )
-    return _state_of(states, one, key)
+    if states := _states(one):
+        return _state_of(states, one, key)
+    raise UsageError(f"the optimizer has no states of {one.name!r} yet", remedy="Set them after the first step.")
 
 
 def _state_of(states: dict[str, Any], one: ShardedParameter, key: str) -> torch.Tensor:

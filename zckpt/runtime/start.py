@@ -25,6 +25,7 @@ from zckpt.base.errors import UsageError
 from zckpt.base.version import __version__
 from zckpt.runtime.activations import configure_once
 from zckpt.runtime.arguments import config_of, refuse_parallel
+from zckpt.runtime.config.attributes import DTYPES
 from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, flatten, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
@@ -35,7 +36,7 @@ from zckpt.runtime.optimizers.schedules import build_schedule
 from zckpt.runtime.sharding.buffers import cast_buffers
 from zckpt.runtime.sharding.on_access import gather_on_access
 from zckpt.runtime.sharding.parts import allow_parts
-from zckpt.runtime.sharding.shard import DTYPES, Precision, shard
+from zckpt.runtime.sharding.shard import Precision, shard
 from zckpt.runtime.sharding.units import Wrap
 from zckpt.runtime.sharding.watch import Watch
 from zckpt.runtime.swapping.install import Swap
@@ -187,9 +188,7 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _check(settings: Settings, optimizer: object, lr_scheduler: object, *, trains: bool) -> None:
-    """Checks config and arguments against each other. Raises UsageError if they contradict each other, or an argument
-    is of no use.
-    """
+    """Raises UsageError if config and arguments contradict each other, or an argument is of no use."""
     stage = settings.zero.stage
     if not trains and stage in (1, 2):
         what = "parameter to train" if settings.config.optimizer.type else "optimizer"
@@ -208,9 +207,7 @@ def _check(settings: Settings, optimizer: object, lr_scheduler: object, *, train
 
 
 def _check_schedule(lr_scheduler: object, *, over_given: bool) -> None:
-    remedy = (
-        "Pass a function of the optimizer: initialize(lr_scheduler=lambda optimizer: StepLR(optimizer, step_size=100))."
-    )
+    remedy = "Pass a function of the optimizer: initialize(lr_scheduler=lambda optimizer: StepLR(optimizer, 100))."
     if isinstance(lr_scheduler, type):
         try:
             inspect.signature(lr_scheduler).bind(None)
@@ -248,24 +245,19 @@ def _log_unused(settings: Settings) -> None:
         _log.info("Keys of %s that change nothing here:\n%s", settings.file, lines)
 
 
-def _log_chosen(
-    settings: Settings, batch: BatchSizes, optimizer: object, lr_scheduler: object, *, trains: bool
-) -> None:
+def _log_chosen(settings: Settings, batch: BatchSizes, optimizer: object, schedule: object, *, trains: bool) -> None:
     """Logs the config with all computed values, and which of two optimizers or schedules is used."""
     config = settings.config
-    for name, given, own in (
-        ("optimizer", optimizer, config.optimizer.type),
-        ("scheduler", lr_scheduler, config.scheduler.type),
-    ):
+    for name, given in (("optimizer", optimizer), ("scheduler", schedule)):
+        own = getattr(config, name).type
         if given is not None and own is not None:
             _log.warning("initialize was given its own %s, so that of the config (%s) is left aside.", name, own)
     if not trains and config.optimizer.type:
         _log.warning("No parameter requires gradients: the optimizer of the config is left aside, nothing is trained.")
-    if not trains and (lr_scheduler is not None or config.scheduler.type):
+    if not trains and (schedule is not None or config.scheduler.type):
         _log.info("There is no optimizer, so the schedule is left aside.")
-    logging.getLogger("zckpt.runtime.config").info(
-        "The config with what was computed: %s", json.dumps({**settings.raw, **batch.by_key()})
-    )
+    computed = json.dumps({**settings.raw, **batch.by_key()})
+    logging.getLogger("zckpt.runtime.config").info("The config with what was computed: %s", computed)
 
 
 def _log_differences(settings: Settings) -> None:

@@ -129,18 +129,6 @@ class TrainingRun(nn.Module):
         """The norm of all gradients of the last step, before clipping; infinite if the step was skipped, None if not computed."""
         return self._norm
 
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step, over all ranks."""
-        return self.batch.total
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and forward."""
-        return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Forwards per optimizer step."""
-        return self.batch.accumulation
-
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
         return self.settings.zero.stage
@@ -163,9 +151,7 @@ class TrainingRun(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Makes backwards inside the context reduce no gradients between ranks; the next one outside reduces all of
-        them.
-        """
+        """Lets backwards inside the context reduce no gradients between ranks; the next one outside reduces all."""
         before = self._boundary, self.inside_no_sync_ctxt
         self._boundary, self.inside_no_sync_ctxt = False, True
         try:

@@ -107,10 +107,8 @@ def mesh_of(zero: Zero, world: World) -> DeviceMesh:
     divide the number of ranks.
     """
     size = 1 if zero.stage == 0 else world.size
-    for name, value in (
-        ("mics_shard_size", zero.mics_shard_size),
-        ("zero_hpz_partition_size", zero.zero_hpz_partition_size),
-    ):
+    for name in ("mics_shard_size", "zero_hpz_partition_size"):
+        value = getattr(zero, name)
         if value > 0 and world.size % value:
             raise UsageError(
                 f"zero_optimization.{name} does not divide the number of ranks", found=f"{value}",

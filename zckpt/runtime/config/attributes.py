@@ -22,14 +22,13 @@ _SAME_NAMES = (
     "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last", "log_level",
 )  # fmt: skip
+_IN_LOWER_CASE = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd")
+"""Optimizers of DeepSpeed's own, by their names there."""
 
 
 class DeepSpeedConfig:
     """The values of a config, by DeepSpeed's names. `mpu` and `mesh_device` are not read: batch sizes are those of data
-    parallelism.
-
-    Raises:
-        UsageError: the config is wrong; see `read_config`.
+    parallelism. Raises UsageError if the config is wrong; see `read_config`.
     """
 
     def __init__(
@@ -64,7 +63,8 @@ class DeepSpeedConfig:
         self.fp16_enabled = config.fp16.enabled
         self.bfloat16_enabled = settings.bf16.enabled
         self.torch_autocast_enabled = False
-        self.optimizer_name = _lower_own(config.optimizer.type)
+        kind = config.optimizer.type
+        self.optimizer_name = kind.lower() if kind is not None and kind.lower() in _IN_LOWER_CASE else kind
         self.optimizer_params = dict(config.optimizer.params) if config.optimizer.type else None
         self.scheduler_name = config.scheduler.type
         self.scheduler_params = dict(config.scheduler.params) if config.scheduler.type else None
@@ -92,9 +92,3 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """Torch's dtype for a name in a config; None for None."""
     return None if name is None else DTYPES[name]
-
-
-def _lower_own(kind: str | None) -> str | None:
-    """The name of an optimizer as DeepSpeed has it: its own ones are in lower case."""
-    own = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd")
-    return kind.lower() if kind is not None and kind.lower() in own else kind

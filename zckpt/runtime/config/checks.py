@@ -15,9 +15,7 @@ from zckpt.runtime.config.sections import Config
 
 
 def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
-    """Raises for features that this engine does not have, all of them at once. Raises UnsupportedError if such a
-    feature is switched on.
-    """
+    """Raises UnsupportedError if features are switched on that this engine does not have; it names all of them."""
     found = [f"{path} ({why})" for path, why in keys_of_kind(raw, "refused")]
     if found:
         raise UnsupportedError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,9 +37,14 @@ refused_key = partial(_key, "refused")
 """A key that would change the training in a way this engine does not know: only values that switch it off pass."""
 
 
-def foreign(why: str, keys: str, kind: str = "unused") -> Any:
+_LINES = Path(__file__).with_name("foreign_keys_0_19_8.txt").read_text(encoding="utf-8").splitlines()
+_FOREIGN = {name: keys.split() for name, _, keys in (line.partition(":") for line in _LINES)}
+"""Section of DeepSpeed's -> its keys."""
+
+
+def foreign(name: str, why: str, kind: str = "unused") -> Any:
     """A section of DeepSpeed's with keys known by name only; below them nothing is looked at."""
-    return Field(None, description=why, json_schema_extra={"kind": kind, "keys": list(keys.split())})
+    return Field(None, description=why, json_schema_extra={"kind": kind, "keys": [*_FOREIGN[name]]})
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 from zckpt.runtime.config.fields import Section, is_off, keys_of, kind_of, names_of_fields, section_of
 from zckpt.runtime.config.sections import Config
 
+Pairs = Iterator[tuple[str, str]]
 
-def unknown_keys(
-    raw: Mapping[str, Any], section: type[Section] = Config, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
+
+def unknown_keys(raw: Mapping[str, Any], section: type[Section] = Config, prefix: str = "") -> Pairs:
     """Dotted names that no model knows, each with the most similar one that is known."""
     fields = dict(names_of_fields(section))
     for key, value in raw.items():
@@ -33,7 +33,7 @@ def unknown_keys(
             yield from ((f"{path}.{name}", _nearest(name, f"{path}.", keys)) for name in value if name not in keys)
 
 
-def keys_of_kind(raw: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
+def keys_of_kind(raw: Mapping[str, Any], kind: str) -> Pairs:
     """Dotted names that were given, each with the reason: `unused` keys, which change nothing; `missed`, which ask for
     something to be shown that is not; `refused`, which switch on what is not built.
     """

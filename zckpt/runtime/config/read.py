@@ -100,17 +100,7 @@ def read_config(
     for path, _ in unknown:
         _pop(raw, path)
     _fill_auto(raw, file, flatten(auto or {}) | _keys_of_width(hidden_size), early=early)
-    try:
-        values = Config.model_validate(raw)
-    except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        ]
-        raise UsageError(
-            f"{count(len(wrong), 'value is', 'values are')} not valid", file=file, found="; ".join(wrong),
-            remedy=f"Correct {'it' if len(wrong) == 1 else 'them'}; docs/config.md lists the values of each key.",
-        ) from error  # fmt: skip
+    values = _values(raw, file)
     refuse_unbuilt(values, raw, file)
     refuse_contradictions(values, raw, file)
     left_out = ((path, "not known, left out as asked") for path, _ in unknown)
@@ -132,13 +122,22 @@ def read_activations(config: str | os.PathLike[str] | Mapping[str, Any]) -> Acti
     config, or the section has unknown keys or wrong values.
     """
     raw, file = _load(config)
+    section = raw.get("activation_checkpointing", {})
+    what = "the section activation_checkpointing is not valid"
+    return _values({"activation_checkpointing": section}, file, what).activation_checkpointing
+
+
+def _values(raw: Json, file: str, what: str = "") -> Config:
     try:
-        return ActivationSection.model_validate(raw.get("activation_checkpointing", {}))
+        return Config.model_validate(raw)
     except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
         raise UsageError(
-            "the section activation_checkpointing is not valid", file=file,
-            found="; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()),
-            remedy="Correct it; docs/config.md lists its keys.",
+            what or f"{count(len(wrong), 'value is', 'values are')} not valid", file=file, found="; ".join(wrong),
+            remedy=f"Correct {'it' if len(wrong) == 1 else 'them'}; docs/config.md lists the values of each key.",
         ) from error  # fmt: skip
 
 
@@ -264,21 +263,14 @@ def _keys_of_width(hidden_size: int | None) -> Json:
 
 
 def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
-    """Replaces "auto" by values. A key that arithmetic or a width determines, or that nothing reads, may stay without
-    one.
-    """
-    unused = tuple(path for path, _ in (*keys_of_kind(raw, "unused"), *keys_of_kind(raw, "missed")))
+    """Replaces "auto" by values. A key that is computed from others or a width, or never read, may stay without one."""
+    unused = tuple(f"{path}." for path, _ in (*keys_of_kind(raw, "unused"), *keys_of_kind(raw, "missed")))
     missing = []
     for path in [path for path, value in flatten(raw).items() if value == "auto" and path not in _OWN_AUTO]:
         place, _, last = path.rpartition(".")
         if path in values:
             _section(raw, place)[last] = values[path]
-        elif (
-            early
-            or path in _BATCH
-            or path in _keys_of_width(0)
-            or any(f"{path}.".startswith(f"{one}.") for one in unused)
-        ):
+        elif early or path in (*_BATCH, *_keys_of_width(0)) or f"{path}.".startswith(unused):
             _pop(raw, path)
         else:
             missing.append(path)

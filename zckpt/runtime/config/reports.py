@@ -15,9 +15,7 @@ class TensorBoardSection(Section):
     """Rank 0 writes losses, learning rates and loss scales for TensorBoard (`pip install tensorboard`)."""
 
     enabled: bool = used_key(False, "write them")
-    output_path: str = used_key(
-        "", "files are written in `output_path`/`job_name`; by default in the directory that the script runs in"
-    )
+    output_path: str = used_key("", "files go into `output_path`/`job_name`; by default where the script runs")
     job_name: str = used_key("DeepSpeedJobName", "a directory in `output_path`")
 
 
@@ -52,9 +50,7 @@ class FlopsProfilerSection(Section):
     """Rank 0 counts the operations of the forward of one step, and prints a table."""
 
     enabled: bool = used_key(False, "count them")
-    recompute_fwd_factor: float = used_key(
-        0.0, "share of the forward that is computed once more in backward, for the FLOPS of backward", ge=0.0
-    )
+    recompute_fwd_factor: float = used_key(0.0, "share of the forward that backward repeats, for its FLOPS", ge=0.0)
     profile_step: int = used_key(1, "the step that is counted, from 0", ge=0)
     module_depth: int = used_key(-1, "the table has modules down to this depth; -1: all", ge=-1)
     top_modules: int = used_key(1, "modules of each depth, without `detailed`", ge=0)
@@ -78,17 +74,9 @@ class TimersSection(Section):
 class ActivationSection(Section):
     """The settings of `zckpt.runtime.checkpointing.checkpoint`, which recomputes activations in the backward."""
 
-    partition_activations: bool = unshown_key(
-        False, "there are no tensor-parallel ranks to share kept activations out over"
-    )
-    number_checkpoints: int | None = unused_key(
-        None, "only for the size of the buffer of `contiguous_memory_optimization`"
-    )
+    partition_activations: bool = unshown_key(False, "there are no tensor-parallel ranks to share activations out over")
+    number_checkpoints: int | None = unused_key(None, "only the buffer's size for `contiguous_memory_optimization`")
     contiguous_memory_optimization: bool = unshown_key(False, "kept activations are not copied into one buffer")
-    synchronize_checkpoint_boundary: bool = used_key(
-        False, "wait for the device before and after each call, in the backward too"
-    )
-    profile: bool = used_key(
-        False, "rank 0 prints the milliseconds of each call, and of each one again in the backward"
-    )
+    synchronize_checkpoint_boundary: bool = used_key(False, "wait for the device around each call, in the backward too")
+    profile: bool = used_key(False, "rank 0 prints the milliseconds of each call, and of each again in the backward")
     cpu_checkpointing: bool = used_key(False, "keep the arguments of a call in host memory until the backward")

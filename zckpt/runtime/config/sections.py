@@ -15,16 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, field_validator
 
+from zckpt.runtime.config import reports
 from zckpt.runtime.config.fields import Section, foreign, own_key, refused_key, unused_key, used_key
-from zckpt.runtime.config.reports import (
-    ActivationSection,
-    CometSection,
-    CSVSection,
-    FlopsProfilerSection,
-    TensorBoardSection,
-    TimersSection,
-    WandbSection,
-)
 from zckpt.runtime.config.zero import Zero
 
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -45,6 +37,15 @@ class FP16(Section):
     consecutive_hysteresis: bool = used_key(False, "count again after each step without overflow")
     min_loss_scale: float = used_key(1, "the scale is never below; an overflow there ends the run", gt=0)
     fp16_master_weights_and_grads: bool = refused_key(False, _MASTERS)
+
+    def arguments_of_scaler(self) -> dict[str, float | bool]:
+        """The arguments of DeepSpeed's scaler that follows the gradients, without its first scale."""
+        return {
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
 
     @field_validator("loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", mode="before")
     @classmethod
@@ -117,11 +118,9 @@ class CheckpointSection(Section):
     tag_validation: Literal["WARN", "IGNORE", "FAIL"] = used_key("WARN", "what to do when ranks disagree on the tag")
     use_node_local_storage: bool = used_key(False, "each node writes its own files; no shared file system is needed")
     load_universal: bool = unused_key(False, "a load finds out the kind of checkpoint by itself")
-    parallel_write: Any = foreign(_WRITER, "pipeline_stage")
+    parallel_write: Any = foreign("parallel_write", _WRITER)
     checkpoint_serialization: bool = unused_key(True, "files are always torch's zip files")
-    writer: Any = foreign(
-        _WRITER, "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled"
-    )
+    writer: Any = foreign("writer", _WRITER)
     keep_last: int | None = own_key(None, "after a good save, older tags beyond this many are deleted", ge=1)
     async_save: bool = own_key(False, "training continues while the files are written from a copy in host memory")
 
@@ -135,9 +134,7 @@ class Aio(Section):
     """How files of device nvme are read and written: past the page cache, many blocks at a time."""
 
     block_size: int = used_key(1 << 20, "bytes of one read or write, at most; rounded to whole pages", gt=0)
-    queue_depth: int = used_key(
-        8, "times `intra_op_parallelism` reads and writes are under way at a time, at most 64", gt=0
-    )
+    queue_depth: int = used_key(8, "times `intra_op_parallelism`: reads and writes under way at once, at most 64", gt=0)
     intra_op_parallelism: int = used_key(1, "see `queue_depth`", gt=0)
     single_submit: bool = unused_key(False, "each block is a call of its own")
     overlap_events: bool = unused_key(True, "blocks are always under way at the same time")
@@ -147,14 +144,10 @@ class Aio(Section):
 class Config(Section):
     """The config's top level."""
 
-    train_batch_size: int | None = used_key(
-        None, "samples per optimizer step: micro batch x accumulation x world size", gt=0
-    )
+    train_batch_size: int | None = used_key(None, "samples per step: micro batch x accumulation x world size", gt=0)
     train_micro_batch_size_per_gpu: int | None = used_key(None, "samples per rank and forward", gt=0)
     gradient_accumulation_steps: int | None = used_key(None, "forwards per optimizer step", gt=0)
-    managed_gradient_accumulation: bool = used_key(
-        True, "false makes every `step()` the boundary, however many backwards went before"
-    )
+    managed_gradient_accumulation: bool = used_key(True, "false: each `step()` is the boundary, whatever went before")
     zero_optimization: Zero = used_key(Zero(), "see below")
     fp16: FP16 = used_key(FP16(), "see below")
     bf16: BF16 = used_key(BF16(), "see below")
@@ -163,9 +156,7 @@ class Config(Section):
     optimizer: OptimizerSection = used_key(OptimizerSection(), "see below")
     scheduler: Scheduler = used_key(Scheduler(), "see below")
     checkpoint: CheckpointSection = used_key(CheckpointSection(), "see below")
-    communication_data_type: Dtype | None = used_key(
-        None, "dtype of gradient reductions; by default that of the computation"
-    )
+    communication_data_type: Dtype | None = used_key(None, "dtype of gradient reductions; by default the computation's")
     gradient_clipping: float = used_key(1.0, "largest global norm of the gradients; 0 never clips", ge=0.0)
     gradient_allreduce_op: Literal["mean", "sum"] = used_key("mean", "over ranks; `sum` not at stage 3")
     prescale_gradients: bool = unused_key(False, "the mean is the same; fp16 is divided before and after the sum")
@@ -176,15 +167,11 @@ class Config(Section):
     zero_force_ds_cpu_optimizer: bool = unused_key(True, "torch's own CPU kernels are used")
     steps_per_print: int | None = used_key(None, "log step, skipped steps and rates every so many steps")
     dataloader_drop_last: bool = used_key(False, "of the loader made from `training_data`")
-    wall_clock_breakdown: bool = used_key(
-        False, "rank 0 prints the milliseconds of each micro batch's and each step's parts"
-    )
+    wall_clock_breakdown: bool = used_key(False, "rank 0 prints the milliseconds of parts of each micro batch and step")
     memory_breakdown: bool = used_key(False, "rank 0 prints the memory in use before and after each of these parts")
     dump_state: bool = used_key(False, "rank 0 prints the engine's attributes and the config at the start")
     disable_allgather: bool = unused_key(False, "there is only one way")
-    disable_python_gc: bool = used_key(
-        False, "switches Python's collector of garbage off; `gc.collect()` collects when you call it"
-    )
+    disable_python_gc: bool = used_key(False, "switches Python's garbage collector off; `gc.collect()` collects")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = used_key(
         None, "of what the trainer logs, by the logger `zckpt.runtime`"
     )
@@ -193,70 +180,27 @@ class Config(Section):
     use_data_before_expert_parallelism: bool = unused_key(False, "for expert parallelism")
     cuda_visible_devices: Any = unused_key(None, "set the variable CUDA_VISIBLE_DEVICES")
     allgather_size: int | None = unused_key(None, "for the oldest form of `zero_optimization`")
-    activation_checkpointing: ActivationSection = used_key(ActivationSection(), "see below")
+    activation_checkpointing: reports.ActivationSection = used_key(reports.ActivationSection(), "see below")
     aio: Aio = used_key(Aio(), "see below")
-    comms_logger: Any = foreign(
-        "collectives are not timed: torch.profiler shows them", "enabled prof_all prof_ops verbose debug", "missed"
-    )
-    flops_profiler: FlopsProfilerSection = used_key(FlopsProfilerSection(), "see below")
-    timers: TimersSection = used_key(TimersSection(), "see below")
-    tensorboard: TensorBoardSection = used_key(TensorBoardSection(), "see below")
-    wandb: WandbSection = used_key(WandbSection(), "see below")
-    csv_monitor: CSVSection = used_key(CSVSection(), "see below")
-    comet: CometSection = used_key(CometSection(), "see below")
-    pipeline: Any = foreign(
-        "pipeline parallelism is not built; a model that is not a pipeline does not need it",
-        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
-    )
-    autotuning: Any = foreign(
-        "not built",
-        "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric_path tuner_type "
-        "tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size mp_size metric "
-        "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes "
-        "model_info_path model_info",
-        "refused",
-    )
-    torch_autocast: Any = foreign(
-        "use `bf16` or `fp16`, or torch.autocast in your own code",
-        "enabled dtype lower_precision_safe_modules",
-        "refused",
-    )
-    compile: Any = foreign(
-        "call torch.compile on the model first",
-        "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
-        "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
-        "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors "
-        "keep_all_input_tensors passes enabled",
-        "refused",
-    )
-    tensor_parallel: Any = foreign(
-        "not built",
-        "dtype autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend tensor_parallel tp "
-        "injection_policy_tuple partition_config preset_model keep_module_on_host replace_with_kernel_inject "
-        "kernel_inject",
-        "refused",
-    )
-    expert_parallel: Any = foreign(
-        "not built",
-        "enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
-        "moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale "
-        "score_apply combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin "
-        "comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k load_balance_coeff "
-        "routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts "
-        "shared_experts_pattern shared_experts_gate_pattern expert_activation",
-        "refused",
-    )
+    comms_logger: Any = foreign("comms_logger", "collectives are not timed: torch.profiler shows them", "missed")
+    flops_profiler: reports.FlopsProfilerSection = used_key(reports.FlopsProfilerSection(), "see below")
+    timers: reports.TimersSection = used_key(reports.TimersSection(), "see below")
+    tensorboard: reports.TensorBoardSection = used_key(reports.TensorBoardSection(), "see below")
+    wandb: reports.WandbSection = used_key(reports.WandbSection(), "see below")
+    csv_monitor: reports.CSVSection = used_key(reports.CSVSection(), "see below")
+    comet: reports.CometSection = used_key(reports.CometSection(), "see below")
+    pipeline: Any = foreign("pipeline", "pipeline parallelism is not built; plain models do not need it")
+    autotuning: Any = foreign("autotuning", "not built", "refused")
+    torch_autocast: Any = foreign("torch_autocast", "use `bf16` or `fp16`, or torch.autocast in your code", "refused")
+    compile: Any = foreign("compile", "call torch.compile on the model first", "refused")
+    tensor_parallel: Any = foreign("tensor_parallel", "not built", "refused")
+    expert_parallel: Any = foreign("expert_parallel", "not built", "refused")
     sequence_parallel_size: int = refused_key(1, "not built")
-    data_efficiency: Any = foreign("not built", "enabled seed data_sampling data_routing", "refused")
-    hybrid_engine: Any = foreign(
-        "not built",
-        "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
-        "enable_cuda_graph",
-        "refused",
-    )
-    weight_quantization: Any = foreign("not built", "enabled quantized_initialization post_init_quant", "refused")
+    data_efficiency: Any = foreign("data_efficiency", "not built", "refused")
+    hybrid_engine: Any = foreign("hybrid_engine", "not built", "refused")
+    weight_quantization: Any = foreign("weight_quantization", "not built", "refused")
     datastates_ckpt: Any = unused_key(None, _WRITER)
-    amp: Any = foreign(f"use `bf16` or `fp16`; {_GONE}", "enabled opt_level", "refused")
+    amp: Any = foreign("amp", f"use `bf16` or `fp16`; {_GONE}", "refused")
     nebula: Any = refused_key(None, _GONE)
     compression_training: Any = refused_key(None, _GONE)
     quantize_training: Any = refused_key(None, _GONE)

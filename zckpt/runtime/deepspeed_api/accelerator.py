@@ -7,30 +7,55 @@ Source: DeepSpeed 0.19.8, accelerator/abstract_accelerator.py and cpu_accelerato
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from zckpt.live.device import accelerator, default_backend
+from zckpt.runtime.observe.memory import device_memory
 
 
 def _nothing(*_: Any) -> Any:
     """What there is to do, or to name, on a CPU."""
 
 
+def _figure(figure: str, device_index: int | None = None) -> int:
+    return device_memory()[figure]
+
+
+def _reset_peak(device_index: int | None = None) -> None:
+    """Makes the kernel forget the most that this process has held. Source: proc(5), /proc/pid/clear_refs."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
 _OF_TORCH: dict[str, Any] = {
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "current_stream", "default_stream"), _nothing),
-    **dict.fromkeys(("device", "stream"), nullcontext),
+    **dict.fromkeys(("device", "stream"), contextlib.nullcontext),
     **{name: getattr(torch, name) for name in ("manual_seed", "initial_seed", "get_rng_state", "set_rng_state")},
+    **dict.fromkeys(("is_available", "is_bf16_supported"), lambda: True),
     "manual_seed_all": torch.manual_seed,
+    "device_count": lambda: 1,
+    "memory_allocated": functools.partial(_figure, "MA"),
+    "max_memory_allocated": functools.partial(_figure, "Max_MA"),
+    "memory_reserved": functools.partial(_figure, "CA"),
+    "max_memory_reserved": functools.partial(_figure, "Max_CA"),
+    "reset_peak_memory_stats": _reset_peak,
     "Stream": None,
     "Event": None,
 }
-"""What torch's module for the device has under DeepSpeed's name -> what takes its place on a CPU."""
+"""What torch's module for the device has under DeepSpeed's name -> what takes its place on a CPU, or where it lacks it."""
+
+_OLD_NAMES = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
 
 
 class Accelerator:
@@ -39,11 +64,6 @@ class Accelerator:
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._module: Any = None if kind == "cpu" else torch.get_device_module(kind)
-        self._most = 0
-
-    def is_available(self) -> bool:
-        """Whether there is such a device."""
-        return self._module is None or bool(self._module.is_available())
 
     def device_name(self, device_index: int | None = None) -> str:
         """The device as torch takes it: "cuda", or "cuda:1"; on a CPU always "cpu"."""
@@ -55,11 +75,7 @@ class Accelerator:
 
     def current_device_name(self) -> str:
         """The current device as torch takes it."""
-        return self._name if self._module is None else f"{self._name}:{self.current_device()}"
-
-    def device_count(self) -> int:
-        """How many devices this process sees; 1 on a CPU."""
-        return 1 if self._module is None else int(self._module.device_count())
+        return self.device_name(self.current_device())
 
     def communication_backend_name(self) -> str:
         """The backend of collectives that torch names for the device."""
@@ -87,41 +103,11 @@ class Accelerator:
         """The generator of a device."""
         return torch.default_generator if self._module is None else self._module.default_generators[device_index]
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Memory of tensors; on a CPU what the process holds."""
-        return self._asked("memory_allocated", device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The peak of that memory; on a CPU, of the moments when it was asked for."""
-        return self._asked("max_memory_allocated", device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """The memory that torch has reserved on the device."""
-        return self._asked("memory_reserved", device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The peak of that memory."""
-        return self._asked("max_memory_reserved", device_index)
-
-    memory_cached = memory_reserved
-    max_memory_cached = max_memory_reserved
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Resets the peaks."""
-        if self._module is None:
-            self._most = _resident()
-        else:
-            self._module.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_peak_memory_stats
-    reset_max_memory_cached = reset_peak_memory_stats
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """Torch's statistics of the device's memory; for a CPU the two that exist."""
         if self._module is not None:
             return dict(self._module.memory_stats(device_index))
-        now = self.memory_allocated()
-        return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": self._most}
+        return {"allocated_bytes.all.current": _figure("MA"), "allocated_bytes.all.peak": _figure("Max_MA")}
 
     def total_memory(self, device_index: int | None = None) -> int:
         """The total memory of the device; for a CPU, of the machine."""
@@ -134,17 +120,6 @@ class Accelerator:
         if self._module is None:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         return int(self._module.mem_get_info(device_index)[0])
-
-    def _asked(self, name: str, device_index: int | None) -> int:
-        if self._module is not None:
-            return int(getattr(self._module, name)(device_index))
-        now = _resident()
-        self._most = max(self._most, now)
-        return self._most if name.startswith("max") else now
-
-    def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
-        return bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 
     def is_fp16_supported(self) -> bool:
         """Whether it computes in fp16; in fp64 likewise."""
@@ -183,8 +158,9 @@ class Accelerator:
             self._module.nvtx.range_pop()
 
     def __getattr__(self, name: str) -> Any:
+        name = _OLD_NAMES.get(name, name)
         if name in _OF_TORCH:
-            return _OF_TORCH[name] if self._module is None else getattr(self._module, name)
+            return getattr(self._module, name, _OF_TORCH[name])
         if name.endswith("Tensor"):  # FloatTensor, HalfTensor, ...: constructors on the device
             dtype = {"BFloat16": "bfloat16", "Byte": "uint8", "Int": "int32"}.get(name[:-6], name[:-6].lower())
             return functools.partial(torch.tensor, dtype=getattr(torch, dtype), device=self.current_device_name())
@@ -199,9 +175,3 @@ def get_accelerator() -> Accelerator:
     """The device of this process: its accelerator, or the CPU."""
     found = accelerator()
     return Accelerator("cpu" if found is None else found.type)
-
-
-def _resident() -> int:
-    """Memory that this process holds, in bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -29,13 +29,8 @@ get_backend, get_rank, get_world_size = dist.get_backend, dist.get_rank, dist.ge
 def _with_deepspeed_names(
     function: Callable[..., Any], names: str, more: str = "prof log_name debug"
 ) -> Callable[..., Any]:
-    """A function of torch by DeepSpeed's names of its arguments.
-
-    Args:
-        function: torch's.
-        names: `parameter`, `parameter=default` of DeepSpeed's signature, in its order; `given:torchs` where torch's own
-            name is another.
-        more: DeepSpeed's further arguments, which change nothing.
+    """A function of torch by DeepSpeed's names of its arguments. `names`: `parameter`, `parameter=default` of DeepSpeed's
+    signature, in its order; `given:torchs` where torch's own name is another. `more`: further arguments, which change nothing.
     """
     parameters, torchs = [], {}
     for word in names.split():
@@ -104,9 +99,7 @@ def all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Gathers several tensors, each into one. Returns the last one's handle with `async_op`, otherwise None. Raises
-    UsageError if there is nothing to gather.
-    """
+    """Gathers several tensors, each into one; `async_op` returns the last handle. Raises UsageError for no tensors."""
     if not output_tensors:
         raise UsageError("all_gather_coalesced got no tensors", remedy="Call it with at least one tensor.")
     handles = [

@@ -30,14 +30,7 @@ def get_data_parallel_group() -> Any:
     return dist.group.WORLD
 
 
-def get_data_parallel_world_size() -> int:
-    """The number of ranks."""
-    return dist.get_world_size()
-
-
-def get_data_parallel_rank() -> int:
-    """The number of this rank."""
-    return dist.get_rank()
+get_data_parallel_world_size, get_data_parallel_rank = dist.get_world_size, dist.get_rank
 
 
 def get_model_parallel_world_size() -> int:
@@ -92,14 +85,8 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | Groups, max_group_size: float = 178956971
 ) -> Groups:
     """Parameter groups with those of experts split off: of a dense model, the groups as they are, as a list.
-
-    Args:
-        param_groups: one or several.
-        max_group_size: of groups of experts, in elements.
-
-    Raises:
-        UsageError: not parameter groups.
-        UnsupportedError: a parameter is an expert's.
+    `param_groups`: one or several; `max_group_size`: of groups of experts, in elements. Raises UsageError for what is no
+    parameter group, UnsupportedError if a parameter is an expert's.
     """
     if not isinstance(param_groups, dict | tuple | list):
         raise UsageError(
@@ -120,12 +107,8 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> Groups:
     return [{"params": _dense(given), "name": "dense-params"}]
 
 
-def split_params_into_shared_and_expert_params(
-    params: Iterable[torch.Tensor],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters that are not an expert's, and those that are. Raises UnsupportedError if a parameter is an
-    expert's.
-    """
+def split_params_into_shared_and_expert_params(params: Iterable[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    """Those of no expert, and those of one, as two lists. Raises UnsupportedError if a parameter is an expert's."""
     return _dense(params), []
 
 

@@ -13,9 +13,8 @@ from zckpt.base.words import join_words
 
 logger = logging.getLogger("zckpt.runtime")
 
-log_levels: dict[str, int] = {
-    name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")
-}
+_NAMES = ("debug", "info", "warning", "error", "critical")
+log_levels: dict[str, int] = {name: getattr(logging, name.upper()) for name in _NAMES}
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -61,9 +60,8 @@ def should_log_le(max_log_level_str: str) -> bool:
 
 def _level(name: str) -> int:
     if name.lower() not in log_levels:
-        raise UsageError(
-            f"there is no log level {name!r}", expected=join_words([*log_levels], "or"), remedy="Choose one of these."
-        )
+        known = join_words(_NAMES, "or")
+        raise UsageError(f"there is no log level {name!r}", expected=known, remedy="Choose one of these.")
     return log_levels[name.lower()]
 
 

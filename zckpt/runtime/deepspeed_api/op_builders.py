@@ -1,6 +1,4 @@
-"""Answers scripts and tests that ask `deepspeed.ops` what they may use. Device nvme is available, without DeepSpeed's
-library.
-"""
+"""Tells scripts and tests that ask `deepspeed.ops` what they may use: device nvme, too, without DeepSpeed's library."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ COMPATIBLE_OPS = {
 
 
 class AsyncIOBuilder:
-    """The builder of DeepSpeed's I/O for device nvme. The trainer has its own I/O, which needs no libaio. `NAME`: its
-    key in `COMPATIBLE_OPS`.
-    """
+    """DeepSpeed's builder of I/O for device nvme; ours needs no libaio. `NAME`: its key in `COMPATIBLE_OPS`."""
 
     NAME: ClassVar[str] = "async_io"
     BUILD_VAR: ClassVar[str] = "DS_BUILD_AIO"

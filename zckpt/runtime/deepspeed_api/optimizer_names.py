@@ -11,16 +11,11 @@ from typing import Any
 
 import torch
 
-from zckpt.base.errors import UnsupportedError
-from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, call_closure, with_states
+from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion, call_closure, refuse_argument, with_states
 
 
 class FusedAdam(torch.optim.AdamW):
-    """Adam with decoupled weight decay, or without: states `exp_avg`, `exp_avg_sq`.
-
-    Raises:
-        UnsupportedError: `amsgrad` is set.
-    """
+    """Adam with decoupled weight decay, or without: states `exp_avg`, `exp_avg_sq`. Raises UnsupportedError for `amsgrad`."""
 
     def __init__(
         self,
@@ -34,7 +29,7 @@ class FusedAdam(torch.optim.AdamW):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse(self, "amsgrad" * amsgrad, "Use torch.optim.AdamW(amsgrad=True).")
+        refuse_argument(self, "amsgrad" * amsgrad, "Use torch.optim.AdamW(amsgrad=True).")
         self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.defaults.update(bias_correction=bias_correction, fused=True, foreach=None)
@@ -82,9 +77,7 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam` for master weights in host memory, with DeepSpeed's arguments; raises UnsupportedError for `amsgrad`
-    and for states that are not fp32.
-    """
+    """`FusedAdam` for master weights in host memory; raises UnsupportedError for `amsgrad`, and for states not in fp32."""
 
     def __init__(
         self,
@@ -98,17 +91,11 @@ class DeepSpeedCPUAdam(FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
+        refuse_argument(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
 _HALF = "Leave that argument out: master weights and optimizer states are always fp32."
-
-
-def _refuse(optimizer: torch.optim.Optimizer, what: str, remedy: str) -> None:
-    """Raises the error for an argument of an optimizer, if there is a `what`."""
-    if what:
-        raise UnsupportedError(f"{type(optimizer).__name__} with {what} is not built", remedy=remedy)
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
@@ -123,33 +110,13 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
-        _refuse(self, "amsgrad" * amsgrad, "Leave amsgrad out.")
+        refuse_argument(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
+        refuse_argument(self, "amsgrad" * amsgrad, "Leave amsgrad out.")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 class FusedLamb(Lamb):
-    """`Lamb` with DeepSpeed's arguments; raises UnsupportedError for `amsgrad` and `max_grad_norm`: the config's
-    `gradient_clipping` clips.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,
-    ) -> None:
-        what = "amsgrad" if amsgrad else "max_grad_norm" * bool(max_grad_norm)
-        _refuse(self, what, "Leave that argument out; gradient_clipping in the config clips the norm of all gradients.")
-        super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
+    """`Lamb` by its class in DeepSpeed."""
 
 
 class FusedLion(Lion):
@@ -182,5 +149,5 @@ class DeepSpeedCPULion(FusedLion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
+        refuse_argument(self, "" if fp32_optimizer_states else "fp32_optimizer_states set to false", _HALF)
         super().__init__(model_params, lr, betas, weight_decay)

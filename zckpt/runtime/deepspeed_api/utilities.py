@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zckpt.live.device import CPU
 from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
+from zckpt.runtime.loader import map_tensors
+from zckpt.runtime.observe.memory import GIB
 from zckpt.runtime.observe.memory import see_memory_usage as see_memory_usage
-
-GIB = 1 << 30
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,13 +63,7 @@ def set_random_seed(seed: int) -> None:
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
     """The same lists, tuples and dicts with their tensors on a device. `criterion_func` says which are moved."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if isinstance(item, list | tuple):
-        return type(item)([move_to_device(one, device, criterion_func) for one in item])
-    if isinstance(item, dict):
-        return type(item)({name: move_to_device(one, device, criterion_func) for name, one in item.items()})
-    return item
+    return map_tensors(lambda one: one.to(device) if criterion_func is None or criterion_func(one) else one, item)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
@@ -89,13 +83,7 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = CPU) -> Any:
     """The same lists, tuples and dicts with copies of their tensors, each in memory of its own."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, list | tuple):
-        return type(item)([clone_tensors_for_torch_save(one, device) for one in item])
-    if isinstance(item, dict):
-        return type(item)({name: clone_tensors_for_torch_save(one, device) for name, one in item.items()})
-    return item
+    return map_tensors(lambda one: one.detach().to(device, copy=True), item)
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
@@ -186,12 +174,8 @@ class RepeatingLoader:
 
 
 class OnDevice:
-    """Makes new tensors on a device, with floating-point numbers of one dtype, inside a `with` block.
-
-    Args:
-        dtype: of floating-point tensors that are made without one.
-        device: where tensors are made that do not say it; "meta" by default.
-        enabled: False does nothing.
+    """Makes new tensors on a device, "meta" by default, inside a `with` block; those of floating-point numbers in `dtype`,
+    unless they are made with another. `enabled`: False does nothing.
     """
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device | str = "meta", enabled: bool = True) -> None:

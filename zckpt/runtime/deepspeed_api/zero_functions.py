@@ -18,15 +18,11 @@ from zckpt import drop_in
 from zckpt.estimation.deepspeed_formula import parameters_of
 from zckpt.live.parts import unwrap
 from zckpt.live.slices import copies_of
+from zckpt.runtime import parameters
 from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.optimizers.build import ELEMENTWISE
-from zckpt.runtime.parameters import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+
+Directory = str | os.PathLike[str]
 
 
 class ZeroStageEnum(IntEnum):
@@ -39,9 +35,7 @@ class ZeroStageEnum(IntEnum):
     max_stage = 3
 
 
-def load_state_dict_from_zero_checkpoint(
-    model: Any, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
-) -> Any:
+def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Directory, tag: str | None = None) -> Any:
     """Loads the consolidated fp32 weights into a model. A sharded model gets them as plain tensors on the CPU, on every
     rank.
 
@@ -92,18 +86,13 @@ def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 def get_full_hp_param(self: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
     """The whole fp32 weight of a parameter, or with a key one of its optimizer states."""
     if optim_state_key is None:
-        return safe_get_full_fp32_param(self)
-    return safe_get_full_optimizer_state(self, optim_state_key)
+        return parameters.safe_get_full_fp32_param(self)
+    return parameters.safe_get_full_optimizer_state(self, optim_state_key)
 
 
 def set_full_hp_param(self: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None) -> None:
     """Sets the value that `get_full_hp_param` returns."""
     if optim_state_key is None:
-        safe_set_full_fp32_param(self, value)
+        parameters.safe_set_full_fp32_param(self, value)
     else:
-        safe_set_full_optimizer_state(self, value, optim_state_key)
-
-
-def get_full_hp_grad(self: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of a parameter; see `safe_get_full_grad`."""
-    return safe_get_full_grad(self)
+        parameters.safe_set_full_optimizer_state(self, value, optim_state_key)

@@ -23,19 +23,21 @@ from zckpt.runtime.training_run import TrainingRun
 Answer = Callable[[TrainingRun], Any]
 
 _KEYS = (
-    ("config", "", "gradient_clipping gradient_predivide_factor managed_gradient_accumulation steps_per_print log_level "
+    ("_config", "", "gradient_clipping gradient_predivide_factor managed_gradient_accumulation steps_per_print log_level "
      "dataloader_drop_last wall_clock_breakdown memory_breakdown dump_state zero_allow_untested_optimizer "
-     "zero_force_ds_cpu_optimizer"),
-    ("config.fp16", "fp16_", "enabled auto_cast"),
-    ("config.flops_profiler", "flops_profiler_", "enabled detailed module_depth output_file profile_step recompute_fwd_factor "
-     "top_modules"),
-    ("zero", "zero_", "offload_optimizer offload_param sub_group_size reduce_scatter reduce_bucket_size overlap_comm "
+     "zero_force_ds_cpu_optimizer bfloat16_enabled optimizer_params scheduler_name scheduler_params "
+     "checkpoint_tag_validation_enabled checkpoint_tag_validation_fail load_universal_checkpoint use_node_local_storage "
+     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
+    ("settings.config.fp16", "fp16_", "enabled auto_cast"),
+    ("settings.config.flops_profiler", "flops_profiler_", "enabled detailed module_depth output_file profile_step "
+     "recompute_fwd_factor top_modules"),
+    ("settings.zero", "zero_", "offload_optimizer offload_param sub_group_size reduce_scatter reduce_bucket_size overlap_comm "
      "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients round_robin_gradients legacy_stage1 "
      "load_from_fp32_weights elastic_checkpoint max_live_parameters max_reuse_distance prefetch_bucket_size parameter_alignment "
      "param_persistence_threshold model_persistence_threshold module_granularity_threshold log_trace_cache_warnings "
      "gather_16bit_weights_on_model_save ignore_unused_parameters compute_grad_norm save_muon_momentum_buffer_in_memory"),
 )  # fmt: skip
-"""Section of the settings, the prefix of DeepSpeed's methods, the keys."""
+"""Where the engine has some values, the prefix of DeepSpeed's methods, the names of the values."""
 
 _SWITCHED_OFF = (
     (False, "fp16_master_weights_and_gradients bf16_master_weights_and_gradients bf16_optimizer_states torch_autocast_enabled "
@@ -54,25 +56,16 @@ def _always(value: Any) -> Answer:
     return lambda run: value
 
 
-def _scale_arguments(run: TrainingRun) -> dict[str, Any] | None:
-    fp16 = run.settings.config.fp16
-    return {
-        "init_scale": 2**fp16.initial_scale_power,
-        "scale_window": fp16.loss_scale_window,
-        "delayed_shift": fp16.hysteresis,
-        "consecutive_hysteresis": fp16.consecutive_hysteresis,
-        "min_scale": fp16.min_loss_scale,
-    }
-
-
 ANSWERS: dict[str, Answer] = {
-    **{f"{before}{key}": attrgetter(f"settings.{at}.{key}") for at, before, keys in _KEYS for key in keys.split()},
+    **{f"{before}{key}": attrgetter(f"{at}.{key}") for at, before, keys in _KEYS for key in keys.split()},
     **{name: _always(value) for value, names in _SWITCHED_OFF for name in names.split()},
-    "bfloat16_enabled": lambda run: run.settings.bf16.enabled,
     "loss_scale": lambda run: run.settings.config.fp16.loss_scale,
     "dynamic_loss_scale": lambda run: run.settings.config.fp16.enabled and not run.settings.config.fp16.loss_scale,
     "initial_dynamic_scale": lambda run: 2**run.settings.config.fp16.initial_scale_power,
-    "dynamic_loss_scale_args": _scale_arguments,
+    "dynamic_loss_scale_args": lambda run: {
+        "init_scale": 2**run.settings.config.fp16.initial_scale_power,
+        **run.settings.config.fp16.arguments_of_scaler(),
+    },
     "communication_data_type": lambda run: DTYPES[
         run.settings.config.communication_data_type or run.settings.config.precision
     ],
@@ -82,17 +75,6 @@ ANSWERS: dict[str, Answer] = {
     ),
     "postscale_gradients": lambda run: not run.settings.config.prescale_gradients,
     "optimizer_name": lambda run: run.settings.config.optimizer.type,
-    "optimizer_params": lambda run: (
-        dict(run.settings.config.optimizer.params) if run.settings.config.optimizer.type else None
-    ),
-    "scheduler_name": lambda run: run.settings.config.scheduler.type,
-    "scheduler_params": lambda run: (
-        dict(run.settings.config.scheduler.params) if run.settings.config.scheduler.type else None
-    ),
-    "checkpoint_tag_validation_enabled": lambda run: run.settings.config.checkpoint.tag_validation != "IGNORE",
-    "checkpoint_tag_validation_fail": lambda run: run.settings.config.checkpoint.tag_validation == "FAIL",
-    "load_universal_checkpoint": lambda run: run.settings.config.checkpoint.load_universal,
-    "use_node_local_storage": lambda run: run.settings.config.checkpoint.use_node_local_storage,
     "aio_config": lambda run: run.settings.config.aio.model_dump(),
     "zero_optimization": lambda run: run.settings.zero.stage > 0,
     "zero_optimization_partition_gradients": lambda run: run.settings.zero.stage >= 2,

@@ -6,7 +6,7 @@ here take any model with a forward that returns the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count
 from zckpt.runtime.config.read import BatchSizes
-from zckpt.runtime.loader import Loader
+from zckpt.runtime.loader import Loader, map_tensors, repeat
 from zckpt.runtime.training_run import TrainingRun
 
 
@@ -33,15 +33,10 @@ class Batches(TrainingRun):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Trains one optimizer step: forward, backward and step of each micro batch. Every rank calls it.
 
-        Args:
-            data_iter: gives the micro batches; by default `training_data`, again and again. A dict goes to the model as
-                keyword arguments, a tuple or list as positional ones, anything else as the only one.
-
-        Returns:
-            The mean of the losses over micro batches and ranks.
-
-        Raises:
-            UsageError: there is nothing to take batches from, gradients are disabled, or the model returns no loss.
+        `data_iter` gives the micro batches; by default `training_data`, again and again. A dict goes to the model as keyword
+        arguments, a tuple or list as positional ones, anything else as the only one. Returns the mean of the losses over
+        micro batches and ranks. Raises UsageError if there is nothing to take batches from, gradients are disabled, or the
+        model returns no loss.
         """
         if not torch.is_grad_enabled():
             raise UsageError(
@@ -55,10 +50,10 @@ class Batches(TrainingRun):
                     "train_batch has no data", remedy="Pass an iterator: train_batch(data_iter=iter(loader)). Or pass "
                     "training_data to initialize.",
                 )  # fmt: skip
-            self._batches = _again_and_again(self.training_dataloader)
+            self._batches = repeat(self.training_dataloader)
         self.train()
         losses = []
-        for _ in range(self.gradient_accumulation_steps() - self.pending_micro_steps):
+        for _ in range(self.batch.accumulation - self.pending_micro_steps):
             loss = _loss_of(self._called(next(self._batches)))
             self.backward(loss)
             self.step()
@@ -98,7 +93,7 @@ class Batches(TrainingRun):
             )  # fmt: skip
         self.eval()
         with torch.no_grad():
-            rounds = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+            rounds = self.batch.accumulation if num_micro_batches is None else num_micro_batches
             results = [self._called(next(data_iter)) for _ in range(rounds)]
             found: Any = results
             if compute_loss:
@@ -192,13 +187,11 @@ class Batches(TrainingRun):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Wraps several backwards of one step. DeepSpeed reduces their gradients once; here each is reduced, to the
-        same sum.
-        """
+        """Wraps several backwards of a step. DeepSpeed reduces once; here each is reduced, to the same sum."""
         yield
 
     def _called(self, batch: Any) -> Any:
-        batch = _on(self.device, batch)
+        batch = map_tensors(lambda tensor: tensor.to(self.device), batch)
         if isinstance(batch, dict):
             return self(**batch)
         return self(*batch) if isinstance(batch, tuple | list) else self(batch)
@@ -208,22 +201,6 @@ class Batches(TrainingRun):
         if self.world_size > 1:
             dist.all_reduce(total)
         return total / self.world_size
-
-
-def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    """The value with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _on(device, one) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([_on(device, one) for one in value])
-    return value
 
 
 def _loss_of(result: Any) -> torch.Tensor:

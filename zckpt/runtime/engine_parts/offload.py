@@ -52,15 +52,10 @@ class Offload(TrainingRun):
     ) -> None:
         """Moves states from the device to host memory, between two steps; `reload_states` brings them back.
 
-        Args:
-            include: which; by default all. Master weights and the module's weights are one memory here, so either name
-                moves both. There is no contiguous buffer of gradients.
-            device: `cpu`; `none` does nothing.
-            pin_memory: for DeepSpeed's sake: the host memory is not page-locked.
-            non_blocking: return before the copies are done.
-
-        Raises:
-            UsageError: `device` is `nvme`, or `offload_param` keeps the weights in host memory anyway.
+        `include`: which; by default all. Master weights and the module's weights are one memory here, so either name moves
+        both. There is no contiguous buffer of gradients. `device`: `cpu`; `none` does nothing. `pin_memory`: for DeepSpeed's
+        sake: the host memory is not page-locked. `non_blocking`: return before the copies are done. Raises UsageError if
+        `device` is `nvme`, or `offload_param` keeps the weights in host memory anyway.
         """
         if device == OffloadDeviceEnum.none:
             return

@@ -29,13 +29,8 @@ class Weights(TrainingRun):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's `state_dict`, as it gives it at this stage.
-
-        Args:
-            destination: a dict to fill; by default a new one.
-            prefix: put before every name.
-            keep_vars: leave tensors attached to the graph.
-            exclude_frozen_parameters: leave out parameters that are not trained.
+        """The module's `state_dict`, as it gives it at this stage. `destination`: a dict to fill, by default a new one; `prefix`:
+        put before every name; `keep_vars`: leave tensors attached to the graph; `exclude_frozen_parameters`: leave those out.
         """
         given = {} if destination is None else {"destination": destination}
         state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
@@ -62,7 +57,7 @@ class Weights(TrainingRun):
             strict: the names have to be those of the model.
             custom_load_fn: puts them into the module itself, which is whole then: `custom_load_fn(src=..., dst=module)`.
             fetch_z3_params: for DeepSpeed's sake: parameters are always gathered.
-            z3_params_to_fetch: for DeepSpeed's sake: parameters are always gathered.
+            z3_params_to_fetch: for DeepSpeed's sake, too.
             allowed_missing_keys: names that may be missing although `strict` is set.
 
         Raises:
@@ -100,15 +95,12 @@ class Weights(TrainingRun):
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the consolidated weights in the dtype of the computation, between two steps. All ranks call it.
+        """Writes consolidated weights in the dtype of the computation, between two steps. All ranks call it; returns True.
 
         Args:
             save_dir: the directory to write; transformers' `from_pretrained` loads it.
             save_filename: the name of the only weights file, such as `pytorch_model.bin`; without it, safetensors in shards.
             exclude_frozen_parameters: leave out parameters that are not trained.
-
-        Returns:
-            True: all ranks wrote, whatever the stage.
         """
         dtype = self.settings.config.precision
         save_pretrained(self, save_dir, dtype, exclude_frozen=exclude_frozen_parameters, file=save_filename)

@@ -68,9 +68,7 @@ def asked_of(
 
 
 def _states(settings: Settings) -> int | None:
-    """The number of values that the optimizer keeps for each element, if its arguments determine it; None for the usual
-    number.
-    """
+    """Values that the optimizer keeps for each element, if its arguments determine it; None for the usual number."""
     name, params = (settings.config.optimizer.type or "").lower(), settings.config.optimizer.params
     if name in ("adam", "adamw") and params.get("amsgrad"):
         return 3

@@ -19,7 +19,7 @@ from zckpt.estimation.deepspeed_formula import parameters_of
 from zckpt.estimation.sizes import ModelSize, ParameterSize, Unit
 from zckpt.estimation.sources import Unknown
 from zckpt.runtime.estimation.asked import asked_of
-from zckpt.runtime.sharding.units import Wrap, find_units
+from zckpt.runtime.sharding.units import Wrap, find_units, parts_of
 
 
 def estimate(
@@ -68,10 +68,8 @@ def estimate(
     if config is not None:
         width = (size.config or {}).get("hidden_size")
         run, asked, file = asked_of(config, run, auto=auto, width=width if isinstance(width, int) else None)
-    given = [None if one is None else to_bytes(one) for one in (memory, cpu_memory)]
-    return estimate_choices(
-        size, run, precisions=PRECISIONS, memory=given[0], host_memory=given[1], asked=asked, file=file
-    )
+    room, host = [None if one is None else to_bytes(one) for one in (memory, cpu_memory)]
+    return estimate_choices(size, run, precisions=PRECISIONS, memory=room, host_memory=host, asked=asked, file=file)
 
 
 def size_of(
@@ -92,13 +90,10 @@ def size_of(
             sizes[id(p)] = ParameterSize(key, shape, p.requires_grad)
     names = {id(module): key for key, module in model.named_modules()}
     inner = find_units(model, wrap)
-    inside: dict[int, tuple[nn.Module, list[int]]] = {}
-    taken: set[int] = set()
-    for unit in inner:
-        own = [id(p) for p in unit.parameters() if id(p) not in taken]
-        taken |= set(own)
-        inside[id(unit)] = (unit, list(dict.fromkeys(own)))
-    units = tuple(Unit(names[key], tuple(sizes[p] for p in own)) for key, (_, own) in reversed(inside.items()) if own)
+    parts = [[id(p) for p in part] for part in parts_of([[unit] for unit in inner])]
+    taken = {p for part in parts for p in part}
+    both = reversed([*zip(inner, parts, strict=True)])
+    units = tuple(Unit(names[id(unit)], tuple(sizes[p] for p in part)) for unit, part in both if part)
     order = list(sizes)
     first = min((order.index(p) for p in taken), default=len(order))
     outside = [(at, one) for at, one in enumerate(sizes.values()) if order[at] not in taken]
@@ -116,9 +111,7 @@ def built_by_transformers(unknown: Unknown) -> ModelSize:
     """The parameters of a Hugging Face model, which is built without memory. Raises UnsupportedError if transformers is
     not installed, or does not know the model.
     """
-    remedy = (
-        "Install transformers and torch (pip install transformers torch), in a version that knows this kind of model."
-    )
+    remedy = "Run pip install transformers torch, in a version of transformers that knows this kind of model."
     try:
         import transformers
     except ImportError as error:

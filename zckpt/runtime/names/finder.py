@@ -140,9 +140,7 @@ class DeepSpeedModule(ModuleType):
 class OwnFinder(MetaPathFinder):
     """Finds DeepSpeed's modules below `zckpt.runtime`."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         """The spec of a module of DeepSpeed; None for other modules and the trainer's own."""
         del path, target
         below = fullname.removeprefix(f"{ROOT}.")
@@ -167,9 +165,7 @@ class _Maker(Loader):
         if spec.name == self._real:
             self._own = spec
             path = spec.name.removeprefix(f"{ROOT}.")
-            return DeepSpeedModule(
-                spec.name, f"What DeepSpeed has under deepspeed.{path}: see `zckpt.runtime.names.table`."
-            )
+            return DeepSpeedModule(spec.name, f"What deepspeed.{path} has: see `zckpt.runtime.names.table`.")
         module = importlib.import_module(self._real)
         self._own = module.__spec__
         return module
@@ -208,21 +204,15 @@ def as_deepspeed() -> None:
 class SecondFinder(MetaPathFinder):
     """Finds `deepspeed`, what is below it, and its metadata."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec of a module below `deepspeed`; None for other modules. Raises ModuleNotFoundError if DeepSpeed has
-        no such module.
-        """
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        """The spec of a module below `deepspeed`, None for others. Raises ModuleNotFoundError if there is none."""
         del path, target
         if fullname != NAME and not fullname.startswith(f"{NAME}."):
             return None
         home = home_of(fullname.removeprefix(NAME).lstrip("."))
         if home is None:  # not None, for otherwise Python would look for it in the directory of zckpt.runtime
-            what = (
-                f"No module named {fullname!r}: 'deepspeed' is zckpt.runtime in this process, which has no such module"
-            )
-            raise ModuleNotFoundError(what, name=fullname)
+            why = "'deepspeed' is zckpt.runtime in this process, which has no such module"
+            raise ModuleNotFoundError(f"No module named {fullname!r}: {why}", name=fullname)
         spec = _spec_of(fullname, home)
         if fullname == NAME:
             spec.origin, spec.submodule_search_locations = sys.modules[ROOT].__file__, list(sys.modules[ROOT].__path__)

@@ -35,6 +35,7 @@ _FORMULA = "zckpt.estimation.deepspeed_formula"
 _COLLECTIVES = ".deepspeed_api.collectives"
 _GROUPS = ".deepspeed_api.groups"
 _ZERO = ".deepspeed_api.zero_functions"
+_OPTIMIZERS = "adagrad.cpu_adagrad adam.cpu_adam adam.fused_adam lamb.fused_lamb lion.cpu_lion lion.fused_lion"
 _PRIVATE_GROUPS = (
     "data_parallel_group", "data_parallel_rank", "data_parallel_world_size", "data_parallel_group_ranks",
     "sequence_data_parallel_group", "sequence_data_parallel_rank", "sequence_data_parallel_world_size",
@@ -69,22 +70,13 @@ BUILT: dict[str, str | Names] = {
     "git_version_info_installed": _VERSION,
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_api.utilities:DEEPSPEED_ENVIRONMENT_NAME"},
     "moe.utils": _GROUPS,
-    "monitor.comet": ".observe.monitor",
-    "monitor.config": ".observe.monitor",
+    **{f"monitor.{name}": ".observe.monitor" for name in ("comet", "config", "monitor", "tensorboard", "wandb")},
     "monitor.csv_monitor": {"csvMonitor": ".observe.monitor:CSVMonitor"},
-    "monitor.monitor": ".observe.monitor",
-    "monitor.tensorboard": ".observe.monitor",
-    "monitor.wandb": ".observe.monitor",
     "ops": {"__compatible_ops__": ".deepspeed_api.op_builders:COMPATIBLE_OPS"},
-    "ops.adagrad.cpu_adagrad": ".deepspeed_api.optimizer_names",
+    **{f"ops.{name}": ".deepspeed_api.optimizer_names" for name in _OPTIMIZERS.split()},
     "ops.adam": {"OnebitAdam": Unbuilt(ADAM)},  # of older versions
-    "ops.adam.cpu_adam": ".deepspeed_api.optimizer_names",
-    "ops.adam.fused_adam": ".deepspeed_api.optimizer_names",
     "ops.aio": {"AsyncIOBuilder": ".deepspeed_api.op_builders:AsyncIOBuilder"},
     "ops.lamb": {"OnebitLamb": Unbuilt(ADAM)},
-    "ops.lamb.fused_lamb": ".deepspeed_api.optimizer_names",
-    "ops.lion.cpu_lion": ".deepspeed_api.optimizer_names",
-    "ops.lion.fused_lion": ".deepspeed_api.optimizer_names",
     "ops.op_builder.async_io": ".deepspeed_api.op_builders",
     "profiling.flops_profiler.profiler": ".observe.flops_profiler",
     "runtime.activation_checkpointing.checkpointing": ".activations",
@@ -148,7 +140,8 @@ BUILT: dict[str, str | Names] = {
     "utils.nvtx": ".deepspeed_api.utilities",
     "utils.tensor_fragment": {
         "*": ".parameters",
-        **{name: f"{_ZERO}:{name}" for name in ("get_full_hp_grad", "get_full_hp_param", "set_full_hp_param")},
+        **{name: f"{_ZERO}:{name}" for name in ("get_full_hp_param", "set_full_hp_param")},
+        "get_full_hp_grad": ".parameters:safe_get_full_grad",
     },
     "utils.timer": ".observe.timer",
     "utils.z3_leaf_module": ".sharding.external",

@@ -1,5 +1,4 @@
-"""Stand-ins for what DeepSpeed has and this trainer lacks: each name exists, and raises when it is called or
-constructed.
+"""Stand-ins for what DeepSpeed has and this trainer lacks: each name exists, and raises when called or constructed.
 
 For `table`: its rows say what to do instead, and for code that refuses a use of such a thing. A script that imports
 such a name, or asks `isinstance(model, PipelineModule)`, runs on.

@@ -63,13 +63,7 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
 @dataclass(slots=True)
 class ModuleCost:
-    """The cost of one module's forwards, its children's included.
-
-    Attributes:
-        flops: operations.
-        duration_s: seconds.
-        params: elements of its parameters, each counted once.
-    """
+    """The cost of one module's forwards, its children's included: operations, seconds, and the elements of its parameters."""
 
     flops: int = 0
     duration_s: float = 0.0
@@ -106,9 +100,7 @@ class FlopsProfiler:
         self._open: list[tuple[int, float]] = []
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Begins to measure, from zero. `ignore_list`: classes of modules that are not measured; their work counts for
-        what they are in.
-        """
+        """Begins to measure, from zero. `ignore_list`: classes of modules left out; their work counts for what they are in."""
         self.stop_profile()
         self.reset_profile()
         for module in self.model.modules():
@@ -131,9 +123,7 @@ class FlopsProfiler:
 
     def reset_profile(self) -> None:
         """Sets all costs to zero."""
-        self.costs = {
-            module: ModuleCost(params=sum(p.numel() for p in module.parameters())) for module in self.model.modules()
-        }
+        self.costs = {one: ModuleCost(params=sum(p.numel() for p in one.parameters())) for one in self.model.modules()}
 
     def end_profile(self) -> None:
         """Measures no more, and drops what was measured."""
@@ -165,14 +155,9 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Prints what was measured.
-
-        Args:
-            profile_step: named in the title.
-            module_depth: the deepest modules in the table; -1 for all.
-            top_modules: modules of each depth, those of the most MACs, unless all are wanted.
-            detailed: all modules.
-            output_file: written instead of stdout; its directory is made if need be.
+        """Prints what was measured, with `profile_step` in the title: modules down to `module_depth` (-1 for all), of each
+        depth the `top_modules` of the most MACs, or (`detailed`) all. `output_file` is written instead of
+        stdout; its directory is made if need be.
         """
         if not self.started:
             return
@@ -201,7 +186,7 @@ class FlopsProfiler:
         total, engine = self._total, self.ds_engine
         if engine is not None:
             yield "world size", engine.world_size
-            yield "batch size per GPU", engine.train_micro_batch_size_per_gpu()
+            yield "batch size per GPU", engine.batch.micro
         yield "params per GPU", params_to_string(total.params)
         yield "params of model = params per GPU * mp_size", params_to_string(total.params)
         yield "fwd MACs per GPU", macs_to_string(total.macs)
@@ -212,7 +197,7 @@ class FlopsProfiler:
         if not parts or not all(parts):
             return
         forward, backward, step = parts
-        micros, more = engine.gradient_accumulation_steps(), 2 + self.recompute_fwd_factor
+        micros, more = engine.batch.accumulation, 2 + self.recompute_fwd_factor
         flops, whole = total.flops * micros, sum(parts)
         yield "bwd latency", duration_to_string(backward / micros)
         yield f"bwd FLOPS per GPU = {more:g} * fwd flops per GPU / bwd latency", _rate(more * flops, backward)
@@ -221,7 +206,7 @@ class FlopsProfiler:
         yield "step latency", duration_to_string(step)
         yield "iter latency", duration_to_string(whole)
         yield f"FLOPS per GPU = {more + 1:g} * fwd flops per GPU / iter latency", _rate((more + 1) * flops, whole)
-        yield "samples/second", round(engine.train_batch_size() / whole, 2)
+        yield "samples/second", round(engine.batch.total / whole, 2)
 
     def _table(self, depth: int, top: int | None) -> Iterator[str]:
         """A line for each module down to a depth; of each depth the `top` costliest, or all."""
@@ -287,14 +272,11 @@ def get_model_profile(
         detailed: with all modules in the table.
         module_depth: the deepest modules in the table; -1 for all.
         top_modules: modules of each depth, unless all are wanted.
+        output_file: for the table; by default stdout.
         warm_up: forwards before the one that is measured.
         as_string: return text with units; otherwise whole numbers.
-        output_file: for the table; by default stdout.
         ignore_modules: classes of modules that are not measured.
         mode: "forward", or "generate" for the model's method of that name.
-
-    Returns:
-        Operations, MACs, parameters.
 
     Raises:
         UsageError: there is no input, or an unknown mode.
@@ -304,9 +286,8 @@ def get_model_profile(
         like = next(model.parameters(), torch.empty(0))
         args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device)]
     if not args and not named:
-        raise UsageError(
-            "get_model_profile needs an input", remedy="Pass input_shape=(...), args=[...] or kwargs={...}."
-        )
+        remedy = "Pass input_shape=(...), args=[...] or kwargs={...}."
+        raise UsageError("get_model_profile needs an input", remedy=remedy)
     if mode not in ("forward", "generate"):
         raise UsageError(
             "get_model_profile does not know the mode", found=repr(mode), expected="'forward' or 'generate'",
@@ -323,11 +304,8 @@ def get_model_profile(
         profiler.stop_profile()
         if print_profile:
             profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-        return (
-            profiler.get_total_flops(as_string),
-            profiler.get_total_macs(as_string),
-            profiler.get_total_params(as_string),
-        )
+        flops, macs = profiler.get_total_flops(as_string), profiler.get_total_macs(as_string)
+        return flops, macs, profiler.get_total_params(as_string)
     finally:
         profiler.end_profile()
 

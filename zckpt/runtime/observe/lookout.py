@@ -2,11 +2,10 @@
 
 For `observer` and `train`. Ranks compute together, so one that does not come makes all wait, until a collective's timeout ends
 the run without a name. [Note: the lookout] Every rank notes what it does (`at`). A thread of each puts this note and a count
-that always grows into the store of the process group, every few seconds. A rank with a note that has not changed for
-a while reads
-the notes of all: a count that no longer grows is a process that is stopped or gone; a rank that has noted less than others is
-the one they wait for. The lowest rank that still runs says so. A process that the launcher started also writes its note into a
-file, from which the launcher reads where a rank was when it died.
+that always grows into the store of the process group, every few seconds. A rank with a note that has not changed for a while
+reads the notes of all: a count that no longer grows is a process that is stopped or gone; a rank that has noted less than
+others is the one they wait for. The lowest rank that still runs says so. A process that the launcher started also writes its
+note into a file, from which the launcher reads where a rank was when it died.
 """
 
 from __future__ import annotations
@@ -79,13 +78,7 @@ class Doing:
 
 
 class Lookout(threading.Thread):
-    """Notes what this rank does, and names the rank that all wait for.
-
-    Args:
-        world: all ranks.
-        say: called with a sentence; by default it is logged as an error.
-        main: the thread that trains.
-    """
+    """Notes what this rank does, and names the rank that all wait for. `say`: called with a sentence; by default logs it."""
 
     def __init__(self, world: World, say: Callable[[str], None] | None = None) -> None:
         super().__init__(name="zckpt lookout", daemon=True)
@@ -117,9 +110,7 @@ class Lookout(threading.Thread):
             self._write()
 
     def enter(self, phase: int, micro_steps: int, step: int) -> None:
-        """Notes the phase of `PHASES` that begins, and its micro batch; there is room for 16 other notes between two
-        phases.
-        """
+        """Notes the phase of `PHASES` that begins, and its micro batch; 16 other notes fit between two phases."""
         self.at(step, PHASES[phase], (micro_steps * len(PHASES) + phase) * 16)
 
     def failed(self, why: str) -> None:
@@ -138,18 +129,13 @@ class Lookout(threading.Thread):
                 pass
 
     def missing(self) -> dict[int, Doing]:
-        """The ranks with processes that no longer run, with their last notes; takes some seconds. Empty if the store
-        is gone too.
-        """
+        """The ranks that no longer run, with their last notes; takes some seconds. Empty if the store is gone too."""
         try:
             store = own_connection(default_store())
             first = _read_notes(store, self._size)
             time.sleep(SILENT_S)
-            return {
-                rank: one
-                for rank, one in _read_notes(store, self._size).items()
-                if one.beat == first[rank].beat and rank != self._rank
-            }
+            last = _read_notes(store, self._size)
+            return {rank: one for rank, one in last.items() if one.beat == first[rank].beat and rank != self._rank}
         except (RuntimeError, KeyError, ValueError):
             return {}
 
@@ -172,9 +158,7 @@ class Lookout(threading.Thread):
                 return
 
     def _look(self, notes: Mapping[int, Doing]) -> None:
-        """Reports the rank that others wait for, if this rank has to; a rank that is done counts only if all compute
-        together.
-        """
+        """Reports the rank that others wait for, if this rank has to; one that is done counts only in `PHASES`."""
         notes = {rank: one for rank, one in notes.items() if one.beat != _DONE or self._now.what in PHASES}
         now = time.monotonic()
         for rank, one in notes.items():
@@ -211,11 +195,10 @@ class Lookout(threading.Thread):
 
     def _write(self) -> None:
         if self._file is not None:
-            with open(
-                self._file + ".new", "w", encoding="utf-8"
-            ) as file:  # not synced: for the launcher of this run alone
+            new = self._file + ".new"
+            with open(new, "w", encoding="utf-8") as file:  # not synced: for the launcher of this run alone
                 json.dump(asdict(self._now), file)
-            os.replace(self._file + ".new", self._file)
+            os.replace(new, self._file)
             self._written = self._began
 
 
@@ -285,9 +268,7 @@ def _stillness(notes: Mapping[int, Doing]) -> str:
 def _line(thread: int | None) -> str:
     """The innermost line of a thread that is not torch's own: `data.py, line 12, in read`."""
     frame, found = sys._current_frames().get(thread or 0), ""
-    while (
-        frame is not None
-    ):  # no file is read meanwhile: the thread would run on, and leave the frames that are looked at
+    while frame is not None:  # no file is read meanwhile: the thread would run on, and leave these frames
         file = frame.f_code.co_filename
         is_own = f"{os.sep}torch{os.sep}" not in file
         if is_own or not found:

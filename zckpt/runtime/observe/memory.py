@@ -18,9 +18,7 @@ GIB = 1 << 30
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes on the device: `MA` of tensors, `CA` of torch's allocator, and the peak of each; on a CPU, those of this
-    process.
-    """
+    """Bytes on the device (CPU: of this process): `MA` of tensors, `CA` of torch's allocator, and the peak of each."""
     kind = accelerator()
     if kind is None:
         facts = _read_kilobytes("/proc/self/status")
@@ -36,11 +34,8 @@ def device_memory() -> dict[str, int]:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Prints on rank 0, with a message, what the device and the machine have in use, and forgets the device's peak.
-
-    Args:
-        message: printed first.
-        force: print; without it nothing is done, as in DeepSpeed.
+    """Prints on rank 0, after a message, what the device and the machine have in use, and forgets the device's peak; without
+    `force` does nothing, as in DeepSpeed.
     """
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return

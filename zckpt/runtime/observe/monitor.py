@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.runtime.config.reports import CometSection, CSVSection, TensorBoardSection, WandbSection
+from zckpt.runtime.config.sections import Config
 
 Event = tuple[str, Any, int]
 
@@ -82,11 +83,8 @@ class CSVMonitor:
 
 
 class CometMonitor:
-    """Logs events to an experiment that `comet_ml.start` begins or continues.
-
-    Attributes:
-        experiment: of comet_ml.
-        samples_log_interval: samples between two values of one name, at least; those in between are left out.
+    """Logs events to an `experiment` of comet_ml, which `comet_ml.start` begins or continues. Between two values of one name
+    are `samples_log_interval` samples, at least; values in between are left out.
     """
 
     def __init__(self, section: CometSection) -> None:
@@ -116,14 +114,8 @@ _KINDS: dict[str, tuple[str, Any, str | None, str]] = {
 
 
 def check_libraries(config: Any, file: str) -> None:
-    """Raises if a monitor is switched on without its library installed. No library is imported.
-
-    Args:
-        config: the sections.
-        file: of the config, for the message.
-
-    Raises:
-        UnsupportedError: the message names the libraries.
+    """Raises UnsupportedError if a monitor is switched on without its library installed, and names it. No library is
+    imported. `config`: the sections; `file`: of the config, for the message.
     """
     missing = {
         section: package
@@ -138,10 +130,8 @@ def check_libraries(config: Any, file: str) -> None:
 
 
 class MonitorMaster:
-    """The monitors that a config switches on. Rank 0 alone writes; on other ranks `write_events` does nothing.
-
-    Args:
-        config: an object with the sections `tensorboard`, `wandb`, `csv_monitor` and `comet`.
+    """The monitors that a config, or an object with its four sections, switches on. Rank 0 alone writes; on other ranks
+    `write_events` does nothing.
 
     Attributes:
         enabled: whether any is switched on, on all ranks alike.
@@ -157,9 +147,7 @@ class MonitorMaster:
             setattr(self, attribute, kind(sections[name]) if writes and sections[name].enabled else None)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Writes events to all monitors. `event_list`: each a name such as "Train/Samples/lr", a number, and the
-        samples so far.
-        """
+        """Writes events to all monitors: each a name such as "Train/Samples/lr", a number, and the samples so far."""
         for monitor in (getattr(self, attribute) for attribute, *_ in _KINDS.values()):
             if monitor is not None:
                 monitor.write_events(event_list)
@@ -169,8 +157,8 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> Any:
     """The sections of a config that is still JSON, for a `MonitorMaster`; those that it does not have are switched off.
     `enabled` says whether any is on. Raises ValueError if a section has a key or a value that it cannot have.
     """
-    kinds = {"tensorboard": TensorBoardSection, "wandb": WandbSection, "csv_monitor": CSVSection, "comet": CometSection}
-    sections: dict[str, Any] = {name: kind(**param_dict.get(name, {})) for name, kind in kinds.items()}
+    given = {name: param_dict[name] for name in _KINDS if name in param_dict}
+    sections = {name: getattr(Config(**given), name) for name in _KINDS}
     return SimpleNamespace(**sections, enabled=any(section.enabled for section in sections.values()))
 
 

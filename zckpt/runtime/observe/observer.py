@@ -16,21 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.runtime.observe import timer
 from zckpt.runtime.observe.flops_profiler import FlopsProfiler
 from zckpt.runtime.observe.lookout import of_process
 from zckpt.runtime.observe.memory import see_memory_usage
 from zckpt.runtime.observe.monitor import MonitorMaster
-from zckpt.runtime.observe.timer import (
-    BACKWARD,
-    FORWARD,
-    GLOBAL_TIMERS,
-    INNER,
-    MICRO_TIMERS,
-    REDUCE,
-    STEP,
-    SynchronizedWallClockTimer,
-    ThroughputTimer,
-)
 
 if TYPE_CHECKING:
     from zckpt.runtime.training_run import TrainingRun
@@ -56,15 +46,14 @@ class Observer:
         profile, breakdown = config.flops_profiler, config.wall_clock_breakdown
         self._config, self._first = config, run.global_rank == 0
         self.monitor = MonitorMaster(config)
-        self.timers = SynchronizedWallClockTimer(run.device)
-        self.tput_timer = ThroughputTimer(
+        self.timers = timer.SynchronizedWallClockTimer(run.device)
+        self.tput_timer = timer.ThroughputTimer(
             config.timers.throughput, run.batch.total, steps_per_output=config.steps_per_print, device=run.device
         )
-        self.flops_profiler = (
-            FlopsProfiler(run.module, self._run, profile.recompute_fwd_factor) if profile.enabled else None
-        )
-        self._micro = MICRO_TIMERS if breakdown else ()
-        self._global = GLOBAL_TIMERS if breakdown or profile.enabled else ()
+        profiler = FlopsProfiler(run.module, self._run, profile.recompute_fwd_factor)
+        self.flops_profiler = profiler if profile.enabled else None
+        self._micro = timer.MICRO_TIMERS if breakdown else ()
+        self._global = timer.GLOBAL_TIMERS if breakdown or profile.enabled else ()
         self.wall_clock: dict[str, float] = {}
         self._loss: torch.Tensor | None = None
         self._lookout = of_process(run.world)
@@ -78,50 +67,48 @@ class Observer:
             yield
             self._enter(0)
             return
-        self._stop(INNER, REDUCE, BACKWARD)  # of a backward that the script has begun itself: nobody sees its end
+        self._stop_backward()
         self._show_memory("before forward")
         wanted = self._first and self._run.global_steps == self._config.flops_profiler.profile_step
         profiler = self.flops_profiler if wanted else None
         if profiler is not None:
             profiler.start_profile()
         self.tput_timer.start()
-        self._start(FORWARD)
+        self._start(timer.FORWARD)
         try:
             yield
         finally:
-            self._stop(FORWARD)
+            self._stop(timer.FORWARD)
             if profiler is not None:
                 profiler.stop_profile()
         self._show_memory("after forward")
 
     def begin_backward(self, loss: torch.Tensor | None) -> None:
-        """Begins to watch the backward of a micro batch. `loss`: its part of the step's mean loss; None if the script
-        has begun the backward itself.
-        """
+        """Begins to watch a backward. `loss`: its part of the step's mean loss; None if the script began it itself."""
         self._enter(2)
-        self._start(BACKWARD)
+        self._start(timer.BACKWARD)
         self._show_memory("before backward")
         if loss is not None and self._first and self.monitor.enabled:
             part = loss.detach().float()
             self._loss = part if self._loss is None else self._loss + part
-        self._start(INNER)
+        self._start(timer.INNER)
 
     def begin_reductions(self) -> None:
         """Begins to watch the reductions that the engine makes itself after autograd, with overlap."""
-        self._stop(INNER)
-        self._start(REDUCE)
+        self._stop(timer.INNER)
+        self._start(timer.REDUCE)
 
     def end_backward(self) -> None:
         """Ends what `begin_backward` has begun."""
         self._show_memory("after backward")
-        self._stop(REDUCE, BACKWARD)
+        self._stop(timer.REDUCE, timer.BACKWARD)
 
     def begin_step(self) -> None:
         """Watches a call of `step`."""
         self._enter(3)
-        self._stop(INNER, REDUCE, BACKWARD)
+        self._stop_backward()
         self._show_memory("before step")
-        self._start(STEP)
+        self._start(timer.STEP)
 
     def end_step(self, last: bool, step: int) -> None:
         """Ends what `begin_step` began, and shows what the config asks for. `last`: it was called for the last micro batch,
@@ -129,17 +116,17 @@ class Observer:
         """
         self._enter(0, 1)
         self.tput_timer.stop(last, report_speed=self._first)
-        self._stop(STEP)
+        self._stop(timer.STEP)
         if last and self.monitor.enabled:
             self._write_step()
         profiler, section = self.flops_profiler, self._config.flops_profiler
         if last and profiler is not None and profiler.started:
-            profiler.print_model_profile(
-                step, section.module_depth, section.top_modules, section.detailed, section.output_file
-            )
+            depth, top = section.module_depth, section.top_modules
+            profiler.print_model_profile(step, depth, top, section.detailed, section.output_file)
             profiler.end_profile()
         if self._micro:
-            self.wall_clock = {name: self.timers(name).elapsed(reset=False) for name in (*MICRO_TIMERS, *GLOBAL_TIMERS)}
+            names = (*timer.MICRO_TIMERS, *timer.GLOBAL_TIMERS)
+            self.wall_clock = {name: self.timers(name).elapsed(reset=False) for name in names}
         self._show_times(self._micro)
         if last and self._global:
             if self.monitor.enabled:
@@ -150,9 +137,7 @@ class Observer:
         self._show_memory("after step")
 
     def describe(self, state: dict[str, Any]) -> None:
-        """Prints the run's attributes and its config on rank 0, if `dump_state` is set. `state`: the attributes, by
-        name.
-        """
+        """Prints the run's attributes (`state`, by name) and its config on rank 0, if `dump_state` is set."""
         if not (self._config.dump_state and self._first):
             return
         lines = ["Engine:", *(f"  {name} {'.' * max(1, 29 - len(name))} {state[name]}" for name in sorted(state))]
@@ -173,6 +158,9 @@ class Observer:
     def _stop(self, *parts: str) -> None:
         for name in (name for part in parts for name in self._timers_of(part)):
             self.timers(name).stop()
+
+    def _stop_backward(self) -> None:
+        self._stop(timer.INNER, timer.REDUCE, timer.BACKWARD)  # nobody sees the end of one that the script has begun
 
     def _show_memory(self, moment: str) -> None:
         if self._config.memory_breakdown:

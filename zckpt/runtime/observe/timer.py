@@ -41,9 +41,7 @@ class WallClockTimer:
         self._from, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stops the timer and adds the time since `start`, if it runs. `reset` drops the times before; `record` has no
-        effect, as in DeepSpeed.
-        """
+        """Stops the timer and adds its time. `reset` drops those before; `record` has no effect, as in DeepSpeed."""
         if reset:
             self._spans.clear()
         if self.started_:
@@ -89,9 +87,7 @@ class WallClockTimer:
 
 
 class SynchronizedWallClockTimer:
-    """Timers by their names: `timers("fwd").start()`. `device`: what is timed; by default the accelerator that this
-    process uses, or the CPU.
-    """
+    """Timers by name: `timers("fwd").start()`. `device`: what is timed; by default the accelerator, or the CPU."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.timers: dict[str, WallClockTimer] = {}
@@ -108,13 +104,8 @@ class SynchronizedWallClockTimer:
         return self.timers
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, more: str = "") -> None:
-        """Prints one line with the milliseconds of some timers, each divided by `normalizer`.
-
-        Args:
-            names: those without a timer are left out.
-            normalizer: for example the number of steps since the last line.
-            reset: drop the times.
-            more: added to the line.
+        """Prints one line with the milliseconds of some timers, each divided by `normalizer`, such as the number of steps since
+        the last line. `names`: those without a timer are left out; `reset`: drop the times; `more`: added to the line.
         """
         times = [(name, self.timers[name].elapsed(reset=reset) / normalizer) for name in names if name in self.timers]
         line = "".join(f" | {name}: {value:.2f}" for name, value in times)
@@ -133,14 +124,9 @@ class SynchronizedWallClockTimer:
 class ThroughputTimer:
     """Samples per second of the steps from `start_step` on: the first ones warm up.
 
-    Args:
-        config: the section `timers.throughput`: `enabled`, and `synchronized`, which waits for the device.
-        batch_size: samples of a step.
-        start_step: the first step that counts.
-        steps_per_output: log after each so many steps; None never.
-        monitor_memory: for DeepSpeed's sake.
-        logging_fn: gets the line; by default the trainer's log.
-        device: what is timed; by default the accelerator that this process uses, or the CPU.
+    `config` is the section `timers.throughput`: `enabled`, and `synchronized`, which waits for the device. A step has
+    `batch_size` samples. After each `steps_per_output` steps (None: never) `logging_fn`, by default the trainer's log, gets
+    a line. `monitor_memory` is for DeepSpeed's sake; `device` is what is timed, by default the accelerator, or the CPU.
     """
 
     def __init__(
@@ -175,12 +161,7 @@ class ThroughputTimer:
                 self._from = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Marks the end of a micro batch.
-
-        Args:
-            global_step: it was the last of its step.
-            report_speed: log the speed, if this is a step for it.
-        """
+        """Marks the end of a micro batch. `global_step`: of a step too; `report_speed`: log the speed, if it is time."""
         if not self.started:
             return
         self.started = False

@@ -37,9 +37,7 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: Groups, device
     `groups`. Upper and lower case are the same for DeepSpeed's own names. Raises UsageError if there is no such optimizer, or
     an argument that it does not have or does not take; UnsupportedError for one of DeepSpeed's that is not built.
     """
-    kwargs: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in params.items()
-    }
+    kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     cls: Any
     cls, name = _class_of(kind), kind.lower()
     if name in _ADAM:
@@ -94,9 +92,7 @@ def _adam(name: str, kwargs: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
 
 
 def check_elementwise(optimizer: Optimizer, *, allowed: bool) -> None:
-    """Raises for an optimizer that may look across elements, unless allowed. Raises UsageError if its class is not
-    among those known to treat each element by itself.
-    """
+    """Raises UsageError for an optimizer that is not known to treat each element by itself, unless `allowed`."""
     name = type(optimizer).__name__
     if not allowed and name not in ELEMENTWISE:
         raise UsageError(

@@ -35,32 +35,21 @@ class EngineOptimizer(Optimizer):
 
     Attributes:
         optimizer: the optimizer on the masters.
+        engine: with the weights that it updates, once `initialize` has made it.
         overflow: whether the last step was skipped, because its gradients were not finite.
         before_change: called before its step and before anybody gets its states, who may change them; None where that is
             nobody's concern.
     """
+
+    engine: Any
 
     def __init__(self, optimizer: Optimizer) -> None:  # Optimizer's own constructor would make groups of its own
         self.optimizer = optimizer
         self.overflow = False
         self.custom_loss_scaler = False
         self.before_change: Callable[[], None] | None = None
-        self._engine: Any = None  # the engine, which is above this room
         self._updating = False
         optimizer.register_step_pre_hook(self._refuse_alone)
-
-    def belong_to(self, engine: Any) -> None:
-        """Names the engine with the weights that it updates."""
-        self._engine = engine
-
-    @property
-    def engine(self) -> Any:
-        """The engine with the weights that it updates."""
-        if self._engine is None:
-            raise UsageError(
-                "the optimizer has no engine yet", remedy="Use the optimizer after initialize has returned."
-            )
-        return self._engine
 
     param_groups: Any = _of_inner("param_groups", "The parameter groups, of masters.")
     defaults: Any = _of_inner("defaults", "The settings of groups that name none.")
@@ -193,6 +182,9 @@ class EngineOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
+        if name == "engine":
+            remedy = "Use the optimizer after initialize has returned."
+            raise UsageError("the optimizer has no engine yet", remedy=remedy)
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:

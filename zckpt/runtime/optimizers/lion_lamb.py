@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zckpt.base.errors import UnsupportedError
+
 
 class Lion(Optimizer):
     """The sign of an average of gradients: one state, `exp_avg`.
@@ -51,9 +53,8 @@ class Lion(Optimizer):
 class Lamb(Optimizer):
     """Adam with a step for each tensor as long as the tensor, within limits: states `exp_avg`, `exp_avg_sq`. The limits
     are `min_coeff` and `max_coeff`, of the ratio of weight norm to update norm; `weight_decay` is added to the update.
-
-    Attributes:
-        sum_over_shards: adds up sums of squares, shape (2, parameters), over the ranks that hold rows of the same tensors.
+    `sum_over_shards` adds up sums of squares, shape (2, parameters), over the ranks that hold rows of the same tensors.
+    Raises UnsupportedError for `amsgrad` and `max_grad_norm`: the config's `gradient_clipping` clips.
     """
 
     def __init__(
@@ -65,9 +66,13 @@ class Lamb(Optimizer):
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
+        amsgrad: bool = False,
     ) -> None:
+        remedy = "Leave that argument out; gradient_clipping in the config clips the norm of all gradients."
+        refuse_argument(self, "amsgrad" if amsgrad else "max_grad_norm" * bool(max_grad_norm), remedy)
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt,
             "weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff,
@@ -122,6 +127,12 @@ def with_states(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[str
             state.update({name: torch.zeros_like(p) for name in names})
         state["step"] += 1
     return [params, [p.grad for p in params], *([optimizer.state[p][name] for p in params] for name in names)]
+
+
+def refuse_argument(optimizer: Optimizer, what: str, remedy: str) -> None:
+    """Raises UnsupportedError for an argument of an optimizer, if there is a `what`."""
+    if what:
+        raise UnsupportedError(f"{type(optimizer).__name__} with {what} is not built", remedy=remedy)
 
 
 def call_closure(closure: Callable[[], float] | None) -> float | None:

@@ -1,8 +1,7 @@
 """Scales losses in fp16: by a fixed number, or by one that follows the gradients.
 
-For `training_run`. A step with gradients that overflow is skipped on every rank; each overflow uses up one of
-`hysteresis` chances,
-and the last one halves the scale. `loss_scale_window` steps without overflow double it and give the chances back.
+For `training_run`. A step with gradients that overflow is skipped on every rank; each overflow uses up one of `hysteresis`
+chances, and the last one halves the scale. `loss_scale_window` steps without overflow double it and give the chances back.
 Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py. tests/runtime/test_precision.py runs both side by side.
 """
 
@@ -16,12 +15,7 @@ from zckpt.runtime.config.sections import FP16
 
 
 class LossScaler:
-    """The scale that losses are multiplied with before backward.
-
-    Attributes:
-        cur_scale: the scale of the next backward.
-        dynamic: whether it follows the gradients.
-    """
+    """The scale that losses are multiplied with before backward; `dynamic`: it follows the gradients."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.cur_scale = scale
@@ -56,9 +50,7 @@ class DynamicLossScaler(LossScaler):
         self.last_overflow_iter = -1
 
     def update(self, overflow: bool) -> str | None:
-        """Adjusts the scale after a step. Returns what happened to it after an overflow. Raises CastError if an
-        overflow at the smallest scale.
-        """
+        """Adjusts the scale after a step; says how, after an overflow. Raises CastError for one at the least scale."""
         stable, self.cur_iter = self.cur_iter - self.last_overflow_iter - 1, self.cur_iter + 1
         if not overflow:
             grows = stable > 0 and stable % self.window == 0

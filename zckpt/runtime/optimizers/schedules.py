@@ -38,9 +38,8 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advances by one step, or to a given step, and sets the rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._set(self.get_lr())
 
     def state_dict(self) -> dict[str, int]:
@@ -216,17 +215,13 @@ class OneCycle(Schedule):
 
     Args:
         optimizer: its groups are set: `lr`, and `betas` where it has them.
-        cycle_min_lr: one or one per group.
-        cycle_max_lr: one or one per group.
+        cycle_min_lr, cycle_max_lr: one or one per group.
         decay_lr_rate: after the cycle the rate is divided by 1 + this x intervals of `decay_step_size`.
-        cycle_first_step_size: steps of the way up.
-        cycle_second_step_size: steps of the way down; as many as up if not given.
-        cycle_first_stair_count: stairs of the way up; 0 is a slope.
-        cycle_second_stair_count: stairs of the way down; as many as up if not given.
+        cycle_first_step_size, cycle_second_step_size: steps of the way up and down; as many as up if not given.
+        cycle_first_stair_count, cycle_second_stair_count: likewise stairs; 0 is a slope.
         decay_step_size: 0 never decays.
         cycle_momentum: move the first beta too.
-        cycle_min_mom: one or one per group.
-        cycle_max_mom: one or one per group.
+        cycle_min_mom, cycle_max_mom: one or one per group.
         decay_mom_rate: as `decay_lr_rate`, but multiplied.
         last_batch_iteration: where to begin.
     """
@@ -252,10 +247,8 @@ class OneCycle(Schedule):
         self.first = float(_positive(cycle_first_step_size, "cycle_first_step_size"))
         self.second = self.first if cycle_second_step_size is None else float(cycle_second_step_size)
         self.total = self.first + self.second
-        self.stairs = (
-            cycle_first_stair_count,
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
-        )
+        second = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.stairs = cycle_first_stair_count, second
         self.decay_step_size = decay_step_size
         self.decay_rates = (decay_lr_rate, decay_mom_rate)
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
@@ -323,9 +316,7 @@ SCHEDULES = {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, Warm
 
 
 def build_schedule(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
-    """The schedule that a config asks for. Raises UsageError for an unknown schedule, and
-    for an unknown or missing argument.
-    """
+    """The schedule of a config. Raises UsageError for an unknown one, and for an unknown or missing argument."""
     known = SCHEDULES | {
         name: cls
         for name, cls in vars(lr_scheduler).items()

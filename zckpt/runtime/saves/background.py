@@ -22,12 +22,8 @@ _under_way: set[Saving] = set()
 
 
 class Saving(threading.Thread):
-    """A save in the background. It begins when it is made.
-
-    Args:
-        what: is saved, for messages.
-        work: saves it.
-        keep: must live as long as the work: the store that ranks meet in may have its server in this process.
+    """A save in the background. It begins when it is made. `what` is saved, for messages; `work` saves it; `keep` must live as
+    long: the store that ranks meet in may have its server in this process.
     """
 
     def __init__(self, what: str, work: Callable[[], None], keep: object) -> None:

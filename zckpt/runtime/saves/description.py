@@ -1,5 +1,4 @@
-"""Describes what a run has to save, in terms of the layouts: a catalog of what all ranks hold, and all values beside
-it.
+"""Describes what a run has to save, in terms of the layouts: a catalog of what all ranks hold, and values beside it.
 
 For saving. Nothing is copied: a `RankStore` stands for what each rank holds. Every rank makes the same description, except for
 what is its own: its random generators and, at stage 3, its client state.
@@ -44,11 +43,8 @@ _PRECISIONS = {"fp32": F32, "bf16": BF16, "fp16": F16}
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The tensors of all ranks; from save to save only their numbers change.
-
-    Attributes:
-        weights: in the order of the model's state dict: masters as parameters, their module weights as replicas.
-        states: of the optimizer: parameter -> state -> its elements.
+    """The tensors of all ranks; from save to save only their numbers change. `weights` are in the order of the model's state
+    dict: masters as parameters, their module weights as replicas. `states`: parameter -> state of the optimizer -> its elements.
     """
 
     weights: Catalog
@@ -102,15 +98,13 @@ def describe(state: RunState) -> Described:
     return Described(Catalog(ordered, Source("live", "the run"), LIVE, state.aliases), states)
 
 
-def describe_training(
-    state: RunState, described: Described, client_state: Mapping[str, Any], *, copied: bool
-) -> Training:
+def describe_training(state: RunState, described: Described, client: Mapping[str, Any], *, copied: bool) -> Training:
     """The data beside the weights. `copied` as for `to_inert`. Raises UsageError if the client state uses a name of the
     checkpoint's own, UnsupportedError if something in it cannot be written.
     """
     run = state.run
     config = run.settings.config
-    taken = sorted(str(key) for key in client_state if key in RESERVED or key == OWN)
+    taken = sorted(str(key) for key in client if key in RESERVED or key == OWN)
     if taken:
         raise UsageError(
             "client_state uses names that the checkpoint itself uses", found=examples(taken),
@@ -122,14 +116,8 @@ def describe_training(
         members = [parts[name] for name in group.names]
         names = tuple(dict.fromkeys(name for part in members for name in part.states))
         scalars = {name: _number(value) for part in members[:1] for name, value in part.scalars.items()}
-        groups.append(
-            ParameterGroup(
-                group.names,
-                to_inert(group.options, f"options of parameter group {number}", copied=copied),
-                scalars,
-                names,
-            )
-        )
+        settings = to_inert(group.settings, f"options of parameter group {number}", copied=copied)
+        groups.append(ParameterGroup(group.names, settings, scalars, names))
     own = {
         "version": 1,
         "optimizer": None if run.basic_optimizer is None else type(run.basic_optimizer).__name__,
@@ -154,7 +142,7 @@ def describe_training(
         "ds_config": to_inert(run.settings.raw, "the config"),
         "ds_version": DEEPSPEED,
         OWN: own,
-        **to_inert(client_state, "client_state", copied=copied),
+        **to_inert(client, "client_state", copied=copied),
     }
     return Training(
         groups=tuple(groups),
@@ -243,13 +231,7 @@ def _scaler(state: RunState) -> dict[str, object]:
     kept = made.state if isinstance(made.state, dict) else {}
     values: dict[str, object] = {**kept, **state.scaler}
     if dynamic:
-        fp16 = config.fp16
-        values |= {
-            "scale_window": fp16.loss_scale_window,
-            "min_scale": fp16.min_loss_scale,
-            "delayed_shift": fp16.hysteresis,
-            "consecutive_hysteresis": fp16.consecutive_hysteresis,
-        }
+        values |= config.fp16.arguments_of_scaler()
     return {"loss_scaler": Placeholder(made.module, made.name, (), values, called=True, new=True), **scaler}
 
 

@@ -149,9 +149,7 @@ class Saves(TrainingRun):
     def _load_by(
         self, path: str, tag: str | None, custom_load_fn: Callable[..., Any]
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Puts consolidated weights into the module by a function. Returns the save's directory and an empty client
-        state.
-        """
+        """Puts consolidated weights into the module by a function. Returns the save's directory and an empty state."""
         meetings = self._meetings("load")
         meetings.begin(f"{self.micro_steps}")
         self.reshard()

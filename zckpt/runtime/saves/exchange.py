@@ -109,14 +109,12 @@ class Request(NamedTuple):
         return self.count * _BY_NUMBER[self.dtype].itemsize
 
 
-class Turn(NamedTuple):
-    """The bytes in a round for the streams of one distance."""
-
-    distance: int
-    nbytes: int
+Counts = Sequence[int]
+Turn = tuple[int, int]
+"""A distance, and the bytes in a round for its streams."""
 
 
-def rounds_of(longest: Sequence[int], pieces: Sequence[int], limit: int) -> Iterator[list[Turn]]:
+def rounds_of(longest: Counts, pieces: Counts, limit: int) -> Iterator[list[Turn]]:
     """The rounds that carry streams of all distances, `limit` bytes per round and rank; see [Note: rounds]. By distance:
     `longest`, the bytes of the longest stream, and `pieces`, the most pieces of one.
     """
@@ -129,7 +127,7 @@ def rounds_of(longest: Sequence[int], pieces: Sequence[int], limit: int) -> Iter
         while nbytes > 0:
             given = min(nbytes + LARGEST_ITEM, left)
             if given > LARGEST_ITEM:
-                turns.append(Turn(distance, given))
+                turns.append((distance, given))
                 left -= given
                 nbytes -= given - LARGEST_ITEM
             if nbytes > 0:
@@ -140,32 +138,17 @@ def rounds_of(longest: Sequence[int], pieces: Sequence[int], limit: int) -> Iter
         yield turns
 
 
-class OwnGroup:
-    """Ranks that exchange host memory in a thread beside the training; making it waits for all of them.
+def make_group(name: str, rank: int, size: int, store: Any) -> Any:
+    """A group of ranks that exchange host memory in a thread beside the training; making it waits for all of them.
 
     The group is gloo's, whatever the others are, and stands in no registry: it works until nobody holds it any more, also when
-    the script destroys its process groups meanwhile.
+    the script destroys its process groups meanwhile. Who holds it holds the store too, which may have its server here.
     Source: torch 2.6 to 2.13, distributed/distributed_c10d.py `_new_process_group_helper`, csrc/distributed/c10d/init.cpp.
     """
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]  # not in every build of torch
 
-    def __init__(self, name: str, rank: int, size: int, store: Any) -> None:
-        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]  # not in every build of torch
-
-        self._store = store  # which this process may hold
-        own = PrefixStore(f"zckpt/{name}", own_connection(store))
-        self._group: Any = ProcessGroupGloo(own, rank, size, timedelta(seconds=WORK_S))
-
-    def all_to_all(
-        self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Any:
-        """Exchanges parts of a vector with all ranks; returns the handle to wait for."""
-        return self._group.alltoall_base(incoming, outgoing, list(received), list(sent))
-
-    def maximum(self, numbers: torch.Tensor) -> None:
-        """Replaces each number by the largest one of any rank."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        self._group.allreduce([numbers], options).wait()
+    own = PrefixStore(f"zckpt/{name}", own_connection(store))
+    return ProcessGroupGloo(own, rank, size, timedelta(seconds=WORK_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +158,7 @@ class Exchange:
     Attributes:
         rank: of this process in the group.
         size: of the group.
-        group: of processes; None for all; an `OwnGroup` for a thread beside the training.
+        group: of processes; None for all; one of `make_group` for a thread beside the training.
         device: of the group's communication.
         direct: whether what a rank holds is host memory that the engine can read.
         tensors: by the key of a `RankStore`, what this rank holds.
@@ -214,23 +197,21 @@ class Exchange:
         low, high = max(first, holder * store.step), min(first + move.count, (holder + 1) * store.step)
         return MovePart(move, low - first, high - low, (low - holder * store.step) * itemsize)
 
-    def all_to_all(
-        self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Any:
+    def all_to_all(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Counts, sent: Counts) -> Any:
         """Exchanges parts of a vector with all ranks; returns the handle to wait for, None if it is done."""
         if self.size == 1:
             incoming.copy_(outgoing)
             return None
-        if isinstance(self.group, OwnGroup):
-            return self.group.all_to_all(incoming, outgoing, received, sent)
-        return dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
+        group: Any = self.group or dist.group.WORLD
+        return group.alltoall_base(incoming, outgoing, list(received), list(sent))
 
     def maximum(self, numbers: torch.Tensor) -> None:
         """Replaces each number by the largest one of any rank."""
-        if isinstance(self.group, OwnGroup):
-            self.group.maximum(numbers)
-        elif self.size > 1:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+        if self.size > 1:
+            group: Any = self.group or dist.group.WORLD
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+            group.allreduce([numbers], options).wait()
 
     def bytes_of(self, request: Request) -> torch.Tensor:
         """The requested elements, as they travel. Raises CorruptError if the file that has them ends too early."""
@@ -240,9 +221,7 @@ class Exchange:
             with open(key.path, "rb", buffering=0) as file:
                 file.seek(request.offset)
                 if file.readinto(data) != len(data):
-                    raise CorruptError(
-                        "ends too early", file=key.path, remedy="Copy this file again from where it is whole."
-                    )
+                    raise CorruptError("ends too early", file=key.path, remedy="Copy it again from where it is whole.")
             return torch.frombuffer(data, dtype=torch.uint8)
         first = request.offset // dtype.itemsize
         elements = self.tensors(key)[first : first + request.count]
@@ -250,15 +229,8 @@ class Exchange:
 
 
 class WantedMoves:
-    """The moves that this rank wants, with the ranks that hold their elements.
-
-    Args:
-        exchange: who takes part.
-        pairs: what this rank wants, in the order of its files.
-
-    Attributes:
-        volumes: by distance, the bytes of the stream that comes from there.
-        pieces: by distance, how many pieces that is.
+    """The moves that this rank wants, with the ranks that hold their elements. `pairs` are in the order of its files. By
+    distance, `volumes` are the bytes of the stream that comes from there, and `pieces` says how many pieces that is.
     """
 
     def __init__(self, exchange: Exchange, pairs: Sequence[Pair]) -> None:
@@ -286,9 +258,7 @@ class WantedMoves:
     def _staged(self) -> Iterator[Move]:
         """The moves of elements that other ranks have, or that go through a buffer."""
         for move in self._moves():
-            if isinstance(move.src, RankStore) and any(
-                not self._exchange.is_here(h) for h in self._exchange.holders(move)
-            ):
+            if isinstance(move.src, RankStore) and not all(map(self._exchange.is_here, self._exchange.holders(move))):
                 yield move
 
     def _count(self, nbytes: list[int], move: Move, holders: range) -> None:
@@ -304,7 +274,7 @@ class WantedMoves:
         if len(holders) > len(ends):
             add(holders[1], holders[-1], self._exchange.part_of(move, holders[1]).nbytes)
 
-    def _by_distance(self, by_holder: Sequence[int]) -> list[int]:
+    def _by_distance(self, by_holder: Counts) -> list[int]:
         exchange = self._exchange
         found = [by_holder[(exchange.rank - distance) % exchange.size] for distance in range(exchange.size)]
         return [0, *found[1:]] if exchange.direct else found

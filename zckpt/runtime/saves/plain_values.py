@@ -25,16 +25,11 @@ _BASES: tuple[type, ...] = (bool, int, float, str, bytes, bytearray, complex)
 
 
 def to_inert(value: Any, where: str, *, copied: bool = False) -> Any:
-    """The value as `emit` writes it; tensors become entries of their own memory.
+    """The value as `emit` writes it; tensors become entries of their own memory, or (`copied`) of copies that nobody changes.
 
-    Args:
-        value: dicts, lists, tuples, sets, text, numbers, tensors, numpy arrays and scalars, dtypes, devices, sizes, and
-            subclasses of these, which become the plain kind.
-        where: its name, for errors.
-        copied: tensors become entries of copies, which nobody changes.
-
-    Raises:
-        UnsupportedError: an object of another class is in it.
+    It may be dicts, lists, tuples, sets, text, numbers, tensors, numpy arrays and scalars, dtypes, devices, sizes, and
+    subclasses of these, which become the plain kind. `where`: its name, for errors. Raises UnsupportedError if an object of
+    another class is in it.
     """
     kind = type(value)
     if kind in _PLAIN:

@@ -1,5 +1,4 @@
-"""Plans and writes one rank's part of a save: outlined while nothing in the run changes, then planned and written at
-any time.
+"""Plans and writes one rank's part of a save: outlined while nothing in the run changes, planned and written at any time.
 
 For `saving`. An outline holds everything of the run but the elements of its tensors, so a plan can be made from it while the run
 trains on.
@@ -22,14 +21,7 @@ from zckpt.layouts.run.training import Training
 from zckpt.layouts.zero import write_unsharded
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank
 from zckpt.runtime.saves import rank_states
-from zckpt.runtime.saves.description import (
-    Described,
-    describe,
-    describe_training,
-    signature,
-    target_of,
-    tensors_of,
-)
+from zckpt.runtime.saves.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.saves.exchange import Exchange
 from zckpt.runtime.saves.rounds import Rounds, Streamed
 from zckpt.runtime.saves.run_state import RunState
@@ -49,32 +41,22 @@ class Outlined:
         training: all that is beside the weights.
         target: the save.
         own: the file of what only this rank has; None if it has nothing of the kind.
-        unsharded: whether the save is one of stage 0.
         takes_part: whether this rank writes other files than `own`.
-        rank: of those that take part.
-        size: how many these are.
-        world_size: all ranks.
+        rank: of those that take part, `target.world_size` of them.
     """
 
     described: Described
     training: Training
     target: ZeroTarget
     own: Plan | None
-    unsharded: bool
     takes_part: bool
     rank: int
-    size: int
-    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
-    """A save that is planned but not begun.
-
-    Attributes:
-        files: of this rank.
-        pairs: what fills them.
-        rounds: how elements come to them, and to others from here; None on a rank that takes no part.
+    """A save that is planned but not begun: this rank's files, the pairs that fill them, and the rounds in which elements come
+    to them, and to others from here; None on a rank that takes no part.
     """
 
     files: tuple[tuple[OutputFile, FileStore], ...]
@@ -103,11 +85,8 @@ def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, cop
         training=describe_training(state, described, client_state, copied=copied),
         target=target_of(state, place),
         own=rank_states.lay_out(state, place, copied=copied),
-        unsharded=run.settings.zero.stage == 0,
         takes_part=run.world_size == run.sharded.size or run.global_rank < run.sharded.size,  # the first group writes
         rank=run.sharded.rank,
-        size=run.sharded.size,
-        world_size=run.world_size,
     )
 
 
@@ -124,12 +103,15 @@ def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
     be laid out, or there is no memory for the exchange.
     """
     own, weights, training = outlined.own, outlined.described.weights, outlined.training
+    target = outlined.target
     if not outlined.takes_part:
-        return PlannedSave((), (), None) if own is None else _plan_files([own], _alone())
-    if outlined.unsharded:
-        laid = write_unsharded.lay_out(weights, training, outlined.target.tag, outlined.world_size)
+        nothing: dict[Hashable, torch.Tensor] = {}  # `own` holds all that it needs
+        alone = Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
+        return PlannedSave((), (), None) if own is None else _plan_files([own], alone)
+    if target.stage == 0:
+        laid = write_unsharded.lay_out(weights, training, target.tag, target.world_size * target.copies)
     else:
-        laid = lay_out_rank(weights, training, outlined.target, outlined.rank)
+        laid = lay_out_rank(weights, training, target, outlined.rank)
     return _plan_files([laid] if own is None else [laid, own], exchange)
 
 
@@ -137,12 +119,6 @@ def _plan_files(several: Sequence[Plan], exchange: Exchange) -> PlannedSave:
     """All files of a rank, one after the other."""
     laid = Plan.of(several)
     return PlannedSave(laid.files, laid.pairs, Rounds(exchange, laid.pairs))
-
-
-def _alone() -> Exchange:
-    """An exchange of this rank alone, for pairs that hold everything themselves."""
-    nothing: dict[Hashable, torch.Tensor] = {}
-    return Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
 
 
 def write(planned: PlannedSave, directory: str) -> None:

@@ -30,11 +30,7 @@ _TEXTS = {SCRIPT: ("script.txt", 0o755), README: ("readme.txt", 0o644)}
 
 
 class Publication:
-    """The work directory of a save, as one rank sees it.
-
-    Attributes:
-        name: on a leader, of the work directory, in the directory that holds the tags.
-    """
+    """The work directory of a save, as one rank sees it; its `name` on a leader, in the directory that holds the tags."""
 
     def __init__(self, directory: str, tag: str, *, leader: bool, latest: bool, keep_last: int | None) -> None:
         self.directory, self.tag = directory, tag
@@ -69,9 +65,7 @@ class Publication:
         return os.path.join(self.directory, nearest)
 
     def publish(self, meetings: Meetings) -> None:
-        """Gives a written save its name, on every file system, and then lets `latest` name it. Raises OutputError if it
-        cannot be done, here or elsewhere.
-        """
+        """Names a written save on every file system, then in `latest`. Raises OutputError if that fails anywhere."""
         meetings.agree("save_checkpoint", self._tried(self._commit))
         meetings.agree("save_checkpoint", self._tried(self._name_it))
 

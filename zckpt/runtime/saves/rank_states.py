@@ -1,11 +1,9 @@
-"""Saves what only one rank has in a file of its own: gradients of the micro batches since the last step, and its
-buffers.
+"""Saves what only one rank has in its own file: gradients of the micro batches since the last step, and its buffers.
 
 For saving and loading. DeepSpeed's files have no place for either, and its loader does not look at this one. A rank writes it
 only if it has something: a save after a step, of a model with buffers that are equal on all ranks, has no such file.
 [Note: buffers of ranks] A buffer that the forward changes (BatchNorm's) differs from rank to rank. Files of stage 3 hold every
-rank's; of the other stages, and of groups of ranks that write nothing (MiCS), they hold rank 0's. A rank with
-buffers that
+rank's; of the other stages, and of groups of ranks that write nothing (MiCS), they hold rank 0's. A rank with buffers that
 differ from rank 0's, by a digest, then writes them here.
 """
 
@@ -35,12 +33,8 @@ MOMENT = ("global_steps", "micro_steps")
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """The contents of a rank's file; its elements are still in the file.
-
-    Attributes:
-        buffers: by name, if they differ from rank 0's.
-        gradients: of the micro batches since the last step, from `gradients.take_gradients`; None if they are not of a run
-            in this shape.
+    """The contents of a rank's file; its elements are still in the file. `buffers`: by name, if they differ from rank 0's;
+    `gradients`: of the micro batches since the last step, from `gradients.take_gradients`; None if not of a run in this shape.
     """
 
     buffers: Mapping[str, TensorRef]
@@ -80,9 +74,7 @@ def lay_out(state: RunState, place: str, *, copied: bool) -> Plan | None:
     return file.finish(file.adopt(root))
 
 
-def read(
-    run: TrainingRun, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]
-) -> RankStates | None:
+def read(run: TrainingRun, listing: Listing, moment: Mapping[str, Any], called: Mapping[str, str]) -> RankStates | None:
     """The file of this rank, in a listing of the save as this rank sees it; None if there is none. `moment`: `global_steps`
     and `micro_steps` when it was saved, as the other files say; `called`: for each name of the checkpoint, what the model
     calls it. Raises InconsistentError if it is of another save.

@@ -11,7 +11,6 @@ they are over. Ranks agree once more after the rounds, and throw away what they 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,10 +48,7 @@ class Rounds:
     """The rounds of one rank, as moves for the engine. Use as a context manager; see [Note: failures].
 
     Iterating gives each round's moves after its elements have come, then None: by the next request they are carried out. No other
-    collective may be called meanwhile.
-
-    Raises:
-        OutputError: there is no memory for the buffers.
+    collective may be called meanwhile. Raises OutputError if there is no memory for the buffers.
     """
 
     def __init__(self, exchange: Exchange, pairs: Sequence[Pair]) -> None:
@@ -87,9 +83,7 @@ class Rounds:
     def __enter__(self) -> Rounds:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
             return
         try:
@@ -116,7 +110,8 @@ class Rounds:
         pieces: dict[int, list[MovePart]] = {}
         with Attempt() as asking:
             if not failed:
-                pieces = {holder: self._stream(holder).take(turn.nbytes) for holder, turn in self._holders(turns)}
+                holders = [(exchange.rank - distance) % exchange.size for distance, _ in turns]
+                pieces = {one: self._stream(one).take(turn[1]) for one, turn in zip(holders, turns, strict=True)}
         asked = self._ask(pieces)
         sent = [sum(request.nbytes for request in requests) for requests in asked]
         received = [sum(piece.nbytes for piece in pieces.get(rank, ())) for rank in range(exchange.size)]
@@ -144,9 +139,6 @@ class Rounds:
         if holder not in self._streams:
             self._streams[holder] = self._wanted.stream(holder)
         return self._streams[holder]
-
-    def _holders(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
-        return (((self._exchange.rank - turn.distance) % self._exchange.size, turn) for turn in turns)
 
     def _ask(self, pieces: Mapping[int, Sequence[MovePart]]) -> list[list[Request]]:
         """Requests pieces of each holder; returns what each rank requests of this one."""
@@ -186,9 +178,8 @@ class Rounds:
             for piece in coming.pieces[holder]:
                 placed.append((piece, address))
                 address += piece.nbytes
-        for piece, address in sorted(
-            placed, key=lambda one: (one[0].move.tensor, one[0].move.dst_offset, one[0].first)
-        ):
+        placed.sort(key=lambda one: (one[0].move.tensor, one[0].move.dst_offset, one[0].first))
+        for piece, address in placed:
             yield self._to_here(piece.move, piece.first, piece.count)._replace(src=_MEMORY, src_offset=address)
         yield None
 

@@ -3,7 +3,7 @@
 For saving. `capture` copies nothing: its tensors are the live ones, valid until the next step.
 [Note: from parts to flat groups]
 Every tensor is a run of elements [start, start + count) of a row-major parameter, held by this rank; masters and states of one
-parameter are cut alike. A group's parameters, in the order of `StateGroup.names`, laid end to end make DeepSpeed's flat group;
+parameter are cut alike. A group's parameters, in the order of its `names`, laid end to end make DeepSpeed's flat group;
 which ranks of a partition an element goes to is arithmetic on (name, element), so writing is routing (`layouts.zero.partition`).
 A replicated part is the same on every rank, so are the parts of ranks with the same `shard_rank`.
 """
@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from zckpt.base.dataclass import dataclass
+from zckpt.layouts.run.training import ParameterGroup
 from zckpt.runtime.random_state import rng_state
 from zckpt.runtime.sharding.gradients import Gradients, take_gradients
 from zckpt.runtime.sharding.parameter import ShardedParameter
+from zckpt.runtime.swapping.stepping import ONE_NUMBER
 from zckpt.runtime.training_run import TrainingRun
 
 
@@ -48,26 +50,13 @@ class ParameterPart:
 
 
 @dataclass(frozen=True, slots=True)
-class StateGroup:
-    """A parameter group.
-
-    Attributes:
-        names: its parameters in the optimizer's order.
-        options: what else the optimizer keeps for it: rates, betas, decay.
-    """
-
-    names: tuple[str, ...]
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class RunState:
     """A run between two micro batches.
 
     Attributes:
         run: for what does not change: config, ranks, optimizer.
         parts: in the model's order, tied parameters once.
-        groups: in the optimizer's order; empty for inference.
+        groups: in the optimizer's order, with what it keeps for them: rates, betas, decay; empty for inference.
         aliases: names of tied parameters, with the name that is kept.
         buffers: persistent buffers by name, whole.
         counters: `global_steps`, `global_samples`, `micro_steps`, `pending_micro_steps`, `skipped_steps`.
@@ -81,7 +70,7 @@ class RunState:
 
     run: TrainingRun
     parts: tuple[ParameterPart, ...]
-    groups: tuple[StateGroup, ...]
+    groups: tuple[ParameterGroup, ...]
     aliases: dict[str, str]
     buffers: dict[str, torch.Tensor]
     counters: dict[str, int]
@@ -92,9 +81,6 @@ class RunState:
     gradients: Gradients
     differing: frozenset[int] = frozenset()
 
-
-_ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
-"""States that are one number, even for a parameter of one element."""
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "pending_micro_steps", "skipped_steps")
 
@@ -110,7 +96,9 @@ def capture(run: TrainingRun) -> RunState:
         run=run,
         parts=tuple(_part(run, parameter, group_of) for parameter in run.sharded.parameters),
         groups=tuple(
-            StateGroup(tuple(one.name for one in members), {key: group[key] for key in group if key != "params"})
+            ParameterGroup(
+                tuple(one.name for one in members), {key: group[key] for key in group if key != "params"}, {}, ()
+            )
             for members, group in zip(group_members(run), run.groups, strict=True)
         ),
         aliases=dict(run.sharded.aliases),
@@ -131,7 +119,7 @@ def _part(run: TrainingRun, parameter: ShardedParameter, group_of: Mapping[int, 
     scalars: dict[str, float] = {}
     if master is not None and run.optimizer is not None:
         for name, value in run.optimizer.state.get(master, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == master.shape and name not in _ONE_NUMBER:
+            if isinstance(value, torch.Tensor) and value.shape == master.shape and name not in ONE_NUMBER:
                 states[name] = value
             elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
                 scalars[name] = float(value)

@@ -325,7 +325,7 @@ def _scaler(training: Training) -> dict[str, Any]:
 
 
 def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Counters | None:
-    steps, accumulation = rest.get("global_steps"), run.gradient_accumulation_steps()
+    steps, accumulation = rest.get("global_steps"), run.batch.accumulation
     if not isinstance(steps, int):
         return None
     samples, skipped, data = rest.get("global_samples"), rest.get("skipped_steps"), own.get("data")
@@ -337,7 +337,7 @@ def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any])
         micro = steps * accumulation + pending
     return Counters(
         global_steps=steps,
-        global_samples=samples if isinstance(samples, int) else steps * run.train_batch_size(),
+        global_samples=samples if isinstance(samples, int) else steps * run.batch.total,
         skipped_steps=skipped if isinstance(skipped, int) else 0,
         micro_steps=micro,
         pending=pending,

@@ -8,9 +8,8 @@ beside the tags, and finishes what killed runs have left. Everything that can be
 Saves in the background copy what the rank holds between 1 and 2 (`snapshot`), and do the rest beside the training.
 3. When all have, leaders seal the save and give it the tag's name, by `zckpt.output`'s protocol.
 4. When all have, `latest` is replaced, by a rename; then older tags are pruned.
-Killed before 3, a save has left nothing but a directory with a name that begins with a dot; before 4, `latest` names
-the save before,
-or, if that is the one that is replaced, either of the two.
+Killed before 3, a save has left nothing but a directory with a name that begins with a dot; before 4, `latest` names the save
+before, or, if that is the one that is replaced, either of the two.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from zckpt.base.words import count, size
 from zckpt.output.saves import STAGED
 from zckpt.runtime.saves.background import Saving
 from zckpt.runtime.saves.description import tensors_of
-from zckpt.runtime.saves.exchange import Exchange, OwnGroup
+from zckpt.runtime.saves.exchange import Exchange, make_group
 from zckpt.runtime.saves.planned_save import Outlined, PlannedSave, exchange_of, outline, plan, write
 from zckpt.runtime.saves.publication import Publication, check_tag
 from zckpt.runtime.saves.rank_states import digest_of
@@ -64,10 +63,8 @@ class SaveOptions:
 
 
 def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
-    """Saves a run; see [Note: the order of a save].
-
-    Returns:
-        Under `async_save`, the thread that does all but the first step, from a copy in host memory.
+    """Saves a run; see [Note: the order of a save]. Under `async_save` it returns the thread that does all but the first
+    step, from a copy in host memory.
 
     Raises:
         UsageError: the tag cannot name a directory, or the client state uses names of the checkpoint's own.
@@ -92,12 +89,8 @@ def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_stat
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A save in the background, copied so far that training may go on.
-
-    Attributes:
-        outlined: what it saves.
-        snapshot: the elements.
-        means: what saves of this run use again.
+    """A save in the background, copied so far that training may go on: what it saves, the elements, and what saves of this
+    run use again.
     """
 
     outlined: Outlined
@@ -107,16 +100,12 @@ class Copied:
 
 @dataclass(slots=True)
 class _Means:
-    """Resources that saves in the background of one run share.
-
-    Attributes:
-        pool: the memory of their copies.
-        group: in which they exchange elements; None before the first one, and after one that failed.
-        number: of saves so far, the same on every rank.
+    """Resources that saves in the background of one run share: the memory of their copies; the group in which they exchange
+    elements, and its store (None before the first one, and after one that failed); how many there were, as on every rank.
     """
 
     pool: Pool = field(default_factory=Pool)
-    group: OwnGroup | None = None
+    group: tuple[Any, object] | None = None
     number: int = 0
 
 
@@ -168,13 +157,13 @@ def _finish_copied(meetings: Meetings, publication: Publication, copied: Copied,
     group, means.group = means.group, None
     try:
         with Attempt() as tried:
-            if group is None and outlined.takes_part and outlined.size > 1:  # first of all: the others wait for it
-                group = OwnGroup(f"{meetings.name} {means.number}", outlined.rank, outlined.size, store)
+            rank, size = outlined.rank, outlined.target.world_size
+            if group is None and outlined.takes_part and size > 1:  # first of all: the others wait for it
+                group = make_group(f"{meetings.name} {means.number}", rank, size, store), store
             snapshot.check()
-            tensors = snapshot.tensors
-            host = torch.device("cpu")
-            exchange = Exchange(outlined.rank, outlined.size, group, host, True, tensors.__getitem__, list(tensors))
-            planned = plan(outlined, exchange)
+            tensors, host = snapshot.tensors, torch.device("cpu")
+            own = None if group is None else group[0]
+            planned = plan(outlined, Exchange(rank, size, own, host, True, tensors.__getitem__, list(tensors)))
         meetings.agree("save_checkpoint", tried.error)
     except BaseException:
         publication.end()
@@ -256,9 +245,7 @@ def _warn_of_gradients(state: RunState) -> None:
 
 
 def _with_all_generators(state: RunState) -> RunState:
-    """The state with the generators of all ranks on those that write the model, if not every rank writes an optimizer
-    file.
-    """
+    """The state, with all ranks' generators on those that write the model, where some ranks write no optimizer file."""
     run = state.run
     if run.settings.zero.stage and run.world_size == run.sharded.size:
         return state

@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, OutputError
 from zckpt.base.words import size
 from zckpt.live import device
@@ -26,6 +25,8 @@ try:
     from zckpt._core import copy_aside
 except ImportError:  # built without a compiler
     copy_aside = None  # type: ignore[assignment]
+
+Vectors = Mapping[Hashable, torch.Tensor]
 
 _ALIGNMENT = 64
 
@@ -37,9 +38,7 @@ class Pool:
         self._memory: dict[bool, torch.Tensor] = {}
 
     def take(self, nbytes: int, *, locked: bool) -> torch.Tensor:
-        """Bytes with any content; `locked`: page-locked, for copies from a device. Raises OutputError if there is no
-        memory.
-        """
+        """Any bytes; `locked`: page-locked, for copies from a device. Raises OutputError if there is no memory."""
         if locked not in self._memory or self._memory[locked].numel() < nbytes:
             self._memory.pop(locked, None)
             try:
@@ -53,35 +52,19 @@ class Pool:
         return self._memory[locked][:nbytes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A copy that has not been made yet, and the tensor's version when it was promised."""
-
-    name: str
-    target: torch.Tensor
-    source: torch.Tensor
-    changes: int
-
-
 class Snapshot:
-    """Copies of tensors; see [Note: what is copied when].
+    """Copies of tensors; see [Note: what is copied when]. `finish` before you read its `tensors`: the copies, by the same keys
+    in the same order. Raises OutputError if there is no memory.
 
     Args:
         tensors: dense vectors, by keys with a name as their first part.
         at_once: whether the tensor of a key may be changed as soon as this returns.
         pool: gives the memory; one snapshot at a time.
-
-    Raises:
-        OutputError: there is no memory.
-
-    Attributes:
-        tensors: the copies, by the same keys in the same order. `finish` before you read them.
     """
 
-    def __init__(
-        self, tensors: Mapping[Hashable, torch.Tensor], at_once: Callable[[Hashable], bool], pool: Pool
-    ) -> None:
-        self._left: deque[_Left] = deque()
+    def __init__(self, tensors: Vectors, at_once: Callable[[Hashable], bool], pool: Pool) -> None:
+        # copies to be made: name, target and source, and the source's version when the copy was promised
+        self._left: deque[tuple[str, torch.Tensor, torch.Tensor, int]] = deque()
         self._lock = threading.Lock()
         self._all_copied = threading.Event()
         self._changed: list[str] = []
@@ -92,7 +75,7 @@ class Snapshot:
             if at_once(key) or source.device.type != "cpu" or source.is_inference():
                 _copy(target, source)
             elif source.numel():
-                self._left.append(_Left(f"{key[0]!r}", target, source, source._version))  # type: ignore[index]
+                self._left.append((f"{key[0]!r}", target, source, source._version))  # type: ignore[index]
         self._open = len(self._left)
         self._arrived = device.copies_of(source.device for source in tensors.values())
         if not self._left:
@@ -102,13 +85,13 @@ class Snapshot:
         """Makes the remaining copies, and waits for those of another thread."""
         while True:
             try:
-                one = self._left.popleft()
+                name, target, source, version = self._left.popleft()
             except IndexError:
                 break
             try:
-                _copy(one.target, one.source)
-                if one.source._version != one.changes:
-                    self._changed.append(one.name)
+                _copy(target, source)
+                if source._version != version:
+                    self._changed.append(name)
             except Exception as error:
                 self._error = error
             with self._lock:
@@ -140,7 +123,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         copy_aside(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
 
-def _room_for(tensors: Mapping[Hashable, torch.Tensor], pool: Pool) -> dict[Hashable, torch.Tensor]:
+def _room_for(tensors: Vectors, pool: Pool) -> dict[Hashable, torch.Tensor]:
     """Memory for a copy of each tensor, of the same dtype and length."""
     places: dict[Hashable, tuple[bool, int]] = {}
     taken = {False: 0, True: 0}
@@ -153,7 +136,6 @@ def _room_for(tensors: Mapping[Hashable, torch.Tensor], pool: Pool) -> dict[Hash
     for key, (locked, at) in places.items():
         source = tensors[key]
         nbytes = source.numel() * source.element_size()
-        made[key] = (
-            memory[locked][at : at + nbytes].view(source.dtype) if nbytes else torch.empty(0, dtype=source.dtype)
-        )
+        room = memory[locked][at : at + nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
+        made[key] = room.view(source.dtype)
     return made

@@ -1,3 +1,1 @@
-"""Shards the model: which rank holds what of each parameter, how parameters and gradients move, and what watches over
-it.
-"""
+"""Shards the model: which rank holds what of each parameter, how parts and gradients move, and what watches over it."""

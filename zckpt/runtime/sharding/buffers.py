@@ -11,8 +11,8 @@ import re
 
 from torch import nn
 
+from zckpt.runtime.config.attributes import DTYPES
 from zckpt.runtime.config.read import Settings
-from zckpt.runtime.sharding.shard import DTYPES
 
 
 def cast_buffers(model: nn.Module, settings: Settings) -> None:

@@ -162,12 +162,8 @@ def recording() -> Recorder | None:
 
 
 class Recorder(TorchDispatchMode):
-    """Follows operations on deferred parameters; see [Note: deferred parameters].
-
-    Args:
-        group: the ranks that share each parameter.
-        dtype: of floating-point parameters, where they should have another than the model gives them.
-        first: called once, when the first parameter is registered.
+    """Follows operations on deferred parameters; see [Note: deferred parameters]. `group` shares each; `dtype`: of
+    floating-point ones, where the model gives them another; `first`: called once, when the first one is registered.
     """
 
     def __init__(self, group: Any, dtype: torch.dtype | None = None, first: Callable[[], None] = lambda: None) -> None:
@@ -223,10 +219,7 @@ class Recorder(TorchDispatchMode):
         """Defers a parameter that has numbers."""
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             unwritten = self._fresh is not None and self._fresh.cdata == _place(parameter)
-            rows = local_rows(parameter, self.group, self.dtype, unwritten=unwritten)
-            defer(parameter, rows)
-            self._know(parameter, rows)
-        self._kept.append(parameter)
+            self._take(parameter, local_rows(parameter, self.group, self.dtype, unwritten=unwritten))
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Adopts a parameter that was made from a deferred tensor, such as one that `hold` returned."""
@@ -236,8 +229,11 @@ class Recorder(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             if self.dtype is not None and rows.values.is_floating_point():
                 rows.values = rows.values.to(self.dtype)
-            defer(parameter, rows)
-            self._know(parameter, rows)
+            self._take(parameter, rows)
+
+    def _take(self, parameter: nn.Parameter, rows: Rows) -> None:
+        defer(parameter, rows)
+        self._know(parameter, rows)
         self._kept.append(parameter)
 
     def follow(self, parameter: nn.Parameter) -> None:
@@ -282,9 +278,7 @@ class Recorder(TorchDispatchMode):
         self._rows[_place(tensor)] = rows
         self._home = rows.values.device
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs an op on the numbers of its arguments."""
         kwargs = dict(kwargs or {})
         deferred = [t for t in tree_flatten((args, kwargs))[0] if self.rows_of(t) is not None]
@@ -299,9 +293,8 @@ class Recorder(TorchDispatchMode):
             return result
         self._fresh = None
         first, name = deferred[0], func.overloadpacket.__name__
-        changes_one = (
-            len(deferred) == 1 and func._schema.is_mutable and args and args[0] is first and self._is_all(first)
-        )
+        is_mutable, alone = func._schema.is_mutable, len(deferred) == 1 and args and args[0] is first
+        changes_one = is_mutable and alone and self._is_all(first)
         if changes_one and _is_elementwise(func, args[1:], kwargs):
             func(self._rows[_place(first)].values, *args[1:], **kwargs)
             return first
@@ -310,9 +303,8 @@ class Recorder(TorchDispatchMode):
             return self._converted(first, kwargs.get("dtype"))
         random = torch.Tag.nondeterministic_seeded in func.tags
         overwrites = changes_one and (random or name in ("copy_", *_FILLS))
-        return self._on_whole(
-            func, args, kwargs, reads=not overwrites and not name.startswith("new_") and not name.endswith("_like")
-        )
+        reads = not overwrites and not name.startswith("new_") and not name.endswith("_like")
+        return self._on_whole(func, args, kwargs, reads=reads)
 
     def _on_whole(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, reads: bool) -> Any:
         """Runs an op on whole parameters, and keeps this rank's rows of what it leaves in them. `reads`: they are gathered;
@@ -362,9 +354,7 @@ class _DeviceMode(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _DEVICE_GETTERS:
             rows = self.recorder.rows_of(args[0])
             if rows is not None:

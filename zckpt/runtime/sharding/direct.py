@@ -12,7 +12,7 @@ Source: DeepSpeed 0.19.8, runtime/engine.py `_backward_prologue_per_tensor`, `_b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,11 +25,8 @@ from zckpt.runtime.sharding.parameter import ShardedParameter
 
 
 class _Now:
-    """The backwards that run in this process.
-
-    Attributes:
-        of_engines: how many an engine has begun.
-        scaled: whether the loss of the one that a script has begun is multiplied by a loss scale.
+    """The backwards that run in this process: how many an engine has begun, and whether the loss of the one that a script
+    has begun is multiplied by a loss scale.
     """
 
     of_engines = 0
@@ -37,17 +34,11 @@ class _Now:
 
 
 class DirectBackwards:
-    """Follows the backwards that no engine began.
-
-    Args:
-        model: the sharded model.
-        parameters: of the model.
-        begin: called when such a backward reaches the first parameter; it says by how much gradients are divided.
+    """Follows the backwards that no engine began. `begin` is called when such a backward reaches the first parameter, and says
+    by how much gradients are divided.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: tuple[ShardedParameter, ...], begin: Callable[[bool], int]
-    ) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter], begin: Callable[[bool], int]) -> None:
         self._begin = begin
         self._task = -1
         self._divisor = 1

@@ -1,5 +1,4 @@
-"""Records what a script says about units before the model is sharded: parameters used elsewhere, and modules that stay
-whole.
+"""Records what a script says about units before sharding: parameters used elsewhere, and modules that stay whole.
 
 For `units`, and for scripts under DeepSpeed's names. A parameter that another module uses is left to the model as a whole, so
 that it is there during the whole forward. A leaf module is one unit, whatever it contains.
@@ -8,6 +7,7 @@ that it is there during the whole forward. A leaf module is one unit, whatever i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
 from zckpt.runtime.sharding.parameter import sharded_parameter_of
+
+Classes = Sequence[type | str]
+Modules = list[nn.Module]
 
 _EXTERNAL = "_zckpt_external_parameters"
 _LEAF = "_z3_leaf"
@@ -63,20 +66,16 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True) -> Modules:
     """Makes all modules of some classes leaves, and returns them. Classes may be given by their names, or names with the
     module that they are defined in. Raises UsageError if there is none, and `raise_if_not_found` is set.
     """
-    return _flag(model, leaf_module_classes, True, raise_if_not_found)
+    return _flag(model, leaf_module_classes, True, raise_if_not_found, _is_of)[0]
 
 
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True) -> Modules:
     """Undoes `set_z3_leaf_modules`, with the same arguments and errors."""
-    return _flag(model, leaf_module_classes, False, raise_if_not_found)
+    return _flag(model, leaf_module_classes, False, raise_if_not_found, _is_of)[0]
 
 
 def set_z3_leaf_modules_by_name(
@@ -85,49 +84,38 @@ def set_z3_leaf_modules_by_name(
     """Makes modules leaves by their names. Returns them, and the names that the model does not have. Raises UsageError
     if there are such names, and `raise_if_not_found` is set.
     """
-    return _flag_named(model, module_names, flag, raise_if_not_found, lambda name, wanted: name == wanted)
+    return _flag(model, module_names, flag, raise_if_not_found, lambda name, _, wanted: name == wanted, each=True)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """As `set_z3_leaf_modules_by_name`, by the ends of names."""
-    return _flag_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+    return _flag(
+        model, module_name_suffixes, flag, raise_if_not_found, lambda name, _, end: name.endswith(end), each=True
+    )
 
 
-def _flag_named(
-    model: nn.Module, wanted: Sequence[str], flag: bool, must: bool, fits: Callable[[str, str], bool]
-) -> tuple[list[nn.Module], list[str]]:
-    names = dict(model.named_modules())
-    missing = [one for one in wanted if not any(fits(name, one) for name in names)]
-    if missing and must:
-        raise _absent(missing)
-    found = [module for name, module in names.items() if any(fits(name, one) for one in wanted)]
-    return _flag_all(found, flag), missing
-
-
-def _flag(model: nn.Module, wanted: Sequence[type | str], flag: bool, must: bool) -> list[nn.Module]:
-    kinds = tuple(one for one in wanted if isinstance(one, type))
-    names = {one for one in wanted if isinstance(one, str)}
-    found = [
-        module
-        for module in model.modules()
-        if isinstance(module, kinds)
-        or names & {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
-    ]
-    if not found and must:
-        raise _absent([getattr(one, "__name__", str(one)) for one in wanted])
-    return _flag_all(found, flag)
-
-
-def _flag_all(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
-    for module in modules:
+def _flag(
+    model: nn.Module, wanted: Sequence[Any], flag: bool, must: bool, fits: Callable[..., bool], *, each: bool = False
+) -> tuple[Modules, list[Any]]:
+    """Flags the modules that fit one of what is wanted. Returns them, and what fits none: an error if they `must` all be
+    there (`each`), or one of them.
+    """
+    named = [*model.named_modules()]
+    found = [module for name, module in named if any(fits(name, module, one) for one in wanted)]
+    missing = [one for one in wanted if not any(fits(name, module, one) for name, module in named)]
+    if must and (missing if each else not found):
+        raise UsageError(
+            "the model has no such modules to be leaves", found=examples(getattr(o, "__name__", str(o)) for o in missing),
+            remedy="Correct the names or classes, or pass raise_if_not_found=False.",
+        )  # fmt: skip
+    for module in found:
         set_z3_leaf_module(module, flag)
-    return modules
+    return found, missing
 
 
-def _absent(names: Sequence[str]) -> UsageError:
-    return UsageError(
-        "the model has no such modules to be leaves", found=examples(names),
-        remedy="Correct the names or classes, or pass raise_if_not_found=False.",
-    )  # fmt: skip
+def _is_of(name: str, module: nn.Module, wanted: type | str) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    return wanted in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")

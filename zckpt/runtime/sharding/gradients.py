@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from zckpt.runtime.sharding.older_torch import groups_of
 from zckpt.runtime.sharding.parameter import ShardedParameter
 
+Given = Mapping[str, Mapping[str, torch.Tensor]]
 Gradients = dict[str, dict[str, torch.Tensor]]
 """Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""
 
@@ -102,9 +103,7 @@ def take_gradients(model: nn.Module, parameters: Sequence[ShardedParameter]) -> 
     return {kind: grads for kind, grads in found.items() if grads}
 
 
-def fits(
-    model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
-) -> bool:
+def fits(model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Given) -> bool:
     """Whether these gradients have the names and shapes of this rank's."""
     by_name = {one.name: one for one in parameters}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
@@ -119,9 +118,7 @@ def fits(
 
 
 @torch.no_grad()
-def put_gradients(
-    model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
-) -> None:
+def put_gradients(model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Given) -> None:
     """Restores what `take_gradients` returned, in a model without gradients. The tensors themselves are used."""
     names = names_of_places(parameters)
     rows, whole, masters, units = (gradients.get(kind, {}) for kind in ("rows", "whole", "masters", "units"))

@@ -9,7 +9,7 @@ Source: torch 2.6, 2.7, 2.8, 2.9 and 2.13, distributed/fsdp/_fully_shard/*.py, c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 _TAKES = inspect.signature(fully_shard).parameters
 
 
-def shard_unit(
-    unit: list[nn.Module], ignored: Collection[nn.Parameter], reshard: bool | int | None, **more: Any
-) -> None:
+def shard_unit(unit: list[nn.Module], ignored: Iterable[nn.Parameter], reshard: bool | int | None, **more: Any) -> None:
     """Calls `fully_shard` for the modules of a unit, with `more` arguments; parameters that are `ignored`, of this unit or
     not, stay as they are. `reshard` is `reshard_after_forward`; None for the root, which is then kept gathered for its
     backward.

@@ -24,11 +24,8 @@ from zckpt.runtime.sharding.parameter import ShardedParameter
 
 
 class GatheringDict(dict[str, Any]):
-    """A module's parameters by name, as `nn.Module` keeps them; see [Note: parameters used elsewhere].
-
-    Attributes:
-        parts: by name, what this rank holds of each.
-        in_forward: whether a forward of the model is under way.
+    """A module's parameters by name, as `nn.Module` keeps them; see [Note: parameters used elsewhere]. `parts`: by name, what
+    this rank holds of each; `in_forward`: whether a forward of the model is under way.
     """
 
     parts: dict[str, ShardedParameter]

@@ -2,9 +2,8 @@
 
 For `shard`, which makes them, and all that need weights, masters or gradients.
 [Note: sharded parameters]
-*weight* is the parameter as it is registered in the module between steps: a DTensor with a local part that is this
-rank's rows of
-dim 0, or, where `fully_shard` cannot cut (scalars, parameters without elements), the whole tensor on every rank: *replicated*.
+*weight* is the parameter as it is registered in the module between steps: a DTensor with a local part that is this rank's rows
+of dim 0, or, where `fully_shard` cannot cut (scalars, parameters without elements), the whole on every rank: *replicated*.
 *master* is what the optimizer updates: this rank's part as a plain fp32 tensor. For a sharded weight it is the same memory;
 a replicated weight in half precision has a master of its own. Frozen parameters have none.
 Rows of dim 0 are a run of elements, so a part is (start, count) of the row-major tensor.
@@ -106,11 +105,8 @@ class ShardedParameter:
         """Copies what a script has written to the whole parameter into this rank's part, element by element.
 
         A part in other memory than the device's is not looked at if it is trained; nor is a master that the script has changed
-        itself.
-
-        Returns:
-            This rank's elements of the whole parameter, if they are for certain, bit for bit, what those of the part become in
-            its dtype, and none of them is infinite or NaN.
+        itself. Returns this rank's elements of the whole parameter, if they are for certain, bit for bit, what those of the part
+        become in its dtype, and none of them is infinite or NaN.
         """
         if self.whole is None or not self.is_whole or not self.whole.untyped_storage().size():
             return None  # without memory it has nothing to take, and its address means nothing
@@ -182,9 +178,7 @@ class ShardedParameter:
 
 
 def _is_certain(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether the C++ engine confirms quickly that finite numbers, cast to the dtype of others, equal these; dense, on
-    the CPU.
-    """
+    """Whether the C++ engine is sure that finite numbers, cast to the others' dtype, equal these; dense, on the CPU."""
     if is_beyond_doubt is None:
         return False
     source, target = (BY_TORCH_NAME[str(one.dtype).removeprefix("torch.")].number for one in (exact, rounded))

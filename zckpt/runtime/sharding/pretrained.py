@@ -102,13 +102,7 @@ def _recorder_of(model: nn.Module) -> Recorder | None:
     return None if rows is None else Recorder(rows.group)
 
 
-def _load(
-    model: Any,
-    state_dict: Mapping[str, Any] | None,
-    files: Sequence[str],
-    load_config: Any,
-    recorder: Recorder,
-) -> Any:
+def _load(model: Any, given: Mapping[str, Any] | None, files: Sequence[str], config: Any, recorder: Recorder) -> Any:
     """Loads weights into a model. Returns the facts that transformers expects: missing names and so on."""
     from transformers import core_model_loading, modeling_utils
 
@@ -116,13 +110,12 @@ def _load(
         if recorder is not recording():
             stack.enter_context(recorder)
         stack.enter_context(_in_turn())
-        given: dict[str, Any] = dict(state_dict or {})
-        for file in files if state_dict is None else ():
+        states: dict[str, Any] = dict(given or {})
+        for file in files if given is None else ():
             stored = _read_stored(file, recorder)
-            given.update(modeling_utils.load_state_dict(file) if stored is None else stored)
-        info, _ = core_model_loading.convert_and_load_state_dict_in_model(
-            model=model, state_dict=given, load_config=load_config
-        )
+            states.update(modeling_utils.load_state_dict(file) if stored is None else stored)
+        load = core_model_loading.convert_and_load_state_dict_in_model
+        info, _ = load(model=model, state_dict=states, load_config=config)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and recorder.rows_of(buffer) is not None:

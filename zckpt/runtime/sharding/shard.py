@@ -37,17 +37,11 @@ from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.sharding.units import Wrap, find_units, holders_of, merge_units, parts_of
 from zckpt.runtime.world import World, elements_of
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of a run.
-
-    Attributes:
-        compute: of the computation; None leaves every parameter the dtype it has.
-        reduce: of gradient reductions.
-        train: masters are kept; without an optimizer, parameters are stored in the dtype of the computation.
+    """Dtypes of a run: of the computation (None leaves every parameter the dtype it has), and of gradient reductions; `train`:
+    masters are kept; without an optimizer, parameters are stored in the dtype of the computation.
     """
 
     compute: torch.dtype | None
@@ -57,12 +51,8 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A model after `shard`.
-
-    Attributes:
-        parameters: in the model's order, tied ones once.
-        aliases: names of tied parameters, with the name that is kept.
-        mesh: ranks as (replicate, shard).
+    """A model after `shard`: the parameters in its order, tied ones once; further names of tied ones, with the name that is
+    kept; ranks as (replicate, shard).
     """
 
     parameters: tuple[ShardedParameter, ...]
@@ -121,17 +111,10 @@ def shard(
     world: World,
     wrap: Wrap | Iterable[Wrap] | None = None,
 ) -> Sharded:
-    """Shards a model in place.
+    """Shards a model in place, which is whole on every rank or made under `zero.Init`. `wrap`: units, see `find_units`; the
+    config's if not given.
 
     Every rank begins with rank 0's numbers. Units are moved to the device, shared out and freed one after another.
-
-    Args:
-        model: the model, whole on every rank or made under `zero.Init`.
-        zero: the stage and its options.
-        precision: dtypes.
-        mesh: of `mesh_of`.
-        world: all ranks.
-        wrap: units, see `find_units`; the config's if not given.
     """
     originals, aliases = _originals(model, precision)
     units = _units(model, originals, zero, world, zero.wrap if wrap is None else wrap)
@@ -326,7 +309,6 @@ def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, wor
             remedy="Pass the same config to zero.Init and to initialize.",
         )  # fmt: skip
     local = rows.values.to(home_of(zero, world.device), meta.dtype)
-    placed = DTensor.from_local(
-        local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
-    )
+    mesh, places, stride = meta.device_mesh, meta.placements, meta.stride()
+    placed = DTensor.from_local(local, mesh, places, run_check=False, shape=meta.shape, stride=stride)
     return nn.Parameter(placed, requires_grad=meta.requires_grad)

@@ -60,9 +60,7 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
         inside = {id(module) for module in unit.modules()}
         own = {id(p) for p in unit.parameters()}
         if any(parameter in own and id(user) not in inside for user, parameter in uses):
-            _log.info(
-                "%s has a parameter that another module uses, so it is not gathered by itself.", type(unit).__name__
-            )
+            _log.info("%s has a parameter that another module uses, so it is not gathered alone.", type(unit).__name__)
             continue
         if any(id(owner) not in inside for p in unit.parameters() for owner, _ in shared[id(p)]):
             _log.info("%s shares parameters with other modules, so it is not gathered by itself.", type(unit).__name__)

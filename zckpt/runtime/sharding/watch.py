@@ -37,13 +37,7 @@ _numbers = itertools.count()
 
 
 class Forward(NamedTuple):
-    """One forward of the whole model.
-
-    Attributes:
-        number: how many the rank has begun.
-        calls: numbers of the units that it has called, in order.
-        done: whether it has ended.
-    """
+    """A forward of the whole model: how many the rank has begun, the units it has called, in order, whether it ended."""
 
     number: int
     calls: list[int]
@@ -138,11 +132,8 @@ def difference(forwards: Mapping[int, Forward]) -> tuple[int, dict[int, int | No
     Ranks that have not come so far yet are left out.
     """
     for at in range(max((len(one.calls) for one in forwards.values()), default=0)):
-        calls = {
-            rank: one.calls[at] if at < len(one.calls) else None
-            for rank, one in forwards.items()
-            if at < len(one.calls) or one.done
-        }
+        known = {rank: one for rank, one in forwards.items() if at < len(one.calls) or one.done}
+        calls = {rank: one.calls[at] if at < len(one.calls) else None for rank, one in known.items()}
         if len(set(calls.values())) > 1:
             return at, calls
     return None

@@ -31,11 +31,13 @@ from zckpt.live.slices import COPIES, copies_of
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of
 
+Change = Callable[[torch.Tensor], torch.Tensor]
+
 _log = logging.getLogger(__name__)
 
 
 def _converting(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def convert(module: Any, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def convert(module: Any, change: Change, recurse: bool = True) -> Any:
         copies = copies_of(module)
         return apply(module, change, recurse) if copies is None else copies.convert(module, change, recurse)
 
@@ -61,9 +63,7 @@ class Copies:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a module, and one in a file, is plain
 
-    def convert(
-        self, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> nn.Module:
+    def convert(self, module: nn.Module, change: Change, recurse: bool = True) -> nn.Module:
         """Gives a module copies of the tensors that a function changes; parameters in parts stay. Returns the module."""
         changed: dict[int, torch.Tensor] = {}
         in_parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
@@ -122,13 +122,7 @@ def _copy_of(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 class WholeParameters:
-    """Keeps the parameters of a model whole between steps.
-
-    Args:
-        model: the sharded model, at stage 0, 1 or 2.
-        parameters: of the model.
-        copies: what its modules may hold.
-    """
+    """Keeps the parameters of a model whole between steps, at stage 0, 1 or 2. `copies`: what its modules may hold."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter], copies: Copies) -> None:
         self._copies = copies
@@ -195,9 +189,8 @@ def refuse_parts(model: nn.Module, remedy: str | None = None) -> None:
 
     def check(what: str) -> None:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise UsageError(
-                f"{what} finds a part of each parameter, which nothing else can use", remedy=remedy or OF_STAGE_3
-            )
+            found = f"{what} finds a part of each parameter, which nothing else can use"
+            raise UsageError(found, remedy=remedy or OF_STAGE_3)
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not prefix or prefix == "module.":  # the first that is asked, or the engine's only child
@@ -224,9 +217,7 @@ def refuse_parts(model: nn.Module, remedy: str | None = None) -> None:
     model.register_load_state_dict_pre_hook(lambda *_: check("load_state_dict()"))
 
 
-_KNOWN = frozenset(
-    ["__get__", "__repr__", "__format__", "detach", "dim", "is_floating_point", "numel", "size", "stride"]
-)
+_KNOWN = ("__get__", "__repr__", "__format__", "detach", "dim", "is_floating_point", "numel", "size", "stride")
 
 
 class AbsentTensor(torch.Tensor):
@@ -255,9 +246,7 @@ class AbsentTensor(torch.Tensor):
 @functools.cache
 def _log_absent() -> None:
     """Says once what a saved state dict lacks."""
-    _log.warning(
-        "A state dict of stage 3 is saved: weights in parts are empty in it, as DeepSpeed's are. %s", OF_STAGE_3
-    )
+    _log.warning("A state dict of stage 3 is saved: weights in parts are empty in it, as in DeepSpeed. %s", OF_STAGE_3)
 
 
 OF_STAGE_3 = (

@@ -1,14 +1,11 @@
-"""The file with a rank's swapped tensors: it grows, belongs to this process alone, and is removed when the process
-ends.
+"""The file with a rank's swapped tensors: it grows, belongs to this process alone, and is removed when the process ends.
 
 For everything in `swapping`, and for saves, which read from it. [Note: two ways to the same bytes] A step and a gather read and
 write the file directly, past the page cache, through buffers (`transfers`). Everything else sees ordinary tensors: the file's
-memory map; the system fetches and drops its pages as it needs them. Both see the same bytes: Linux writes changed
-pages of a
+memory map; the system fetches and drops its pages as it needs them. Both see the same bytes: Linux writes changed pages of a
 range before it is read directly, and drops them when it is written directly.
-[Note: the owner of a file] The file is locked as long as the process lives. Files in the directory without a lock
-are left over from
-processes that were killed, and are removed by whoever comes next.
+[Note: the owner of a file] The file is locked as long as the process lives. Files in the directory without a lock are left
+over from processes that were killed, and are removed by whoever comes next.
 """
 
 from __future__ import annotations
@@ -43,12 +40,8 @@ _open: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A vector in a swap file.
-
-    Attributes:
-        file: it is in.
-        offset: of its first byte, a multiple of ALIGN.
-        tensor: its elements, in the file's memory map; room up to the next multiple of ALIGN belongs to it too.
+    """A vector in a swap file, from `offset` on, a multiple of ALIGN. `tensor`: its elements, in the file's memory map; room
+    up to the next multiple of ALIGN belongs to it too.
     """
 
     file: SwapFile
@@ -57,14 +50,8 @@ class Region:
 
 
 class SwapFile:
-    """A file of this process in a directory.
-
-    Attributes:
-        path: of the file.
-        fd: open for direct reads and writes, or for ordinary ones where the file system has no direct ones.
-
-    Raises:
-        OutputError: the directory cannot be made or written to, or cannot be mapped.
+    """A file of this process in a directory. `fd` is open for direct reads and writes, or for ordinary ones where the file
+    system has no direct ones. Raises OutputError if the directory cannot be made or written to, or cannot be mapped.
     """
 
     def __init__(self, directory: str) -> None:
@@ -95,9 +82,7 @@ class SwapFile:
         return self._end
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for regions of `nbytes` bytes together, without their alignment. Raises OutputError if the disk
-        has no room.
-        """
+        """Makes room for regions of `nbytes` padded bytes together. Raises OutputError if the disk has no room."""
         length = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
             os.posix_fallocate(self._lock, self._end, length)
@@ -125,11 +110,8 @@ class SwapFile:
         assert self._map is not None
         offset, inside = self._used, self._used - (self._end - len(self._map))
         self._used += nbytes
-        tensor = (
-            torch.frombuffer(self._map, dtype=dtype, count=numel, offset=inside)
-            if numel
-            else torch.empty(0, dtype=dtype)
-        )
+        empty = torch.empty(0, dtype=dtype)
+        tensor = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=inside) if numel else empty
         return Region(self, offset, tensor)
 
     def store(self) -> FileStore:

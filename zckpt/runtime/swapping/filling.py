@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 
 from zckpt.runtime.swapping.files import ALIGN, SwapFile, file_of, padded_size
-from zckpt.runtime.swapping.transfers import Buffer, Depth, Stretch, Transfers, stretch
+from zckpt.runtime.swapping.transfers import Buffer, BufferPlaces, Transfers
 
 _BUFFER_BYTES = 32 << 20
-_DEPTH = Depth(blocks=8, block_bytes=1 << 20, pin=False)
 
 
 class Filled(NamedTuple):
@@ -40,7 +39,7 @@ def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Fille
     if not swapped:
         return
     most = min(_BUFFER_BYTES, sum(padded_size(tensor.nbytes) for _, tensor, *_ in swapped))
-    batch = _Batch(Buffer(most, pin=False), Transfers(_DEPTH), read)
+    batch = _Batch(Buffer(most, pin=False), Transfers(8, 1 << 20, pin=False), read)
     for number, tensor, file, offset in swapped:
         batch.add(number, tensor, file, offset)
     batch.write()
@@ -52,38 +51,31 @@ class _Batch:
     def __init__(self, buffer: Buffer, transfers: Transfers, read: Callable[[Sequence[Filled]], None]) -> None:
         self._buffer, self._transfers, self._read = buffer, transfers, read
         self._pieces: list[Filled] = []
-        self._stretches: dict[SwapFile, list[Stretch]] = {}
-        self._used = 0
+        self._places = BufferPlaces()
 
     def add(self, number: int, tensor: torch.Tensor, file: SwapFile, offset: int) -> None:
         """Adds a tensor; writes whenever the buffer is full."""
         itemsize, total, start = tensor.dtype.itemsize, tensor.numel(), 0
         while start < total:
-            room = (self._buffer.bytes.numel() - self._used) // ALIGN * ALIGN // itemsize
+            room = (self._buffer.bytes.numel() - self._places.nbytes) // ALIGN * ALIGN // itemsize
             if not room:
                 self.write()
                 continue
             count = min(room, total - start)
-            memory = self._buffer.view(self._used, count, tensor.dtype)
-            one = stretch(self._used, offset + start * itemsize, memory.nbytes)
-            self._buffer.bytes[self._used + memory.nbytes : self._used + one.nbytes].zero_()
-            self._pieces.append(Filled(number, start, memory))
-            self._stretches.setdefault(file, []).append(one)
-            self._used += one.nbytes
+            at = self._places.add(file, offset + start * itemsize, count * itemsize)
+            self._buffer.bytes[at + count * itemsize : self._places.nbytes].zero_()
+            self._pieces.append(Filled(number, start, self._buffer.view(at, count, tensor.dtype)))
             start += count
 
     def write(self) -> None:
         """Reads and writes what was added."""
         if self._pieces:
             self._read(self._pieces)
-        begun = [
-            self._transfers.begin(file, self._buffer, stretches, write=True)
-            for file, stretches in self._stretches.items()
-        ]
+        begun = self._places.begin(self._transfers, self._buffer, write=True)
         try:
             for transfer in begun:
                 transfer.wait()
         finally:
             for transfer in begun:
                 transfer.engine.wait(transfer.number)
-        self._pieces, self._stretches, self._used = [], {}, 0
+        self._pieces, self._places = [], BufferPlaces()

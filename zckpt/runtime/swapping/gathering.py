@@ -1,10 +1,9 @@
 """Provides rows of swapped parameters for a gather, from the swap file or from a copy in the dtype of the computation.
 
-For `install`. `fully_shard` asks each of its parameters for the rows to gather; `SwappedParameter` is such a
-parameter with rows
-that are not in memory. [Note: reading ahead] The rows of a unit are read together. While a unit computes, those of
-the unit that
-followed it last time are read, as far as there is room. What was read ahead is read again if anything may have changed it.
+For `install`. `fully_shard` asks each of its parameters for the rows to gather; `SwappedParameter` is such a parameter with
+rows that are not in memory. [Note: reading ahead] The rows of a unit are read together. While a unit computes, those of the
+unit that followed it last time are read, as far as there is room. What was read ahead is read again if anything may have
+changed it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from zckpt.base.dataclass import dataclass
-from zckpt.runtime.swapping.files import Region, padded_size
-from zckpt.runtime.swapping.transfers import Buffer, Stretch, Transfer, Transfers, stretch
+from zckpt.runtime.swapping.files import Region
+from zckpt.runtime.swapping.transfers import Buffer, BufferPlaces, Transfer, Transfers
 
 
 class SwappedParameter(FSDPParam):
@@ -70,32 +69,20 @@ class SwappedUnit:
     """Parameters that are gathered together."""
 
     rows: list[SwappedRows] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    places: BufferPlaces = field(default_factory=BufferPlaces)
 
     def add(self, rows: SwappedRows) -> None:
         """Adds a parameter."""
-        self.places.append(self.nbytes)
+        self.at.append(self.places.add(rows.region.file, rows.region.offset, rows.region.tensor.nbytes))
         self.rows.append(rows)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of a buffer for all rows."""
-        return self.places[-1] + _nbytes(self.rows[-1]) if self.rows else 0
-
-    def stretches(self) -> list[Stretch]:
-        """The places of the rows."""
-        return [stretch(at, one.region.offset, _nbytes(one)) for at, one in zip(self.places, self.rows, strict=True)]
-
-
-def _nbytes(rows: SwappedRows) -> int:
-    return padded_size(rows.region.tensor.nbytes)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     unit: SwappedUnit
     buffer: Buffer
-    transfer: Transfer | None
+    transfers: list[Transfer]
     versions: list[int]
 
 
@@ -111,14 +98,12 @@ class Reader:
         self._trail: tuple[SwappedUnit | None, SwappedUnit | None] = (None, None)
 
     def rows(self, unit: SwappedUnit, number: int) -> torch.Tensor:
-        """The rows of a unit's parameter, valid until another unit's are asked for. Raises OutputError if they cannot
-        be read.
-        """
+        """The rows of a unit's parameter, until another unit's are asked for. Raises OutputError if unreadable."""
         if self._now is None or self._now.unit is not unit or self._now.versions != _versions(unit):
             self._turn_to(unit)
         assert self._now is not None
         tensor = unit.rows[number].region.tensor
-        return self._now.buffer.view(unit.places[number], tensor.numel(), tensor.dtype)
+        return self._now.buffer.view(unit.at[number], tensor.numel(), tensor.dtype)
 
     def forget(self) -> None:
         """Drops everything that was read: the file changes, or may have changed."""
@@ -141,35 +126,35 @@ class Reader:
             if before is not None and last is not None:
                 self._next[id(before), id(last)] = unit
             self._trail = (last, unit)
-        assert read.transfer is not None
-        read.transfer.wait()
+        for transfer in read.transfers:
+            transfer.wait()
         self._now = read
         self._read_ahead()
 
     def _read_ahead(self) -> None:
         before, last = self._trail
-        spent = sum(read.unit.nbytes for read in self._ahead.values())
+        spent = sum(read.unit.places.nbytes for read in self._ahead.values())
         while before is not None and last is not None:
             following = self._next.get((id(before), id(last)))
-            if following is None or id(following) in self._ahead or spent + following.nbytes > self._room:
+            if following is None or id(following) in self._ahead or spent + following.places.nbytes > self._room:
                 return
             self._ahead[id(following)] = self._begin(following)
-            spent += following.nbytes
+            spent += following.places.nbytes
             before, last = last, following
 
     def _begin(self, unit: SwappedUnit) -> _Read:
-        fitting = [one for one in self._free if unit.nbytes <= one.bytes.numel() <= 2 * unit.nbytes]
+        nbytes = unit.places.nbytes
+        fitting = [one for one in self._free if nbytes <= one.bytes.numel() <= 2 * nbytes]
         if fitting:
             self._free.remove(fitting[0])
-        buffer = fitting[0] if fitting else Buffer(unit.nbytes, pin=self._transfers.depth.pin)
+        buffer = fitting[0] if fitting else Buffer(nbytes, pin=self._transfers.pin)
         del self._free[2:]
         versions = _versions(unit)
-        file = unit.rows[0].region.file
-        return _Read(unit, buffer, self._transfers.begin(file, buffer, unit.stretches(), write=False), versions)
+        return _Read(unit, buffer, unit.places.begin(self._transfers, buffer, write=False), versions)
 
     def _drop(self, read: _Read) -> None:
-        if read is not self._now and read.transfer is not None:
-            read.transfer.wait()
+        for transfer in read.transfers if read is not self._now else ():
+            transfer.wait()
         self._free.append(read.buffer)
 
 

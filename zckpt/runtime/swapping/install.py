@@ -24,13 +24,14 @@ from zckpt.base.words import size
 from zckpt.live.device import pins
 from zckpt.runtime.config.read import Settings
 from zckpt.runtime.optimizers.build import check_elementwise
+from zckpt.runtime.optimizers.lion_lamb import Lamb
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.sharding.shard import Sharded
 from zckpt.runtime.swapping.files import SwapFile, padded_size
 from zckpt.runtime.swapping.gathering import Reader, SwappedRows, SwappedUnit, serve
 from zckpt.runtime.swapping.stepping import SwappedStep
-from zckpt.runtime.swapping.transfers import Depth, Transfers
+from zckpt.runtime.swapping.transfers import Transfers
 
 MOST_ELEMENTS = 8 << 20
 """The most elements of a sub-group: with Adam's two states and the weights, 96 MiB."""
@@ -40,11 +41,7 @@ _ATTRIBUTE = "_zckpt_swapped_step"
 
 
 class Swap:
-    """The parts of a run that are in files.
-
-    Raises:
-        OutputError: no swap file can be made, or the disk has no room.
-    """
+    """The parts of a run that are in files. Raises OutputError if no swap file can be made, or the disk has no room."""
 
     def __init__(self, settings: Settings, model: nn.Module, sharded: Sharded, *, trains: bool) -> None:
         self._settings, self._zero = settings, settings.zero
@@ -54,7 +51,7 @@ class Swap:
         aio = settings.config.aio
         pin = all(one.pin_memory for one in sections) and pins()
         block = max(1, aio.block_size // 4096) * 4096
-        self._transfers = Transfers(Depth(min(64, aio.queue_depth * aio.intra_op_parallelism), block, pin))
+        self._transfers = Transfers(min(64, aio.queue_depth * aio.intra_op_parallelism), block, pin=pin)
         self._files: dict[str, SwapFile] = {}
         self._rows: dict[int, SwappedRows] = {}  # by the `id` of a sharded parameter
         self._sharded = sharded
@@ -63,12 +60,12 @@ class Swap:
         self._move(model)
 
     def take(self, optimizer: Optimizer) -> None:
-        """Makes an optimizer, with masters, step through the files. Raises UsageError if it may look across elements,
-        OutputError if the disk has no room.
+        """Lets an optimizer on masters step through files. Raises UsageError if it looks across elements, OutputError if
+        the disk has no room.
         """
         zero, section = self._zero, self._zero.offload_optimizer
         check_elementwise(optimizer, allowed=self._settings.config.zero_allow_untested_optimizer)
-        if type(optimizer).__name__ == "Lamb":
+        if isinstance(optimizer, Lamb):
             raise UsageError(
                 "device 'nvme' gives an optimizer parts of tensors, and Lamb needs whole ones",
                 found="optimizer Lamb",
@@ -78,11 +75,8 @@ class Swap:
         file = None
         if section is not None and section.device == "nvme":
             file = self._file(section.nvme_path)
-        rows = {
-            id(one.master): self._rows[id(one)]
-            for one in self._sharded.parameters
-            if one.master is not None and id(one) in self._rows
-        }
+        moved = [one for one in self._sharded.parameters if one.master is not None and id(one) in self._rows]
+        rows = {id(one.master): self._rows[id(one)] for one in moved}
         elements = max(1024, min(zero.sub_group_size, MOST_ELEMENTS) // 1024 * 1024)
         count = max(1, section.buffer_count) if section is not None else 4
         swapped = SwappedStep(optimizer, rows, file, self._transfers, count, elements, self._reader.forget)
@@ -113,9 +107,7 @@ class Swap:
                 elif self._param is not None:
                     left -= numel
             groups.append((unit, members))
-        total = sum(
-            padded_size(parameter._sharded_param_data.nbytes) for _, members in groups for parameter, _ in members
-        )
+        total = sum(padded_size(one._sharded_param_data.nbytes) for _, members in groups for one, _ in members)
         if not total:
             return
         section = self._param or self._zero.offload_optimizer
@@ -146,7 +138,7 @@ class Swap:
         rows = SwappedRows(region, local)
         if self._param is None:
             rows.cache = before.to(one.dtype)
-            if self._transfers.depth.pin:
+            if self._transfers.pin:
                 rows.cache = rows.cache.pin_memory()
             rows.is_updated()
         unit.add(rows)

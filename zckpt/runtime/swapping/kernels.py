@@ -1,5 +1,4 @@
-"""Runs one optimizer step on rows in memory by the C++ kernel: fused Adam, AdamW and Adagrad, and Lion, bit for bit as
-torch.
+"""Runs an optimizer step on rows in memory by the C++ kernel: fused Adam, AdamW, Adagrad, and Lion, bit for bit as torch.
 
 For `stepping`, which takes the optimizer's own step for everything that `kernel_of` has no kernel for, and everywhere if the
 C++ engine was not built. That step is also the reference that the kernel must equal: `kernel_of` tries both on some numbers,
@@ -33,12 +32,7 @@ _UNUSUAL = ("amsgrad", "maximize", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A rule that the C++ engine knows.
-
-    Attributes:
-        number: of `Rule` in csrc/optimizers.h.
-        states: the names of its states, in the order that the kernel takes them.
-    """
+    """A rule that the C++ engine knows, by its number in csrc/optimizers.h, with the names of its states in its order."""
 
     number: int
     states: tuple[str, ...]
@@ -111,6 +105,5 @@ def step(
 ) -> None:
     """Updates weights and states in place: contiguous fp32 vectors of one length in host memory."""
     first, second = (*(state.data_ptr() for state in states), 0)[:2]
-    native_step(
-        kernel.number, factors, weights.data_ptr(), gradients.data_ptr(), first, second, weights.numel(), threads
-    )
+    weight, gradient = weights.data_ptr(), gradients.data_ptr()
+    native_step(kernel.number, factors, weight, gradient, first, second, weights.numel(), threads)

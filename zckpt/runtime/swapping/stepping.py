@@ -22,13 +22,13 @@ from zckpt.base.errors import InconsistentError
 from zckpt.runtime.swapping.files import Region, SwapFile, padded_size
 from zckpt.runtime.swapping.gathering import SwappedRows
 from zckpt.runtime.swapping.kernels import Kernel, kernel_of, rates, step
-from zckpt.runtime.swapping.transfers import Buffer, Stretch, Transfer, Transfers, stretch
+from zckpt.runtime.swapping.transfers import Buffer, BufferPlaces, Transfer, Transfers
 
 Group = dict[str, Any]
 
 _F32 = torch.float32
-_NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
-"""States of one number, for any shape of the weight."""
+ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
+"""States that are one number, whatever the shape of the weight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Vectors:
     def is_large(self, name: str) -> bool:
         """Whether a state that existed before the step has an element for each of the weight's."""
         value = self.before.get(name)
-        return isinstance(value, torch.Tensor) and value.shape == self.master.shape and name not in _NUMBERS
+        return isinstance(value, torch.Tensor) and value.shape == self.master.shape and name not in ONE_NUMBER
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +78,22 @@ class SubGroup:
     """Pieces that are read, updated and written together."""
 
     pieces: list[Piece] = field(default_factory=list)
-    stretches: dict[SwapFile, list[Stretch]] = field(default_factory=dict)
-    nbytes: int = 0
+    places: BufferPlaces = field(default_factory=BufferPlaces)
     elements: int = 0
 
     def add(self, vectors: Vectors, start: int, count: int) -> None:
         """Adds a piece."""
-        places = {}
-        for name, region in vectors.regions.items():
-            places[name] = self.nbytes
-            one = stretch(self.nbytes, region.offset + start * _F32.itemsize, count * _F32.itemsize)
-            self.stretches.setdefault(region.file, []).append(one)
-            self.nbytes += padded_size(count * _F32.itemsize)
+        first, nbytes = start * _F32.itemsize, count * _F32.itemsize
+        regions = vectors.regions.items()
+        places = {name: self.places.add(one.file, one.offset + first, nbytes) for name, one in regions}
         self.pieces.append(Piece(vectors, start, count, places))
         self.elements += count
 
 
 class SwappedStep:
-    """The replacement of an optimizer's `step`.
-
-    Args:
-        optimizer: on the masters.
-        rows: by the `id` of a master, its rows in a file; others are in memory.
-        file: for the states; None keeps them in memory.
-        transfers: that carry the bytes.
-        sub_groups: in memory at a time.
-        elements: of a sub-group, at most; a multiple of 1024.
-        changed: called before anything changes.
+    """The replacement of the `step` of an optimizer on masters. By the `id` of a master, `rows` has its rows in a file; others
+    are in memory. `file` is for the states; None keeps them in memory. At a time, `sub_groups` sub-groups are in memory, of
+    `elements` elements at most, a multiple of 1024. `changed` is called before anything changes.
     """
 
     def __init__(
@@ -155,12 +144,8 @@ class SwappedStep:
         self._changed()
         groups: list[tuple[Group, list[torch.Tensor]]] = [(one, one["params"]) for one in self._optimizer.param_groups]
         try:
-            swapped = [
-                self._vectors(p, group)
-                for group, params in groups
-                for p in params
-                if p.grad is not None and self._is_swapped(p)
-            ]
+            due = [(p, group) for group, ps in groups for p in ps if p.grad is not None and self._is_swapped(p)]
+            swapped = [self._vectors(p, group) for p, group in due]
             self._call_own({id(group): [p for p in params if not self._is_swapped(p)] for group, params in groups})
             self._run(swapped)
             for one in swapped:
@@ -216,7 +201,7 @@ class SwappedStep:
             if isinstance(value, torch.Tensor)
             and value.shape == master.shape
             and value.dtype == _F32
-            and name not in _NUMBERS
+            and name not in ONE_NUMBER
         }
 
     def _absorb(self, master: torch.Tensor) -> None:
@@ -251,22 +236,22 @@ class SwappedStep:
 
     def _run(self, swapped: list[Vectors]) -> None:
         waiting = deque(self._cut(swapped))
-        size = max((one.nbytes for one in waiting), default=0)
-        free = [Buffer(size, pin=self._transfers.depth.pin) for _ in range(min(self._sub_groups, len(waiting)))]
+        size = max((one.places.nbytes for one in waiting), default=0)
+        free = [Buffer(size, pin=self._transfers.pin) for _ in range(min(self._sub_groups, len(waiting)))]
         reading: deque[tuple[SubGroup, Buffer, list[Transfer]]] = deque()
         writing: deque[tuple[Buffer, list[Transfer]]] = deque()
         try:
             while waiting or reading:
                 while waiting and free:
                     sub_group, buffer = waiting.popleft(), free.pop()
-                    reading.append((sub_group, buffer, self._begin(sub_group, buffer, write=False)))
+                    reading.append((sub_group, buffer, sub_group.places.begin(self._transfers, buffer, write=False)))
                 if not reading:
                     free.append(_wait(*writing.popleft()))
                     continue
                 sub_group, buffer, transfers = reading.popleft()
                 _wait(buffer, transfers)
                 self._update(sub_group, buffer)
-                writing.append((buffer, self._begin(sub_group, buffer, write=True)))
+                writing.append((buffer, sub_group.places.begin(self._transfers, buffer, write=True)))
                 if waiting and not free:
                     free.append(_wait(*writing.popleft()))
             while writing:
@@ -275,10 +260,6 @@ class SwappedStep:
             for transfers in [*(one[2] for one in reading), *(one[1] for one in writing)]:
                 for transfer in transfers:
                     transfer.engine.wait(transfer.number)
-
-    def _begin(self, sub_group: SubGroup, buffer: Buffer, *, write: bool) -> list[Transfer]:
-        places = sub_group.stretches.items()
-        return [self._transfers.begin(file, buffer, stretches, write=write) for file, stretches in places]
 
     def _cut(self, swapped: list[Vectors]) -> Iterator[SubGroup]:
         """The sub-groups, each of parameters of one group."""
@@ -346,7 +327,7 @@ class SwappedStep:
                 if value.data_ptr() != buffer.view(piece.places[name], piece.count, _F32).data_ptr():
                     buffer.view(piece.places[name], piece.count, _F32).copy_(value)
             elif one.is_large(name) or (
-                name not in _NUMBERS and name not in one.before and _is_vector(value, piece.count)
+                name not in ONE_NUMBER and name not in one.before and _is_vector(value, piece.count)
             ):
                 if name not in kept:
                     kept[name] = self.room(one.master, name)

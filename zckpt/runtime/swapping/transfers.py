@@ -6,7 +6,7 @@ import os
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,21 +18,6 @@ try:
     from zckpt._core import Swapper
 except ImportError:  # built without a compiler
     Swapper = None  # type: ignore[assignment,misc]
-
-
-@dataclass(frozen=True, slots=True)
-class Depth:
-    """The amount of I/O under way at a time.
-
-    Attributes:
-        blocks: reads and writes.
-        block_bytes: of each, at most; a multiple of ALIGN.
-        pin: buffers are page-locked.
-    """
-
-    blocks: int
-    block_bytes: int
-    pin: bool
 
 
 class Stretch(NamedTuple):
@@ -63,15 +48,14 @@ class _Engine(Protocol):
 
 
 class Transfers:
-    """Reads and writes under way. `depth`: how many, and how large."""
+    """Reads and writes under way: `blocks` at a time, each of `block_bytes` at most, a multiple of ALIGN. `pin`: buffers
+    are page-locked.
+    """
 
-    def __init__(self, depth: Depth) -> None:
-        self.depth = depth
-        self._engine: _Engine
-        if Swapper is not None:
-            self._engine = Swapper(depth.blocks, depth.block_bytes)
-        else:
-            self._engine = _Threads(depth.blocks, depth.block_bytes)
+    def __init__(self, blocks: int, block_bytes: int, *, pin: bool) -> None:
+        self.pin = pin
+        kind: Any = _Threads if Swapper is None else Swapper
+        self._engine: _Engine = kind(blocks, block_bytes)
 
     def begin(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch], *, write: bool) -> Transfer:
         """Begins to read into a buffer, or to write from it."""
@@ -113,9 +97,23 @@ def merge_copies(stretches: Sequence[Stretch]) -> list[Stretch]:
     return found
 
 
-def stretch(at: int, offset: int, nbytes: int) -> Stretch:
-    """A stretch of `nbytes` bytes, with the room behind them that is read and written too."""
-    return Stretch(at, offset, padded_size(nbytes))
+class BufferPlaces:
+    """Runs of bytes in files, each with a place in one buffer. `nbytes`: of the buffer that they need."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._stretches: dict[SwapFile, list[Stretch]] = {}
+
+    def add(self, file: SwapFile, offset: int, nbytes: int) -> int:
+        """Adds a run, with the room behind it that is read and written too; returns its place."""
+        one = Stretch(self.nbytes, offset, padded_size(nbytes))
+        self._stretches.setdefault(file, []).append(one)
+        self.nbytes += one.nbytes
+        return one.at
+
+    def begin(self, transfers: Transfers, buffer: Buffer, *, write: bool) -> list[Transfer]:
+        """Begins to read all runs into a buffer, or to write them from it."""
+        return [transfers.begin(file, buffer, runs, write=write) for file, runs in self._stretches.items()]
 
 
 class _Threads:

@@ -150,11 +150,7 @@ def _death(rank: int, status: int, note: Doing | None, said: str) -> Inconsisten
     except ValueError:
         how = f"was killed by signal {-status}"
     where = "it had noted no step" if note is None else f"{note.process} was {note.what} of step {note.step:,}"
-    memory = (
-        "SIGKILL without a command often means that memory ran out: dmesg says so. "
-        if status == -signal.SIGKILL
-        else ""
-    )
+    memory = "SIGKILL without a command often means that memory ran out: dmesg says so. " * (status == -signal.SIGKILL)
     return InconsistentError(
         f"rank {rank} {how}, and the run ended",
         found=f"{where}; the last it printed: {said}" if said else where,

@@ -50,12 +50,8 @@ class Step:
 
 
 class Metrics:
-    """The metrics file of a run; a resumed run keeps the lines of the steps before.
-
-    Args:
-        directory: of the run.
-        after: the step that the run begins after; lines of later steps are dropped.
-        title: of the picture.
+    """The metrics file of a run, in its directory, and its picture with a title. The run begins after the step `after`: lines
+    of steps before are kept, later ones are dropped.
     """
 
     def __init__(self, directory: str, after: int, title: str = "") -> None:
@@ -96,9 +92,8 @@ class Metrics:
         left.plot(steps, losses, linewidth=0.8, alpha=0.35 if many else 1.0, label="training, each step", **dots)
         if many:
             width = len(steps) // 50
-            left.plot(
-                steps, _smooth(losses, width), linewidth=1.6, color="C0", label=f"training, mean of {width} steps"
-            )
+            label = f"training, mean of {width} steps"
+            left.plot(steps, _smooth(losses, width), linewidth=1.6, color="C0", label=label)
         if evaluated:
             left.plot(*zip(*evaluated, strict=True), "o-", color="C1", markersize=4, label="evaluation")
         if many or evaluated:

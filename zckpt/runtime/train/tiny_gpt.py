@@ -30,11 +30,7 @@ class TinyConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `config.json`."""
-        fixed: dict[str, Any] = {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "tie_word_embeddings": True,
-        }
+        fixed = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "tie_word_embeddings": True}
         drop = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         ends = {"bos_token_id": None, "eos_token_id": None}
         return {**fixed, **asdict(self), "activation_function": "gelu_new", **drop, **ends}

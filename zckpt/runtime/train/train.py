@@ -32,7 +32,7 @@ from zckpt.output.durable import replace_file
 from zckpt.runtime.config.read import Settings, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.init_context import Init
-from zckpt.runtime.loader import Loader
+from zckpt.runtime.loader import Loader, repeat
 from zckpt.runtime.observe.lookout import NOTES, Lookout, of_process
 from zckpt.runtime.start import initialize
 from zckpt.runtime.train.corpus import Blocks, read_corpus
@@ -115,9 +115,7 @@ class Outcome:
 
 
 def check(job: TrainingJob) -> tuple[Settings, Model]:
-    """Reads the config and finds the model, so that errors are found before any process starts.
-    Raises a ZckptError that says what is wrong.
-    """
+    """Reads the config and finds the model before any process starts. Raises a ZckptError that says what is wrong."""
     settings = read_config(_config_of(job))
     if settings.config.optimizer.type is None:
         raise UsageError("has no optimizer", file=job.config, remedy="Add a section 'optimizer' to the config.")
@@ -125,9 +123,7 @@ def check(job: TrainingJob) -> tuple[Settings, Model]:
     if job.eval_data is not None:
         read_corpus(job.eval_data, 1, None, 1, "--eval-data")
     elif job.eval_every is not None:
-        raise UsageError(
-            "--eval-every needs a text", remedy="Pass --eval-data FILE.txt too, or leave --eval-every out."
-        )
+        raise UsageError("--eval-every needs a text", remedy="Pass --eval-data FILE.txt too, or no --eval-every.")
     found = find_model(job.model)
     if os.path.isdir(job.out) and has_saves(locate(job.out)) and not job.resume:
         raise OutputError(
@@ -143,14 +139,8 @@ def _config_of(job: TrainingJob) -> str | dict[str, Any]:
     lr = given.get("optimizer", {}).get("params", {}).get("lr", 5e-5)
     params = {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": lr, "warmup_num_steps": 1, "total_num_steps": job.steps}
-    off = {"enabled": False}
-    auto = {
-        "optimizer": {"params": params},
-        "scheduler": {"params": warmup},
-        "fp16": off,
-        "bf16": off,
-        "gradient_clipping": 1.0,
-    }
+    sections = {"optimizer": {"params": params}, "scheduler": {"params": warmup}}
+    auto = {**sections, **{key: {"enabled": False} for key in ("fp16", "bf16")}, "gradient_clipping": 1.0}
     filled = read_config(job.config, auto=auto).raw
     if not filled.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
         filled["train_micro_batch_size_per_gpu"] = 8
@@ -162,15 +152,8 @@ def train(
     watch: Callable[[Step], None] = lambda step: None,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Outcome:
-    """Trains; every rank calls it.
-
-    Args:
-        job: what.
-        watch: called on rank 0 after every step.
-        say: called on rank 0 with a sentence about the run before the first step.
-
-    Raises:
-        ZckptError: one of its kinds says what is wrong; if another rank's process is gone, which one.
+    """Trains; every rank calls it. `watch` is called on rank 0 after every step, `say` with a sentence about the run before the
+    first one. Raises a ZckptError that says what is wrong; if another rank's process is gone, which one.
     """
     settings, found = check(job)
     logging.getLogger("zckpt.runtime.config").setLevel(logging.WARNING)  # `say` tells what is trained, and how
@@ -214,7 +197,7 @@ def _train(
     saved = began if job.resume and began else -1
     evaluated: float | None = None
     stopped = False
-    batches = _forever(loader)
+    batches = repeat(loader)
     while engine.global_steps < job.steps and not stopped:
         step, stopped = _step(engine, batches, found.length, asked, lookout)
         last = stopped or step.step == job.steps
@@ -322,14 +305,7 @@ def _describe(engine: Engine, found: Model, out: str) -> None:
         found.tokenizer.save_pretrained(out)  # not synced: every start of the run, so every resume, writes these again
 
 
-def _forever(loader: Loader) -> Iterator[torch.Tensor]:
-    while True:
-        yield from loader
-
-
-def _step(
-    engine: Engine, batches: Iterator[torch.Tensor], length: int, asked: list[int], lookout: Lookout
-) -> tuple[Step, bool]:
+def _step(engine: Engine, batches: Iterator[Any], length: int, asked: list[int], lookout: Lookout) -> tuple[Step, bool]:
     """Makes one optimizer step; returns it, and whether any rank was asked to stop."""
     began, skipped = time.perf_counter(), engine.skipped_steps
     lr = engine.get_lr()[0]
