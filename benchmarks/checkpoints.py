@@ -222,13 +222,13 @@ def plain(home: Path, width: int, rounds: int) -> dict[str, float]:
     return race(home, lambda where: live.save_pretrained(model, where, "bf16"), gathered, rounds)
 
 
-def make(initialize: Any, stage: int, precision: str, width: int) -> Any:
+def make(initialize: Any, stage: int, precision: str, width: int, layers: int = 16) -> Any:
     """An engine after one step."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(16)))
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},

@@ -7,12 +7,21 @@ rank in the middle, for one tensor of each parameter (masters and Adam's two sta
 Live saves: ranks agree who contributes what, and rank 0 lays out bf16 weights. The first two ranks, one in the middle and the
 last are carried out, from the offers as they come to checking them and laying out; what other ranks send them is made before, and
 is unpacked as it is in a save. Figures of time are CPU seconds of one process; no element moves. Writes results_load_scale.md.
+Small models: `save_checkpoint` and `load_checkpoint` beside DeepSpeed's, whole, on two ranks that hold both engines, which take
+turns; a first load is that of a process that has saved nothing, with the engine that comes first there.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import os
 import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -129,8 +138,80 @@ def live(size: int, rank: int) -> LivePlan:
     return LivePlan(seconds[0], nbytes, world.got, world.sent)
 
 
+SMALL = {"72": (8, 1), "3.3 M": (128, 100), "25 M": (350, 202)}
+"""Parameters -> width and number of the model's layers, each of which has a weight and a bias."""
+ENGINES = ("zckpt", "deepspeed")
+
+
+def small(stage: int, numel: str) -> list[str]:
+    """Rows of one model."""
+    took: dict[str, list[float]] = {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    with tempfile.TemporaryDirectory() as home:
+        for what, order in (("save", ENGINES), ("load", ENGINES[::-1]), ("load", ENGINES)):
+            command = [*launcher, "--worker", json.dumps([home, stage, numel, what, order])]
+            subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+            found = json.loads(Path(home, "found.json").read_text())
+            took |= {f"{what} {name}": found[name] for name in (order if what == "save" else order[:1])}
+    lines = []
+    for what in ("save", "load"):
+        (ours, theirs), (first, other) = zip(
+            *((statistics.median(took[f"{what} {name}"][1:]), took[f"{what} {name}"][0]) for name in ENGINES),
+            strict=True,
+        )
+        figures = (f"{1e3 * one:.1f}" for one in (first, other, ours, theirs))
+        lines.append(
+            f"| {numel} | {stage} | {what} | {' | '.join(figures)} | {first / other:.2f} | {ours / theirs:.2f} |"
+        )
+    return lines
+
+
+def work(home: str, stage: int, numel: str, what: str, order: list[str]) -> None:
+    """One rank: CPU seconds of each call, those of the rank with more."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from checkpoints import make
+
+    from zckpt import runtime
+
+    deepspeed.init_distributed("gloo")
+    known = {"zckpt": runtime.initialize, "deepspeed": deepspeed.initialize}
+    engines = {name: make(known[name], stage, "bf16", *SMALL[numel]) for name in order}
+    found: dict[str, list[float]] = {}
+    for _ in range(6):
+        for name, engine in engines.items():
+            dist.barrier()
+            began = time.process_time()
+            (engine.save_checkpoint if what == "save" else engine.load_checkpoint)(f"{home}/{name}", tag="t")
+            seconds = torch.tensor(time.process_time() - began)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            found.setdefault(name, []).append(seconds.item())
+    if dist.get_rank() == 0:
+        Path(home, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
-    """All worlds."""
+    """All worlds, or the small models alone."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true", help="print the rows of small models alone")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(*json.loads(options.worker))
+        return
+    beside = [
+        "", "Small models beside DeepSpeed 0.19.8: CPU ms of a call on the slower of two ranks, bf16.", "",
+        "| parameters | stage | | first, zckpt | DeepSpeed | then, zckpt | DeepSpeed | first, ratio | then, ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    beside += [row for numel in SMALL for stage in (2, 3) for row in small(stage, numel)]
+    print("\n".join(beside), flush=True)
+    if options.small:
+        return
     lines = [
         "# A load and the plan of a live save on many ranks", "", "70 billion parameters, simulated by "
         "`benchmarks/load_scale.py`: what one rank in the middle reads of a save of stage 3.", "",
@@ -171,7 +252,7 @@ def main() -> None:
     fitted = [exponent(SAVED, list(column)) for column in zip(*rows, strict=True)]
     lines.append("| exponent | " + " | ".join(f"{one:.2f}" for one in fitted) + " |")
     print(lines[-1], flush=True)
-    PAGE.write_text("\n".join(lines) + "\n")
+    PAGE.write_text("\n".join(lines + beside) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +102,17 @@ def test_random_generators_of_an_accelerator(monkeypatch):
     set_rng_state(saved)  # of a run on other GPUs: stays as it is
     assert machine.state is None
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_generators_in_a_save_are_short_texts_and_the_words_of_older_saves_are_taken_too() -> None:
+    numpy.random.seed(5)
+    python, key = random.getstate(), numpy.random.get_state()[1].tolist()
+    saved, drawn = rng_state(), (random.random(), numpy.random.rand())
+    assert type(saved["python"][1]) is type(saved["numpy"]["state"]["key"]) is str
+    inner = {**saved["numpy"]["state"], "key": key}
+    for state in (saved, {"python": python, "numpy": {**saved["numpy"], "state": inner}}):
+        set_rng_state(state)
+        assert (random.random(), numpy.random.rand()) == drawn
 
 
 def test_memory(monkeypatch):

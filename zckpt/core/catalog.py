@@ -35,7 +35,7 @@ def numel_of(shape: tuple[int, ...], *, name: str, file: str | None = None) -> i
     bits.
     """
     numel = math.prod(shape)
-    if any(dim < 0 for dim in shape) or numel > MAX_NUMEL:
+    if numel > MAX_NUMEL or (shape and min(shape) < 0):
         raise CorruptError(
             f"the shape of tensor {name!r} is impossible", file=file, found=str(list(shape)), expected="at most 2^63 elements",
             remedy=COPY_AGAIN,
@@ -187,9 +187,12 @@ def held_as_padding(padding: Iterable[Padding]) -> Iterator[Claim]:
     return (Claim(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments) for pad in padding)
 
 
+_WHOLE = {int}
+
+
 def _put_in_order(held: TensorPart | TensorEntry) -> None:
     """Checks the shape, and that the fragments are inside their stores; sorts them and sets `flat`."""
-    if not isinstance(held.shape, tuple) or not all(isinstance(extent, int) for extent in held.shape):
+    if not isinstance(held.shape, tuple) or not set(map(type, held.shape)) <= _WHOLE:
         raise TypeError(f"shape of {held.name!r} is {held.shape!r}, not a tuple of int")
     if not isinstance(held.dtype, DType) or not isinstance(held.fragments, tuple):
         raise TypeError(

@@ -102,6 +102,14 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
     for dst in destination.fragments:
         to = dst.block()
         for src in touching(source.fragments, dst.start, dst.stop, flat=source.flat):
+            if src.rows == 1 and dst.rows == 1:  # nearly all, and in a tenth of the time
+                first, stop = max(src.start, dst.start), min(src.start + src.count, dst.start + dst.count)
+                if first < stop:
+                    at = src.byte_offset + (first - src.start) * src_size
+                    to_byte = dst.byte_offset + (first - dst.start) * dst_size
+                    dtypes = source.dtype, destination.dtype
+                    yield Move(src.store, at, dst.store, to_byte, stop - first, *dtypes, tensor, start=first)
+                continue
             of = src.block()
             for o in overlaps(of, to):
                 several = o.rows > 1
@@ -193,7 +201,7 @@ def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
 
 def _bytes_read(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> int:
     for fragment in source.fragments:
-        if isinstance(fragment.store, DerivedStore):
+        if type(fragment.store) is DerivedStore:
             whole = sum(_bytes_read(entry, entry) for entry in fragment.store.recipe.inputs)
             return whole * (to.nbytes // to.dtype.itemsize) // source.numel
     return to.nbytes // to.dtype.itemsize * source.dtype.itemsize

@@ -271,7 +271,7 @@ def progress_after(progress: Callable[[int], None] | None, base: int) -> Callabl
 def element_bytes(plan: Plan) -> dict[int, int]:
     """Store -> bytes of elements that will go into it."""
     totals = {id(store): 0 for _, store in plan.files}
-    for _, entry in plan.pairs:
+    for _, entry in plan.pairs if totals else ():
         for fragment in entry.fragments:
             if id(fragment.store) in totals:
                 totals[id(fragment.store)] += fragment.numel * entry.dtype.itemsize

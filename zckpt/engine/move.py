@@ -194,7 +194,7 @@ def run(
             durable=mode is Mode.DURABLE, progress=progress,
             before=sum(output.size for output, _ in plan.files if output.path in done),
         )  # fmt: skip
-    return MoveReport(plan.bytes_read, written, mover.overflows, mover.engine, tuple(reported), mover.cloned)
+    return MoveReport(mover.bytes_read, written, mover.overflows, mover.engine, tuple(reported), mover.cloned)
 
 
 def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABLE) -> None:
@@ -245,6 +245,7 @@ class Mover:
 
     Attributes:
         engine: "native" or "reference".
+        bytes_read: of elements, by the whole plan.
         give_back: whether the page cache forgets what is read and written.
         overflows: number of the pair in the plan -> what its cast has lost so far.
         cloned: bytes of outputs so far that share their sources' blocks.
@@ -263,7 +264,8 @@ class Mover:
         bytes_per_s: int | None = None,
     ) -> None:
         self.engine = choose(engine, built=native_run is not None)
-        self.give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
+        self.bytes_read = plan.bytes_read
+        self.give_back = gives_back(keep_cache, self.bytes_read + plan.bytes_written)
         self.overflows: dict[int, CastLoss] = {}
         self.cloned = 0
         self.ordered: dict[int, OrderedOutput] = {}
@@ -276,7 +278,7 @@ class Mover:
         for number, (store, _, _) in enumerate(ranges(plan)):
             self._ranges.setdefault(id(store), []).append(number)
         self._tensors: dict[int, set[int]] = {}
-        for number, (_, entry) in enumerate(plan.pairs):
+        for number, (_, entry) in enumerate(plan.pairs if plan.files else ()):
             for fragment in entry.fragments:
                 self._tensors.setdefault(id(fragment.store), set()).add(number)
         self._crcs: dict[int, list[Partial]] = {}

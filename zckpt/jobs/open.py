@@ -163,6 +163,8 @@ def as_named_by(names: Iterable[str], catalog: Catalog) -> tuple[Catalog, dict[s
         The catalog, and for each name of the checkpoint what it is called now.
     """
     ours, theirs = list(names), [*catalog, *catalog.aliases]
+    if ours and {*ours}.issubset(theirs):  # nothing finds more, and nothing strips less
+        return catalog, dict(zip(theirs, theirs))
     pairs = product(_forms(ours), _forms(theirs, catalog.source.prefix))
     mine, stripped = max(pairs, key=lambda pair: len({*pair[0]} & {*pair[1]}))
     own = dict(zip(mine, ours, strict=True))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,9 +23,9 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
 from zckpt.core.fragments import Block, Fragment
-from zckpt.core.overlaps import place
-from zckpt.core.plan import Plan
-from zckpt.core.stores import MemoryStore
+from zckpt.core.overlaps import place, touching
+from zckpt.core.plan import Move, Plan
+from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine import replicas
 from zckpt.engine.move import run
 from zckpt.jobs.open import as_named_by
@@ -35,6 +36,9 @@ BUFFER_BYTES = 16 << 20
 """Size of the buffer through which tensors outside contiguous CPU memory are filled."""
 
 _ALIGNMENT = 64
+
+_MEMORY = MemoryStore(0, 1 << 62)
+"""All memory of this process: places in it are addresses. One store, however many tensors a batch fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[in
     Warns:
         UserWarning: numbers too large for a tensor's dtype became infinite.
     """
-    direct: list[tuple[TensorEntry, torch.Tensor, DType, int]] = []
+    direct: list[tuple[TensorEntry, _Room]] = []
     pieces: list[tuple[TensorEntry, torch.Tensor, DType, int]] = []
     for (entry, tensor), start in zip(wanted, repeat(0) if starts is None else starts):
         dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
@@ -138,16 +142,14 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[in
             continue
         if dtype is None or not _can_move(entry.dtype, dtype):
             pieces.append((entry, tensor.detach(), entry.dtype, start))  # torch casts, on the way out of the buffer
+        elif is_direct(tensor):
+            direct.append((entry, _Room(entry.name, dtype, tensor.data_ptr(), start, tensor.numel())))
         else:
-            (direct if is_direct(tensor) else pieces).append((entry, tensor.detach(), dtype, start))
+            pieces.append((entry, tensor.detach(), dtype, start))
     too_large: set[str] = set()
     if direct:
-        placed = []
-        for entry, tensor, dtype, start in sorted(direct, key=lambda item: item[1].data_ptr()):
-            store = MemoryStore(tensor.data_ptr(), tensor.numel() * dtype.itemsize, tensor)
-            fragment = Fragment(store, 0, start, tensor.numel())
-            placed.append((entry, TensorPart(entry.name, entry.shape, dtype, (fragment,))))
-        too_large |= _run(placed)
+        direct.sort(key=lambda pair: pair[1].address)
+        too_large |= _run(_Filling((), direct))  # type: ignore[arg-type]
     if pieces:
         too_large |= _through_buffer(pieces)
     if too_large:
@@ -167,10 +169,51 @@ def _can_move(source: DType, target: DType) -> bool:
     return source == target or (source.kind == "float" and target in CAST_TARGETS)
 
 
-def _run(pairs: Sequence[tuple[TensorEntry, TensorPart]]) -> set[str]:
+class _Room(NamedTuple):
+    """Memory for `count` elements of a tensor, from number `start` on, at an address."""
+
+    name: str
+    dtype: DType
+    address: int
+    start: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return self.count * self.dtype.itemsize
+
+    def part(self, entry: TensorEntry) -> TensorPart:
+        """As a part of the tensor."""
+        return TensorPart(
+            self.name, entry.shape, self.dtype, (Fragment(_MEMORY, self.address, self.start, self.count),)
+        )
+
+
+class _Filling(Plan):
+    """A plan with rooms in place of destinations; of a file's own rows, moves are made without a part for each room."""
+
+    def moves(self) -> Iterator[Move | None]:
+        """As `Plan.moves`."""
+        pairs: Sequence[tuple[TensorEntry, _Room]] = self.pairs  # type: ignore[assignment]
+        for number, (entry, room) in enumerate(pairs):
+            if not entry.flat or not all(type(one.store) is FileStore and one.store.at_hand for one in entry.fragments):
+                for move in Plan((), ((entry, room.part(entry)),)).moves():
+                    yield None if move is None else move._replace(tensor=number)
+                continue
+            dtype, address, start, count = room[1:]
+            for one in touching(entry.fragments, start, start + count, flat=True):
+                first, stop = max(one.start, start), min(one.start + one.count, start + count)
+                if first < stop:
+                    at = one.byte_offset + (first - one.start) * entry.dtype.itemsize
+                    to = address + (first - start) * dtype.itemsize
+                    yield Move(one.store, at, _MEMORY, to, stop - first, entry.dtype, dtype, number, start=first)
+
+
+def _run(plan: Plan) -> set[str]:
     """Carries out moves. Returns the names of tensors in which numbers became infinite."""
-    report = run(Plan((), pairs), "", overflow="inf")
-    return {pairs[number][1].name for number in report.overflows}
+    report = run(plan, "", overflow="inf")
+    return {plan.pairs[number][1].name for number in report.overflows}
 
 
 def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType, int]]) -> set[str]:
@@ -224,7 +267,7 @@ class _Buffer:
         tensors. Returns the names of tensors in which numbers became infinite.
         """
         self.wait()
-        too_large = _run(self._pairs)
+        too_large = _run(Plan((), self._pairs))
         for target, elements in self._copies:
             device.copy(target, elements)
         self.wait = device.copies_of(target.device for target, _ in self._copies)

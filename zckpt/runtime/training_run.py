@@ -168,10 +168,10 @@ class TrainingRun(nn.Module):
         if self.whole is not None:
             self.whole.gather()
 
-    def reshard(self) -> None:
-        """Frees the gathered parameters, once the parts have what scripts have written to them."""
+    def reshard(self, *, keep: bool = True) -> None:
+        """Frees the gathered parameters; `keep`: once the parts have what scripts have written to them."""
         self.copies.give_back()
-        if self.whole is not None:
+        if keep and self.whole is not None:
             self.whole.take_up()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):

@@ -131,7 +131,7 @@ def describe_training(state: RunState, described: Described, client: Mapping[str
         "groups": [list(group.names) for group in state.groups],
     }
     if "all" in state.rng:
-        own["rngs"] = [_rng(rng) for rng in state.rng["all"]]
+        own["rngs"] = [to_inert(rng, "the random generators") for rng in state.rng["all"]]
     model = {
         "lr_scheduler": to_inert(state.scheduler, "the schedule", copied=copied),
         "data_sampler": None,
@@ -151,7 +151,7 @@ def describe_training(state: RunState, described: Described, client: Mapping[str
         model=model,
         precision=_PRECISIONS[config.precision],
         form="bf16" if _is_bf16_optimizer(run) else "zero",
-        beside={} if "all" in state.rng else {OWN: {"rng": _rng(state.rng)}},
+        beside={} if "all" in state.rng else {OWN: {"rng": to_inert(state.rng, "the random generators")}},
     )
 
 
@@ -246,13 +246,3 @@ def _plain_scaler(state: RunState) -> dict[str, object]:
         "scale_factor": 2.0,
         "scale_window": state.run.settings.config.fp16.loss_scale_window,
     }
-
-
-def _rng(rng: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of random generators, without any class of numpy."""
-    kept = dict(rng)
-    if "numpy" in kept:
-        state = dict(kept["numpy"]["state"])
-        state = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in state.items()}
-        kept["numpy"] = {**kept["numpy"], "state": state}
-    return dict(to_inert(kept, "the random generators"))

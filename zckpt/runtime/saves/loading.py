@@ -142,7 +142,7 @@ def _room(run: TrainingRun, saved: SavedRun) -> tuple[list[Want], States]:
 @torch.no_grad()
 def _take_up(run: TrainingRun, saved: SavedRun, states: States, fill: Callable[[], None]) -> None:
     """Replaces everything except counters and generators."""
-    run.reshard()
+    run.reshard(keep=not all(has(saved.catalog, one.name) for one in run.sharded.parameters))
     run.zero_grad()
     fill()
     buffers = buffers_of(run)

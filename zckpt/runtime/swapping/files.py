@@ -144,7 +144,7 @@ def place_of(tensor: torch.Tensor) -> tuple[FileStore, int] | None:
 
 def file_of(tensor: torch.Tensor) -> tuple[SwapFile, int] | None:
     """The swap file and the byte offset of a tensor in it; None for a tensor in memory."""
-    if tensor.device.type != "cpu" or not tensor.numel():
+    if not _open or tensor.device.type != "cpu" or not tensor.numel():
         return None
     for file in _open:
         offset = file.offset_of(tensor.data_ptr())
