@@ -546,13 +546,14 @@ def test_a_mistake_of_the_fast_path_is_not_repeated(
     checkpoint: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router is broken, and stays broken while it is checked: what derives the tensors again does not use it."""
-    real = plan.overlaps
+    real = plan.route
 
-    def broken(source: Any, destination: Any) -> Any:
-        for overlap in real(source, destination):
-            yield overlap._replace(a=overlap.a - (overlap.count > 100 and overlap.start > 0))
+    def broken(*sides: Any) -> Any:
+        for move in real(*sides):
+            back = move.src_dtype.itemsize if move.count > 100 and move.start > 0 else 0
+            yield move._replace(src_offset=move.src_offset - back)
 
-    monkeypatch.setattr(plan, "overlaps", broken)
+    monkeypatch.setattr(plan, "route", broken)
     zckpt.convert(checkpoint, tmp_path / "out.bin", dtype=dtype)
     assert zckpt.verify(tmp_path / "out.bin").ok  # it is what was written; but that was wrong
     assert "elements differ" in str(wrong(zckpt.verify(checkpoint, tmp_path / "out.bin"))["equal"])

@@ -36,6 +36,7 @@ UNSYNCED = {
     "output/address_destination.py": "a temporary directory, from which files are sent",
     "output/locks.py": "a lock holds nothing",
     "output/manifest.py": "`output.local_destination` syncs it before the seal",
+    "runtime/deepspeed_api/accelerator.py": "the kernel's own file, by which its peak of memory begins anew",
     "runtime/observe/flops_profiler.py": "a report, which the next profile replaces",
     "runtime/observe/monitor.py": "a log",
     "runtime/saves/nodes.py": "a temporary directory",
