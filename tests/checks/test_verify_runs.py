@@ -175,13 +175,14 @@ def test_a_moment_that_is_missing(form: str, tmp_path: Path) -> None:
 
 
 def test_a_mistake_of_the_fast_path_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = plan.overlaps
+    real = plan.route
 
-    def broken(source: Any, destination: Any) -> Any:
-        for overlap in real(source, destination):
-            yield overlap._replace(a=overlap.a - (overlap.count > 10 and overlap.start > 0))
+    def broken(*sides: Any) -> Any:
+        for move in real(*sides):
+            back = move.src_dtype.itemsize if move.count > 10 and move.start > 0 else 0
+            yield move._replace(src_offset=move.src_offset - back)
 
-    monkeypatch.setattr(plan, "overlaps", broken)
+    monkeypatch.setattr(plan, "route", broken)
     checkpoint, out = made_as("2 to 3", tmp_path / "out")
     assert "parts of the run differ from the checkpoint" in str(wrong(zckpt.verify(checkpoint, out))["run"])
 
