@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,11 +21,12 @@ from zckpt.containers.gguf_file import PACKED, GgmlType
 from zckpt.core import plan as plans
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
-from zckpt.core.folds import DRAWS, Sparsity, Thinned
+from zckpt.core.folds import DRAWS, Sparsity, Thinned, Tools
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derive_entry
 from zckpt.core.stores import FileStore, MemoryStore
+from zckpt.engine.bringing import Bringer
 from zckpt.engine.choice import threads_for
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
@@ -505,3 +507,27 @@ def test_points_on_an_arc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert (got.reshape(SHAPE) == expected).all()
     line = written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, a), 0.3)), "native")
     assert np.allclose(np.frombuffer(line, np.float32).reshape(SHAPE), x, rtol=1e-6)
+
+
+def test_two_threads_do_parts_that_one_waits_for() -> None:
+    """What is found comes in the order of the parts; who helps gets no help; after an error no part is begun."""
+    both = threading.Barrier(2, timeout=60)
+    begun: list[int] = []
+
+    def work(part: int, tools: Tools) -> tuple[int, list[int]]:
+        if part < 2:
+            both.wait()  # two threads are in here
+        return part, tools.each(lambda inner, _: inner + part, range(3))
+
+    def fail(part: int, _: Tools) -> None:
+        begun.append(part)
+        raise OSError("a disk")
+
+    with Bringer("native", 2, give_back=False, spend=lambda _: None) as bringer:
+        assert bringer.tools().each(work, range(5)) == [(n, [n, n + 1, n + 2]) for n in range(5)]
+        assert bringer.tools().each(work, ()) == []
+        with pytest.raises(OSError, match="a disk"):
+            bringer.tools().each(fail, range(1000))
+    assert len(begun) <= 2
+    with Bringer("native", 1, give_back=False, spend=lambda _: None) as bringer:
+        assert bringer.tools().each(lambda part, _: part, range(5)) == list(range(5))

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -402,12 +401,10 @@ def test_a_source_is_opened_once_and_read_as_often_as_it_must_be(
         read.clear(), opened.clear()
 
 
-def test_threads_share_the_reading_for_a_scale_of_scales() -> None:
-    """Each part is read once, whoever reads it; a part that cannot be read stays, for whoever asks next."""
+def test_a_scale_of_scales_is_found_once() -> None:
+    """What cannot be read is asked for again; then each part is read once, whoever asks."""
     entry = derive_entry("w", (4, 1 << 19), F32, None)  # type: ignore[arg-type] - nobody follows the recipe
     read: list[int] = []
-    readers: set[int] = set()
-    both = threading.Barrier(2, timeout=60)
 
     class Tools:
         kernels = ReferenceKernels()
@@ -416,11 +413,11 @@ def test_threads_share_the_reading_for_a_scale_of_scales() -> None:
         def read_floats(self, entry: Any, start: int, stop: int) -> Any:
             if self.fails:
                 raise OSError("a disk")
-            if threading.get_ident() not in readers:
-                readers.add(threading.get_ident())
-                both.wait()  # two threads are in here
             read.append(start)
             return np.full(stop - start, start + 1, np.float32)
+
+        def each(self, work: Any, parts: Any) -> Any:
+            return [work(part, self) for part in parts]
 
     tools, second = Tools(), Second((entry,))
     with pytest.raises(OSError, match="a disk"):

@@ -6,9 +6,9 @@ The native engine does it while it reads, where the numbers of all tensors lie i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Matrix = NDArray[np.generic]
     Array = NDArray[np.generic]
+
+
+Part = TypeVar("Part")
+Found = TypeVar("Found")
 
 
 class How(IntEnum):
@@ -312,6 +316,12 @@ class Tools(Protocol):
 
     def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
         """Reads elements and makes them fp32."""
+
+    def each(self, work: Callable[[Part, Tools], Found], parts: Iterable[Part]) -> list[Found]:
+        """What `work` finds for each part, in order; as many threads do it as may compute, each with tools of its own.
+
+        For what belongs to whole tensors: who needs it waits meanwhile. Errors are those of `work`.
+        """
 
 
 def read_numbers(entry: TensorEntry, start: int, stop: int, tools: Tools) -> Floats | Halves:

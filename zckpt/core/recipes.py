@@ -224,11 +224,14 @@ class Interpolated:
 
     def _measured(self, tools: Tools) -> tuple[float, float]:
         """The factors of both tensors."""
-        dot = square = other_square = 0.0
         a, b = self.inputs
-        for start in range(0, a.numel, _MEASURED):
+
+        def products(start: int, tools: Tools) -> tuple[float, float, float]:
             stop = min(start + _MEASURED, a.numel)
-            found = tools.kernels.products(tools.read_floats(a, start, stop), tools.read_floats(b, start, stop))
+            return tools.kernels.products(tools.read_floats(a, start, stop), tools.read_floats(b, start, stop))
+
+        dot = square = other_square = 0.0
+        for found in tools.each(products, range(0, a.numel, _MEASURED)):
             dot, square, other_square = dot + found[0], square + found[1], other_square + found[2]
         length = math.sqrt(square) * math.sqrt(other_square)
         if not length or not math.isfinite(dot / length) or abs(dot / length) > _NEARLY_PARALLEL:

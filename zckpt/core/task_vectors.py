@@ -7,9 +7,9 @@ Source: mergekit 0.1.5, merge_methods/generalized_task_arithmetic.py, sparsify.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.folds import DRAWS, Sparsity, Thinned, Tools
@@ -18,18 +18,36 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from zckpt.core.folds import Array, Floats, Whole
+    from zckpt.core.folds import Array, Floats, Found, Whole
 
     Bools = NDArray[np.bool_]
 
-_AT_ONCE = 1 << 18
-_SAMPLES, _SAMPLED = 64, 1 << 10
+_AT_ONCE = 1 << 19
+_SUMMED = 1 << 18
+"""Elements per partial sum of magnitudes: a fixed number, since the order of a sum changes its last bits."""
+_SAMPLES, _SAMPLED = 16, 1 << 12
 """Places in a large tensor at which magnitudes are looked at first, and elements at each."""
-_MOST_KEPT = 1 << 22
-"""Magnitudes near the smallest that stays, which are kept in memory."""
+_MOST_KEPT = 1 << 23
+"""Magnitudes near the smallest that stays, which are kept in memory, of all differences together."""
 _MOST = 0x7FFFFFFF
 _SMALL = 1e-7
 """Sums of magnitudes below which nothing is multiplied."""
+
+
+class _Near(NamedTuple):
+    """Magnitudes of a part of a difference.
+
+    Attributes:
+        start: its first element.
+        above: how many are larger than those that are looked for.
+        many: how many are looked for.
+        found: these, as the bits of fp32; none where they would be too many.
+    """
+
+    start: int
+    above: int
+    many: int
+    found: Whole
 
 
 class SparseSum:
@@ -52,7 +70,7 @@ class SparseSum:
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         with self._lock:
             if self._kept is None:
-                self._kept = [self._choose(number, tools) for number in range(len(self._how.weights))]
+                self._kept = self._choose(tools)
         moved: Floats = tools.read_floats(self.inputs[0], start, stop)
         others = [tools.read_floats(entry, start, stop) for entry in self.inputs[1:]]
         tools.kernels.move_sparsely(moved, others, self._kept, start, self._how)
@@ -61,54 +79,86 @@ class SparseSum:
     def _difference(self, number: int, start: int, stop: int, tools: Tools) -> Floats:
         return tools.read_floats(self.inputs[number + 1], start, stop) - tools.read_floats(self.inputs[0], start, stop)
 
-    def _choose(self, number: int, tools: Tools) -> Thinned:
-        """Chooses what of a difference stays: the largest magnitudes, and of equal ones the first."""
+    def _choose(self, tools: Tools) -> list[Thinned]:
+        """Chooses what of each difference stays: the largest magnitudes, and of equal ones the first."""
         how, numel = self._how, self.inputs[0].numel
-        density = how.densities[number]
-        kept = Thinned(weight=how.weights[number])
-        if density <= 0:
-            return kept._replace(least=_MOST)
-        if density >= 1 or not numel:
-            return kept
+        kept = [Thinned(weight=weight) for weight in how.weights]
+        some = []
+        for number, density in enumerate(how.densities):
+            if density <= 0:
+                kept[number] = kept[number]._replace(least=_MOST)
+            elif density < 1 and numel:
+                some.append(number)
         if how.is_random:
-            key = _key(how.seed, self.inputs[0].name, number + 1)
-            kept = kept._replace(key=key, draws=int(density * DRAWS))
+            for number in some:
+                key = _key(how.seed, self.inputs[0].name, number + 1)
+                kept[number] = kept[number]._replace(key=key, draws=int(how.densities[number] * DRAWS))
         else:
-            least, last = self._threshold(number, max(1, int(density * numel)), tools)
-            kept = kept._replace(least=least, last=last)
-        return kept._replace(scale=self._scale(number, kept, tools)) if how.rescales else kept
+            wanted = {number: max(1, int(how.densities[number] * numel)) for number in some}
+            for number, (least, last) in self._thresholds(wanted, tools).items():
+                kept[number] = kept[number]._replace(least=least, last=last)
+        if how.rescales and some:
+            for number, scale in self._scales({number: kept[number] for number in some}, tools).items():
+                kept[number] = kept[number]._replace(scale=scale)
+        return kept
+
+    def _each_part(self, numbers: Iterable[int], look: Callable[[int, int, Floats, Floats, Tools], Found],
+                   tools: Tools) -> list[dict[int, Found]]:  # fmt: skip
+        """Number of a difference -> what `look` finds, for each part; a part of the base is read once for all.
+
+        `look` gets the number, the first element, the other tensor's elements and the base's.
+        """
+        base, numbers = self.inputs[0], list(numbers)
+
+        def work(start: int, tools: Tools) -> dict[int, Found]:
+            stop = min(start + _AT_ONCE, base.numel)
+            own = tools.read_floats(base, start, stop)
+            return {
+                number: look(number, start, tools.read_floats(self.inputs[number + 1], start, stop), own, tools)
+                for number in numbers
+            }
+
+        return tools.each(work, range(0, base.numel, _AT_ONCE)) if numbers else []
 
     def _parts(self, number: int, tools: Tools) -> Iterator[tuple[int, Floats]]:
         for start in range(0, self.inputs[0].numel, _AT_ONCE):
             yield start, self._difference(number, start, min(start + _AT_ONCE, self.inputs[0].numel), tools)
 
-    def _threshold(self, number: int, wanted: int, tools: Tools) -> tuple[int, int]:
-        """The `wanted`th largest magnitude, of those around it; of equal ones, up to which element they are wanted."""
+    def _thresholds(self, wanted: Mapping[int, int], tools: Tools) -> dict[int, tuple[int, int]]:
+        """The `wanted`th largest magnitude of each; of equal ones, up to which element they are wanted."""
+        around = dict(tools.each(lambda one, tools: (one[0], self._around(*one, tools)), list(wanted.items())))
+        sizes = dict.fromkeys(wanted, 0)
+        most = _MOST_KEPT // max(1, len(wanted))
+
+        def look(number: int, start: int, other: Floats, base: Floats, tools: Tools) -> _Near:
+            import numpy as np
+
+            found: Whole = np.empty(len(base), np.uint32)
+            above, count = tools.kernels.select_near(other, base, *around[number], found)
+            sizes[number] += count
+            return _Near(start, above, count, found[: count if sizes[number] <= most else 0].copy())
+
+        seen = self._each_part(wanted, look, tools)
+        return {
+            number: self._threshold(number, many, [found[number] for found in seen], tools)
+            for number, many in wanted.items()
+        }
+
+    def _threshold(self, number: int, wanted: int, near: Sequence[_Near], tools: Tools) -> tuple[int, int]:
+        """As `_thresholds`, of one, by what each part has around it."""
         import numpy as np
 
-        low, high = self._around(number, wanted, tools)
-        rank, size = wanted, 0
-        near: list[tuple[int, Whole]] = []
-        base, other = self.inputs[0], self.inputs[number + 1]
-        for start in range(0, base.numel, _AT_ONCE):
-            stop = min(start + _AT_ONCE, base.numel)
-            found: Whole = np.empty(stop - start, np.uint32)
-            numbers = tools.read_floats(other, start, stop)
-            above, count = tools.kernels.select_near(numbers, tools.read_floats(base, start, stop), low, high, found)
-            rank, size = rank - above, size + count
-            near.append((start, found[:count].copy()))
-            if size > _MOST_KEPT:
-                return self._threshold_of_all(number, wanted, tools)
-        found = np.concatenate([found for _, found in near])
-        if not 1 <= rank <= size:
+        found = np.concatenate([one.found for one in near])
+        rank, size = wanted - sum(one.above for one in near), sum(one.many for one in near)
+        if not 1 <= rank <= size or size > len(found):
             return self._threshold_of_all(number, wanted, tools)
         found.partition(size - rank)
         least = int(found[size - rank])
         rank -= int(np.count_nonzero(found > least))
-        for start, found in near:
-            rank -= (equal := int(np.count_nonzero(found == least)))
+        for one in near:
+            rank -= (equal := int(np.count_nonzero(one.found == least)))
             if rank <= 0:
-                return least, self._last(number, start, least, rank + equal, tools)
+                return least, self._last(number, one.start, least, rank + equal, tools)
         raise AssertionError
 
     def _last(self, number: int, start: int, least: int, wanted: int, tools: Tools) -> int:
@@ -153,15 +203,24 @@ class SparseSum:
             wanted -= equal
         raise AssertionError
 
-    def _scale(self, number: int, kept: Thinned, tools: Tools) -> float:
-        before = after = 0.0
-        base, other = self.inputs[0], self.inputs[number + 1]
-        for start in range(0, base.numel, _AT_ONCE):
-            stop = min(start + _AT_ONCE, base.numel)
-            numbers, those = tools.read_floats(other, start, stop), tools.read_floats(base, start, stop)
-            whole, part = tools.kernels.lengths(numbers, those, kept, start)
-            before, after = before + whole, after + part
-        return 1.0 if before < _SMALL or after < _SMALL else before / after
+    def _scales(self, kept: Mapping[int, Thinned], tools: Tools) -> dict[int, float]:
+        """What the rest of each difference is multiplied by."""
+
+        def look(number: int, start: int, other: Floats, base: Floats, tools: Tools) -> list[tuple[float, float]]:
+            return [
+                tools.kernels.lengths(other[at : at + _SUMMED], base[at : at + _SUMMED], kept[number], start + at)
+                for at in range(0, len(base), _SUMMED)
+            ]
+
+        before, after = dict.fromkeys(kept, 0.0), dict.fromkeys(kept, 0.0)
+        for found in self._each_part(kept, look, tools):
+            for number, sums in found.items():
+                for whole, part in sums:
+                    before[number], after[number] = before[number] + whole, after[number] + part
+        return {
+            number: 1.0 if before[number] < _SMALL or after[number] < _SMALL else before[number] / after[number]
+            for number in kept
+        }
 
 
 def move_sparsely(total: Floats, others: Sequence[Floats], kept: Sequence[Thinned], start: int, how: Sparsity) -> None:

@@ -14,10 +14,8 @@
 // For loops that the compiler makes vector code of: it makes two versions, and the loader chooses.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(ZCKPT_SANITIZED)
 #define ZCKPT_VECTOR __attribute__((target_clones("avx2", "default")))
-#define ZCKPT_WIDE_VECTOR __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))  // multiplies numbers of 64 bits
 #else
 #define ZCKPT_VECTOR
-#define ZCKPT_WIDE_VECTOR
 #endif
 
 // What such a function calls must become a part of it, or it would be compiled for any processor.

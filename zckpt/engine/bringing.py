@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import CastError, read_error
@@ -26,7 +26,7 @@ from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles, will_need
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Array, Floats, Kernels, Tools
+    from zckpt.core.folds import Array, Floats, Found, Kernels, Part, Tools
 
 try:
     from zckpt._core import let_go
@@ -57,6 +57,7 @@ class Bringer:
         self._give_back = give_back
         self._spend = spend
         self._pool: ThreadPoolExecutor | None = None
+        self._hands: ThreadPoolExecutor | None = None
         self._workers = threading.local()
         self._all: list[_Worker] = []
         self._lock = threading.Lock()
@@ -65,8 +66,9 @@ class Bringer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._hands):
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
         for worker in self._all:
             worker.files.__exit__()
         if native_run is not None:
@@ -113,16 +115,43 @@ class Bringer:
     def _worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._workers, "own", None)
         if worker is None:
-            worker = self._workers.own = _Worker(self._engine, give_back=self._give_back, spend=self._spend)
+            hands = self._lend if self._threads > 1 else None
+            worker = self._workers.own = _Worker(self._engine, hands, give_back=self._give_back, spend=self._spend)
             with self._lock:
                 self._all.append(worker)
         return worker
 
+    def _lend(self, work: Callable[[Tools], None]) -> list[Future[None]]:
+        """Lets threads beside the calling one do some work, which each does with tools of its own."""
+        with self._lock:
+            self._hands = self._hands or ThreadPoolExecutor(self._threads - 1)
+
+        def do() -> None:
+            worker = self._worker()
+            worker.hands = None  # who helps gets no help: all would wait for all
+            work(worker)
+
+        return [self._hands.submit(do) for _ in range(self._threads - 1)]
+
 
 class _Worker:
-    """The `Tools` of one thread."""
+    """The `Tools` of one thread.
 
-    def __init__(self, engine: str, *, give_back: bool, spend: Callable[[int], None]) -> None:
+    Attributes:
+        files: that are open for it.
+        fetched: path -> file on another machine from which it fetched something.
+        hands: lets other threads do some work too; None where there are none.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        hands: Callable[[Callable[[Tools], None]], list[Future[None]]] | None,
+        *,
+        give_back: bool,
+        spend: Callable[[int], None],
+    ) -> None:
+        self.hands = hands
         self.files = OpenFiles(give_back=give_back, most=_MOST_FILES)
         self.fetched: dict[str, FileStore] = {}
         self._held = Fetched()
@@ -155,6 +184,32 @@ class _Worker:
 
     def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
         return self.read(entry, start, stop, F32)  # type: ignore[return-value]
+
+    def each(self, work: Callable[[Part, Tools], Found], parts: Iterable[Part]) -> list[Found]:
+        todo, lock = iter(enumerate(parts)), threading.Lock()
+        found: dict[int, Found] = {}
+
+        def take() -> tuple[int, Part] | None:
+            with lock:
+                return next(todo, None)
+
+        def help_with(tools: Tools) -> None:
+            try:
+                while (one := take()) is not None:
+                    found[one[0]] = work(one[1], tools)
+            except BaseException:
+                while take() is not None:
+                    pass
+                raise
+
+        others = [] if self.hands is None else self.hands(help_with)
+        try:
+            help_with(self)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+        return [found[number] for number in range(len(found))]
 
     def follow(self, span: Span, fetched: Fetched) -> tuple[Any, int]:
         """The elements of a span, widened to whole units, and the byte at which these begin."""

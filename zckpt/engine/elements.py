@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.base.errors import read_error
@@ -22,7 +22,7 @@ from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Array, Floats, Kernels
+    from zckpt.core.folds import Array, Floats, Found, Kernels, Part, Tools
 
 _SPAN_BYTES = 1 << 20
 """Elements that are apart are read together with what is between them, so many bytes at once."""
@@ -107,6 +107,9 @@ class _Tools:
 
     def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
         return self.read(entry, start, stop, F32)  # type: ignore[return-value]
+
+    def each(self, work: Callable[[Part, Tools], Found], parts: Iterable[Part]) -> list[Found]:
+        return [work(part, self) for part in parts]
 
 
 def elements(entry: TensorEntry, start: int, stop: int) -> Wanted:

@@ -1,12 +1,12 @@
-"""Scales of scales of tensors that share one: computed once, by all threads that wait for it.
+"""Scales of scales of tensors that share one: computed once, from whole tensors, which are read for it alone.
 
-For `quantise`. It is computed from whole tensors, which are read for it alone.
+For `quantise`.
 """
 
 from __future__ import annotations
 
 import math
-from threading import Condition
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.core.catalog import TensorEntry
@@ -45,46 +45,19 @@ class Second:
         self.entries = entries
         self.powers = powers
         self.inputs = (*entries, *(one.scales for one in powers))
-        self._changed = Condition()
-        self._parts: list[tuple[int, int]] | None = None
-        self._at_work = 0
-        self._top = 0.0
+        self._lock = Lock()
         self._value: float | None = None
 
     def value(self, tools: Tools) -> float:
-        """It. The tensors are read for the first who asks; others who ask meanwhile read parts of them, too."""
-        with self._changed:
-            if self._parts is None:
+        """It. The tensors are read when it is asked for the first time."""
+        with self._lock:
+            if self._value is None:
                 wholes = [one.scales for one in self.powers] or self.entries
-                self._parts = [
-                    (number, at) for number, entry in enumerate(wholes) for at in range(0, entry.numel, _AT_ONCE)
-                ]
-            while self._value is None:
-                if self._parts:
-                    self._take_part(self._parts.pop(), self._parts, tools)
-                elif self._at_work:
-                    self._changed.wait()
-                elif self.powers:
-                    self._value = math.ldexp(1.0, min(127, 9 - math.frexp(self._top)[1]))
-                else:
-                    self._value = second_of(self._top)
+                parts = [(number, at) for number, entry in enumerate(wholes) for at in range(0, entry.numel, _AT_ONCE)]
+                tops = tools.each(lambda part, tools: self._top_of(*part, tools), parts)
+                top = next(filter(math.isnan, tops), max(tops, default=0.0))
+                self._value = math.ldexp(1.0, min(127, 9 - math.frexp(top)[1])) if self.powers else second_of(top)
             return self._value
-
-    def _take_part(self, part: tuple[int, int], parts: list[tuple[int, int]], tools: Tools) -> None:
-        """Looks at a part while others look at others; one that cannot be read is left to whoever asks next."""
-        self._at_work += 1
-        self._changed.release()
-        top = None
-        try:
-            top = self._top_of(*part, tools)
-        finally:
-            self._changed.acquire()
-            self._at_work -= 1
-            if top is None:
-                parts.append(part)
-            else:
-                self._top = top if math.isnan(top) else max(self._top, top)  # a NaN stays
-            self._changed.notify_all()
 
     def _top_of(self, number: int, at: int, tools: Tools) -> float:
         """The largest magnitude or power of a part of a tensor."""
