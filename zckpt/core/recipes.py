@@ -27,6 +27,9 @@ class Recipe(Protocol):
 
     One that knows which elements of its inputs `compute` reads has a method for it, so that they can be fetched before:
     `reads(start, stop)` gives (input, start, stop) for each part.
+
+    One with elements that are found when another recipe's are computed, such as scales, has an `is_byproduct` that is true: in a
+    part of an output its elements are computed after those of the other recipes.
     """
 
     @property

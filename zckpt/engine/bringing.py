@@ -110,7 +110,12 @@ class Bringer:
             return [self._worker().follow(span, fetched) for span in spans]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads)
-        return list(self._pool.map(lambda span: self._worker().follow(span, fetched), spans))
+        found: dict[int, tuple[Any, int]] = {}
+        for late in (False, True):
+            numbers = [number for number, span in enumerate(spans) if _is_byproduct(span) == late]
+            done = self._pool.map(lambda number: self._worker().follow(spans[number], fetched), numbers)
+            found |= zip(numbers, done, strict=True)
+        return [found[number] for number in range(len(spans))]
 
     def _worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._workers, "own", None)
@@ -262,6 +267,10 @@ class _Worker:
                 found=f"{count:,} of them, the largest {largest:,.6g}", expected="numbers that can be computed with",
                 remedy="Look at them with `zckpt verify CKPT --deep`, and leave the tensor out with --exclude if it is damaged.",
             )  # fmt: skip
+
+
+def _is_byproduct(span: Span) -> bool:
+    return isinstance(span.store, DerivedStore) and getattr(span.store.recipe, "is_byproduct", False)
 
 
 def _direct(entry: TensorEntry, start: int, stop: int, to: MemoryStore, dtype: DType) -> Batch | None:

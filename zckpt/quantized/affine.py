@@ -175,6 +175,10 @@ class AffinePart:
     def unit(self) -> int:
         return self.affine.words if self.name == "weight" else self.affine.across
 
+    @property
+    def is_byproduct(self) -> bool:
+        return self.name != "weight"
+
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         first, last = start // self.unit, stop // self.unit
         if self.name == "weight":

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
@@ -295,6 +295,7 @@ class Scales:
     """The recipe of a quantised tensor's scales."""
 
     quantiser: Quantiser
+    is_byproduct: ClassVar[bool] = True
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
