@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,6 +32,7 @@ from zckpt.engine.choice import threads_for
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run
+from zckpt.engine.prefetch import Fetched, Span
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.naming import merged_matrix
@@ -531,3 +533,31 @@ def test_two_threads_do_parts_that_one_waits_for() -> None:
     assert len(begun) <= 2
     with Bringer("native", 1, give_back=False, spend=lambda _: None) as bringer:
         assert bringer.tools().each(lambda part, _: part, range(5)) == list(range(5))
+
+
+def test_byproducts_are_computed_after_what_they_come_from(tmp_path: Path) -> None:
+    """Scales are known once elements have been divided by them; computed beside these, they would be found a second time."""
+    done: list[str] = []
+
+    class Numbers:
+        inputs, facts, unit = (), (), 1
+
+        def __init__(self, name: str, *, is_byproduct: bool) -> None:
+            self.name, self.is_byproduct = name, is_byproduct
+
+        def compute(self, start: int, stop: int, tools: Tools) -> Any:
+            if not self.is_byproduct:
+                time.sleep(0.05)
+            done.append(self.name)
+            return np.zeros(stop - start, np.float32)
+
+    entries = [
+        derive_entry(name, (100,), F32, Numbers(name, is_byproduct=name.startswith("scale")))
+        for name in ("scale 1", "weight 1", "scale 2", "weight 2")
+    ]
+    with Bringer("native", 2, give_back=False, spend=lambda _: None) as bringer:
+        spans = [Span(entry.fragments[0].store, 0, 400) for entry in entries]
+        found = bringer.bring(spans, Fetched())
+    assert [len(block) for block, _ in found] == [100] * 4
+    assert sorted(done[:2]) == ["weight 1", "weight 2"]
+    assert sorted(done[2:]) == ["scale 1", "scale 2"]
