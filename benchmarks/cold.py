@@ -25,20 +25,33 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     for moments in (False, True):
         checkpoint = write(work / "ckpt", 3, "--layers", str(layers), *(["--moments"] if moments else []))
         for what, words in (TRAINING if moments else WEIGHTS).items():
-            rows.append(_cold(what, words, checkpoint, work, rounds))
+            rows.append(beside_the_disk(what, words, checkpoint, work / "out", rounds))
         remove(checkpoint)
     return [*rows, *_shared(work, layers // 3, rounds)]
 
 
-def _cold(what: str, words: list[str], checkpoint: Path, work: Path, rounds: int) -> Row:
-    out, alone = work / "out", work / "alone"
+def beside_the_disk(
+    what: str, words: list[str], checkpoint: Path, out: Path, rounds: int, pattern: str = "*optim_states.pt"
+) -> Row:
+    """A conversion of a checkpoint that the page cache has nothing of, and the disk alone.
+
+    Args:
+        what: the row's name.
+        words: of the command line; the first is the command.
+        checkpoint: a directory.
+        out: what is written.
+        rounds: how often each.
+        pattern: names of the checkpoint's files that are read.
+    """
     command = [*ZCKPT, words[0], str(checkpoint), str(out), *words[1:], "--quiet"]
+    clears, alone = (out, out.with_name(f"{out.name}.zckpt.json")), out.with_name("alone")
     jobs = {
-        "ours": Job(command, clears=(out,), cools=checkpoint),
-        "disk": Job([*ALONE, str(checkpoint), str(out), str(alone)], drops=(alone,), cools=checkpoint),
+        "ours": Job(command, clears=clears, cools=checkpoint),
+        "disk": Job([*ALONE, str(checkpoint), str(out), str(alone), pattern], drops=(alone,), cools=checkpoint),
     }
     taken = in_turn(jobs, rounds)
-    remove(out)
+    for path in clears:
+        remove(path)
     ours, disk = taken["ours"], taken["disk"]
     return Row(f"{what}, cold", ours, "the disk alone: the same bytes read and written", disk, least=min(disk.seconds))
 

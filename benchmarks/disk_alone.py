@@ -1,7 +1,9 @@
-"""Moves bytes as fast as the disk can, as a rival that converts nothing: `python benchmarks/disk_alone.py SOURCE LIKE OUT`.
+"""Moves bytes as fast as the disk can, as a rival that converts nothing:
 
-The files of optimizer states below SOURCE are read while as many bytes as LIKE has are written to OUT, in order, past the page
-cache, with as many requests at once on each side as `limits` has; what is written is synced.
+    python benchmarks/disk_alone.py SOURCE LIKE OUT [PATTERN]
+
+The files below SOURCE whose names match (of optimizer states, by default) are read while as many bytes as LIKE has are written to
+OUT, in order, past the page cache, with as many requests at once on each side as `limits` has; what is written is synced.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from limits import BLOCK, in_parts
 from measure import file_bytes
 
 
-def main(source: Path, like: Path, out: Path) -> None:
+def main(source: Path, like: Path, out: Path, pattern: Path = Path("*optim_states.pt")) -> None:
     """Ends when all is read and durable."""
     reads = [
         (os.open(path, os.O_RDONLY | os.O_DIRECT), at)
-        for path in sorted(source.rglob("*optim_states.pt"))
+        for path in sorted(source.rglob(str(pattern)))
         for at in range(0, path.stat().st_size, BLOCK)
     ]
     nbytes = file_bytes(like)

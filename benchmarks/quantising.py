@@ -6,7 +6,8 @@
 A Llama shape in bf16. The rivals' times begin with whole weights: zckpt's begin with shards of torch.distributed.checkpoint.
 llm-compressor is its model-free path, which reads shards of safetensors one by one. llama-quantize is llama.cpp's
 `llama_model_quantize`, by llama-cpp-cffi, which was built for a newer C++ library than many systems have: a function that it
-takes from there, and calls where an error ends the program, is in `.make/llama/missing.so`.
+takes from there, and calls where an error ends the program, is in `.make/llama/missing.so`. Rows that are cold read the shards
+from the disk, as `cold` does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cold import beside_the_disk
 from limits import least_time
 from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, file_bytes, in_turn, remove
 
@@ -207,8 +209,7 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         rows.append(Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"], least=least))
         for rival, (named, _) in rivals.items():
             rows.append(Row(what, taken["ours"], named, taken[rival], "not durable", least=least))
-        for path in clears:
-            remove(path)
+        rows.append(beside_the_disk(what, [*command, *words], shards, out, rounds, "*.distcp"))
     for path in (whole, shards, source):
         remove(path)
     return rows
