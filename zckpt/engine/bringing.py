@@ -191,6 +191,7 @@ class _Worker:
         return self.read(entry, start, stop, F32)  # type: ignore[return-value]
 
     def each(self, work: Callable[[Part, Tools], Found], parts: Iterable[Part]) -> list[Found]:
+        parts = list(parts)
         todo, lock = iter(enumerate(parts)), threading.Lock()
         found: dict[int, Found] = {}
 
@@ -207,7 +208,7 @@ class _Worker:
                     pass
                 raise
 
-        others = [] if self.hands is None else self.hands(help_with)
+        others = [] if self.hands is None or len(parts) < 2 else self.hands(help_with)
         try:
             help_with(self)
         finally:

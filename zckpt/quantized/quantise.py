@@ -23,7 +23,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, U8, DType
-from zckpt.core.folds import NumberGrid, Rounded, Tools, read_numbers
+from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools, read_numbers
 from zckpt.core.recipes import DerivedStore, derive_entry
 from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
 from zckpt.quantized.dequantise import Dequantised, Narrowed
@@ -207,11 +207,16 @@ class Quantiser:
         import numpy as np
 
         grid = self.grid
-        top = np.zeros(grid.across, np.float32)
-        for row, blocks, _ in grid.chunks(start, stop):
+
+        def look(chunk: tuple[int, MatrixBlocks, int], tools: Tools) -> Floats:
+            row, blocks, _ = chunk
             part = read_numbers(self.entry, row * grid.columns, (row + blocks.rows) * grid.columns, tools)
             found = np.empty(grid.across, np.float32)
             tools.kernels.largest(part, blocks, found)
+            return found
+
+        top = np.zeros(grid.across, np.float32)
+        for found in tools.each(look, grid.chunks(start, stop)):
             np.maximum(top, found, out=top)  # a NaN stays
         return top
 

@@ -92,7 +92,7 @@ def optimizers_of(metadata: Metadata) -> dict[str, DcpOptimizer]:
         at = next(_parts_at(path, "param_groups"), None)
         if at is not None:
             homes.setdefault(path[:at], DcpOptimizer(join_path(path[:at])))
-    for name, path in paths.items():
+    for name, path in paths.items() if homes else ():
         for part in ("state", "param_groups"):
             at = next((at for at in _parts_at(path, part) if path[:at] in homes), None)
             if at is None:
