@@ -134,8 +134,7 @@ def test_parts_are_sent_side_by_side_and_a_part_that_fails_alone(s3: S3Server, c
     assert s3.files("bkt")["big"] == data
     parts = len({query for method, _, query, _ in s3.requests if method == "PUT" and "partNumber" in query})
     assert asked == parts + 1
-    if client == "obstore":
-        assert most >= 4
+    assert most >= 4
 
 
 def test_an_upload_that_is_given_up_leaves_nothing(s3: S3Server, client: str) -> None:

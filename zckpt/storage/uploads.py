@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import NotACheckpointError
 from zckpt.storage.fsspec_io import as_zckpt_errors, filesystem, patiently
 from zckpt.storage.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 PART_BYTES = 16 << 20
 """Bytes of a part of a multi-part upload; files above about 150 GB have larger parts."""
@@ -22,8 +25,8 @@ PART_BYTES = 16 << 20
 LEAST_PART_BYTES = 5 << 20
 """The smallest part that S3 takes unless it is the last one; small parts are best where several are sent at a time."""
 
-SENT_BYTES = 150 << 20
-"""The bytes of all parts that `object_store` sends at a time."""
+SENT_BYTES = 165 << 20
+"""The bytes of all parts of a file that are sent to S3 at a time."""
 
 _MOST_PARTS = 9_000
 _RENAMING = {"sftp", "ssh", "ftp", "smb", "webdav", "dav", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs", "ofs"}
@@ -50,9 +53,11 @@ class Upload:
             self._file: Any = io.BytesIO() if self._collects else self._opened(least)
 
     def _opened(self, least: int) -> Any:
+        part = max(LEAST_PART_BYTES, least)
         if isinstance(self._fs, ObjectStore):
-            part = max(LEAST_PART_BYTES, least)
             return self._fs.open_parts(self._target, part, max(2, SENT_BYTES // part))
+        if hasattr(self._fs, "call_s3"):
+            return _PartsByS3fs(self._fs, self._target, part, max(2, SENT_BYTES // part))
         part = max(PART_BYTES, least)
         try:
             return self._fs.open(self._target, "wb", block_size=part)
@@ -114,6 +119,68 @@ class Upload:
         except BaseException:
             self.discard()
             raise
+
+
+class _PartsByS3fs:
+    """A file that s3fs sends in parts, several at a time; s3fs's own file sends them one after the other.
+
+    Args:
+        fs: s3fs.
+        path: of the file.
+        part_bytes: of each part but the last. A file that is no longer is sent in one request.
+        parts: how many are sent at a time.
+    """
+
+    def __init__(self, fs: Any, path: str, part_bytes: int, parts: int) -> None:
+        self._fs, self._path = fs, path
+        bucket, key, _ = fs.split_path(path)
+        self._names = {"Bucket": bucket, "Key": key}
+        self._part_bytes, self._most = part_bytes, parts
+        self._waiting = bytearray()
+        self._begun: dict[str, str] = {}
+        self._sent: list[Future[Any]] = []
+        self._under_way: set[Future[Any]] = set()
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        """Takes the next bytes; waits while as many parts are under way as may be. Raises what a part raised."""
+        self._waiting += data
+        while len(self._waiting) > self._part_bytes:
+            self._send(bytes(memoryview(self._waiting)[: self._part_bytes]))
+            del self._waiting[: self._part_bytes]
+
+    def _send(self, part: bytes) -> None:
+        import asyncio
+        from concurrent.futures import FIRST_COMPLETED, wait
+
+        if not self._begun:
+            begun = self._fs.call_s3("create_multipart_upload", **self._names)
+            self._begun = {**self._names, "UploadId": begun["UploadId"]}
+        if len(self._under_way) >= self._most:
+            done, self._under_way = wait(self._under_way, return_when=FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        asked = self._fs._call_s3("upload_part", **self._begun, PartNumber=len(self._sent) + 1, Body=part)
+        self._sent.append(asyncio.run_coroutine_threadsafe(asked, self._fs.loop))
+        self._under_way.add(self._sent[-1])
+
+    def close(self) -> None:
+        """Makes the file appear, once the store has all parts."""
+        if not self._begun:
+            self._fs.call_s3("put_object", **self._names, Body=bytes(self._waiting))
+        else:
+            self._send(bytes(self._waiting))
+            told = [one.result() for one in self._sent]
+            parts = [{"PartNumber": number, "ETag": one["ETag"]} for number, one in enumerate(told, 1)]
+            self._fs.call_s3("complete_multipart_upload", **self._begun, MultipartUpload={"Parts": parts})
+        self._fs.invalidate_cache(self._path)
+
+    def discard(self) -> None:
+        """Gives the upload up; the store forgets its parts."""
+        for one in self._under_way:
+            one.cancel()
+        if self._begun:
+            self._fs.call_s3("abort_multipart_upload", **self._begun)
 
 
 def upload_small(address: str, data: bytes) -> None:
