@@ -450,7 +450,11 @@ def differences() -> None:
             old = RNG.integers(0, 256, nbytes).astype(np.uint8)
             found = np.where(RNG.random(nbytes) < density, RNG.integers(0, values, nbytes), 0).astype(np.uint8)
             new = old ^ found
-            blocks, changed = core.difference(old.ctypes.data, new.ctypes.data, nbytes, 1, True)
+            made = set()
+            for paths in ((False, False), (True, False), (True, True)):
+                core.use_vector_paths(*paths)
+                made.add(core.difference(old.ctypes.data, new.ctypes.data, nbytes, 1, True))
+            ((blocks, changed),) = made
             frame = b"\x28\xb5\x2f\xfd\xc0\x38" + nbytes.to_bytes(8, "little") + blocks
             assert changed == np.count_nonzero(found)
             assert zstandard.ZstdDecompressor().decompress(frame) == found.tobytes(), (nbytes, density, values)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from zckpt import _core
 from zckpt.core.dtypes import BY_NAME
 from zckpt.deltas import encode
 from zckpt.deltas.encode import Encoder
@@ -52,6 +53,20 @@ def differences(nbytes: int) -> list[Bytes]:
     stairs = np.zeros(nbytes, np.uint8)
     stairs[np.cumsum(np.arange(int(nbytes**0.5)))] = 1
     return [*found, skewed, stairs, np.full(nbytes, 7, np.uint8)]
+
+
+@pytest.mark.parametrize("nbytes", [16, 63, 64, 65, 1008, BLOCK - 1, BLOCK + 65])
+def test_every_processor_makes_the_same_blocks(nbytes: int) -> None:
+    for difference in differences(nbytes):
+        old = CHANGES.integers(0, 256, nbytes, np.uint8)
+        new, made = old ^ difference, set()
+        try:
+            for paths in ((False, False), (True, False), (True, True)):
+                _core.use_vector_paths(*paths)
+                made.add(_core.difference(old.ctypes.data, new.ctypes.data, nbytes, 1, ends=True))
+        finally:
+            _core.use_vector_paths(True)
+        assert len(made) == 1
 
 
 @pytest.mark.parametrize("nbytes", [16, 48, 64, 80, 1008, 16_384, BLOCK - 16, BLOCK, BLOCK + 16, 3 * BLOCK])

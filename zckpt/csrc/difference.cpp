@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "entropy.h"
+#include "simd.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -42,7 +43,6 @@ Scratch& scratch() {
 struct Lengths {
   uint8_t code[128];
   uint8_t bits[kMatchCodes];
-  unsigned plain;           // lengths below have no bits beside their code
   unsigned direct, beyond;  // lengths below `direct` have their code above; others that of their highest bit, and `beyond`
 
   unsigned of(uint32_t length) const { return length < direct ? code[length] : static_cast<unsigned>(std::bit_width(length)) - 1 + beyond; }
@@ -52,7 +52,6 @@ struct Lengths {
 constexpr Lengths lengths_of(std::array<uint8_t, kMatchCodes> bits, unsigned direct, unsigned beyond) {
   Lengths made{};
   std::copy(bits.begin(), bits.end(), made.bits);
-  made.plain = static_cast<unsigned>(std::find_if(bits.begin(), bits.end(), [](uint8_t b) { return b != 0; }) - bits.begin());
   made.direct = direct;
   made.beyond = beyond;
   for (unsigned length = 0, code = 0; length < direct; ++code)
@@ -63,12 +62,6 @@ constexpr Lengths lengths_of(std::array<uint8_t, kMatchCodes> bits, unsigned dir
 constexpr Lengths kOfLiterals = lengths_of({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, 64, 19);
 constexpr Lengths kOfMatches =
     lengths_of({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, 128, 36);
-
-// The bytes that differ, and the lengths between them.
-struct Parsed {
-  size_t literals, sequences;
-  uint64_t changed;
-};
 
 // Puts `before` XOR `after` to `difference`, 64 bytes of each; returns one bit for each byte that is not zero.
 uint64_t differ(const uint8_t* before, const uint8_t* after, uint8_t* difference) {
@@ -86,46 +79,144 @@ uint64_t differ(const uint8_t* before, const uint8_t* after, uint8_t* difference
   return bits;
 }
 
-// How many elements of `width` bytes have a bit among these.
-uint64_t elements(uint64_t bits, unsigned width) {
-  for (unsigned shift = 1; shift < width; shift *= 2) bits |= bits >> shift;
-  return static_cast<uint64_t>(std::popcount(bits & (~uint64_t{0} / ((uint64_t{1} << width) - 1))));
-}
+// How many elements have a bit among these.
+struct Elements {
+  unsigned width;  // in bytes
+  uint64_t firsts = ~uint64_t{0} / ((uint64_t{1} << width) - 1);
 
-// Takes the difference apart, and leaves it in `own.bytes`. Nothing but the number of changes in 64 bytes decides what is done
-// next: a processor cannot foresee where they are.
-Parsed parse(const uint8_t* before, const uint8_t* after, size_t nbytes, unsigned width, Scratch& own) {
-  uint8_t* literal = own.literals;
-  const uint8_t* from = literal;  // behind the last match
-  Sequence* next = own.sequences;
-  uint64_t changed = 0;
+  ZCKPT_INLINE uint64_t operator()(uint64_t bits) const {
+    for (unsigned shift = 1; shift < width; shift *= 2) bits |= bits >> shift;
+    return static_cast<uint64_t>(std::popcount(bits & firsts));
+  }
+};
+
+// The bytes that differ, and the lengths between them, as far as the difference was taken apart. Nothing but the number of changes, or
+// of runs, in 64 bytes decides what is done next: a processor cannot foresee where they are.
+struct Parsed {
+  uint8_t* literal;     // behind the last one
+  const uint8_t* from;  // behind the last match
+  Sequence* next;
   size_t at = 0;  // behind the last byte that differs
-  const auto zeros = [&](size_t stop) {
+  uint64_t changed = 0;
+
+  explicit Parsed(Scratch& own) : literal(own.literals), from(own.literals), next(own.sequences) {}
+
+  // What lies before the next byte that differs, or before the end.
+  ZCKPT_INLINE void zeros(size_t stop) {
     const size_t run = stop - at, is_match = run >= kLeastRun;
     std::memset(literal, 0, 4);
     literal += is_match | (run & (is_match - 1));
     *next = {static_cast<uint32_t>(literal - from), static_cast<uint32_t>(run - 1)};
     next += is_match;
     from += (literal - from) & -static_cast<ptrdiff_t>(is_match);
-  };
-  uint8_t rest[2][64] = {};  // what is left behind the last whole group
-  if (const size_t last = nbytes % 64) {
-    std::memcpy(rest[0], before + nbytes - last, last);
-    std::memcpy(rest[1], after + nbytes - last, last);
   }
-  for (size_t group = 0; group < nbytes; group += 64) {
-    const bool is_whole = group + 64 <= nbytes;
-    uint64_t bits = differ(is_whole ? before + group : rest[0], is_whole ? after + group : rest[1], own.bytes + group);
-    changed += elements(bits, width);
+
+  // The 64 bytes from `group` on.
+  void add(const uint8_t* bytes, size_t group, uint64_t bits, const Elements& elements) {
+    changed += elements(bits);
     for (; bits; bits &= bits - 1) {
       const size_t stop = group + static_cast<size_t>(std::countr_zero(bits));
       zeros(stop);
-      *literal++ = own.bytes[stop];
+      *literal++ = bytes[stop];
       at = stop + 1;
     }
   }
-  if (changed && at < nbytes) zeros(nbytes);
-  return {static_cast<size_t>(literal - own.literals), static_cast<size_t>(next - own.sequences), changed};
+
+#ifdef ZCKPT_X86
+  // The same where a bit of `bits` is set, by whole runs; returns which bytes are literals from the first that differs to the last.
+  // They are to be put where `literal` was.
+  ZCKPT_INLINE uint64_t add_runs(size_t group, uint64_t bits, const Elements& elements) {
+    changed += elements(bits);
+    const auto first = static_cast<unsigned>(std::countr_zero(bits)), last = 63 - static_cast<unsigned>(std::countl_zero(bits));
+    zeros(group + first);
+    const uint64_t within = ((uint64_t{2} << last) - 1) & (~uint64_t{0} << first), zero = within & ~bits;
+    const uint64_t four = zero & zero >> 1 & zero >> 2 & zero >> 3;  // as many lie from here on
+    static_assert(kLeastRun == 4);
+    uint64_t starts = four & ~(four << 1);
+    const uint64_t literals = within & ~((four | four << 1 | four << 2 | four << 3) & ~starts);
+    do {
+      for (int i = 0; i < 4; ++i, starts &= starts - 1) {  // also those that are not there, which cost less than a wrong guess
+        const auto start = static_cast<unsigned>(std::countr_zero(starts)) & 63;
+        const uint8_t* const behind = literal + std::popcount(literals & ((uint64_t{2} << start) - 1));
+        *next = {static_cast<uint32_t>(behind - from), static_cast<uint32_t>(std::countr_zero(bits >> start)) - 1};
+        next += starts != 0;
+        from += (behind - from) & -static_cast<ptrdiff_t>(starts != 0);
+      }
+    } while (starts);
+    at = group + last + 1;
+    return literals;
+  }
+#endif
+};
+
+#ifdef ZCKPT_X86
+// Whole groups of 64 bytes; returns where they end.
+ZCKPT_FOR("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi,bmi2,lzcnt,popcnt")
+size_t parse_wide(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own, Parsed& found) {
+  size_t group = 0;
+  for (; group + 64 <= nbytes; group += 64) {
+    const __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(before + group), _mm512_loadu_si512(after + group));
+    _mm512_storeu_si512(own.bytes + group, bytes);
+    const uint64_t bits = _mm512_test_epi8_mask(bytes, bytes);
+    if (!bits) continue;
+    const uint64_t literals = found.add_runs(group, bits, elements);
+    _mm512_storeu_si512(found.literal, _mm512_maskz_compress_epi8(literals, bytes));
+    found.literal += std::popcount(literals);
+  }
+  return group;
+}
+
+// Which of eight bytes are taken, first those with a bit in the index.
+constexpr auto kTaken = [] {
+  std::array<std::array<uint8_t, 8>, 256> made{};
+  for (unsigned bits = 0; bits < 256; ++bits)
+    for (unsigned i = 0, count = 0; i < 8; ++i)
+      if (bits >> i & 1) made[bits][count++] = static_cast<uint8_t>(i);
+  return made;
+}();
+
+ZCKPT_FOR("avx2,bmi,bmi2,lzcnt,popcnt")
+size_t parse_eights(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own, Parsed& found) {
+  size_t group = 0;
+  for (; group + 64 <= nbytes; group += 64) {
+    uint64_t bits = 0;
+    for (int half = 1; half >= 0; --half) {
+      const size_t at = group + 32 * static_cast<size_t>(half);
+      const __m256i bytes = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(before + at)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(after + at)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(own.bytes + at), bytes);
+      bits = bits << 32 | static_cast<uint32_t>(~_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())));
+    }
+    if (!bits) continue;
+    uint64_t literals = found.add_runs(group, bits, elements);
+    for (const uint8_t* eight = own.bytes + group; literals; literals >>= 8, eight += 8) {
+      const auto taken = static_cast<uint8_t>(literals);
+      const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kTaken[taken].data()));
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(found.literal), _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(eight)), order));
+      found.literal += std::popcount(taken);
+    }
+  }
+  return group;
+}
+#endif
+
+// Takes the difference apart, and leaves it in `own.bytes`.
+Parsed parse(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own) {
+  Parsed found(own);
+  size_t group = 0;
+#ifdef ZCKPT_X86
+  if (has(Unit::kWideBytes)) group = parse_wide(before, after, nbytes, elements, own, found);
+  else if (has(Unit::kMultiplyAdd)) group = parse_eights(before, after, nbytes, elements, own, found);
+#endif
+  for (; group + 64 <= nbytes; group += 64)
+    found.add(own.bytes, group, differ(before + group, after + group, own.bytes + group), elements);
+  if (const size_t last = nbytes - group) {  // what is left behind the last whole group
+    uint8_t rest[2][64] = {};
+    std::memcpy(rest[0], before + group, last);
+    std::memcpy(rest[1], after + group, last);
+    found.add(own.bytes, group, differ(rest[0], rest[1], own.bytes + group), elements);
+  }
+  if (found.changed && found.at < nbytes) found.zeros(nbytes);
+  return found;
 }
 
 uint8_t* put(uint8_t* to, uint64_t value, unsigned nbytes) {
@@ -180,16 +271,15 @@ class LengthCode {
 
   unsigned mode() const { return code_ ? 2 : 1; }
   uint8_t* describe(uint8_t* to) const { return code_ ? code_->describe(to) : put(to, codes_[0], 1); }
-  void begin(size_t last) { state_ = code_ ? code_->begin(codes_[last]) : 0; }
-  Bits take(size_t at) { return code_ ? code_->take(state_, codes_[at]) : Bits{0, 0}; }
-  void finish(BitWriter& bits) const {
-    if (code_) code_->finish(bits, state_);
+  uint32_t begin(size_t last) const { return code_ ? code_->begin(codes_[last]) : 0; }
+  Bits take(uint32_t& state, size_t at) const { return code_ ? code_->take(state, codes_[at]) : Bits{0, 0}; }
+  void finish(BitWriter& bits, uint32_t state) const {
+    if (code_) code_->finish(bits, state);
   }
 
  private:
   const uint8_t* codes_;
   std::unique_ptr<FseCode> code_;
-  uint32_t state_ = 0;
 };
 
 uint8_t* add_sequences(Scratch& own, size_t count, uint8_t* to) {
@@ -202,26 +292,24 @@ uint8_t* add_sequences(Scratch& own, size_t count, uint8_t* to) {
     own.codes[0][i] = static_cast<uint8_t>(kOfLiterals.of(own.sequences[i].literals));
     own.codes[1][i] = static_cast<uint8_t>(kOfMatches.of(own.sequences[i].match - kLeastMatch));
   }
-  LengthCode literals(own.codes[0], count, kLengthCodes), matches(own.codes[1], count, kMatchCodes);
+  const LengthCode literals(own.codes[0], count, kLengthCodes), matches(own.codes[1], count, kMatchCodes);
   to = put(to, literals.mode() << 6 | 1 << 4 | matches.mode() << 2, 1);
   to = put(literals.describe(to), 0, 1);  // every distance is the one before, which is 1 when a frame begins
   BitWriter bits(matches.describe(to));
-  const auto put_rest = [&](size_t i) {
+  const auto rest = [&](size_t i) {  // no bits for most: that costs less than a wrong guess
     const Sequence& each = own.sequences[i];
-    if (each.literals >= kOfLiterals.plain) bits.add(kOfLiterals.rest(own.codes[0][i], each.literals));
-    if (each.match - kLeastMatch >= kOfMatches.plain) bits.add(kOfMatches.rest(own.codes[1][i], each.match - kLeastMatch));
-    bits.flush();
+    return kOfLiterals.rest(own.codes[0][i], each.literals) + kOfMatches.rest(own.codes[1][i], each.match - kLeastMatch);
   };
-  matches.begin(count - 1);
-  literals.begin(count - 1);
-  put_rest(count - 1);
+  uint32_t of_match = matches.begin(count - 1), of_literals = literals.begin(count - 1);
+  bits.add(rest(count - 1));
+  bits.flush();
   for (size_t i = count - 1; i-- > 0;) {
-    const Bits of_match = matches.take(i);
-    bits.add(of_match + literals.take(i));
-    put_rest(i);
+    const Bits state = matches.take(of_match, i);
+    bits.add((state + literals.take(of_literals, i)) + rest(i));
+    bits.flush();
   }
-  matches.finish(bits);
-  literals.finish(bits);
+  matches.finish(bits, of_match);
+  literals.finish(bits, of_literals);
   return bits.finish();
 }
 
@@ -230,6 +318,7 @@ uint8_t* add_sequences(Scratch& own, size_t count, uint8_t* to) {
 uint64_t add_difference(const uint8_t* before, const uint8_t* after, size_t nbytes, unsigned width, bool ends, std::string& out) {
   enum Kind { kRaw, kOneByte, kCoded };
   Scratch& own = scratch();
+  const Elements elements{width};
   uint64_t changed = 0;
   for (size_t done = 0; done < nbytes; done += kDifferenceBlock) {
     const size_t size = std::min(kDifferenceBlock, nbytes - done);
@@ -238,14 +327,14 @@ uint64_t add_difference(const uint8_t* before, const uint8_t* after, size_t nbyt
       put(head, (ends && done + size == nbytes) | kind << 1 | told << 3, 3);
       out.append(reinterpret_cast<const char*>(head), 3).append(reinterpret_cast<const char*>(data), length);
     };
-    const Parsed found = parse(before + done, after + done, size, width, own);
+    const Parsed found = parse(before + done, after + done, size, elements, own);
     changed += found.changed;
     if (!found.changed) {
       add(kOneByte, own.bytes, 1, size);
       continue;
     }
-    uint8_t* const middle = add_literals(own.literals, found.literals, own.out);
-    const auto coded = static_cast<size_t>(add_sequences(own, found.sequences, middle) - own.out);
+    uint8_t* const middle = add_literals(own.literals, static_cast<size_t>(found.literal - own.literals), own.out);
+    const auto coded = static_cast<size_t>(add_sequences(own, static_cast<size_t>(found.next - own.sequences), middle) - own.out);
     if (coded < size) add(kCoded, own.out, coded, coded);
     else add(kRaw, own.bytes, size, size);
   }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "simd.h"
+
 namespace zckpt {
 
 FseCode::FseCode(const uint32_t* counts, unsigned symbols, unsigned log) : log_(log), symbols_(symbols) {
@@ -143,12 +145,63 @@ uint8_t* HuffmanCode::describe(uint8_t* to) const {
   return to;
 }
 
+#ifdef ZCKPT_X86
+// The codes of 64 bytes are found, and joined by fours, at once. Returns how many bytes are left: what precedes the last whole 64.
+ZCKPT_FOR("avx512f,avx512dq,avx512bw,avx512vl,avx512vbmi,bmi2")
+size_t HuffmanCode::write_wide(const uint8_t* bytes, size_t count, BitWriter& writer) const {
+  BitWriter bits = writer;  // in registers: for all that a compiler knows, what it writes may be itself
+  static_assert(sizeof codes_[0] == 4);
+  alignas(64) uint8_t parts[3][256];  // of all codes: their low bits, the others, and how many they are
+  for (int i = 0; i < 256; i += 16) {
+    const __m512i codes = _mm512_loadu_si512(codes_ + i);
+    _mm_store_si128(reinterpret_cast<__m128i*>(parts[0] + i), _mm512_cvtepi32_epi8(codes));
+    _mm_store_si128(reinterpret_cast<__m128i*>(parts[1] + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(codes, 8)));
+    _mm_store_si128(reinterpret_cast<__m128i*>(parts[2] + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(codes, 16)));
+  }
+  __m512i tables[3][4];
+  for (int part = 0; part < 3; ++part)
+    for (int i = 0; i < 4; ++i) tables[part][i] = _mm512_load_si512(parts[part] + 64 * i);
+  const __m512i low_half = _mm512_set1_epi32(0xffff), low_word = _mm512_set1_epi64(0xffffffff);
+  for (; count >= 64; count -= 64) {
+    const __m512i symbols = _mm512_loadu_si512(bytes + count - 64);
+    const __mmask64 is_high = _mm512_movepi8_mask(symbols);
+    __m512i found[3];
+    for (int part = 0; part < 3; ++part) {
+      const __m512i* const table = tables[part];
+      found[part] = _mm512_mask_blend_epi8(is_high, _mm512_permutex2var_epi8(table[0], symbols, table[1]), _mm512_permutex2var_epi8(table[2], symbols, table[3]));
+    }
+    alignas(64) uint64_t values[2][8], counts[2][8];
+    for (int half = 0; half < 2; ++half) {  // of each 16 bytes
+      const __m512i zero = _mm512_setzero_si512();
+      const __m512i value = half ? _mm512_unpackhi_epi8(found[0], found[1]) : _mm512_unpacklo_epi8(found[0], found[1]);
+      const __m512i each = half ? _mm512_unpackhi_epi8(found[2], zero) : _mm512_unpacklo_epi8(found[2], zero);
+      const __m512i later = _mm512_srli_epi32(each, 16);  // a reader begins at the end: the later byte has the lower bits
+      const __m512i two = _mm512_or_si512(_mm512_srli_epi32(value, 16), _mm512_sllv_epi32(_mm512_and_si512(value, low_half), later));
+      const __m512i of_two = _mm512_add_epi32(_mm512_and_si512(each, low_half), later), of_later = _mm512_srli_epi64(of_two, 32);
+      _mm512_store_si512(values[half], _mm512_or_si512(_mm512_srli_epi64(two, 32), _mm512_sllv_epi64(_mm512_and_si512(two, low_word), of_later)));
+      _mm512_store_si512(counts[half], _mm512_add_epi64(_mm512_and_si512(of_two, low_word), of_later));
+    }
+    for (int at = 6; at >= 0; at -= 2)
+      for (int half = 1; half >= 0; --half)
+        for (int i = at + 1; i >= at; --i) {
+          bits.add({values[half][i], static_cast<unsigned>(counts[half][i])});
+          bits.flush();
+        }
+  }
+  writer = bits;
+  return count;
+}
+#endif
+
 uint8_t* HuffmanCode::write(const uint8_t* bytes, size_t count, uint8_t* to) const {
   BitWriter bits(to);
   const auto of = [&](size_t i) { return Bits{codes_[bytes[i]].value, codes_[bytes[i]].count}; };
   size_t at = count;
   for (; at % 4; --at) bits.add(of(at - 1));
   bits.flush();
+#ifdef ZCKPT_X86
+  if (has(Unit::kWideBytes)) at = write_wide(bytes, at, bits);
+#endif
   for (; at; at -= 4) {
     bits.add((of(at - 1) + of(at - 2)) + (of(at - 3) + of(at - 4)));
     bits.flush();

@@ -109,6 +109,8 @@ class HuffmanCode {
   uint8_t* write(const uint8_t* bytes, size_t count, uint8_t* to) const;
 
  private:
+  size_t write_wide(const uint8_t* bytes, size_t count, BitWriter& writer) const;
+
   uint8_t last_ = 0;          // the largest byte that occurs
   uint8_t longest_ = 0;       // bits of the longest code
   uint8_t lengths_[256] = {};
@@ -117,14 +119,20 @@ class HuffmanCode {
   } codes_[256];
 };
 
-// How often each of `kinds` numbers, below 256, occurs. Four counters take turns: adding to one twice at once is slow.
+// How often each of `kinds` numbers, below 256, occurs. Eight counters take turns: adding to one twice at once is slow.
 inline void count_bytes(const uint8_t* bytes, size_t count, unsigned kinds, uint32_t* counts) {
-  uint32_t lanes[4][256] = {};
+  uint32_t lanes[8][256] = {};
   size_t i = 0;
-  for (; i + 4 <= count; i += 4)
-    for (size_t lane = 0; lane < 4; ++lane) ++lanes[lane][bytes[i + lane]];
+  for (; i + 8 <= count; i += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, bytes + i, 8);
+    for (size_t lane = 0; lane < 8; ++lane) ++lanes[lane][eight >> 8 * lane & 0xff];
+  }
   for (; i < count; ++i) ++lanes[0][bytes[i]];
-  for (unsigned kind = 0; kind < kinds; ++kind) counts[kind] = lanes[0][kind] + lanes[1][kind] + lanes[2][kind] + lanes[3][kind];
+  for (unsigned kind = 0; kind < kinds; ++kind) {
+    counts[kind] = 0;
+    for (const auto& lane : lanes) counts[kind] += lane[kind];
+  }
 }
 
 }  // namespace zckpt

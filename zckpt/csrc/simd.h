@@ -29,8 +29,8 @@
 
 namespace zckpt {
 
-// AVX2 with F16C; carry-less multiplication, also in AVX2; AVX2 with FMA and BMI2; AVX-512
-enum class Unit { kHalves, kFolding, kWideFolding, kMultiplyAdd, kWideLanes };
+// AVX2 with F16C; carry-less multiplication, also in AVX2; AVX2 with FMA and BMI2; AVX-512; AVX-512 that moves single bytes
+enum class Unit { kHalves, kFolding, kWideFolding, kMultiplyAdd, kWideLanes, kWideBytes };
 
 #ifdef ZCKPT_TESTING
 inline std::atomic<bool> vector_paths{true}, wide_paths{true};  // tests switch them off
@@ -54,12 +54,14 @@ inline bool has(Unit unit) {
   static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   static const bool wide_lanes = multiply_add && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                                  __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("popcnt");
+  static const bool wide_bytes = wide_lanes && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
   if (!vector_paths) return false;
   switch (unit) {
     case Unit::kHalves: return halves;
     case Unit::kFolding: return folding;
     case Unit::kWideFolding: return wide_folding;
     case Unit::kWideLanes: return wide_lanes && wide_paths;
+    case Unit::kWideBytes: return wide_bytes && wide_paths;
     default: return multiply_add;
   }
 #else
