@@ -25,7 +25,7 @@ test: .make/zckpt .make/test interop
 # What `make test` does a systematic part of, whole: every request of every kind of run at an S3 server fails, in two ways; models
 # are loaded by four ranks; every kind of run with device nvme; a fault in each room is found by its tests (tests/planted.py). Tests
 # that do no more here are not run again (tests/proofs.py).
-proofs: .make/zckpt .make/test interop .make/verl .make/automodel
+proofs: .make/zckpt .make/test interop .make/verl .make/automodel .make/megatron-bridge
 	ZCKPT_PROOFS=1 $(PYTEST) -m proof
 
 check: .make/zckpt .make/test .make/strict/built
@@ -119,6 +119,10 @@ loaders: .make/test interop .make/loaders
 # NeMo AutoModel's consolidation of shards, without what the rest of it needs.
 .make/automodel:
 	$(PIP) --no-deps --target .make/automodel.new nemo_automodel==0.7.0 && mv .make/automodel.new $@
+
+# Megatron Bridge's adapters, without what the rest of it needs.
+.make/megatron-bridge:
+	$(PIP) --no-deps --target .make/megatron-bridge.new megatron-bridge==0.3.1 && mv .make/megatron-bridge.new $@
 
 # mergekit, without what the parts of it need that are not measured.
 .make/mergekit:

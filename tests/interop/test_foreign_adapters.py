@@ -84,13 +84,29 @@ def test_torchtune(dora: bool, halves: bool, tmp_path: Path) -> None:
     merges(epoch, model, tmp_path)
 
 
+def save(tensors: dict[str, Any], directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves sharded tensors with Megatron-Core."""
+    from megatron.core import dist_checkpointing
+
+    for name, stand_in in (("current_device", lambda: "cpu"), ("synchronize", lambda *_: None)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    directory.mkdir(parents=True)
+    is_first = not torch.distributed.is_initialized()  # a test of this process before may have left its group
+    if is_first:
+        meeting = f"file://{directory.parent}/rendezvous"
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        dist_checkpointing.save({"model": tensors}, str(directory))
+    finally:
+        if is_first:
+            torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_megatron_bridge(stacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One A for queries, keys and values, and one for gate and up; in PEFT each has its own."""
     yaml = pytest.importorskip("yaml")
     checkpointing = pytest.importorskip("megatron.core.dist_checkpointing")
-    for name, stand_in in (("current_device", lambda: "cpu"), ("synchronize", lambda *_: None)):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
     model, wanted = trained(tmp_path)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -129,19 +145,8 @@ def test_megatron_bridge(stacked: bool, tmp_path: Path, monkeypatch: pytest.Monk
             for layer, own in enumerate(layers)
             for name, tensor in ((f"decoder.layers.{layer}.{name}", tensor) for name, tensor in own.items())
         }
-    run, odd = tmp_path / "iter_0000002", tmp_path / "odd" / "iter_0000001"
-    run.mkdir()
-    odd.mkdir(parents=True)
-    magnitude = "decoder.layers.0.self_attention.linear_proj.adapter.weight_magnitude"
-    is_first = not torch.distributed.is_initialized()  # a test of this process before may have left its group
-    if is_first:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        checkpointing.save({"model": tensors}, str(run))
-        checkpointing.save({"model": {**tensors, "m": shard(magnitude, torch.ones(16))}}, str(odd))
-    finally:
-        if is_first:
-            torch.distributed.destroy_process_group()
+    run = tmp_path / "iter_0000002"
+    save(tensors, run, monkeypatch)
     said = {
         "model": {"num_layers": LAYERS, "num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": SIZE},
         "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 3, "alpha": 6, "dropout": 0.0},
@@ -154,6 +159,79 @@ def test_megatron_bridge(stacked: bool, tmp_path: Path, monkeypatch: pytest.Monk
     assert (config["r"], config["lora_alpha"]) == (3, 6) and "q_proj" in config["target_modules"]
     assert zckpt.verify(run, tmp_path / "found", progress=False).ok
     merges(run, model, tmp_path)
-    (odd / "run_config.yaml").write_bytes((run / "run_config.yaml").read_bytes())
-    with pytest.raises(zckpt.UnsupportedError, match=r"a DoRA of Megatron Bridge.*Merge it with"):
-        zckpt.to_peft(odd, tmp_path / "no", progress=False)
+
+
+def bridge(home: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch, model: Any = (), peft: Any = ()) -> Path:
+    """A save of Bridge with these whole tensors, by their names below the layers, which are stacked."""
+    yaml = pytest.importorskip("yaml")
+    core = pytest.importorskip("megatron.core.dist_checkpointing")
+    shard = core.ShardedTensor.from_rank_offsets
+    save({name: shard(f"decoder.layers.{name}", one) for name, one in tensors.items()}, home, monkeypatch)
+    said = {
+        "model": {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": SIZE, **dict(model)},
+        "peft": {"dim": 4, "alpha": 6, **dict(peft)},
+    }
+    (home / "run_config.yaml").write_text(yaml.safe_dump(said))
+    return home
+
+
+@pytest.mark.parametrize("form", ["each", "outer", "shared", "normalized"])
+def test_experts_of_megatron_bridge(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with matrices of its own, all with the same outer ones, or all with the same; perhaps of a lower rank."""
+    experts, hidden, width, rank = 4, 16, 12, 2 if form == "normalized" else 4
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=hidden, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS, head_dim=SIZE, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=width,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    sizes = {"linear_fc1": (hidden, 2 * width), "linear_fc2": (width, hidden)}
+    shared = {
+        "outer": ("linear_fc1.in", "linear_fc2.out"),
+        "shared": [f"{n}.{end}" for n in sizes for end in ("in", "out")],
+    }
+    tensors: Tensors = {}
+    for name, (into, out) in sizes.items():
+        for end, shape in (("in", (rank, into)), ("out", (out, rank))):
+            lead = (LAYERS,) if f"{name}.{end}" in shared.get(form, ()) else (LAYERS, experts)
+            tensors[f"mlp.experts.experts.{name}.adapter.linear_{end}.weight"] = torch.randn(*lead, *shape)
+    peft = {"normalize_moe_lora": form == "normalized"}
+    run = bridge(tmp_path / "run" / "iter_0000002", tensors, monkeypatch, {"num_moe_experts": experts}, peft)
+    lora = LoraMerge(base=tmp_path / "base")
+    zckpt.convert(run.parent, tmp_path / "out", dtype="fp32", options=Options(lora=lora), progress=False)
+    found, before = (load_file(tmp_path / at / "model.safetensors") for at in ("out", "base"))
+    for layer in range(LAYERS):
+        for expert in range(experts):
+            update = {}
+            for name in sizes:
+                a, b = (
+                    tensors[f"mlp.experts.experts.{name}.adapter.linear_{end}.weight"][layer] for end in ("in", "out")
+                )
+                update[name] = 6 / rank * ((b[expert] if b.ndim > 2 else b) @ (a[expert] if a.ndim > 2 else a))
+            gate, up = update["linear_fc1"].chunk(2)
+            for module, own in (("gate", gate), ("up", up), ("down", update["linear_fc2"])):
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{module}_proj.weight"
+                assert torch.allclose(found.pop(name), before.pop(name) + own, rtol=1e-6, atol=1e-6), name
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert zckpt.verify(run.parent, tmp_path / "out", lora=lora, progress=False).ok
+    zckpt.to_peft(run.parent, tmp_path / "alone", progress=False)
+    made = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert made["r"] == 4 and bool(made.get("rank_pattern")) == (form == "normalized")
+
+
+@pytest.mark.parametrize(
+    ("part", "model", "why"),
+    [
+        ("self_attention.linear_qkv", {"add_qkv_bias": True}, r"scales the bias of linear_qkv too"),
+        ("mlp.linear_fc2", {"tensor_model_parallel_size": 2}, r"2 tensor-parallel ranks.*own slices.*of linear_qkv"),
+        ("mlp.linear_fc1", {}, r"between how many ranks.*run_config\.yaml"),
+        ("mlp.linear_fc3", {}, r"no name in PEFT.*export_adapter_ckpt"),
+    ],
+)
+def test_doras_of_megatron_bridge_that_no_weights_are(
+    part: str, model: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bridge(tmp_path / "run", {f"{part}.adapter.weight_magnitude": torch.ones(LAYERS, 32)}, monkeypatch, model)
+    with pytest.raises(zckpt.ZckptError, match=why):
+        zckpt.to_peft(run, tmp_path / "no", progress=False)

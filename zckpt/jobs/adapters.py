@@ -94,7 +94,7 @@ def made_config(
     config = opened.catalog.extras.get("run_config")
     run = config.get("peft") if isinstance(config, Mapping) else None
     if isinstance(run, Mapping):  # of Megatron Bridge
-        meta: object = {"r": run.get("dim"), "lora_alpha": run.get("alpha"), "task_type": "CAUSAL_LM"}
+        meta: object = {**run, "r": run.get("dim"), "lora_alpha": run.get("alpha"), "task_type": "CAUSAL_LM"}
         name, file = "run_config.yaml", opened.place.listing.directory.path
     elif path.is_file():
         meta, name, file = read_json(path.path, 1 << 20, f"a {META}"), META, path.path

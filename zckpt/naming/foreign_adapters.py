@@ -2,18 +2,20 @@
 
 For `jobs.adapters`. In torchtune's `adapter_N.pt` and `adapter_model.pt` the rows of queries and keys are in pairs, as in its
 model, but for Qwen and Phi. Bridge has one LoRA for queries, keys and values: the rows of its B are in groups, one for each key
-head, and its A is that of each; so for gate and up, one after the other. Its layers are stacked or numbered.
+head, and its A is that of each; so for gate and up, one after the other. Its layers are stacked or numbered, its experts stacked;
+what all experts share has no axis for them. The magnitudes of a DoRA's gate and up lie rank after rank, each with rows of both.
 verl writes `lora_train_meta.json` beside its rank files: `{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}`; Bridge has such
 facts in `run_config.yaml`. Which modules have a LoRA, which are trained whole, and whether it is a DoRA, the tensors show.
 Source: torchtune 0.6.1, models/convert_weights.py `tune_to_peft_adapter_weights`, models/qwen2/_convert_weights.py; Megatron
 Bridge 0.6.2, models/conversion/peft_bridge.py, peft/utils.py `ParallelLinearAdapter.sharded_state_dict`; verl 0.9.1,
-utils/checkpoint/fsdp_checkpoint_manager.py `_get_lora_train_meta`; PEFT 0.21.2, tuners/lora/config.py. What LoRA and
-CanonicalLoRA of Bridge 0.3.1 save of Megatron-Core's Llama was read, with Transformer Engine replaced by an empty module; a
-DoRA's magnitudes of gate and up alternate there by ranks.
+utils/checkpoint/fsdp_checkpoint_manager.py `_get_lora_train_meta`; PEFT 0.21.2, tuners/lora/config.py. What LoRA, CanonicalLoRA
+and DoRA of Bridge 0.3.1 save of Megatron-Core's models was read, with Transformer Engine replaced by an empty module; what its
+`GroupedExpertLinearAdapter` and `SharedOuterGroupedExpertAdapter` save, of a commit of August 2026.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -32,8 +34,9 @@ _TUNE = compile_late(
     r"\.(?P<kind>lora_a\.weight|lora_b\.weight|magnitude)"
 )
 _BRIDGE = compile_late(
-    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<part>self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12])\.adapter\."
-    r"(?:adapter_(?P<one>q|k|v|gate|up)\.)?linear_(?P<kind>in|out)\.weight"
+    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<home>self_attention|mlp(?:\.experts\.experts|\.shared_experts)?)\."
+    r"(?P<part>linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj|fc[12])|router)\.adapter\."
+    r"(?:adapter_(?P<one>q|k|v|gate|up)\.)?(?:linear_(?P<kind>in|out)\.weight|weight_(?P<length>magnitude))"
 )
 _BRIDGES = compile_late(r".*\.adapter\.(?:adapter_\w+\.)?(?:linear_(?:in|out)\.weight|weight_magnitude)")
 _KINDS = {
@@ -42,10 +45,18 @@ _KINDS = {
 }  # fmt: skip
 _MODULES = {
     "output_proj": "self_attn.o_proj", "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj",
-    "self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj",
-    **{name: f"mlp.{name}_proj" for name in ("gate", "up")}, **{name: f"self_attn.{name}_proj" for name in "qkv"},
     **{f"{name}_proj": f"self_attn.{name}_proj" for name in "qkv"},
 }  # fmt: skip
+_OF_BRIDGE = {
+    "linear_qkv": "q_proj k_proj v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj up_proj", "linear_fc2": "down_proj",
+    "linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj", "router": "gate",
+}  # fmt: skip
+_STAYS = "Use it with Megatron Bridge, on as many ranks as trained it."
+_OF_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "gate": "gate"}
+_EXPERTS, _SHARED = "mlp.experts.experts", "mlp.shared_experts"
+_MIXTRAL = compile_late(r"(?i)mixtral|minimax")
+_LAYERS = "base_model.model.model.layers."
 _HALVES = ("qwen", "phi")
 META = "lora_train_meta.json"
 _TUNED = compile_late(r"(?P<module>.+)\.(?:lora_A\.weight|lora_embedding_A)")
@@ -85,10 +96,6 @@ def _heads(facts: Facts, name: str) -> int:
     return number
 
 
-def _peft_name(layer: object, module: str, kind: str) -> str:
-    return f"base_model.model.model.layers.{layer}.{_MODULES[module]}.{_KINDS[kind]}"
-
-
 def _of_torchtune(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, TensorEntry]]:
     match = _TUNE.fullmatch(entry.name)
     assert match is not None
@@ -100,38 +107,106 @@ def _of_torchtune(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, Tenso
         heads = _heads(facts, "query_heads" if part == "q_proj" else "key_heads")
         if not str(facts.get("model_type")).startswith(_HALVES):
             entry = swap_head_halves(entry, heads, apart=True)
-    yield _peft_name(match["layer"], part, kind), entry
+    yield f"{_LAYERS}{match['layer']}.{_MODULES[part]}.{_KINDS[kind]}", entry
 
 
 def _of_bridge(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, TensorEntry]]:
     match = _BRIDGE.fullmatch(entry.name)
     if match is None:
-        is_dora = entry.name.endswith(".weight_magnitude")
         raise UnsupportedError(
-            "a DoRA of Megatron Bridge is not read" if is_dora
-            else "a LoRA of Megatron Bridge has no name in PEFT that is known here", file=facts.path,
-            found=examples([entry.name]), expected="LoRAs of linear_qkv, linear_proj, linear_fc1 and linear_fc2",
-            remedy="Merge it with Megatron Bridge, and convert the model." if is_dora
-            else "Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt.",
+            "an adapter of Megatron Bridge has no name in PEFT that is known here", file=facts.path,
+            found=examples([entry.name]), expected="adapters of attention, MLPs, experts and routers of a language model",
+            remedy="Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt.",
         )  # fmt: skip
-    layers = [(match["layer"], entry)]
-    if match["layer"] is None:
-        pieces = [(f"{number}", entry.shape[1:]) for number in range(entry.shape[0])]
-        layers = [(one.name, one) for one in split_rows(entry, pieces)]
-    kind, part = match["kind"], match["part"]
-    for layer, one in layers:
-        if match["one"] or part in _MODULES:
-            yield _peft_name(layer, match["one"] or part, kind), one
-            continue
-        groups, widths = 1, [one.shape[0] // 2] * 2
-        modules: tuple[str, ...] = ("gate", "up")
-        if part.endswith("qkv"):
-            modules, groups, heads = ("q", "k", "v"), _heads(facts, "key_heads"), _heads(facts, "query_heads")
-            size = one.shape[0] // (heads + 2 * groups)
-            widths = [heads // groups * size, size, size]
-        for number, module in enumerate(modules):
-            name = _peft_name(layer, module, kind)
-            yield name, one if kind == "in" else rows_of(one, name, groups, widths, number)
+    home, part, kind = match["home"], match["part"], match["kind"] or match["length"]
+    _check_rows(entry, part, kind, facts)
+    is_mixtral = _MIXTRAL.search(f"{facts.get('model_type')} {facts.arguments.get('_target_')}") is not None
+    if home == "self_attention":
+        target = "self_attn"
+    elif home == _SHARED:  # Qwen has one, with a gate
+        target = "mlp.shared_expert" if facts.arguments.get("moe_shared_expert_gate") is True else _SHARED
+    else:
+        target = "block_sparse_moe" if is_mixtral and (home == _EXPERTS or part == "router") else "mlp"
+    for layer, whole in [(match["layer"], entry)] if match["layer"] else _along(entry):
+        each: Iterable[tuple[str, TensorEntry]] = [("", whole)]
+        if home == _EXPERTS:
+            is_stacked = len(whole.shape) > (1 if kind == "magnitude" else 2)
+            each = (
+                _along(whole)
+                if is_stacked
+                else (
+                    (f"{n}", whole)
+                    for n in range(_argument(facts, "how many experts its model has", "num_moe_experts"))
+                )
+            )
+        for expert, one in each:
+            at = f"{_LAYERS}{layer}.{target}.{f'experts.{expert}.' if expert else ''}"
+            for module, rows in _modules_of(one, match, facts):
+                yield f"{at}{_OF_MIXTRAL.get(module, module) if is_mixtral and expert else module}.{_KINDS[kind]}", rows
+
+
+def _check_rows(entry: TensorEntry, part: str, kind: str, facts: Facts) -> None:
+    """Raises UnsupportedError if no adapter of PEFT computes what this one does."""
+    said = facts.arguments
+    slices = said.get("tensor_model_parallel_size")
+    what = remedy = ""
+    if part == "linear_qkv" and kind != "in" and said.get("attention_output_gate") is True:
+        what = "has rows of a gate among those of its queries (attention_output_gate)"
+        remedy = "Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt."
+    elif kind == "magnitude" and part == "linear_qkv" and (said.get("add_qkv_bias") or said.get("add_bias_linear")):
+        what, remedy = (
+            "is a DoRA that scales the bias of linear_qkv too, as no merged weight and no DoRA of PEFT does",
+            _STAYS,
+        )
+    elif kind == "magnitude" and part in ("linear_proj", "linear_fc2") and isinstance(slices, int) and slices > 1:
+        what = f"is a DoRA that {slices} tensor-parallel ranks trained, each with the lengths of its own slices of rows"
+        remedy = f"{_STAYS} On one rank, or of linear_qkv and linear_fc1 alone, a DoRA can be merged."
+    if what:
+        raise UnsupportedError(
+            f"an adapter of Megatron Bridge has no equal in PEFT: it {what}",
+            file=facts.path,
+            found=examples([entry.name]),
+            remedy=remedy,
+        )
+
+
+def _along(entry: TensorEntry) -> list[tuple[str, TensorEntry]]:
+    """The tensors that lie along the first axis, with their numbers."""
+    pieces = [(f"{number}", entry.shape[1:]) for number in range(entry.shape[0])]
+    return [(one.name, one) for one in split_rows(entry, pieces)]
+
+
+def _argument(facts: Facts, what: str, *names: str) -> int:
+    value = next((number for name in names if (number := facts.arguments.get(name)) is not None), None)
+    if type(value) is not int or value < 1:
+        raise IncompleteError(
+            f"the adapter does not say {what}", file=facts.path, found=f"no {names[0]} of its run",
+            expected="run_config.yaml", remedy="Copy run_config.yaml of the run into the save's directory.",
+        )  # fmt: skip
+    return value
+
+
+def _modules_of(entry: TensorEntry, match: re.Match[str], facts: Facts) -> Iterator[tuple[str, TensorEntry]]:
+    """The modules that one of Bridge is in PEFT, by their last names, and the rows of each."""
+    part, kind = match["part"], match["kind"]
+    names = [f"{match['one']}_proj"] if match["one"] else _OF_BRIDGE[part].split()
+    if part == "linear_fc1" and facts.arguments.get("gated_linear_unit") is False:
+        names = ["up_proj"]
+    if kind == "in" or len(names) == 1:
+        yield from ((name, entry) for name in names)
+        return
+    groups = 1
+    if part == "linear_qkv":
+        groups, heads = _heads(facts, "key_heads"), _heads(facts, "query_heads")
+        size = entry.shape[0] // (heads + 2 * groups)
+        widths = [heads // groups * size, size, size]
+    else:
+        if match["length"]:  # a tensor-parallel rank's rows of both are together
+            axes = ["expert_tensor_parallel_size"] * (match["home"] == _EXPERTS) + ["tensor_model_parallel_size"]
+            groups = _argument(facts, "between how many ranks its matrices were split", *axes)
+        widths = [entry.shape[0] // (2 * groups)] * 2
+    for number, name in enumerate(names):
+        yield name, rows_of(entry, name, groups, widths, number)
 
 
 def config_of_meta(
@@ -156,15 +231,18 @@ def config_of_meta(
             "does not say the rank and the alpha of a LoRA", file=file, found=brief(meta),
             expected='{"r": ..., "lora_alpha": ...}', remedy=COPY_AGAIN,
         )  # fmt: skip
+    assert isinstance(meta, Mapping)
     modules = {match["module"].removeprefix(ROOT): name for name in adapter if (match := _TUNED.fullmatch(name))}
-    ranks = sorted({adapter[name].shape[0] for name in modules.values() if adapter[name].shape})
-    if ranks != [r]:
+    found = {module: adapter[name].shape[0] for module, name in modules.items() if adapter[name].shape}
+    fewer = {rank for module, rank in found.items() if ".experts." in module and meta.get("normalize_moe_lora") is True}
+    pattern = {r"experts\.\d+\.\w+": fewer.pop()} if len(fewer) == 1 else {}
+    ranks = sorted({rank for module, rank in found.items() if not pattern or ".experts." not in module})
+    if ranks != [r] and (ranks or not pattern):
         raise InconsistentError(
             "gives a rank that the adapter does not have", file=file, found=f"r {r}",
             expected=f"r {join_words([str(own) for own in ranks])}, as its tensors have" if ranks else "LoRA matrices",
             remedy=OTHER_SAVE,
         )  # fmt: skip
-    assert isinstance(meta, Mapping)
     task = meta.get("task_type")
     saved = sorted({name.partition(".modules_to_save.")[0].rpartition(".")[2] for name in whole})
     return {
@@ -173,6 +251,7 @@ def config_of_meta(
         "base_model_name_or_path": None,
         "r": r,
         "lora_alpha": alpha,
+        **({"rank_pattern": pattern} if pattern else {}),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_dora": any(name.endswith(".lora_magnitude_vector") for name in adapter),
