@@ -1,9 +1,20 @@
-"""A writer's tensors, taken apart into the parts of the model by its scheme."""
+"""A writer's tensors, taken apart into the parts of the model by its scheme.
+
+[Note: arrays of Flax] A line of a scheme (`schemes`) for an array of Flax says how a part lies in it by these keys:
+- "inputs": how many of its first dimensions, but for those of a stack, are a matrix's inputs; the part is the matrix with the
+  others as rows. 0 is a vector, in as many dimensions as it has.
+- "axis": the axis that numbers blocks, where it is not a leading one. An axis counts only where the name has no such number.
+- "root": a fact: the elements of the part are its root times those of the tensor; "over": they are those of the tensor over its
+  root, which is one of bf16 with "rounded".
+- "every": N, where numbers of blocks count N blocks in a row as one; `{r}` in the name, or "first", is the place in the row.
+- "first": the first block; or the beginning of other tensors' names, which have the blocks before it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
@@ -21,6 +32,9 @@ from zckpt.naming.vocabulary import with_vocabulary
 
 _MOST_STACKED = 1_000_000
 """The most blocks x experts in one tensor; the largest models have some ten thousand."""
+
+_BEFORE = "blocks of "
+"""The beginning of a fact with the number of blocks of tensors; the rest of it is the beginning of their names."""
 
 _GATES = tuple(f"{where}.gate.{kind}" for where in ("mlp", "{e}", "shared") for kind in KINDS)
 _SHARES = {"query": "query_heads", "key": "key_heads", "value": "key_heads"}
@@ -103,8 +117,9 @@ def _with_vocabulary(
 def _refusal_of(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:
     return UnsupportedError(
         "its weights are in a form that cannot be taken apart", file=facts.path, found=f"{name!r}, which is {rule.refused}",
-        expected="weights of bf16, fp16 or fp32",
-        remedy="Load the model with transformers, with dequantize=True in its quantization config, save it, and convert that.",
+        expected="weights that are as transformers has them" if rule.note else "weights of bf16, fp16 or fp32",
+        remedy=rule.note
+        or "Load the model with transformers, with dequantize=True in its quantization config, save it, and convert that.",
     )  # fmt: skip
 
 
@@ -180,8 +195,9 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
         return [replace_name(entry, rule.part_of_many(entry.name))]
     if rule.is_plain:
         return [replace_name(entry, fill_template(templates[0], fit.block, fit.expert))]
-    if rule.inputs >= 0:
-        return [_of_flax(item, rule, place, facts) for place, item in _unstack(entry, rule, fit, facts)]
+    if rule.flax.inputs >= 0:
+        held = [_of_flax(item, rule, place, facts) for place, item in _unstack(entry, rule, fit, facts)]
+        return [_rescale(part, rule, facts) for part in held]
     entry = _in_shape(entry, rule, facts)
     lead = entry.shape[: len(rule.stack)]
     shape = entry.shape[len(rule.stack) :]
@@ -205,8 +221,7 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
         held = [part for item, own in zip(items, names) for part in _split_fused(item, rule, own, facts)]
     if rule.pairs:
         held = [in_pairs(part, rule, facts, number % len(templates), apart=True) for number, part in enumerate(held)]
-    if rule.plus:
-        held = [shifted_by(part, -rule.plus) for part in held]
+    held = [_rescale(part, rule, facts) for part in held]
     vocabulary = facts.whole("vocabulary") if rule.vocabulary else None
     if vocabulary is not None:
         held = [with_rows(part, min(vocabulary, part.shape[0])) for part in held]
@@ -221,17 +236,17 @@ def _unstack(
     Raises:
         InconsistentError: it has too few dimensions.
     """
-    at = rule.axis
-    lead = entry.shape[at : at + 1] if at else entry.shape[: len(rule.stack)]
-    rest = (*entry.shape[:at], *entry.shape[at + 1 :]) if at else entry.shape[len(rule.stack) :]
-    if len(lead) < max(1, len(rule.stack)) * bool(at or rule.stack) or len(rest) < max(
-        1, rule.inputs + bool(rule.inputs)
-    ):
+    stack, at = _axes(rule, fit)
+    lead = entry.shape[at : at + 1] if at else entry.shape[: len(stack)]
+    rest = (*entry.shape[:at], *entry.shape[at + 1 :]) if at else entry.shape[len(stack) :]
+    inputs = rule.flax.inputs
+    if len(lead) < max(1, len(stack)) * bool(at or stack) or len(rest) < max(1, inputs + bool(inputs)):
         raise _unfit(entry, f"shape {list(entry.shape)}", facts)
     if math.prod(lead) > _MOST_STACKED:
         raise _unfit(entry, f"{math.prod(lead):,} blocks and experts", facts)
     if not at:
-        places = [_numbers(rule.stack, index, fit) for index in itertools.product(*map(range, lead))]
+        numbers = [_numbers(stack, index, fit) for index in itertools.product(*map(range, lead))]
+        places = [(_block_of(block, rule, fit, facts), expert) for block, expert in numbers]
         yield from zip(places, split_rows(entry, [(entry.name, rest)] * len(places)), strict=True)
         return
     rows = math.prod(entry.shape[:at])
@@ -240,40 +255,72 @@ def _unstack(
     )
     for block in range(lead[0]):
         own = rows_of(flat, entry.name, rows, [1] * lead[0], block)
-        yield (block, fit.expert), move_rows(own, own.name, rest, lambda fragments, _: fragments)
+        place = (_block_of(block, rule, fit, facts), fit.expert)
+        yield place, move_rows(own, own.name, rest, lambda fragments, _: fragments)
+
+
+def _axes(rule: NamingRule, fit: Fit) -> tuple[tuple[str, ...], int]:
+    """The axes of an array of Flax that number blocks and experts, where the name does not."""
+    named = {"b": fit.block >= 0, "e": fit.expert >= 0}
+    stack = tuple(axis for axis in rule.stack if not named[axis])
+    return stack, rule.flax.axis if "b" in stack else 0
+
+
+def _block_of(number: int, rule: NamingRule, fit: Fit, facts: Facts) -> int:
+    """The block that a number in a name, or along an axis, means."""
+    first = rule.flax.first
+    before = first if isinstance(first, int) else facts.whole(_BEFORE + first) or 0
+    return number if number < 0 else before + fit.place + rule.flax.every * number
 
 
 def _of_flax(item: TensorEntry, rule: NamingRule, place: tuple[int, int], facts: Facts) -> TensorEntry:
     """The part that an array of Flax is: its inputs are columns."""
-    inputs = math.prod(item.shape[: rule.inputs])
-    shape = (inputs, item.numel // max(1, inputs)) if rule.inputs else (item.numel,)
+    inputs = math.prod(item.shape[: rule.flax.inputs])
+    shape = (inputs, item.numel // max(1, inputs)) if rule.flax.inputs else (item.numel,)
     part = transpose(
         move_rows(item, fill_template((rule.parts or ("",))[0], *place), shape, lambda fragments, _: fragments)
     )
-    if rule.pairs:
-        part = in_pairs(part, rule, facts, 0, apart=True)
-    return shifted_by(part, 0, math.sqrt(facts.number(rule.root))) if rule.root else part
+    return in_pairs(part, rule, facts, 0, apart=True) if rule.pairs else part
 
 
-def _heads_of_flax(catalog: Catalog, fits: Mapping[str, Fit], facts: Facts) -> Facts:
-    """The facts, with the heads that kernels of queries and keys have as a dimension.
+def _rescale(part: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry:
+    """The part, with what a writer adds to its elements, or multiplies them by, taken back."""
+    own = rule.flax
+    times, over = (math.sqrt(facts.number(fact)) if fact else 1 for fact in (own.root, own.over))
+    if own.rounded:
+        bits = int.from_bytes(struct.pack("<f", over), "little")
+        over = struct.unpack("<f", (bits + 0x7FFF + (bits >> 16 & 1) & ~0xFFFF).to_bytes(4, "little"))[0]
+    return part if (rule.plus, times, over) == (0, 1, 1) else shifted_by(part, -rule.plus, times, over)
+
+
+def _with_flax(catalog: Catalog, fits: Mapping[str, Fit], facts: Facts) -> Facts:
+    """The facts, with those that the shapes of Flax's arrays show: heads, which are a dimension of kernels of queries and keys
+    (but for MLA), hidden values, and the blocks before others.
 
     Raises:
         InconsistentError: a config says others.
     """
+    blocks: dict[str, set[int]] = {}
+    beginnings = {rule.flax.first for fit in fits.values() for rule in fit.rules if isinstance(rule.flax.first, str)}
+    latent = _is_latent(fits)
     for name, fit in fits.items():
         rule, shape = fit.rules[0], catalog.tensors[name].shape
-        fact = (
-            {"query": "query_heads", "key": "key_heads"}.get((rule.parts or ("",))[0].split(".")[-2])
-            if rule.inputs == 1
-            else None
-        )
-        if fact is not None and len(shape) == 3 + bool(rule.axis):
+        if rule.parts == ("embedding.weight",) and rule.flax.over and shape:
+            facts = facts.having(hidden=shape[-1])
+        if rule.flax.inputs < 0:
+            continue
+        _, at = _axes(rule, fit)
+        for first in beginnings if at < len(shape) and (at or fit.block >= 0) else ():
+            if any(own.startswith(first) for own in rule.names):
+                numbers = range(shape[at]) if at else (fit.block,)
+                blocks.setdefault(first, set()).update(_block_of(number, rule, fit, facts) for number in numbers)
+        fact = {"query": "query_heads", "key": "key_heads"}.get((rule.parts or ("",))[0].split(".")[-2])
+        if fact is not None and rule.flax.inputs == 1 and len(shape) == 3 + bool(at) and not latent:
             for said, value in ((fact, shape[-2]), ("head_size", shape[-1])):
                 if facts.whole(said) not in (None, value):
                     raise _unfit(catalog.tensors[name], f"{said.replace('_', ' ')} {value:,}", facts)
                 facts = facts.having(**{said: value})
-    return facts
+    return facts.having(**{_BEFORE + first: len(own) for first, own in blocks.items()})
 
 
 def _in_shape(entry: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry:
@@ -348,10 +395,15 @@ def _unfit(entry: TensorEntry, found: str, facts: Facts) -> InconsistentError:
 def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts) -> Facts:
     """The facts, with those that names and shapes of fused tensors show: key_heads, head_size, gated, latent (MLA)."""
     for name, fit in fits.items():
-        if fit.rules[0].parts == ("blocks.{b}.router.weight",) and len(catalog.tensors[name].shape) > 1:
+        rule = fit.rules[0]
+        if (
+            rule.parts == ("blocks.{b}.router.weight",)
+            and rule.flax.inputs < 0
+            and len(catalog.tensors[name].shape) > 1
+        ):
             facts = facts.having(experts=catalog.tensors[name].shape[-2], hidden=catalog.tensors[name].shape[-1])
             break
-    facts = _heads_of_flax(catalog, fits, facts)
+    facts = _with_flax(catalog, fits, facts)
     fused: tuple[TensorEntry, int, int] | None = None
     has_gate = False
     up: dict[str, int] = {}
@@ -374,7 +426,7 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
             down.setdefault(words[0][-3], columns)
         if fused and up.keys() & down.keys():
             break
-    if any(".key_value_down." in part for fit in fits.values() for part in fit.rules[0].parts or ()):
+    if _is_latent(fits):
         facts = facts.having(latent=True)
     if any(".mamba." in part for fit in fits.values() for part in fit.rules[0].parts or ()):
         facts = facts.having(hybrid=True)
@@ -386,6 +438,11 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
     if scheme.has_local_names and fused is not None:
         facts = with_groups(facts, local_names(catalog.tensors).values())
     return facts
+
+
+def _is_latent(fits: Mapping[str, Fit]) -> bool:
+    """Whether attention goes through low ranks (MLA), by names."""
+    return any(".key_value_down." in part for fit in fits.values() for part in fit.rules[0].parts or ())
 
 
 def _with_heads(facts: Facts, entry: TensorEntry, rows: int, columns: int) -> Facts:

@@ -153,6 +153,8 @@ def facts_of(
     values["key_heads"] = _key_heads(given, arguments)
     values["tied"] = _is_head_tied(config or {}, given, arguments)
     values["rotary_form"] = _rotary_form(config)
+    if config:
+        values["scaled_by_head_size"] = given.get("query_pre_attn_scalar") in (None, values["head_size"])
     values["window"] = _window(arguments)
     tower = (config or {}).get("vision_config")
     values["tower_heads"] = _number(("num_heads", "num_attention_heads"), tower if isinstance(tower, Mapping) else {})

@@ -1,14 +1,15 @@
-"""Names of Megatron's and GPT-NeoX's tensors without what wraps them.
+"""Names of Megatron's and GPT-NeoX's tensors without what wraps them, and of Flax's.
 
-For `schemes` with "local_names". In a pipeline, and in GPT-NeoX's sequential form, names begin with the layer's number; blocks
-are the layers that hold attention, counted from 0. Otherwise the name itself has the block's number. What is in a block is called
-`layers.{b}.<local name>`, anything else by its local name: `final_layernorm.weight`, or just `weight` in a pipeline.
+For `schemes` with "local_names" or "flax_names". In a pipeline, and in GPT-NeoX's sequential form, names begin with the layer's
+number; blocks are the layers that hold attention, counted from 0. Otherwise the name itself has the block's number. What is in a
+block is called `layers.{b}.<local name>`, anything else by its local name: `final_layernorm.weight`, or just `weight` in a
+pipeline.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _PREFIXES = [
     re.compile(pattern, re.DOTALL)  # a name may hold anything
@@ -37,6 +38,25 @@ def local_names(names: Iterable[str]) -> dict[str, str]:
             block = blocks.get(int(layer))
         local[name] = match["local"] if block is None else f"layers.{block}.{match['local']}"
     return local
+
+
+_RANDOM = re.compile(r"nnx_aux\..*|(?:.*\.)?(?:\w*rngs|dropout)\..*", re.DOTALL)
+"""Names of states of random numbers, and of what NNX keeps beside the parameters."""
+
+
+def flax_names(names: Sequence[str], prefixes: Sequence[str]) -> dict[str, str]:
+    """Each name of Flax's with that of the parameter, as Linen has it: NNX has a number as a key of its own, and `value` at
+    the end.
+
+    Args:
+        names: of all tensors.
+        prefixes: beginnings; the first that all parameters have is taken off.
+    """
+    random = {name for name in names if _RANDOM.fullmatch(name)}
+    own = [name for name in names if name not in random]
+    prefix = next((p for p in prefixes if own and all(name.startswith(p) for name in own)), "")
+    found = {name: re.sub(r"\.(\d+)(?=\.)", r"_\1", name[len(prefix) :]).removesuffix(".value") for name in own}
+    return {name: found.get(name, name) for name in names}
 
 
 def local_template(name: str) -> str:

@@ -205,16 +205,17 @@ def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShiftedElements:
-    """A recipe (`core.recipes`): the elements of a tensor as fp32, each times a number, with a number added to it."""
+    """A recipe (`core.recipes`): the elements of a tensor as fp32, each times a number, over one, with one added to it."""
 
     inputs: tuple[TensorEntry]
     amount: float
     times: float = 1
+    over: float = 1
     unit: int = 1
 
     @property
     def facts(self) -> tuple[object, ...]:
-        return ("shifted", self.amount, self.times)
+        return ("shifted", self.amount, self.times, self.over)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
         return [(self.inputs[0], start, stop)]
@@ -222,9 +223,10 @@ class ShiftedElements:
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        return tools.read_floats(self.inputs[0], start, stop) * np.float32(self.times) + np.float32(self.amount)
+        found = tools.read_floats(self.inputs[0], start, stop) * np.float32(self.times)
+        return (found if self.over == 1 else found / np.float32(self.over)) + np.float32(self.amount)
 
 
-def shifted_by(entry: TensorEntry, amount: float, times: float = 1) -> TensorEntry:
-    """The tensor as fp32, each element times a number, with a number added to it; without its replicas."""
-    return derive_entry(entry.name, entry.shape, F32, ShiftedElements((entry,), amount, times), entry.role)
+def shifted_by(entry: TensorEntry, amount: float, times: float = 1, over: float = 1) -> TensorEntry:
+    """The tensor as fp32, each element times a number, over one, with one added to it; without its replicas."""
+    return derive_entry(entry.name, entry.shape, F32, ShiftedElements((entry,), amount, times, over), entry.role)

@@ -7,7 +7,7 @@ those in `family_files`, one each; `add_family` adds a user's.
 [Note: how to write a scheme] A JSON object: "scheme" (the file's name without .json; "family" for a Hugging Face family),
 "about", and "tensors", a table: each line is [name, parts, how], where "how" may be left out.
 - name: the tensor's name, or a list of spellings that are read; the first is written. `{b}` and `{e}` are the numbers
-  of a block and of an expert, `{kind}` is `weight` or `bias`, `*` is anything.
+  of a block and of an expert, `{r}` that of a block in a row of some, `{kind}` is `weight` or `bias`, `*` is anything.
 - parts: the part in it, or a list of the parts (`naming.parts` lists them), or null if it is left out; "=" for a part
   that no other program has, which is the tensor as it is. With a name that ends in `*`, it is all such tensors.
 "how" is an object with any of these:
@@ -21,10 +21,7 @@ those in `family_files`, one each; `add_family` adds a user's.
   as two halves.
 - "shape": facts that are the extents in which its elements lie, null for what is left, where the tensor's own shape is another.
 - "stack": ["b"], ["e"] or ["b", "e"]: leading axes, in that order, for numbers that are not in the name.
-- "axis": the axis that numbers blocks, where it is not a leading one.
-- "inputs": for an array of Flax: how many of its first dimensions, but for those of a stack, are a matrix's inputs; the part is
-  the matrix with the others as rows. 0 is a vector, in as many dimensions as it has.
-- "root": a fact: the elements of the part are its root times those of the tensor.
+- "inputs", "axis", "root", "over", "rounded", "every", "first": see [Note: arrays of Flax] in `decompose`.
 - "vocabulary": true where rows may be padding behind the vocabulary: those beyond the fact `vocabulary` are cut off when it is
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
 - "when": facts and the values (or lists of values) that they must have for the rule to count.
@@ -32,24 +29,25 @@ those in `family_files`, one each; `add_family` adds a user's.
 - "tied": true if the tensor is written, as another name of the embedding, for a model with that as its head too.
 - "zeros": with parts null: the fact that is the length of a vector of zeros, which is written for every block with a router.
 - "plus": what is added to the parts' elements in the tensor, as fp32: 1 for norms that the parts have counted from one.
-- "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is.
+- "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is; "note" says what to do.
 - "some": true for a tensor that only some blocks of a kind have.
 - "varies": true for a tensor that has not the same shape in all blocks.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
 Of two rules with names that fit, the first with facts that fit is taken; a fact is looked up in the config and in the run's
 arguments too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are there; a
 part is used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all tensors
-have them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`);
-"written" gives facts their values for writing; "together" lists parts that a model has all of or none of; "kinds" lists
-beginnings of parts that tell kinds of blocks apart, several of one kind as a list; "own_job" is true for names that only a
-command of its own writes, since files with them need more than tensors. A family or a writer with "like" has all that another
-one has, where it says nothing else: objects are joined key by key (null takes a key away, but in "fixed"), lines of "tensors"
-replace those with the same first part (a name that is null takes them away); "under" says where its names are here: a beginning
-there -> the one here. "memory" says where a family's tensors are in memory, in any version of transformers: a beginning of names
-on the hub -> one or several; "also" says it of other names that files on the hub have. "stacks" tells the stacks of blocks of a
-model with several: a beginning of names -> the key of the config that says how many blocks, perhaps with `-1` behind it, or
-that lists one thing for each. "config" and "recognised" are explained in `families`, "rotary" in `rotary`, "megatron" in
-`megatron_arguments`, "defaults" and "names" in `config_keys`; docs/families.md shows how to add one.
+have them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers, "flax_names" as Flax's
+NNX has them too (`local_names`); "written" gives facts their values for writing; "together" lists parts that a model has all of
+or none of; "kinds" lists beginnings of parts that tell kinds of blocks apart, several of one kind as a list; "own_job" is true
+for names that only a command of its own writes, since files with them need more than tensors. A family or a writer with "like"
+has all that another one has, where it says nothing else: objects are joined key by key (null takes a key away, but in "fixed"),
+lines of "tensors" replace those with the same first part (a name that is null takes them away); "under" says where its names
+are here: a beginning there -> the one here. "memory" says where a family's tensors are in memory, in any version of
+transformers: a beginning of names on the hub -> one or several; "also" says it of other names that files on the hub have.
+"stacks" tells the stacks of blocks of a model with several: a beginning of names -> the key of the config that says how many
+blocks, perhaps with `-1` behind it, or that lists one thing for each. "config" and "recognised" are explained in `families`,
+"rotary" in `rotary`, "megatron" in `megatron_arguments`, "defaults" and "names" in `config_keys`; docs/families.md shows how to
+add one.
 
 Example: ["h.{b}.qkv.{kind}", ["blocks.{b}.attention.query.{kind}", "blocks.{b}.attention.key.{kind}",
 "blocks.{b}.attention.value.{kind}"], {"rows": "groups:query_heads"}].
@@ -69,16 +67,16 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.extensions import Extension, extensions
 from zckpt.base.words import count, examples
-from zckpt.naming.local_names import local_names, local_template
+from zckpt.naming.local_names import flax_names, local_names, local_template
 from zckpt.naming.parts import KINDS, is_part, own_part
-from zckpt.naming.scheme_tables import add_to_table, other_spellings, parts_of_line
+from zckpt.naming.scheme_tables import FlaxArray, add_to_table, other_spellings, parts_of_line
 
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
 FAMILIES = os.path.join(os.path.dirname(__file__), "family_files")
 _MOST_BYTES = 1 << 20
 """The most bytes of a user's file of a family; zckpt's own have some thousand."""
 
-_PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "*": ".*"}
+_PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "{r}": r"(?P<r>\d{1,9})", "*": ".*"}
 _OF_MANY = "own."
 """The beginning of the parts that are all tensors with names that begin alike."""
 _PLACE = re.compile(f"({'|'.join(map(re.escape, _PLACES))})")
@@ -109,9 +107,7 @@ class NamingRule:
         plus: what is added to the parts' elements.
         widths: facts that the rows of the parts are as; empty where these are as many, or as the heads.
         some: whether only some blocks of a kind have it.
-        axis: the axis that numbers blocks; 0 where `stack` says it.
-        inputs: dimensions of an array of Flax that are a matrix's inputs; -1 for other tensors.
-        root: a fact; its root, times the elements, is the part's. Empty for none.
+        flax: how it lies in an array of Flax.
         varies: whether its shape is not the same in all blocks.
         on_the_hub: how many of the names, from the first on, are ones that files on the hub have.
     """
@@ -136,9 +132,7 @@ class NamingRule:
     plus: float = 0
     widths: tuple[str, ...] = ()
     some: bool = False
-    axis: int = 0
-    inputs: int = -1
-    root: str = ""
+    flax: FlaxArray = FlaxArray()
     varies: bool = False
     on_the_hub: int = 1
 
@@ -148,7 +142,8 @@ class NamingRule:
         return (
             self.parts is not None
             and len(self.parts) == 1
-            and not (self.stack or self.transpose or self.pairs or self.vocabulary or self.plus or self.inputs >= 0)
+            and not (self.stack or self.transpose or self.pairs or self.vocabulary or self.plus)
+            and self.flax == FlaxArray()
         )
 
     @property
@@ -173,11 +168,13 @@ class Fit(NamedTuple):
     Attributes:
         rules: in their order.
         block, expert: their numbers in the name; -1 without one.
+        place: that of a block in a row of some.
     """
 
     rules: tuple[NamingRule, ...]
     block: int
     expert: int
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +187,7 @@ class Scheme:
         rules: in the order in which they are asked.
         prefixes: beginnings of names that may be taken off.
         has_local_names: whether names are read without what wraps them.
+        has_flax_names: whether names are read as Flax's NNX has them too.
         written: fact -> its value, or the fact that it equals, when tensors are written.
         together: parts that a model has all of or none of, such as the biases that one setting switches on.
         kinds: beginnings of parts that tell kinds of blocks apart; several of one kind.
@@ -208,6 +206,7 @@ class Scheme:
     rules: tuple[NamingRule, ...]
     prefixes: tuple[str, ...] = ()
     has_local_names: bool = False
+    has_flax_names: bool = False
     written: Mapping[str, object] = field(default_factory=dict[str, object])
     together: tuple[tuple[str, ...], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
@@ -235,8 +234,11 @@ class Scheme:
         """A function that returns the rules for one of the names, which are those of all tensors; None if no rule takes
         it.
         """
-        prefix = next((p for p in self.prefixes if names and all(name.startswith(p) for name in names)), "")
-        local = local_names(names) if self.has_local_names else {name: name[len(prefix) :] for name in names}
+        if self.has_flax_names:
+            local = flax_names(names, self.prefixes)
+        else:
+            prefix = next((p for p in self.prefixes if names and all(name.startswith(p) for name in names)), "")
+            local = local_names(names) if self.has_local_names else {name: name[len(prefix) :] for name in names}
         fit = _fitter(self, frozenset(local.values()))
         return lambda name: fit(local[name])
 
@@ -275,7 +277,8 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Callable[[str], Fit | None
                 numbers = {**match.groupdict(), **numbers}
         if not rules:
             return None
-        return Fit(tuple(rules[n] for n in sorted(rules)), int(numbers.get("b", -1)), int(numbers.get("e", -1)))
+        block, expert, place = (int(numbers.get(key, usual)) for key, usual in (("b", -1), ("e", -1), ("r", 0)))
+        return Fit(tuple(rules[n] for n in sorted(rules)), block, expert, place)
 
     return fit
 
@@ -482,7 +485,7 @@ def parse_scheme(data: Mapping[str, Any]) -> Scheme:
     keys = {key: data.get(key, {}) for key in ("written", "config", "recognised", "rotary", "defaults")}
     return Scheme(
         f"hf-{data['family']}" if "family" in data else data["scheme"], data["about"], tuple(rules),
-        tuple(data.get("prefixes", ())), data.get("local_names", False),
+        tuple(data.get("prefixes", ())), data.get("local_names", False), data.get("flax_names", False),
         together=tuple(map(tuple, data.get("together", ()))),
         kinds=tuple((one,) if isinstance(one, str) else tuple(one) for one in data.get("kinds", ())),
         has_own_job=data.get("own_job", False),
@@ -516,9 +519,7 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         written.get("plus", 0),
         tuple(written.get("widths", ())),
         written.get("some", False),
-        written.get("axis", 0),
-        written.get("inputs", -1),
-        written.get("root", ""),
+        FlaxArray(**{key: written[key] for key in FlaxArray._fields if key in written}),
         written.get("varies", False),
         on_the_hub,
     )

@@ -4,7 +4,7 @@
 Its files lie in a directory of this name, or all arrays' are values of one OCDBT store (`containers.ocdbt`). A chunk that is not
 there counts as zeros for Zarr; here it is an error, unless the save says that zeros were not stored.
 What is below `opt_state` or `optimizer`, at the top of the tree or below one key, is the optimizer's, and not read; neither are
-single numbers and texts.
+`step`, single numbers and texts.
 Source: orbax-checkpoint 0.12.8, _src/metadata/tree.py, _src/metadata/array_metadata_store.py, _src/serialization/
 {tensorstore_utils,jax_array_handlers}.py, _src/path/{atomicity,step}.py.
 """
@@ -199,9 +199,9 @@ def records(listing: Listing) -> Iterator[tuple[str, list[Record]]]:
 
 
 def is_state(name: str) -> bool:
-    """Whether a leaf is an optimizer's, by its name."""
+    """Whether a leaf is an optimizer's, by its name; so is the number of steps beside the weights."""
     first, *rest = keys = name.split(".")
-    if any(key in _OPTIMIZERS for key in keys[:2]):
+    if name == "step" or any(key in _OPTIMIZERS for key in keys[:2]):
         return True
     below = rest if first == "optimizer" else rest[1:] if rest[:1] == ["optimizer"] else ()
     return any(map(_IN_OPTIMIZER.fullmatch, below[:2]))

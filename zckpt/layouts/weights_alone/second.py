@@ -141,12 +141,12 @@ def find_orbax(listing: Listing) -> SecondLook:
     for leaf in tree.values():
         path = [str(key["key"]) for key in leaf["key_metadata"]]
         kind, name = leaf["value_metadata"]["value_type"], ".".join(path)
-        if kind not in ("string", "scalar", "None") and name in below and not _OF_OPTIMIZER.match(name):
+        if kind not in ("string", "scalar", "None") and name in below and not _OF_OPTIMIZER.fullmatch(name):
             names[name] = _find_array(name, below[name], listing, values, runs)
     return SecondLook(names, runs)
 
 
-_OF_OPTIMIZER = re.compile(r"(?:[^.]*\.)?(?:opt_states?|optimizer(?:_states?)?)(?:\.|$)")
+_OF_OPTIMIZER = re.compile(r"step|(?:[^.]*\.)?(?:opt_states?|optimizer(?:_states?)?)(?:\..*)?", re.DOTALL)
 
 
 def _find_array(
