@@ -131,7 +131,7 @@ class Bench:
         """The same for every call."""
         import torch
 
-        from zckpt.runtime.train.tiny_gpt import TinyConfig, TinyGPT
+        from zckpt.runtime.train.models import TinyConfig, TinyGPT
 
         torch.manual_seed(7)
         return TinyGPT(TinyConfig(n_positions=self.positions, n_embd=self.width, n_layer=self.layers, n_head=4))

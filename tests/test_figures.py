@@ -51,9 +51,9 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 
 HOUSE = {
-    "modules": 586,
-    "lines": 105_867,
-    "lines of the trainer": 15_700,
+    "modules": 575,
+    "lines": 105_727,
+    "lines of the trainer": 15_672,
     "classes": 820,
     "functions named by one participle": 0,
 }

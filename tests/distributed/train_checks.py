@@ -112,7 +112,7 @@ def tiny_is_gpt2() -> dict[str, Any]:
     """tiny-gpt exports what transformers computes the same with."""
     from transformers import AutoModelForCausalLM
 
-    from zckpt.runtime.train.tiny_gpt import TinyGPT
+    from zckpt.runtime.train.models import TinyGPT
 
     torch.manual_seed(2)
     model = TinyGPT()

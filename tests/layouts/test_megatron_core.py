@@ -32,7 +32,7 @@ from zckpt.jobs.groups import Reading
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.layouts.megatron_core.contents import has_names
-from zckpt.layouts.megatron_core.flattened import unflatten
+from zckpt.layouts.megatron_core.read import unflatten
 from zckpt.layouts.run.values import number_in
 from zckpt.storage.location import locate
 

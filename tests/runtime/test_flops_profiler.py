@@ -15,7 +15,7 @@ from torch import nn
 from zckpt.runtime.profiling.flops_profiler import FlopsProfiler, get_model_profile, number_to_string, params_to_string
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.train.tiny_gpt import TinyConfig, TinyGPT
+from zckpt.runtime.train.models import TinyConfig, TinyGPT
 
 
 class Slow(nn.Module):

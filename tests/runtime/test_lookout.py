@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zckpt.cli.progress_lines import ProgressLines, duration
+from zckpt.cli.train import ProgressLines, duration
 from zckpt.runtime.observe.lookout import EQUAL_S, LATE_S, SILENT_S, Doing, Lookout
 from zckpt.runtime.train.metrics import Step
 from zckpt.runtime.world import World

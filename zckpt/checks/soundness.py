@@ -1,11 +1,13 @@
 """Checks whether a checkpoint is complete and intact.
 
 For `verify`. Everything that is wrong is reported: a damaged file does not hide another one. Problems are findings, not
-errors; an error means that the question itself could not be answered.
+errors; an error means that the question itself could not be answered. Digests that the trainer recorded when it saved are no
+checksums of a container: for these each file is read from begin to end.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +16,6 @@ from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedE
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import count, examples
 from zckpt.checks.contents import add_copies, add_padding, check_bytes
-from zckpt.checks.digests import check_digests
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, checked_file, checked_parts, examine, small_records
 from zckpt.checks.second import as_unproved, compare_places
@@ -28,6 +29,7 @@ from zckpt.layouts.places import find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import refuse_odd_values
+from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.origins import contradictions, of_other_ages, origin
 from zckpt.output import manifest as manifests
 from zckpt.output.address import RECORD
@@ -287,3 +289,34 @@ def _check_ends(state: Examined) -> None:
     if catalog.zeros:
         findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
         add_padding(state, catalog, findings.padding)
+
+
+def check_digests(listing: Listing, *, read: bool) -> tuple[str, list[str]] | None:
+    """The result for the recorded digests: (answer, problems); None for a save without any.
+
+    Args:
+        listing: the files of the save.
+        read: compare the bytes; otherwise, only whether the files are there.
+    """
+    try:
+        family = layouts.family_of(listing)
+    except ZckptError:  # whether there is a save at all, others say
+        return None
+    try:
+        recorded = family.digests(listing)
+    except ZckptError as error:
+        return "", [str(error)]
+    if not recorded:
+        return None
+    there = {name: digest for name, digest in recorded.items() if listing.where(name).is_file()}
+    problems = [f"{name!r} is missing, which the save lists" for name in recorded.keys() - there.keys()]
+    for name, digest in there.items() if read else ():
+        sums = hashlib.sha256()
+        for block in listing.where(name).blocks():
+            sums.update(block)
+        if sums.hexdigest() != digest.lower():
+            problems.append(f"{name!r} does not have the SHA-256 that the save lists")
+    files = count(len(recorded), "file")
+    if read:
+        return f"{files} with the SHA-256 that the save lists", sorted(problems)
+    return f"{files} that the save lists with their SHA-256; --deep compares them", sorted(problems)

@@ -37,7 +37,7 @@ class FileStore:
         identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the engine refuses a file that changed since.
         byteorder: byte order of the numbers in it.
         is_remote: whether `path` is an address.
-        fellow: of a file that is missing, the path of the one that it is taken to be built as (`storage.stand_in`); a single
+        fellow: of a file that is missing, the path of the one that it is taken to be built as (`pictures.incomplete`); a single
             number may be read there. Empty for all others.
         at_hand: whether an engine reads it itself; if not, it works on a copy in memory of what a batch needs.
     """

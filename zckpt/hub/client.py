@@ -1,6 +1,6 @@
 """The calls of huggingface_hub that a push makes: the owner of a token, what a page holds, send a file, commit, read back.
 
-For `transfer`, `pipeline`, `checks` and `readback`. Works with huggingface_hub 0.36, 1.x and 2.x: differences are found by
+For `transfer`, `pipeline` and `checks`. Works with huggingface_hub 0.36, 1.x and 2.x: differences are found by
 looking at its functions, not at its version.
 Sources: huggingface_hub 0.36.2, 1.8.0 and 2.4.0, hf_api.py, _commit_api.py, lfs.py.
 """

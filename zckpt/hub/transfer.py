@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass, public
-from zckpt.base.errors import RemoteError, UsageError
+from zckpt.base.errors import CorruptError, RemoteError, UsageError
 from zckpt.base.words import examples
 from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
@@ -20,8 +20,7 @@ from zckpt.hub.cargo import Cargo, Progress, SmallFile
 from zckpt.hub.client import Hub, MovedError, in_large_pieces, quietly
 from zckpt.hub.operations import SentFile, small_operations
 from zckpt.hub.pipeline import Pipeline
-from zckpt.hub.readback import Wanted, differences, read_back
-from zckpt.hub.target import Committed, Page, PageTarget
+from zckpt.hub.target import Committed, Page, PageFile, PageTarget
 from zckpt.output.checks import check_free
 from zckpt.output.manifest import SIGNATURE
 
@@ -300,3 +299,53 @@ def _made_already(ready: Ready, wanted: Wanted, known: Collection[int]) -> Commi
         if number not in known and title == target.message and not differences(now.files, wanted):
             return Committed(now.head, f"{hub.endpoint}/{target.repo_id}/discussions/{number}")
     return None
+
+
+Wanted = Mapping[str, tuple[int, frozenset[str]]]
+"""Path -> size, and the hashes that its bytes may have at the hub (SHA-256 as a large file, git's SHA-1 as a small one)."""
+
+
+def differences(found: Mapping[str, PageFile], wanted: Wanted) -> list[str]:
+    """A line for each expected file that is missing at the hub, or has other bytes there."""
+    wrong: list[str] = []
+    for path, (size, oids) in wanted.items():
+        file = found.get(path)
+        if file is None:
+            wrong.append(f"{path!r} is missing")
+        elif file.size != size:
+            wrong.append(f"{path!r} has {file.size:,} bytes instead of {size:,}")
+        elif file.oid not in oids:
+            wrong.append(f"{path!r} has the hash {file.oid}")
+    return wrong
+
+
+def read_back(
+    hub: Hub, repo_id: str, revision: str, wanted: Wanted, headers: Mapping[str, bytes]
+) -> tuple[tuple[str, int, str], ...]:
+    """Compares a commit with what was sent.
+
+    Args:
+        hub: the hub.
+        repo_id: the repository.
+        revision: the commit.
+        wanted: what was sent.
+        headers: path of a shard -> the bytes it begins with, which are fetched by a range request.
+
+    Returns:
+        (path, bytes, hash) of each file, as the hub lists them.
+
+    Raises:
+        CorruptError: a file is missing or has other bytes.
+    """
+    found = hub.tree(repo_id, revision)
+    wrong = differences(found, wanted)
+    for path, header in headers.items():
+        if not wrong and hub.read(repo_id, path, revision, len(header)) != header:
+            wrong.append(f"{path!r} begins with another header")
+    if wrong:
+        raise CorruptError(
+            "the page differs from what was sent", file=f"{repo_id}@{revision[:12]}", found="; ".join(wrong[:5]),
+            expected="the sizes, hashes and headers that were sent",
+            remedy="Do not use this commit. Run the same command again with --yes.",
+        )  # fmt: skip
+    return tuple((path, found[path].size, found[path].oid) for path in wanted)

@@ -7,6 +7,9 @@ larger than their tensors shrink by themselves. Files in which nothing changes a
   - frozen: parameters that no optimizer owns, as DeepSpeed's `exclude_frozen_parameters` does.
 [Note: copies of frozen parameters] On a GPU, DeepSpeed's stage 2 writes each frozen parameter twice: in `module`, and as
 `frozen_param_fragments`. The two become one storage, after it is proved that they are equal.
+[Note: torch.distributed.checkpoint] Such a save loses the items of the optimizer, and any number of ranks loads what is left;
+accelerate's directory of the optimizer is left out. Megatron-Core's keep the fp32 weights, which are items of its optimizer, and
+every file beside the data files; Megatron-Core loads them with --no-load-optim.
 Source: DeepSpeed 0.19.8, runtime/engine.py `_save_checkpoint`, `load_checkpoint`.
 """
 
@@ -33,10 +36,14 @@ from zckpt.jobs.own_groups import Slim
 from zckpt.jobs.planned import Planned, Report, protected_places
 from zckpt.jobs.planned import execute as written
 from zckpt.jobs.slim_files import Cut, is_copied, place_of, slim_file, swapped_in, swapped_states
-from zckpt.jobs.slim_items import fewer_items
-from zckpt.layouts import family_of, universal
+from zckpt.layouts import dcp, family_of, megatron_core, universal
+from zckpt.layouts.dcp.metadata import read_metadata
+from zckpt.layouts.dcp.smaller import nbytes_of, of_optimizers, without
+from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
+from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_tracker
+from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.companions import is_own, note_of_links
-from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing
+from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing, list_files
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.universal import is_state
 from zckpt.layouts.zero.torch_files import plan_copy
@@ -350,3 +357,71 @@ def describe_plan(planned: PlannedSlim) -> str:
     """The text of a command on the new save."""
     without = join_words([f"{what.replace('-', ' ')} ({size(nbytes)})" for what, nbytes in planned.dropped.items()])
     return f"a save that is {size(planned.saved_bytes)} smaller" + (f", without {without}" if without else "")
+
+
+@dataclass(frozen=True, slots=True)
+class FewerItems:
+    """The files of a smaller save.
+
+    Attributes:
+        plan: of them.
+        dropped: what is left out -> bytes.
+        nbytes: of the save that it is made from, the optimizer beside it included.
+        left_out: files that are links out of the save, and not copied.
+    """
+
+    plan: Plan
+    dropped: Mapping[str, int]
+    nbytes: int
+    left_out: Sequence[str]
+
+
+def fewer_items(opened: Opened, asked: Asked[Slim]) -> FewerItems | None:
+    """The files without what `options` leave out; None for a save of another kind.
+
+    Raises:
+        UnsupportedError: the options leave out something else than the optimizer, or the save is of several
+        `.metadata` files.
+    """
+    listing, family = opened.place.listing, family_of(opened.place.listing)
+    if family not in (dcp.FAMILY, megatron_core.FAMILY):
+        return None
+    if {*asked.own.drop} - {"optimizer"} or ".metadata" not in listing.files:
+        raise UnsupportedError(
+            "slim leaves the optimizer out of such saves, and nothing else", file=listing.directory,
+            found=f"{family.name}, --drop {' '.join(asked.own.drop)}" if ".metadata" in listing.files else "no .metadata",
+            expected="--drop optimizer, of a save with one .metadata: there are no module weights beside masters, and no "
+            "record of what is frozen", remedy="Write the weights alone: zckpt to-dcp, with --exclude-frozen or --exclude.",
+        )  # fmt: skip
+    metadata = read_metadata(listing)
+    nbytes = sum(file.size() for file in listing.files.values())
+    is_megatron = family is megatron_core.FAMILY
+    owned = frozenset[str]()
+    if "optimizer" in asked.own.drop:
+        if is_megatron and (buckets := sorted_items(metadata).buckets):
+            raise UnsupportedError(
+                "the fp32 weights would be lost with the optimizer, because its items do not name parameters",
+                file=listing.directory, found=f"{count(len(buckets), 'item')} such as {examples(buckets)}",
+                expected="states by name, as --dist-ckpt-optim-fully-reshardable writes them",
+                remedy="Keep the save whole, or write the model's own weights alone: zckpt to-dcp.",
+            )  # fmt: skip
+        owned = moments_of(metadata) if is_megatron else of_optimizers(metadata)
+    dropped = nbytes_of(metadata, owned)
+    home, beside = "", optimizer_beside(listing.directory)
+    if beside is not None and opened.place.home != listing.directory:
+        home = f"{listing.directory.name}/"
+        if "optimizer" in asked.own.drop and beside.is_dir():
+            dropped += (more := sum(file.size() for file in list_files(beside, "").files.values()))
+            nbytes += more
+    if is_megatron and OF_MEGATRON.fullmatch(listing.directory.absolute().name):
+        home = f"{listing.directory.absolute().name}/"
+    left_out = [name for name in listing.files if not is_copied(opened.place, name)]
+    plan = without(listing, metadata, owned, home)
+    if is_megatron:
+        written = {file.path for file, _ in plan.files}
+        named = (n for n in listing.files if not n.endswith(".distcp") and n != ".metadata" and home + n not in written)
+        copies = (plan_copy(home + n, listing.files[n].store()) for n in named if n not in left_out)
+        plan = Plan.of([plan, *copies])
+    if home and is_megatron:
+        plan = plan.with_files(literal_file(TRACKER, read_tracker(listing.directory.absolute().name).encode()))
+    return FewerItems(plan, {"optimizer": dropped} if dropped else {}, nbytes, left_out)

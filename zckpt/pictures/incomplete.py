@@ -5,20 +5,21 @@ index of safetensors at least the names; of DTensors and ShardedTensors the othe
 ZeRO and its kin, files of one kind that ranks of the same model-parallel rank write are built alike; so there a file that is
 missing, empty, damaged or of another save is taken to be built as one of its fellows, the largest or else the smallest,
 if that gives a save without contradictions: all checks of the layout stay. Where a model-parallel rank has no such file left, the
-fellows are those of the other ones, but not in a pipeline, where stages have other layers. Nothing but headers is
-read, and of a
-file that is gone there is never more than a picture.
+fellows are those of the other ones, but not in a pipeline, where stages have other layers. Nothing but headers is read, and of
+a file that is gone there is never more than a picture: its `StandIn` has no elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from typing import Literal
 
 from zckpt import layouts
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog
+from zckpt.core.stores import FileStore
 from zckpt.jobs.inspection import Inspection
 from zckpt.jobs.open import strip_wrappers
 from zckpt.jobs.rank_files import Cell, Grid, other_files
@@ -26,8 +27,78 @@ from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import Listing, natural
 from zckpt.pictures.pieces import PieceLayer, unfold_pieces
 from zckpt.pictures.rows import GONE, FileGrid
-from zckpt.storage.location import Location
-from zckpt.storage.stand_in import StandIn
+from zckpt.storage.location import Location, OpenFile
+
+
+@dataclass(frozen=True, repr=False)
+class StandIn(Location):
+    """A missing file with the headers of `fellow`. Its stores name `path`, so reading elements from them fails.
+    `fellow`: a file that is there.
+    """
+
+    fellow: Location
+
+    @property
+    def fellow_path(self) -> str:  # noqa: D102
+        return self.fellow.path
+
+    @property
+    def parent(self) -> Location:  # noqa: D102
+        return self.fellow.parent
+
+    def __truediv__(self, name: str) -> Location:
+        return self.fellow / name
+
+    def absolute(self) -> Location:  # noqa: D102
+        return self
+
+    def resolved(self) -> Location:  # noqa: D102
+        return self
+
+    def refreshed(self) -> Location:  # noqa: D102
+        return self
+
+    def is_file(self) -> bool:  # noqa: D102
+        return True
+
+    def is_dir(self) -> bool:  # noqa: D102
+        return False
+
+    def is_readable(self) -> bool:  # noqa: D102
+        return False
+
+    def names(self) -> list[str]:  # noqa: D102
+        return []
+
+    def kinds(self) -> dict[str, str]:  # noqa: D102
+        return {}
+
+    def file_names(self, below: Sequence[str] = ()) -> list[str]:  # noqa: D102
+        return []
+
+    def size(self) -> int:  # noqa: D102
+        return self.fellow.size()
+
+    def state(self) -> tuple[int, ...]:  # noqa: D102
+        return self.fellow.state()
+
+    def written_s(self) -> float | None:  # noqa: D102
+        return None
+
+    def open(self) -> OpenFile:  # noqa: D102
+        return self.fellow.open()
+
+    def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:  # noqa: D102
+        return self.fellow.read(nbytes, offset)
+
+    def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:  # noqa: D102
+        return FileStore(self.path, self.size(), byteorder=byteorder, fellow=self.fellow.path)
+
+    def relative_to(self, directory: Location) -> str:  # noqa: D102
+        return self.name
+
+    def is_within(self, directory: Location) -> bool:  # noqa: D102
+        return self.path == directory.path
 
 
 @dataclass(frozen=True, slots=True)

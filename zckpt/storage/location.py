@@ -88,7 +88,7 @@ class Location(os.PathLike[str]):
 
     @property
     def fellow_path(self) -> str:
-        """Of a `stand_in.StandIn`, the path of the file that is read in its place; empty for all others."""
+        """Of a `pictures.incomplete.StandIn`, the path of the file that is read in its place; empty for all others."""
         return ""
 
     @property

@@ -3,21 +3,36 @@
 For `layouts`. Shapes and places in the metadata are those of the whole model, whatever the tensor, pipeline and expert parallel
 sizes were. What an item is, `contents` says; what the run was, `run_state`; which weights a bucket holds, `placing`.
 An optimizer's fp32 weights are taken, and the model's own weights are their replicas, which `verify` compares.
+[Note: flattened parts] Saved as `fully_sharded_model_space`, a tensor-parallel rank's part of a tensor is a box; each
+data-parallel rank has some elements of the box, which is laid out flat. Such a tensor is saved in another shape: how many boxes
+there are along each axis, and the elements of a box. A (2, 48, 16) tensor with rows cut in four is (2, 4, 1, 192): box (1, 2, 0)
+has its rows 24 to 35 of the second layer (megatron-core 0.12.3, strategies/resharding.py).
 Source: megatron-core 0.9 - 0.16.1, dist_checkpointing; Megatron-LM, megatron/training/checkpointing.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, ZckptError
+from zckpt.base.errors import (
+    COPY_AGAIN,
+    CorruptError,
+    InconsistentError,
+    NotACheckpointError,
+    UnsupportedError,
+    ZckptError,
+)
 from zckpt.base.words import count, examples, join_words
 from zckpt.containers import is_torch_zip, torch_zip
+from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.core.dtypes import F32
+from zckpt.core.fragments import Block, Fragment, fragment_of
+from zckpt.core.overlaps import embed_box, shift
 from zckpt.layouts.dcp import METADATA, rank_of
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.items import Items
@@ -25,7 +40,6 @@ from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
 from zckpt.layouts.megatron_core import COMMON, CONFIG, NONE
 from zckpt.layouts.megatron_core.buckets import settings_of, vectors_of
 from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
-from zckpt.layouts.megatron_core.flattened import unflatten
 from zckpt.layouts.megatron_core.optimizer import named_groups, parameter_groups
 from zckpt.layouts.megatron_core.placing import PlacedStates, place
 from zckpt.layouts.megatron_core.run_state import MegatronRun, backend, run_state
@@ -269,3 +283,63 @@ def records(listing: Listing) -> Iterator[tuple[str, list[Record] | ZckptError]]
             yield path, torch_zip.records(path)
         except ZckptError as error:
             yield path, error
+
+
+def unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """The tensor of this shape with the boxes that an entry has, one after the other. Raises CorruptError if the shapes
+    do not fit each other, UnsupportedError if it is in too many pieces.
+    """
+    *boxes, numel = entry.shape
+    fits = len(boxes) == len(shape) and all(n and extent % n == 0 for n, extent in zip(boxes, shape, strict=True))
+    extents = [extent // n for n, extent in zip(boxes, shape, strict=True)] if fits else []
+    if not fits or math.prod(extents) != numel:
+        raise CorruptError(
+            f"the shape of {entry.name!r} does not fit its parts", found=f"parts {list(entry.shape)} of {list(shape)}",
+            expected="equal parts along each axis", remedy=COPY_AGAIN,
+        )  # fmt: skip
+    itemsize = entry.dtype.itemsize
+    held: dict[int, list[Fragment]] = {}
+    for fragment in entry.fragments:
+        for piece in _by_box(fragment, numel, itemsize):
+            held.setdefault(piece.start // numel, []).append(piece)
+    fragments: list[Fragment] = []
+    for number, own in held.items():
+        fragments += _place_boxes(own, number, boxes, extents, shape, itemsize)
+        if len(fragments) > MAX_FRAGMENTS:
+            raise UnsupportedError(
+                f"{entry.name!r} is scattered over too many pieces", found=count(len(fragments), "piece"),
+                expected=f"at most {MAX_FRAGMENTS:,}", remedy="Convert the weights alone: zckpt to-bf16.",
+            )  # fmt: skip
+    return TensorEntry(entry.name, shape, entry.dtype, entry.role, tuple(fragments))
+
+
+def _by_box(fragment: Fragment, numel: int, itemsize: int) -> list[Fragment]:
+    """The parts of a fragment in each box."""
+    if fragment.rows == 1 and fragment.start // numel == (fragment.stop - 1) // numel:
+        return [fragment]
+    pieces: list[Fragment] = []
+    for run in fragment.runs(itemsize):
+        start, left, at = run.start, run.count, run.byte_offset
+        while left:
+            taken = min(left, numel - start % numel)
+            pieces.append(fragment_of(run.store, at, Block(start, taken, 1, 0, 0, run.store_step)))
+            start, left, at = start + taken, left - taken, at + taken * run.store_step * itemsize
+    return pieces
+
+
+def _place_boxes(
+    own: Sequence[Fragment],
+    number: int,
+    boxes: Sequence[int],
+    extents: Sequence[int],
+    shape: Sequence[int],
+    itemsize: int,
+) -> Sequence[Fragment]:
+    """The elements of one box as fragments of the whole tensor."""
+    numel = math.prod(extents)
+    local: Sequence[Fragment] = shift(own, -number * numel)
+    offsets: list[int] = []
+    for n, extent in zip(reversed(boxes), reversed(extents), strict=True):
+        number, index = divmod(number, n)
+        offsets.insert(0, index * extent)
+    return embed_box(local, extents, offsets, shape, itemsize)

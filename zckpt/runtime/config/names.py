@@ -1,6 +1,6 @@
 """Finds unknown, unused, missed and refused keys of a config.
 
-For `read` and `checks`. Sections that a model describes are walked into; in those with keys known by name only, the
+For `read`. Sections that a model describes are walked into; in those with keys known by name only, the
 names are looked at.
 """
 
