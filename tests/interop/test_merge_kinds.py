@@ -360,6 +360,16 @@ def test_what_is_not_merged_is_refused_for_its_own_reason(tmp_path: Path) -> Non
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "peft_version": "0.17.1"}))
     refused(zckpt.UnsupportedError, "PEFT before 0.18")
+    lora: dict[str, Any] = {"target_modules": ["down_proj"], "init_lora_weights": False}
+    peft.get_peft_model(llama(), peft.LoraConfig(**lora, lora_bias=True)).save_pretrained(tmp_path / "adapter")
+    refused(zckpt.UnsupportedError, "bias cannot be merged into a layer without one.*down_proj.bias.*Use it unmerged")
+    peft.get_peft_model(llama(), peft.LoraConfig(**lora, alora_invocation_tokens=[3])).save_pretrained(
+        tmp_path / "adapter"
+    )
+    refused(zckpt.UnsupportedError, "aLoRA.*Use it unmerged, with PEFT, which does not merge it either")
+    twice = peft.LoraConfig(**lora, layer_replication=[[0, 2], [0, 2]])
+    peft.get_peft_model(llama(), twice).save_pretrained(tmp_path / "adapter")
+    refused(zckpt.UnsupportedError, "layer replication.*Use it unmerged.*share")
     more = llama()
     more.resize_token_embeddings(44)
     train(more, tmp_path, ["q_proj"], trainable_token_indices=[3, 41])

@@ -51,6 +51,12 @@ _METHODS = {
     "layer_replication": "layer replication",
 }
 """Keys of a config that stand for another method, with other merged weights or none."""
+_ALONE = "Use it unmerged, with PEFT"
+_UNMERGED = {
+    **dict.fromkeys(("QALoRA", "aLoRA", "Arrow"), f"{_ALONE}, which does not merge it either."),
+    "layer replication": f"{_ALONE}: repeated layers share weights there, and its merge adds all their updates to the same ones.",
+}
+"""What to do with methods that have no merged weights. Source: PEFT 0.21.2, tuners/lora/variants.py, and its merges, tried."""
 _OTHER_SERIES = (0, 18)
 """The version of PEFT since which OFT's series ends as it does. Source: PEFT 0.21.2, tuners/oft/config.py `check_kwargs`."""
 _CHANGING = re.compile(r"pissa.*|corda|olora|loftq|lora_ga|mica")
@@ -208,7 +214,7 @@ class AdapterWeights:
         return UnsupportedError(
             f"adapter {self.name!r} is of a method that is not merged", file=self.file, found=f"{found}, for tensor {tensor!r}",
             expected="LoRA, rsLoRA, DoRA, LoHa, LoKr, VeRA, OFT, BOFT, IA3, trained tokens and modules that are trained whole",
-            remedy="Merge it with PEFT, if that can; to-peft takes an adapter out of a checkpoint.",
+            remedy=_UNMERGED.get(found) or "Merge it with PEFT, if that can; to-peft takes an adapter out of a checkpoint.",
         )  # fmt: skip
 
     def _factors(self, module: str, found: Mapping[str, TensorEntry]) -> Factors:

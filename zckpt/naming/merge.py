@@ -125,6 +125,12 @@ def merge_adapters(
         model.put(name, derive_entry(name, entry.shape, F32, recipe, entry.role), tied=name in ties)
     _merge_products(model, adapters, updates)
     for name, added in biases.items():
+        if model.find(name) is None and model.find(f"{name.removesuffix('.bias')}.weight") is not None:
+            raise UnsupportedError(
+                "a LoRA with a bias cannot be merged into a layer without one", file=adapters[0].file,
+                found=f"{added[0][0].name!r}, and no {name!r} in the base", expected="lora_bias false, or layers with biases",
+                remedy="Use it unmerged, with PEFT, which does not merge it either; to-peft takes it out of a checkpoint.",
+            )  # fmt: skip
         entry = base_tensor(model, adapters[0], name, added[0][0].name)
         inputs = replace(entry, replicas=()), *(bias for bias, _ in added)
         total = WeightedSum(inputs, (1.0, *(scaling for _, scaling in added)))
