@@ -140,7 +140,6 @@ class _PartsByS3fs:
         self._begun: dict[str, str] = {}
         self._sent: list[Future[Any]] = []
         self._under_way: set[Future[Any]] = set()
-        self.closed = False
 
     def write(self, data: bytes) -> None:
         """Takes the next bytes; waits while as many parts are under way as may be. Raises what a part raised."""
@@ -160,8 +159,10 @@ class _PartsByS3fs:
             done, self._under_way = wait(self._under_way, return_when=FIRST_COMPLETED)
             for one in done:
                 one.result()
-        asked = self._fs._call_s3("upload_part", **self._begun, PartNumber=len(self._sent) + 1, Body=part)
+        body = io.BytesIO(part)  # what is no file, the client copies before it sends it
+        asked = self._fs._call_s3("upload_part", **self._begun, PartNumber=len(self._sent) + 1, Body=body)
         self._sent.append(asyncio.run_coroutine_threadsafe(asked, self._fs.loop))
+        self._sent[-1].add_done_callback(lambda _: body.close())  # the client may keep it for a while
         self._under_way.add(self._sent[-1])
 
     def close(self) -> None:
@@ -170,8 +171,7 @@ class _PartsByS3fs:
             self._fs.call_s3("put_object", **self._names, Body=bytes(self._waiting))
         else:
             self._send(bytes(self._waiting))
-            told = [one.result() for one in self._sent]
-            parts = [{"PartNumber": number, "ETag": one["ETag"]} for number, one in enumerate(told, 1)]
+            parts = [{"PartNumber": number, "ETag": one.result()["ETag"]} for number, one in enumerate(self._sent, 1)]
             self._fs.call_s3("complete_multipart_upload", **self._begun, MultipartUpload={"Parts": parts})
         self._fs.invalidate_cache(self._path)
 
