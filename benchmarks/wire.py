@@ -3,7 +3,8 @@
     python benchmarks/wire.py get|put PORT FILE...          # the rival; prints its seconds
 
 Sources of each kind are made of one Llama shape with zckpt's own commands. The rival reads all weights of the source and converts
-nothing, or sends what zckpt wrote; both are measured from the start of the program.
+nothing, or sends what zckpt wrote; both are measured from the start of the program. One file is also read and sent by s3fs, which
+is asked for where fsspec has settings of its own, and read from the tests' hub, which sends its readers on to the store.
 """
 
 from __future__ import annotations
@@ -17,14 +18,28 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import quantising
 from measure import PYTHON, ROOT, ZCKPT, Job, Row, Taken, in_turn, remove, write
 
 REQUESTS, PART = 32, 8 << 20
 LEAST_BYTES = 1 << 20
 """Smaller files are not weights."""
-RATE = 8.0
-"""MB a second of each request."""
+RATE = 1.0
+"""MB a second of each request: so few that two processors, which the server takes its part of, are no limit."""
+S3FS = ["env", "FSSPEC_S3_KEY=k", "FSSPEC_S3_SECRET=s"]
+HUB = (
+    "import os, sys, threading; sys.path.insert(0, 'tests'); from pathlib import Path\n"
+    "from hub_server import Blob, HubServer\n"
+    "root, source, store = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]\n"
+    "with HubServer(root / 'cdn') as hub:\n"
+    "    hub.store, name = store, 'ab' * 32\n"
+    "    os.link(source / 'model.safetensors', hub.root / name)\n"
+    "    repo = hub.create('alice/model', files={'config.json': (source / 'config.json').read_bytes()})\n"
+    "    weights = Blob.large(name, (hub.root / name).stat().st_size)\n"
+    "    repo.add('main', {**repo.commits[repo.branches['main'][-1]], 'model.safetensors': weights}, 'weights')\n"
+    "    print(hub.url, flush=True)\n"
+    "    threading.Event().wait()\n"
+)
+"""Serves the model in one file as `hf://alice/model`."""
 
 
 def measure(work: Path, layers: int, rounds: int, rate: float = RATE) -> list[Row]:
@@ -39,19 +54,30 @@ def measure(work: Path, layers: int, rounds: int, rate: float = RATE) -> list[Ro
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
     }  # fmt: skip
+    whole, out, sent = root / sources["one file"], work / "out", root / "sent"
+    told = f"http://localhost:{port}/bkt"
+    hub = subprocess.Popen(
+        [*PYTHON, "-c", HUB, str(root), str(whole), told], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert hub.stdout is not None
+    by_hub = ["env", f"HF_ENDPOINT={hub.stdout.readline().strip()}", f"HF_HOME={work / 'hf'}"]
     rows = []
     try:
-        for what, source in sources.items():
-            out = work / "out"
-            convert = Job([*ZCKPT, "to-bf16", f"s3://bkt/{source}", str(out), "--quiet"], clears=(out,), drops=(out,))
-            rows.append(_row(f"{what} -> bf16", convert, _rival("get", port, weights(root / source), root), rounds))
-        sent = root / "sent"
-        upload = [*ZCKPT, "to-bf16", str(root / sources["one file"]), "s3://bkt/sent", "--quiet"]
-        rival = _rival("put", port, weights(root / sources["one file"]), root)
-        rows.append(_row("one file -> bf16 in the bucket", Job(upload, clears=(sent,)), rival, rounds))
+        reads = {what: ([], f"s3://bkt/{source}", source) for what, source in sources.items()}
+        reads["one file, s3fs"] = (S3FS, f"s3://bkt/{whole.name}", whole.name)
+        reads["one file, hf://"] = (by_hub, "hf://alice/model", whole.name)
+        for what, (settings, address, source) in reads.items():
+            convert = [*settings, *ZCKPT, "to-bf16", address, str(out), "--quiet"]
+            rival = _rival("get", port, weights(root / source), root)
+            rows.append(_row(f"{what} -> bf16", Job(convert, clears=(out,), drops=(out,)), rival, rounds))
+        for what, settings in (("bf16 in the bucket", []), ("bf16 in the bucket, s3fs", S3FS)):
+            upload = [*settings, *ZCKPT, "to-bf16", str(whole), "s3://bkt/sent", "--quiet"]
+            rival = _rival("put", port, weights(whole), root)
+            rows.append(_row(f"one file -> {what}", Job(upload, clears=(sent,)), rival, rounds))
     finally:
-        server.kill()
-        server.wait()
+        for process in (server, hub):
+            process.kill()
+            process.wait()
         shutil.rmtree(root)
         shutil.rmtree(root.with_name("bucket.parts"), ignore_errors=True)
     return rows
@@ -60,7 +86,8 @@ def measure(work: Path, layers: int, rounds: int, rate: float = RATE) -> list[Ro
 def make(root: Path, layers: int) -> dict[str, str]:
     """Kind of source -> its name in the bucket."""
     whole = root / "whole"
-    quantising.write(whole, layers)
+    script = str(ROOT / "benchmarks" / "quantising.py")  # on its own: children begin with the peak of who starts them
+    subprocess.run([*PYTHON, script, "--whole", str(whole), "--layers", str(layers)], check=True)
     made = {"one file": "whole"}
     for what, name, command in (
         ("shards", "shards", ["to-bf16", "--max-shard-size", "300MB"]), ("DCP", "dcp", ["to-dcp"]),
