@@ -45,7 +45,7 @@ def known_formats() -> dict[str, Any]:
     from zckpt.containers.gguf_file import BY_NUMBER
     from zckpt.core.dtypes import ALL, SHORT_NAMES
     from zckpt.layouts.gguf.write import TYPES
-    from zckpt.naming.gguf_vision import FAMILIES
+    from zckpt.naming.gguf_vision import kinds_by_model
     from zckpt.output.names import FILES
     from zckpt.quantized.configs import SCHEMES
     from zckpt.quantized.forms import FORMS
@@ -72,7 +72,7 @@ def known_formats() -> dict[str, Any]:
             "fp8": [*SCHEMES],
             "quantized": [*TARGETS],
             "gguf_types": [*TYPES],
-            "mmproj": sorted(FAMILIES),
+            "mmproj": sorted(kinds_by_model()),
         },
         **_models(),
         "packed": [

@@ -185,7 +185,7 @@ class WriteNames:
             from zckpt.naming.gguf_vision import vision_as_read
 
             config = self.recorded.get("config") or read_config(model.place.home) or {}
-            tensors = vision_as_read(model.catalog.tensors, config, str(self.recorded["type"]))
+            tensors = vision_as_read(model.catalog.tensors, config, str(self.recorded["type"]), model.place.home)
             dropped = names_unread(model.catalog, tensors)
             catalog = replace(model.catalog, tensors=tensors, aliases={}, padding=())
             return replace(model, catalog=catalog, left_out=(*model.left_out, *dropped))

@@ -179,7 +179,9 @@ def _prepare_vision(
     given = config_of(own.config) if isinstance(own.config, str) else own.config
     config = opened.config(given) or {}
     vision_of(config, path)
-    typed = list(vision_tensors(select(stripped, asked.selecting, asked.naming).tensors, config, own.type))
+    typed = list(
+        vision_tensors(select(stripped, asked.selecting, asked.naming).tensors, config, own.type, opened.place.home)
+    )
     tensors, types = [entry for entry, _ in typed], {entry.name: kind for entry, kind in typed}
     beside = GgufModel(
         config, opened.place.home, own.model_name or "", "", [(e.name, e.shape, types[e.name].name) for e in tensors],

@@ -1,113 +1,210 @@
 """The images' side of a model as llama.cpp's projector file (mmproj): which tensors, their names and types, and the metadata.
 
-For `jobs.to_gguf`. A family is a line of a table; names are those of the `gguf` package's own table.
-Source: llama.cpp, conversion/base.py (`MmprojModel`), qwenvl.py, gemma.py and smolvlm.py (of 2026); gguf 0.19.0.
+For `jobs.to_gguf`. A kind of model is a file in `projector_files`; docs/extending.md explains its keys, and the rules are here.
+Source: llama.cpp, conversion/base.py (`MmprojModel`) and its subclasses, convert_image_encoder_to_gguf.py (of 2026); gguf 0.19.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, replace
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import IncompleteError, UnsupportedError
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.containers.gguf_file import GgmlType
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.gguf.blocks import as_floats, in_blocks
 from zckpt.layouts.gguf.write import TYPES
 from zckpt.naming.gguf_metadata import library
-from zckpt.naming.rows import rows_of, shifted_by, split_rows
+from zckpt.naming.rows import rows_of, shifted_by, split_rows, swap_head_halves
 from zckpt.storage.json_files import read_json
-from zckpt.storage.location import locate
+from zckpt.storage.location import Location, locate
 
 if TYPE_CHECKING:
     import gguf
 
+FILES = os.path.join(os.path.dirname(__file__), "projector_files")
 _MOST_BYTES = 16 << 20
 """The most bytes of the config of a preprocessor."""
+_MOST_TOKENIZER_BYTES = 1 << 28
+_BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)")
+_CONVERTER = "Convert it to transformers' form with to-bf16, and that with llama.cpp's convert_hf_to_gguf.py --mmproj."
+
+
+@cache
+def kind_of_file(name: str) -> Mapping[str, Any]:
+    """What the file of a kind says, with what it is like."""
+    own = read_json(os.path.join(FILES, f"{name}.json"), _MOST_BYTES, "the description of a projector")
+    if name == "base":
+        return own  # type: ignore[no-any-return]
+    base = kind_of_file(own.get("like", "base"))
+    mine = own.get("keys", {})
+    keys = {key: {**base["keys"].get(key, {}), **mine.get(key, {})} for key in {**base["keys"], **mine}}
+    joined = {key: [*own.get(key, ()), *base.get(key, ())] for key in ("names", "f16 or f32")}
+    merged = {key: {**base.get(key, {}), **own.get(key, {})} for key in ("shapes", "when")}
+    return {**base, **own, **joined, **merged, "keys": keys}
+
+
+@cache
+def kinds_by_model() -> Mapping[str, Sequence[str]]:
+    """A config's `model_type` -> the names of the files that may describe its images' side."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(os.listdir(FILES)):
+        if file.endswith(".json"):
+            for model in kind_of_file(file.removesuffix(".json"))["models"]:
+                found.setdefault(model, []).append(file.removesuffix(".json"))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """A family of models that see.
+    """A model that sees, and the description of its kind.
 
     Attributes:
-        projector: llama.cpp's name of what turns images' features into embeddings of the text model.
-        own: beginnings of the names of the tensors, without a leading `model.`.
-        keys: a key of the metadata -> the one of the vision config that says it, where names differ.
-        floats: parts of names of tensors that stay fp32.
-        halves: parts of names of tensors that are always fp16.
-        plus_one: the end of the name of a norm that is counted from zero.
-        activation: of its layers, if the metadata says it.
-        eps: of the norms: where it is said, under which key, and what it is otherwise.
-        usual: sizes where the vision config leaves them out: transformers' defaults; Qwen's image size is the converter's.
+        said: the description.
+        config: of the model.
+        images: what the files beside the model say of images; empty if they were not read.
     """
 
-    projector: str
-    own: tuple[str, ...]
-    keys: Mapping[str, str]
-    floats: tuple[str, ...] = (".embeddings.",)
-    halves: tuple[str, ...] = ()
-    plus_one: str = "none"
-    activation: str = "gelu"
-    eps: tuple[str, str, float] = ("vision_config", "layer_norm_eps", 1e-6)
-    usual: Mapping[str, int] = field(default_factory=dict[str, int])
+    said: Mapping[str, Any]
+    config: Mapping[str, Any]
+    images: Mapping[str, Any]
 
-    def size(self, config: Mapping[str, Any], key: str) -> Any:
-        """A size of the images' side. Raises IncompleteError if the vision config does not say it, and nothing is usual."""
-        return _size_in(config["vision_config"], self.keys.get(key, key), "vision_config", self.usual.get(key))
+    def at(self, path: str) -> Any:
+        """What the config or the preprocessor says under a path; None if nothing. Raises KeyError for an unknown root."""
+        root, *keys = path.split(".")
+        found: Any = {
+            "config": self.config, "vision": self.config.get("vision_config"), "images": self.images,
+            "text": {**self.config, **(self.config.get("text_config") or {})},
+        }[root]  # fmt: skip
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    def value(self, key: str) -> Any:
+        """The value of a key of the metadata; None for one that is not written.
+
+        Raises:
+            IncompleteError: nothing says it.
+            InconsistentError: it cannot be used.
+            UnsupportedError: llama.cpp does not compute it.
+        """
+        asked = self.said["keys"][key]
+        if "is" in asked:
+            return asked["is"]
+        paths = asked.get("from", ())
+        found = next((value for path in paths if (value := self.at(path)) is not None), asked.get("else"))
+        place = paths[0].replace("vision.", "vision_config.").replace("text.", "text_config.")
+        if found is None:
+            if asked.get("optional"):
+                return None
+            where, _, last = place.rpartition(".")
+            raise IncompleteError(
+                "the config does not say all sizes of the model", found=f"no {last} in {where}",
+                expected="all that llama.cpp needs",
+                remedy="Save the config with transformers' save_pretrained, and copy it here.",
+            )  # fmt: skip
+        if found not in asked.get("among", (found,)):
+            raise UnsupportedError(
+                "llama.cpp does not compute what the config says", found=f"{place}: {found!r}",
+                expected=f"one of {', '.join(map(repr, asked['among']))}", remedy=_CONVERTER,
+            )  # fmt: skip
+        try:
+            value = _RULES[asked.get("rule", "as it is")](found, self, asked.get("by"))
+            _ACCEPTED[asked["type"]](value)
+        except (ArithmeticError, IndexError, TypeError, ValueError) as error:
+            raise InconsistentError(
+                "the config says a number that cannot be that", found=f"{place}: {found!r}",
+                expected=f"a source of {key}", remedy="Copy the model's own config.json here.",
+            ) from error  # fmt: skip
+        return None if value in asked.get("unless", ()) else value
+
+    def size(self, part: object) -> int | None:
+        """A size of a shape: a number, a key of the metadata, or a path; None for any."""
+        if isinstance(part, str):
+            found = self.value(part) if part in self.said["keys"] else self.at(part)
+            return found if isinstance(found, int) else None
+        return part if isinstance(part, int) else None
 
 
-def _size_in(config: Mapping[str, Any], key: str, where: str, usual: int | None = None) -> Any:
-    if (found := config.get(key, usual)) is None:
-        raise IncompleteError(
-            "the config does not say all sizes of the model", found=f"no {key} in {where}", expected="all that llama.cpp needs",
-            remedy="Save the config with transformers' save_pretrained, and copy it here.",
-        )  # fmt: skip
-    return found
+def _must(holds: bool) -> None:
+    if not holds:
+        raise ValueError
 
 
-_QWEN = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
-_IDEFICS = VisionFamily(
-    "idefics3", ("vision_model.", "connector."), {},
-    usual={"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16},
-)  # fmt: skip
-FAMILIES: Mapping[str, VisionFamily] = {
-    "qwen2_vl": VisionFamily(
-        "qwen2vl_merger", ("visual.",), {**_QWEN, "hidden_size": "embed_dim", "intermediate_size": "hidden_size"},
-        (), activation="", eps=("", "rms_norm_eps", 1e-6), usual={"image_size": 560},
-    ),
-    "qwen2_5_vl": VisionFamily(
-        "qwen2.5vl_merger", ("visual.",), _QWEN, (), activation="silu", eps=("", "rms_norm_eps", 1e-6),
-        usual={"image_size": 560},
-    ),
-    "gemma3": VisionFamily(
-        "gemma3", ("multi_modal_projector.", "vision_tower."), {}, halves=("input_projection",),
-        plus_one="soft_emb_norm.weight",
-    ),
-    "idefics3": _IDEFICS,
-    "smolvlm": _IDEFICS,
+def _accept_number(value: Any) -> None:
+    _must(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32)
+
+
+def _accept_list(value: Any) -> None:
+    _must(isinstance(value, list) and all(isinstance(one, (bool, int, float, str)) for one in value))
+
+
+_ACCEPTED: Mapping[str, Callable[[Any], object]] = {
+    "uint32": _accept_number, "float32": float, "bool": bool, "string": str, "array": _accept_list,
 }  # fmt: skip
-"""A config's `model_type` -> the family."""
 
 
-def vision_of(config: Mapping[str, Any], path: str) -> VisionFamily:
-    """The family of a model. Raises UnsupportedError if it is none that sees, or one that zckpt does not know."""
-    found, said = FAMILIES.get(str(config.get("model_type"))), config.get("vision_config")
-    if found is None or not isinstance(said, Mapping):
-        raise UnsupportedError(
-            "zckpt writes no projector file of such a model", file=path,
-            found=f"model_type {config.get('model_type')!r}, {'a' if said else 'no'} vision_config",
-            expected=f"one of {', '.join(FAMILIES)}, with a vision_config",
-            remedy="Convert it to transformers' form with to-bf16, and that with llama.cpp's convert_hf_to_gguf.py --mmproj.",
-        )  # fmt: skip
-    return found
+def _period(found: Sequence[int], _: VisionFamily, __: Any) -> int:
+    """Windows of one size lie between blocks with full attention."""
+    period = found[0] + 1
+    _must(all(after - before == period for before, after in pairwise(found)))
+    return period
+
+
+def _layers(found: int | Sequence[int], model: VisionFamily, by: Any) -> list[int]:
+    """Numbers of hidden states, counted from the embedding; one that is negative counts from the end."""
+    blocks = model.at(by)
+    counted = [one if one >= 0 else blocks + one + 1 for one in ([found] if isinstance(found, int) else found)]
+    _must(all(0 < one <= blocks for one in counted))
+    return counted
+
+
+_RULES: Mapping[str, Callable[[Any, VisionFamily, Any], Any]] = {
+    "as it is": lambda found, _, __: found,
+    "equals": lambda found, _, by: found == by,
+    "inverse": lambda found, _, __: int(1.0 / found),
+    "flat": lambda found, _, __: [one for row in found for one in row],
+    "layers": _layers,
+    "deepest": lambda found, model, by: max(_layers(found, model, by)),
+    "marks": lambda found, model, __: [number in found for number in range(model.value("clip.vision.block_count"))],
+    "period": _period,
+    "side": lambda found, model, __: int(found**0.5 * model.value("clip.vision.patch_size")),
+    "patches": lambda found, model, __: (
+        model.value("clip.vision.image_size") // model.value("clip.vision.patch_size") // int(found**0.5)
+    ),
+}
+"""What a description calls a rule -> its function, of what the config says, the model, and `by`."""
+
+
+def vision_of(config: Mapping[str, Any], path: str, images: Mapping[str, Any] | None = None) -> VisionFamily:
+    """The kind of a model. Raises UnsupportedError if it is none that sees, or one that zckpt does not know."""
+    names, odd = kinds_by_model().get(str(config.get("model_type")), ()), list[str]()
+    for name in names if isinstance(config.get("vision_config"), Mapping) else ():
+        found = VisionFamily(kind_of_file(name), config, images or {})
+        said = {where: found.at(where) for where in found.said["when"]}
+        if all(
+            value in found.said["when"][where] or (value is None and "model_type" not in where)
+            for where, value in said.items()
+        ):
+            return found
+        odd += (f"{where}: {value!r}" for where, value in said.items() if value not in found.said["when"][where])
+    raise UnsupportedError(
+        "zckpt writes no projector file of such a model", file=path,
+        found=f"model_type {config.get('model_type')!r}, {'a' if 'vision_config' in config else 'no'} vision_config"
+        + "".join(f", {one.replace('vision.', 'vision_config.')}" for one in dict.fromkeys(odd)),
+        expected=f"one of {', '.join(sorted(kinds_by_model()))}, with a vision_config", remedy=_CONVERTER,
+    )  # fmt: skip
 
 
 def vision_tensors(
-    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], asked: str
+    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], asked: str, home: Location
 ) -> Iterator[tuple[TensorEntry, GgmlType]]:
     """The tensors of the file under its names, each with its type.
 
@@ -115,75 +212,174 @@ def vision_tensors(
         tensors: of the model, under transformers' names.
         config: of the model.
         asked: the type of matrices.
+        home: the model's directory, with its tokenizer.
 
     Raises:
+        IncompleteError: one that llama.cpp needs is missing.
+        InconsistentError: the config says other sizes than the tensors have.
         UnsupportedError: a tensor has no name there.
     """
-    family, package = vision_of(config, ""), library()
-    layers = max(3, family.size(config, "num_hidden_layers"))
-    table = package.get_tensor_name_map(package.MODEL_ARCH.MMPROJ, layers)
+    family = vision_of(config, "")
+    said, count = family.said, family.value("clip.vision.block_count")
+    table = library().get_tensor_name_map(library().MODEL_ARCH.MMPROJ, max(3, min(count, 1 << 12)))
+    found: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
-        if not name.removeprefix("model.").startswith(family.own) or ".head." in name:
+        bare = name.removeprefix("model.")
+        if (word := said.get("word")) and bare.endswith(word["of"]) and (number := _word(home, word["token"])):
+            found[word["name"]] = _row_of(entry, word["name"], number)
+        if not bare.startswith(tuple(said["take"])) or any(part in name for part in said.get("leave", ())):
             continue
-        for old, part in _parts(_as_on_the_hub(name), entry):
-            new = old if old.startswith("v.") else table.get_name(old, try_suffixes=(".weight", ".bias"))
-            if new is None and old.startswith("model."):
-                new = table.get_name(old.removeprefix("model."), try_suffixes=(".weight", ".bias"))
+        for old, part in _parts(family, bare, entry):
+            new = _name_of(family, old, table)
             if new is None:
                 raise UnsupportedError(
                     "llama.cpp has no name for a tensor of the model", found=repr(name), expected="a tensor of its family",
-                    remedy="Convert it to transformers' form with to-bf16, and that with llama.cpp's convert_hf_to_gguf.py.",
+                    remedy=_CONVERTER,
                 )  # fmt: skip
-            moved = shifted_by(part, 1) if old.endswith(family.plus_one) else part
-            yield replace(moved, name=new), _type_of(family, old, new, part.shape, asked)
+            block = _BLOCK.match(new)
+            if not (said.get("cut") and block and int(block[1]) >= count):
+                moved = shifted_by(part, 1) if new in said.get("plus_one", ()) else part
+                found[new] = replace(moved, name=new)
+    _check_tensors(family, found, count)
+    yield from ((entry, _type_of(said, new, entry.shape, asked)) for new, entry in found.items())
 
 
-def _as_on_the_hub(name: str) -> str:
-    """Gemma's names as transformers 4 had them, which llama.cpp knows; others as they are."""
-    if not name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+def _name_of(family: VisionFamily, name: str, table: Any) -> str | None:
+    """llama.cpp's name of a tensor; None if it has none."""
+    if name.startswith("v."):
         return name
-    inner = "" if ".vision_model." in name else "vision_model."
-    return name.replace("vision_tower.", f"vision_tower.{inner}").replace("projection_weight", "projection.weight")
+    for pattern, place in family.said["names"]:
+        name = re.sub(pattern, lambda match, place=place: _put_in(family, match, place), name)  # type: ignore[misc]
+    if name.startswith("="):
+        return name[1:]
+    ends = (".weight", ".bias")
+    return table.get_name(name, try_suffixes=ends) or table.get_name(f"model.{name}", try_suffixes=ends)  # type: ignore[no-any-return]
 
 
-def _parts(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+def _put_in(family: VisionFamily, match: re.Match[str], place: str) -> str:
+    """What takes the place of a part of a name, where a path in braces is a list, and the first group a number in it."""
+    if listed := re.search(r"\{(.+?)\}", place):
+        numbers = family.at(listed[1]) or []
+        if int(match[1]) >= len(numbers):
+            raise InconsistentError(
+                "the config names fewer layers than there are tensors of", found=f"{listed[1]}: {numbers}, and {match[0]!r}",
+                expected="a layer for each", remedy="Copy the model's own config.json here.",
+            )  # fmt: skip
+        place = place.replace(listed[0], str(numbers[int(match[1])]))
+    return match.expand(place)
+
+
+def _check_tensors(family: VisionFamily, found: Mapping[str, TensorEntry], count: int) -> None:
+    """Checks that the file has the projector, as many blocks as the config says, and their sizes."""
+    for name, shape in family.said["shapes"].items():
+        if shape is None:
+            continue
+        if name not in found:
+            raise IncompleteError(
+                "the tower or the projector is not whole", found=f"no {name!r} among {len(found):,} tensors",
+                expected="the tower and the projector",
+                remedy="Were both saved? Convert the whole model, or copy the rest from the base model.",
+            )  # fmt: skip
+        wanted, held = [family.size(part) for part in shape], found[name].shape
+        if len(wanted) != len(held) or any(size not in (None, own) for size, own in zip(wanted, held, strict=True)):
+            raise InconsistentError(
+                f"the config says other sizes than {name!r} has", found=str(list(held)),
+                expected=str(["any" if one is None else one for one in wanted]).replace("'", ""),
+                remedy="Copy the model's own config.json here.",
+            )  # fmt: skip
+    blocks: dict[int, set[str]] = {}
+    for match in map(_BLOCK.match, found):
+        if match:
+            blocks.setdefault(int(match[1]), set()).add(match[2])
+    if blocks.keys() != set(range(count)) or len({frozenset(one) for one in blocks.values()}) > 1:
+        most = max(blocks.values(), key=len, default=set())
+        odd = [f"{number}: no {', '.join(sorted(most - one))}" for number, one in sorted(blocks.items()) if most - one]
+        raise InconsistentError(
+            "the tower has not the blocks that the config says", found="; ".join([f"{len(blocks):,} blocks", *odd[:3]]),
+            expected=f"{count:,}, each with the same tensors", remedy="Copy the model's own config.json and all its shards here.",
+        )  # fmt: skip
+
+
+def _word(home: Location, token: str) -> int:
+    """The number of a token. Raises IncompleteError if no file of the tokenizer says it."""
+    for file in ("tokenizer_config.json", "tokenizer.json"):
+        if (home / file).is_file():
+            said = read_json((home / file).path, _MOST_TOKENIZER_BYTES, "a tokenizer's file")
+            listed = {str(one.get("id")): one for one in said.get("added_tokens") or ()}
+            for number, one in {**(said.get("added_tokens_decoder") or {}), **listed}.items():
+                if one.get("content") == token and str(number).isdecimal():
+                    return int(number)
+    raise IncompleteError(
+        "no file says the number of a token that the images' side needs", file=str(home), found=f"no {token}",
+        expected="tokenizer_config.json or tokenizer.json beside the model", remedy="Copy the model's own files there.",
+    )  # fmt: skip
+
+
+def _row_of(entry: TensorEntry, name: str, number: int) -> TensorEntry:
+    """A row of an embedding. Raises InconsistentError if there is none."""
+    rows, width = entry.shape
+    if number >= rows:
+        raise InconsistentError(
+            "the embedding has no row for a token", found=f"token {number:,}, and {rows:,} rows",
+            expected="the tokenizer of this model", remedy="Copy the model's own tokenizer here.",
+        )  # fmt: skip
+    pieces = [
+        ("", (number, width)),
+        (name, (width,)),
+        *([("", (rows - number - 1, width))] if number + 1 < rows else []),
+    ]
+    return split_rows(entry, pieces)[1]
+
+
+def _parts(family: VisionFamily, name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
     """The tensors that one becomes: queries, keys and values apart, and a kernel over two images as two."""
-    if ".qkv." in name:
-        shape = (entry.shape[0] // 3, *entry.shape[1:])
-        yield from (
-            (one.name, one) for one in split_rows(entry, [(name.replace("qkv", kind), shape) for kind in "qkv"])
-        )
-    elif name.endswith("patch_embed.proj.weight") and len(entry.shape) == 5:
+    for old, *kinds in family.said.get("thirds", ()):
+        if old in name:
+            shape = (entry.shape[0] // 3, *entry.shape[1:])
+            yield from (
+                (one.name, one) for one in split_rows(entry, [(name.replace(old, kind), shape) for kind in kinds])
+            )
+            return
+    if name.endswith(tuple(family.said.get("pairs", ()))) and len(entry.shape) == 5:
         out, channels, images, *kernel = entry.shape
         flat = replace(entry, shape=(out * channels * images, *kernel), replicas=())
         for number in range(images):
             one = rows_of(flat, name, out * channels, (1,) * images, number)
             yield "v.patch_embd.weight" + (f".{number}" if number else ""), replace(one, shape=(out, channels, *kernel))
+    elif any(part in name for part in family.said.get("interleaved", ())):
+        heads = family.value("clip.vision.attention.head_count")
+        yield name, swap_head_halves(entry, heads, apart=False)
     else:
         yield name, entry
 
 
-def _type_of(family: VisionFamily, old: str, new: str, shape: tuple[int, ...], asked: str) -> GgmlType:
+def _type_of(said: Mapping[str, Any], name: str, shape: tuple[int, ...], asked: str) -> GgmlType:
     """The type of a tensor."""
     kind = TYPES[asked]
-    if len(shape) < 2 or new.endswith("_norm.weight"):
+
+    def is_in(key: str) -> bool:
+        return any(part in name for part in said.get(key, ()))
+
+    if len(shape) < 2 or name.endswith("_norm.weight"):
         return TYPES["f32"]
-    if any(part in old for part in family.halves):
+    if is_in("f16"):
         return TYPES["f16"]
-    if any(part in old for part in family.floats) or "position_embd" in new:
+    if is_in("f32"):
         return TYPES["f32"]
-    if ".patch_embd.weight" in new:
+    if is_in("f16 or f32"):
         return TYPES["f16" if asked == "f16" else "f32"]
-    if not new.endswith(".weight"):
+    if "position_embd" in name or not name.endswith(".weight"):
         return TYPES["f32"]
     return TYPES["f16"] if shape[-1] % kind.block else kind
 
 
-def vision_as_read(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], asked: str) -> dict[str, TensorEntry]:
+def vision_as_read(
+    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], asked: str, home: Location
+) -> dict[str, TensorEntry]:
     """What such a file holds: with the numbers that blocks stand for."""
     return {
         entry.name: as_floats(in_blocks(entry, kind, None, again=True), kind) if kind.block > 1 else entry
-        for entry, kind in vision_tensors(tensors, config, asked)
+        for entry, kind in vision_tensors(tensors, config, asked, home)
     }
 
 
@@ -194,39 +390,13 @@ def vision_parameters(config: Mapping[str, Any], file_type: int) -> Callable[[gg
         config: of the model.
         file_type: llama.cpp's number of the type that most tensors have.
     """
-    family, own = vision_of(config, ""), config["vision_config"]
-    text = {**config, **(config.get("text_config") or {})}
 
     def add(writer: gguf.GGUFWriter, directory: Path) -> None:
-        images = _preprocessor(directory)
-        size, patch = family.size(config, "image_size"), family.size(config, "patch_size")
+        family = vision_of(config, "", _preprocessor(directory))
         writer.add_file_type(file_type)
-        writer.add_clip_has_vision_encoder(True)
-        writer.add_vision_projection_dim(_size_in(text, "hidden_size", "text_config"))
-        writer.add_vision_image_size(size)
-        writer.add_vision_patch_size(patch)
-        writer.add_vision_embedding_length(family.size(config, "hidden_size"))
-        writer.add_vision_feed_forward_length(family.size(config, "intermediate_size"))
-        writer.add_vision_block_count(family.size(config, "num_hidden_layers"))
-        writer.add_vision_head_count(family.size(config, "num_attention_heads"))
-        writer.add_vision_image_mean(images["image_mean"])
-        writer.add_vision_image_std(images["image_std"])
-        writer.add_clip_projector_type(family.projector)
-        if (full := own.get("fullatt_block_indexes")) and family.activation == "silu":
-            writer.add_vision_use_silu(True)
-            writer.add_vision_n_wa_pattern(full[0] + 1)
-        place, key, usual = family.eps
-        writer.add_vision_attention_layernorm_eps((own if place else config).get(key, usual))
-        if family.projector == "idefics3":
-            writer.add_vision_projector_scale_factor(config.get("scale_factor", 2))
-        if family.activation == "gelu":
-            writer.add_vision_use_gelu(True)
-        if family.projector == "idefics3":
-            longest = images.get("size") or {}
-            writer.add_vision_preproc_image_size(longest.get("longest_edge", size))
-        scale = (size // patch) // int(images.get("image_seq_length", 256) ** 0.5)
-        if family.projector == "gemma3" and scale > 0 and scale != 4:
-            writer.add_vision_projector_scale_factor(scale)
+        for key, asked in family.said["keys"].items():
+            if (value := family.value(key)) is not None:
+                getattr(writer, f"add_{asked['type']}")(key, value)
 
     return add
 
