@@ -18,6 +18,7 @@ WHOLE = {
     "embeddings.weight": "embedding.word_embeddings.weight",
     "norm.weight": "decoder.final_layernorm.weight",
     "norm_f.weight": "decoder.final_norm.weight",
+    "final_layernorm.weight": "decoder.final_norm.weight",
     "lm_head.weight": "output_layer.weight",
 }
 IN_A_LAYER = {
@@ -51,6 +52,9 @@ IN_A_LAYER = {
     "mixer.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
     "mixer.fc1_latent_proj.weight": "mlp.fc1_latent_proj.weight",
     "mixer.fc2_latent_proj.weight": "mlp.fc2_latent_proj.weight",
+    "pre_ff_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "feed_forward.down_proj.weight": "mlp.linear_fc2.weight",
+    **{f"mamba.{name}": f"mamba_mixer.{name}" for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
     **{f"mixer.{name}": f"mixer.{name}" for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
 }
 SEEING = {
@@ -69,11 +73,14 @@ def in_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) ->
 
 def mamba(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors:
     """The rows of a layer of Mamba 2, one tensor each."""
-    inner, state = (
-        config["mamba_num_heads"] * config["mamba_head_dim"],
-        config["n_groups"] * config["ssm_state_size"],
-    )
-    sizes = {"z": inner, "x": inner, "B": state, "C": state, "dt": config["mamba_num_heads"]}
+    falcon = name.startswith("mamba.")
+    keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
+    if falcon:
+        keys = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
+        name = name.replace("mamba.", "mamba_mixer.")
+    heads, size, groups, states = (config[key] for key in keys)
+    inner, state = heads * size, groups * states
+    sizes = {"z": inner, "x": inner, "B": state, "C": state, "dt": heads}
     if "conv1d" in name:
         del sizes["z"], sizes["dt"]
     return {f"{name}.{key}": part for key, part in zip(sizes, tensor.split([*sizes.values()]), strict=True)}
@@ -85,7 +92,11 @@ def of_a_layer(own: Tensors, config: dict[str, Any], family: str) -> Tensors:
     routed = any(name.endswith(("gate.weight", "experts.gate_up_proj")) for name in own)
     mlp_norm = "pre_mlp_layernorm.weight" if routed else "mlp.linear_fc1.layer_norm_weight"
     for name, tensor in own.items():
-        if name in IN_A_LAYER:
+        if (family, name) == ("falcon-h1", "input_layernorm.weight"):  # of Mamba and of attention
+            found["norm.weight"] = tensor
+        elif name == "feed_forward.gate_proj.weight":
+            found["mlp.linear_fc1.weight"] = torch.cat([tensor, own["feed_forward.up_proj.weight"]])
+        elif name in IN_A_LAYER:
             found[IN_A_LAYER[name]] = tensor
         elif name == "norm.weight":  # of whatever the layer is
             found["norm.weight"] = tensor

@@ -61,6 +61,10 @@ SPEECH = {
 COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", WIDE),
     "exaone4": ("Exaone4ForCausalLM", {**SMALL, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "falcon-h1": (
+        "FalconH1ForCausalLM",
+        {**SMALL, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_ssm": 48, "mamba_d_state": 5, "mamba_n_groups": 2},
+    ),
     "gemma": ("GemmaForCausalLM", WIDE),
     "glm5": ("GlmMoeDsaForCausalLM", {**SMALL, **LATENT}),
     "granite": ("GraniteForCausalLM", {**SMALL, "attention_multiplier": 0.25}),
@@ -86,7 +90,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         **SMALL, "moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
     }, "e_score_correction_bias"),
-    "falcon-h1": ("FalconH1ForCausalLM", SMALL, "mamba_d_state"),
     "hunyuan": ("HunYuanDenseV1ForCausalLM", WIDE, "query_layernorm"),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {**ROUTED, "head_dim": 8, "moe_topk": 2}, "query_layernorm"),
     "jamba": ("JambaForCausalLM", {

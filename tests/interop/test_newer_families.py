@@ -253,6 +253,20 @@ def test_what_lies_in_memory_becomes_what_the_hub_has(name: str, saved: Any, tmp
 ROUTED_ALIKE = {**SMALL, "num_local_experts": 3, **ROUTED}
 BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: MODELS[name][1:3] for name in ("nemotron-h", "qwen3-vl", "gemma3-vl", "glm5", "qwen2_5-vl")},
+    "falcon-h1": (
+        "FalconH1ForCausalLM",
+        {
+            **TEXT,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 8,
+            "mamba_d_ssm": 48,
+            "mamba_d_state": 5,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "key_multiplier": 0.5,
+            "ssm_multipliers": [1.0, 0.5, 2.0, 1.0, 0.25],
+        },
+    ),
     "exaone4": ("Exaone4ForCausalLM", {**SMALL, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "minimax-m2": ("MiniMaxM2ForCausalLM", ROUTED_ALIKE),
     "olmoe": ("OlmoeForCausalLM", {**TEXT, **ROUTED}),

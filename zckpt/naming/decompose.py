@@ -239,8 +239,8 @@ def _unstack(
     stack, at = _axes(rule, fit)
     lead = entry.shape[at : at + 1] if at else entry.shape[: len(stack)]
     rest = (*entry.shape[:at], *entry.shape[at + 1 :]) if at else entry.shape[len(stack) :]
-    inputs = rule.flax.inputs
-    if len(lead) < max(1, len(stack)) * bool(at or stack) or len(rest) < max(1, inputs + bool(inputs)):
+    least = max(1, rule.flax.inputs + bool(rule.flax.inputs))
+    if len(lead) < max(1, len(stack)) * bool(at or stack) or len(rest) < least:
         raise _unfit(entry, f"shape {list(entry.shape)}", facts)
     if math.prod(lead) > _MOST_STACKED:
         raise _unfit(entry, f"{math.prod(lead):,} blocks and experts", facts)
@@ -255,8 +255,8 @@ def _unstack(
     )
     for block in range(lead[0]):
         own = rows_of(flat, entry.name, rows, [1] * lead[0], block)
-        place = (_block_of(block, rule, fit, facts), fit.expert)
-        yield place, move_rows(own, own.name, rest, lambda fragments, _: fragments)
+        item = move_rows(own, own.name, rest, lambda fragments, _: fragments)
+        yield (_block_of(block, rule, fit, facts), fit.expert), item
 
 
 def _axes(rule: NamingRule, fit: Fit) -> tuple[tuple[str, ...], int]:

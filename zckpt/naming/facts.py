@@ -34,10 +34,10 @@ _KEYS = {
     "linear_value_heads": ("linear_num_value_heads",),
     "linear_key_size": ("linear_key_head_dim",),
     "linear_value_size": ("linear_value_head_dim",),
-    "mamba_heads": ("mamba_num_heads",),
-    "mamba_head_size": ("mamba_head_dim",),
+    "mamba_heads": ("mamba_num_heads", "mamba_n_heads"),
+    "mamba_head_size": ("mamba_head_dim", "mamba_d_head"),
     "mamba_groups": ("n_groups", "mamba_n_groups", "mamba_num_groups"),
-    "mamba_state": ("ssm_state_size", "mamba_state_dim"),
+    "mamba_state": ("ssm_state_size", "mamba_state_dim", "mamba_d_state"),
 }
 """Fact -> the keys for it in a config, or in the arguments of a run."""
 
@@ -55,6 +55,7 @@ SHAPES = {
     "key_value_rank": ("blocks.{b}.attention.key_value_up.weight", 1),
     "linear_filter": ("blocks.{b}.linear.query_filter.weight", 2),
     "mamba_filter": ("blocks.{b}.mamba.input_filter.weight", 2),
+    "mamba_inner": ("blocks.{b}.mamba.input.weight", 0),
     "index_heads": ("blocks.{b}.index.heads.weight", 0),
     "index_size": ("blocks.{b}.index.key.weight", 0),
     "latent_size": ("blocks.{b}.latent.enter.weight", 0),
@@ -153,8 +154,8 @@ def facts_of(
     values["key_heads"] = _key_heads(given, arguments)
     values["tied"] = _is_head_tied(config or {}, given, arguments)
     values["rotary_form"] = _rotary_form(config)
-    if config:
-        values["scaled_by_head_size"] = given.get("query_pre_attn_scalar") in (None, values["head_size"])
+    scale = given.get("query_pre_attn_scalar", values["head_size"])
+    values["scaled_by_head_size"] = scale == values["head_size"] if config else None
     values["window"] = _window(arguments)
     tower = (config or {}).get("vision_config")
     values["tower_heads"] = _number(("num_heads", "num_attention_heads"), tower if isinstance(tower, Mapping) else {})

@@ -52,8 +52,7 @@ def flax_names(names: Sequence[str], prefixes: Sequence[str]) -> dict[str, str]:
         names: of all tensors.
         prefixes: beginnings; the first that all parameters have is taken off.
     """
-    random = {name for name in names if _RANDOM.fullmatch(name)}
-    own = [name for name in names if name not in random]
+    own = [name for name in names if not _RANDOM.fullmatch(name)]
     prefix = next((p for p in prefixes if own and all(name.startswith(p) for name in own)), "")
     found = {name: re.sub(r"\.(\d+)(?=\.)", r"_\1", name[len(prefix) :]).removesuffix(".value") for name in own}
     return {name: found.get(name, name) for name in names}
