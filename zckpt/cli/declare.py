@@ -202,15 +202,19 @@ def _words(*words: str) -> Any:
     return Enum("Choice", {word.replace("-", "_"): word for word in words}, type=str)
 
 
+def _as_given(value: Any) -> object:
+    return value
+
+
 _KINDS: Mapping[str, tuple[Any, dict[str, Any], Callable[[Any], object]]] = {
-    "text": (str, {}, lambda value: value),
+    "text": (str, {}, _as_given),
     "texts": (list[str], {}, tuple),
-    "flag": (bool, {}, lambda value: value),
-    "number": (int, {}, lambda value: value),
-    "positive": (int, {"callback": positive}, lambda value: value),
-    "real": (float, {}, lambda value: value),
+    "flag": (bool, {}, _as_given),
+    "number": (int, {}, _as_given),
+    "positive": (int, {"callback": positive}, _as_given),
+    "real": (float, {}, _as_given),
     "reals": (str, {}, lambda value: None if value is None else split_numbers(value)),
-    "size": (int, {"parser": size_in_bytes, "show_default": False}, lambda value: value),
+    "size": (int, {"parser": size_in_bytes, "show_default": False}, _as_given),
     "renames": (list[str], {}, lambda value: tuple(map(split_rename, value))),
 }
 """Kind of value -> its type, its declaration for typer, and the function that gives its value for the job."""

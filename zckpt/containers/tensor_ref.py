@@ -64,7 +64,7 @@ class StorageRef:
         if len(shape) != len(stride) or len(shape) > MAX_DIMS:
             raise self._bad_view("impossible", f"{len(shape)} dimensions, {len(stride)} strides")
         for number in (storage_offset, *shape, *stride):
-            if not _is_count(number):
+            if type(number) is not int or not 0 <= number <= MAX_NUMBER:
                 what = "size" if number in shape else "stride" if number in stride else "offset"
                 raise self._bad_view("impossible", f"{what} {brief(number)}", "whole numbers from 0 to 2^63 - 1")
         dtype = dtype or self.dtype
@@ -92,10 +92,6 @@ class StorageRef:
     def _bad_view(self, how: str, found: str, expected: str = "") -> CorruptError:
         what = f"the view of storage {self.key!r} is {how}"
         return CorruptError(what, file=self.store.path, found=found, expected=expected, remedy=COPY_AGAIN)
-
-
-def _is_count(number: object) -> bool:
-    return type(number) is int and 0 <= number <= MAX_NUMBER
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,7 @@ def push_to_hub(
         repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint,
         None if scratch is None else os.fspath(scratch), max_scratch, card, license, base_model,
     )  # fmt: skip
-    options = options or Options()
-    asked = options.split(PUSH, tag=tag or options.tag, also=also or options.also)
+    asked = (options or Options()).split(PUSH, tag=tag, also=also)
     prepared = load(os.fspath(source), dtype, asked)
     ready = prepare(cargo_of(prepared), target, tell or (lambda text: None))
     prepared.check()

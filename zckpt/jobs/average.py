@@ -119,8 +119,7 @@ def average(
         11
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(
+    asked = (options or Options()).split(
         AVERAGE, dtype=None if dtype is None else to_dtype(dtype), ema=ema, last=last, slerp=slerp,
         weights=None if weights is None else tuple(weights), task_vector=task_vector,
         method=method, density=None if density is None else tuple(density), seed=seed,

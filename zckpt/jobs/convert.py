@@ -139,7 +139,7 @@ def convert(
         exclude_frozen=exclude_frozen, strip_prefix=strip_prefix, base=base, threads=threads,
     )  # fmt: skip
     options = (options or Options()).with_others(given, more)
-    asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
+    asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag, also=also)
     with working_together(together):
         return carried_out(prepare(checkpoint, out, asked), progress, "convert", began)
 

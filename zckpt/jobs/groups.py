@@ -62,16 +62,17 @@ CONFIG_HELP = "The model's config.json, if none is beside CKPT."
 _DTYPE = "Of the weights; by default as they were saved."
 
 
-def vocabulary_option() -> dict[str, Any]:
-    """The metadata of `--vocab-size`."""
-    text = "Words of the vocabulary: further rows are padding. By default what config, run or tokenizer say."
-    return option("--vocab-size", "positive", text, NAMES, metavar="N")
+VOCABULARY = option(
+    "--vocab-size", "positive",
+    "Words of the vocabulary: further rows are padding. By default what config, run or tokenizer say.", NAMES, metavar="N",
+)  # fmt: skip
+"""The metadata of `--vocab-size`."""
 
-
-def family_option() -> dict[str, Any]:
-    """The metadata of `--family`."""
-    text = "A file that says the names of a family of models that zckpt does not know: docs/families.md."
-    return option("--family", "text", text, NAMES, metavar="FILE")
+FAMILY = option(
+    "--family", "text",
+    "A file that says the names of a family of models that zckpt does not know: docs/families.md.", NAMES, metavar="FILE",
+)  # fmt: skip
+"""The metadata of `--family`."""
 
 
 def know_family(said: str | Mapping[str, Any] | None) -> None:
@@ -82,16 +83,16 @@ def know_family(said: str | Mapping[str, Any] | None) -> None:
         add_family(said)
 
 
-def base_option() -> dict[str, Any]:
-    """The metadata of `--base`."""
-    text = "The model that the run began with, for what CKPT lacks: a directory, or a name in the hub's local cache."
-    return option("--base", "text", text, LORA, metavar="MODEL")
+BASE = option(
+    "--base", "text", panel=LORA, metavar="MODEL",
+    about="The model that the run began with, for what CKPT lacks: a directory, or a name in the hub's local cache.",
+)  # fmt: skip
+"""The metadata of `--base`."""
 
-
-def adapter_option() -> dict[str, Any]:
-    """The metadata of `--adapter`, of what is merged."""
-    text = "PEFT directory, or an adapter's name in CKPT. Repeatable."
-    return option("--adapter", "texts", text, LORA, metavar="DIR[:WEIGHT]")
+ADAPTER = option(
+    "--adapter", "texts", "PEFT directory, or an adapter's name in CKPT. Repeatable.", LORA, metavar="DIR[:WEIGHT]"
+)
+"""The metadata of `--adapter`, of what is merged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +254,8 @@ class Form:
             "--layer-names", "text", "JSON file with names for a pipeline's layers.", NAMES, metavar="FILE"
         ),
     )
-    vocab_size: int | None = field(default=None, metadata=vocabulary_option())
-    family: str | Mapping[str, Any] | None = field(default=None, metadata=family_option())
+    vocab_size: int | None = field(default=None, metadata=VOCABULARY)
+    family: str | Mapping[str, Any] | None = field(default=None, metadata=FAMILY)
 
     def __post_init__(self) -> None:
         """Raises UsageError for an unknown architecture, an impossible vocabulary or a family's file that cannot be used."""
@@ -374,8 +375,8 @@ class MergeAsked:
             "--merge-lora", "flag", "Merge LoRA adapters into the weights: those of CKPT, or --adapter.", LORA
         ),
     )
-    base: str | None = field(default=None, metadata=base_option())
-    adapter: Sequence[str] = field(default=(), metadata=adapter_option())
+    base: str | None = field(default=None, metadata=BASE)
+    adapter: Sequence[str] = field(default=(), metadata=ADAPTER)
     allow_untrained: bool = field(
         default=False,
         metadata=option("--allow-untrained", "flag", "Merge an adapter with matrices that are all zeros, too.", LORA),

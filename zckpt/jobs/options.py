@@ -5,6 +5,7 @@ For users of `zckpt.Options`. `split` makes of it what a job takes: none of the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -86,7 +87,8 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
 
         Args:
             job: the job.
-            given: fields that its public function takes as arguments, which count more than these options.
+            given: fields that its public function takes as arguments, which count more than these options; of `tag` and `also`,
+                those that are not empty. A path is taken as text.
 
         Raises:
             UsageError: an option that is not as usual has no meaning for the job; it names both.
@@ -98,7 +100,11 @@ class Options(SigningKey, Pacing, Publishing, Sharding, Merging, Casting, Naming
                     f"{name} has no meaning for {job.name}", found=f"{type(self).__name__}({name}={value!r:.60})",
                     expected="the options that this job has a use for", remedy=f"Leave {name} out.",
                 )  # fmt: skip
-        return job.ask(**{**{name: value for name, value in values.items() if name in job.takes}, **given})
+        found = {name: value for name, value in values.items() if name in job.takes}
+        for name, value in given.items():
+            if value or name not in ("tag", "also"):
+                found[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return job.ask(**found)
 
 
 @public

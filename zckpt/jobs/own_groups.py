@@ -14,23 +14,23 @@ from zckpt.base.errors import UsageError
 from zckpt.base.sizes import file_bytes
 from zckpt.core.dtypes import DType
 from zckpt.jobs.groups import (
+    ADAPTER,
+    BASE,
     CONFIG_HELP,
     DROPPED,
+    FAMILY,
     GGUF_TYPES,
     QUANTISED,
     SCHEMES,
+    VOCABULARY,
     WHICH,
     AnyPath,
     Checksum,
     Encoding,
     LoraMerge,
     Scheme,
-    adapter_option,
-    base_option,
-    family_option,
     know_family,
     option,
-    vocabulary_option,
 )
 
 SparseMethod = Literal["ties", "dare_ties", "dare_linear"]
@@ -144,8 +144,8 @@ class Dcp:
             "--config", "text", "The model's config.json for --names, if none is beside CKPT.", metavar="FILE"
         ),
     )
-    vocab_size: int | None = field(default=None, metadata=vocabulary_option())
-    family: str | Mapping[str, Any] | None = field(default=None, metadata=family_option())
+    vocab_size: int | None = field(default=None, metadata=VOCABULARY)
+    family: str | Mapping[str, Any] | None = field(default=None, metadata=FAMILY)
     max_file_bytes: int = 5 * 10**9
 
     def __post_init__(self) -> None:
@@ -177,8 +177,8 @@ class Megatron:
     config: str | Mapping[str, Any] | None = field(
         default=None, metadata=option("--config", "text", CONFIG_HELP, metavar="FILE")
     )
-    vocab_size: int | None = field(default=None, metadata=vocabulary_option())
-    family: str | Mapping[str, Any] | None = field(default=None, metadata=family_option())
+    vocab_size: int | None = field(default=None, metadata=VOCABULARY)
+    family: str | Mapping[str, Any] | None = field(default=None, metadata=FAMILY)
     tensor_parallel: int = field(
         default=1,
         metadata=option("--tensor-parallel", "positive", "Ranks for which the vocabulary is padded.", metavar="N"),
@@ -508,8 +508,8 @@ class MergedWith:
         adapter: the adapters.
     """
 
-    base: AnyPath | None = field(default=None, metadata=base_option())
-    adapter: Sequence[AnyPath] = field(default=(), metadata=adapter_option())
+    base: AnyPath | None = field(default=None, metadata=BASE)
+    adapter: Sequence[AnyPath] = field(default=(), metadata=ADAPTER)
 
     @property
     def lora(self) -> LoraMerge | None:

@@ -163,10 +163,9 @@ def to_fp8(
         'fp8/'
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(
+    asked = (options or Options()).split(
         TO_FP8, dtype=to_dtype(dtype), scheme=scheme, quantize=tuple(quantize), keep=tuple(keep),
-        tag=tag or options.tag, also=also or options.also,
+        tag=tag, also=also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, asked), progress, "to fp8", began)
 
@@ -215,10 +214,9 @@ def quantize(
         57
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(
+    asked = (options or Options()).split(
         QUANTIZE, dtype=to_dtype(dtype), target=to, group_size=group_size, quantize=tuple(include), keep=tuple(exclude),
-        tag=tag or options.tag, also=also or options.also,
+        tag=tag, also=also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, asked), progress, f"to {to}", began)
 

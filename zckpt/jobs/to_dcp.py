@@ -98,11 +98,9 @@ def to_dcp(
         ['__0_0.distcp', '.metadata', 'config.json', 'generation_config.json']
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(
+    asked = (options or Options()).split(
         TO_DCP, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
-        accelerate=accelerate, names=names, config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
-        vocab_size=vocab_size, tag=tag or options.tag, also=also or options.also,
+        accelerate=accelerate, names=names, config=config, vocab_size=vocab_size, tag=tag, also=also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, asked), progress, "to dcp", began)
 

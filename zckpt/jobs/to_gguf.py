@@ -93,13 +93,9 @@ def to_gguf(
         30
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(
-        TO_GGUF, type=type, imatrix=None if imatrix is None else os.fspath(imatrix),
-        split_max_size=split_max_size, tag=tag or options.tag,
-        tokenizer=None if tokenizer is None else os.fspath(tokenizer), pre_tokenizer=pre_tokenizer, model_name=model_name,
-        mmproj=mmproj,
-        config=config if config is None or isinstance(config, Mapping) else os.fspath(config), also=also or options.also,
+    asked = (options or Options()).split(
+        TO_GGUF, type=type, imatrix=imatrix, split_max_size=split_max_size, tag=tag, also=also, tokenizer=tokenizer,
+        pre_tokenizer=pre_tokenizer, model_name=model_name, mmproj=mmproj, config=config,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, asked), progress, "to gguf", began)
 

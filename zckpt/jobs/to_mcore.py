@@ -85,11 +85,9 @@ def to_mcore(
         'megatron'
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(
-        TO_MCORE, dtype=None if dtype is None else to_dtype(dtype), tag=tag or options.tag,
-        config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
-        also=also or options.also, vocab_size=vocab_size, tensor_parallel=tensor_parallel,
+    asked = (options or Options()).split(
+        TO_MCORE, dtype=None if dtype is None else to_dtype(dtype), tag=tag, also=also, config=config,
+        vocab_size=vocab_size, tensor_parallel=tensor_parallel,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by, numbered_layers=numbered_layers,
         optimizer=optimizer, expert_parallel=expert_parallel,
     )  # fmt: skip

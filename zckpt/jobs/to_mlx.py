@@ -76,10 +76,9 @@ def to_mlx(
         'mlx/'
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(
+    asked = (options or Options()).split(
         TO_MLX, dtype=None if dtype is None else to_dtype(dtype), bits=bits, group_size=group_size,
-        tag=tag or options.tag, also=also or options.also,
+        tag=tag, also=also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, asked), progress, "to mlx", began)
 

@@ -58,8 +58,7 @@ def to_states(
         'states/'
     """
     began = time.perf_counter()
-    options = options or Options()
-    asked = options.split(TO_STATES, tag=tag or options.tag, also=also or options.also)
+    asked = (options or Options()).split(TO_STATES, tag=tag, also=also)
     return carried_out(prepare(checkpoint, out, asked), progress, "to states", began)
 
 

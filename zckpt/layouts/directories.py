@@ -301,12 +301,12 @@ def as_several(look: Look) -> Place | None:
 
 def listing_of(folder: Folder, tag: str, also: Sequence[Folder]) -> Listing:
     """The files of a save in a directory, with those of directories laid over it."""
-    families = layouts.FAMILIES
-    below = [name for family in families for name in (family.directory, family.raw_directory) if name]
     entries = dict.fromkeys(name for root in (folder, *also) for name in root.names)
-    below += (name for name in entries if any(family.holds_files(name, entries) for family in families))
-    inner = tuple(dict.fromkeys(name for name in below if name in entries))
-    roots = [(root.path, root.files(inner)) for root in (folder, *also)]
+    inner: dict[str, None] = {}
+    for family in layouts.FAMILIES:
+        own = (family.directory, family.raw_directory)
+        inner |= dict.fromkeys(name for name in entries if name in own or family.holds_files(name, entries))
+    roots = [(root.path, root.files(tuple(inner))) for root in (folder, *also)]
     return lay_over(folder.path, tag, roots, layouts.is_of_save)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
@@ -23,6 +23,8 @@ from zckpt.storage.location import Location
 if TYPE_CHECKING:
     from zckpt.layouts.run.training import Training
     from zckpt.layouts.save.second import SecondReader, UnprovedFamily
+
+Found = TypeVar("Found", covariant=True)
 
 Record = tuple[str, int, int, int]
 """A checksummed part of a file: name, byte offset, bytes, CRC-32 (0 where the writer stored none)."""
@@ -78,17 +80,12 @@ class RankFacts(NamedTuple):
     swapped: tuple[str, ...] = ()
 
 
-class Read(Protocol):
-    """A reader of a save's catalog; `allow_unknown`: go on although files hold keys that the family does not know."""
+class Read(Protocol[Found]):
+    """A reader of a save's catalog, or of what a run needs beside the weights; `allow_unknown`: go on although files hold keys
+    that the family does not know.
+    """
 
-    def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-        """Reads the save; raises what is wrong with it."""
-
-
-class ReadTraining(Protocol):
-    """A reader of what a run needs beside the weights of a save; `allow_unknown` as in `Read`."""
-
-    def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Training:
+    def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Found:
         """Reads the save; raises what is wrong with it."""
 
 
@@ -190,9 +187,9 @@ class Family:
     name: str
     files: tuple[FileKind, ...]
     match: Callable[[Listing], str | None]
-    read: Read
+    read: Read[Catalog]
     second: SecondReader | UnprovedFamily
-    read_training: ReadTraining | None = None
+    read_training: Read[Training] | None = None
     directory: str = ""
     directories: re.Pattern[str] | None = None
     mark: str = ""

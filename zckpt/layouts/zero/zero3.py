@@ -86,7 +86,9 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
         raise missing_ranks(listing, "model", sorted(names), missing, world_size)
     _check_steps(listing, names)
     shards = [with_swapped(listing, shard, model, mp_rank, world_size) for shard in shards]
-    return Zero3Save(listing, names, model, shards, world_size, _shard_size(model, shards, world_size))
+    is_of_experts = bool(shards[0].root.get("ds_zero_partition_groups"))  # cut as it records: see `check_lengths`
+    size = world_size if is_of_experts else _proved_size(model, shards, world_size)
+    return Zero3Save(listing, names, model, shards, world_size, size)
 
 
 def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
@@ -97,23 +99,15 @@ def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
     check_alike(listing, "the step", {name: listing.numbers(name, key).get(key) for name in names.values()})
 
 
-def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
-    """Ranks that one parameter is cut over: all, or fewer under MiCS; found by the lengths of the vectors.
-
-    A save of experts has parts that are cut over fewer ranks, as it records: `check_lengths` checks those. Raises
-    InconsistentError if no way of cutting gives the lengths that the files have.
-    """
-    if shards[0].root.get("ds_zero_partition_groups"):
-        return world_size
-    return _proved_size(model, shards, world_size)
-
-
 def check_lengths(save: Zero3Save) -> None:
     """Checks the number of elements on every rank of a part of a save; errors as in `load`."""
     _proved_size(save.model, save.shards, save.world_size)
 
 
 def _proved_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
+    """Ranks that one parameter is cut over: all, or fewer under MiCS; found by the lengths of the vectors. Raises
+    InconsistentError if no way of cutting gives the lengths that the files have.
+    """
     numels = [math.prod(shape) for group in model.param_shapes for shape in group.values()]
     held = {shard.rank: sum(vector.numel for vector in shard.vectors) for shard in shards}
     mics = model.zero_config.get("mics_shard_size")
