@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
@@ -262,8 +263,8 @@ def execute(
                 write_all(file.fileno(), data, offset)
             moved(sum(len(data) for _, data in output.literals))
             parts: list[Partial] = []
-            renew = Renewal(job, reader, file.fileno())
-            for some in reader.in_order(renew.write, inside.get(id(store), ())):
+            renew = partial(_renew, job, reader, file.fileno())
+            for some in reader.in_order(renew, inside.get(id(store), ())):
                 parts += some
                 moved(sum(nbytes for _, nbytes, _ in some))
             reader.check_sources()
@@ -316,34 +317,28 @@ def _copy_file(file: Location, directory: str, name: str) -> Finished:
     return finish_file(directory, name)
 
 
-class Renewal:
-    """Writes tensors of the new version to a file, each proved."""
-
-    def __init__(self, job: PlannedApply, reader: PieceReader, fd: int) -> None:
-        self._job, self._reader, self._fd = job, reader, fd
-
-    def write(self, pair: Pair) -> list[Partial]:
-        """Writes one tensor; returns the CRCs of its parts. Raises InconsistentError if a checksum is another one,
-        CorruptError if a difference is damaged.
-        """
-        old, new = pair
-        [fragment] = new.fragments
-        parts: list[Partial] = []
-        with ExitStack() as stack:
-            steps = [
-                _Step(one, names.get(old.name), stack, old, new.dtype)
-                for one, names in zip(self._job.deltas, self._job.names, strict=True)
-            ]
-            for start, stop in pieces(old.numel, new.dtype):
-                data = self._reader.read(old, start, stop, new.dtype)
-                for step in steps:
-                    step.take(data)
-                view, at = data.data, fragment.byte_offset + start * new.dtype.itemsize
-                write_all(self._fd, view, at)
-                parts.append((at, len(view), crc32(view)))
+def _renew(job: PlannedApply, reader: PieceReader, fd: int, pair: Pair) -> list[Partial]:
+    """Writes one tensor of the new version to a file; returns the CRCs of its parts. Raises InconsistentError if a checksum is
+    another one, CorruptError if a difference is damaged.
+    """
+    old, new = pair
+    [fragment] = new.fragments
+    parts: list[Partial] = []
+    with ExitStack() as stack:
+        steps = [
+            _Step(one, names.get(old.name), stack, old, new.dtype)
+            for one, names in zip(job.deltas, job.names, strict=True)
+        ]
+        for start, stop in pieces(old.numel, new.dtype):
+            data = reader.read(old, start, stop, new.dtype)
             for step in steps:
-                step.prove()
-        return parts
+                step.take(data)
+            view, at = data.data, fragment.byte_offset + start * new.dtype.itemsize
+            write_all(fd, view, at)
+            parts.append((at, len(view), crc32(view)))
+        for step in steps:
+            step.prove()
+    return parts
 
 
 class _Step:

@@ -12,11 +12,10 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UsageError
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import Catalog
 from zckpt.core.evidence import Evidence
 from zckpt.jobs.groups import LoraMerge
 from zckpt.jobs.merged import lora_again, merged_with, open_base
-from zckpt.jobs.open import Opened, strip_wrappers
+from zckpt.jobs.open import strip_wrappers
 from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.naming.adapter_names import adapters_in, found_in
 
@@ -24,21 +23,11 @@ RECORDED = "base"
 """The entry of a manifest's options that names what was taken from a base model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A checkpoint with what it lacks from a base model."""
-
-    catalog: Catalog
-    base: Opened
-    notes: tuple[str, ...]
-    recorded: Mapping[str, object]
-
-
-def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
+def complete(model: WorkingModel, base: str | os.PathLike[str]) -> WorkingModel:
     """The checkpoint, with the tensors of a base model that it lacks.
 
     Args:
-        catalog: the checkpoint's tensors, under the model's own names.
+        model: with the checkpoint's tensors, under the model's own names.
         base: a directory of weights in any layout, or a model in the local cache of the hub.
 
     Raises:
@@ -46,6 +35,7 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
         InconsistentError: the base is another model.
         IncompleteError: the base lacks a tensor that the checkpoint is known to lack.
     """
+    catalog = model.catalog
     path = catalog.source.path
     if adapters_in(catalog):
         raise UsageError(
@@ -87,7 +77,8 @@ def complete(catalog: Catalog, base: str | os.PathLike[str]) -> Completion:
         else "The base model has nothing that the save lacks."
     )
     facts = {**opened.catalog.source_facts(), "tensors": sorted(added)}
-    return Completion(completed, opened, (note,), {RECORDED: facts})
+    recorded = {**model.recorded, RECORDED: facts}
+    return replace(model, catalog=completed, notes=(*model.notes, note), recorded=recorded, made_from=(opened,))
 
 
 def refuse_no_base(path: object) -> UsageError:
@@ -139,8 +130,4 @@ class Complete:
     def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
         if self.base is None:
             raise refuse_no_base(model.place.listing.directory)
-        found = complete(model.catalog, self.base)
-        return replace(
-            model, catalog=found.catalog, notes=(*model.notes, *found.notes),
-            recorded={**model.recorded, **found.recorded}, made_from=(found.base,),
-        )  # fmt: skip
+        return complete(model, self.base)

@@ -135,8 +135,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     others: list[str] = []
     before = sum(file.size() for file in listing.files.values())
     if (fewer := fewer_items(opened, asked)) is not None:
-        plan, before, others = fewer.plan, fewer.nbytes, [*fewer.left_out]
-        cut.bytes.update(fewer.dropped)
+        plan, dropped, before, others = fewer
+        if dropped:
+            cut.bytes["optimizer"] = dropped
     else:
         containers = _containers(opened, asked)
         equal = _choose_tensors(opened.catalog, listing, containers, cut, asked)
@@ -359,25 +360,9 @@ def describe_plan(planned: PlannedSlim) -> str:
     return f"a save that is {size(planned.saved_bytes)} smaller" + (f", without {without}" if without else "")
 
 
-@dataclass(frozen=True, slots=True)
-class FewerItems:
-    """The files of a smaller save.
-
-    Attributes:
-        plan: of them.
-        dropped: what is left out -> bytes.
-        nbytes: of the save that it is made from, the optimizer beside it included.
-        left_out: files that are links out of the save, and not copied.
-    """
-
-    plan: Plan
-    dropped: Mapping[str, int]
-    nbytes: int
-    left_out: Sequence[str]
-
-
-def fewer_items(opened: Opened, asked: Asked[Slim]) -> FewerItems | None:
-    """The files without what `options` leave out; None for a save of another kind.
+def fewer_items(opened: Opened, asked: Asked[Slim]) -> tuple[Plan, int, int, list[str]] | None:
+    """The files without what `options` leave out, bytes of what is left out, and of the save with the optimizer beside it, and
+    files that are links out of the save, and not copied; None for a save of another kind.
 
     Raises:
         UnsupportedError: the options leave out something else than the optimizer, or the save is of several
@@ -424,4 +409,4 @@ def fewer_items(opened: Opened, asked: Asked[Slim]) -> FewerItems | None:
         plan = Plan.of([plan, *copies])
     if home and is_megatron:
         plan = plan.with_files(literal_file(TRACKER, read_tracker(listing.directory.absolute().name).encode()))
-    return FewerItems(plan, {"optimizer": dropped} if dropped else {}, nbytes, left_out)
+    return plan, dropped, nbytes, left_out

@@ -64,9 +64,14 @@ _DISTANT = re.compile(r"nfs4?|cifs|smb[23]|smbfs|lustre|ceph|9p|virtiofs|beegfs|
 
 def is_distant(path: str) -> bool:
     """Whether a path is on a mount that probably has its bytes from another machine."""
-    real = os.path.realpath(path)
-    above = [mount for mount in mounts() if is_below(real, mount.point)]
-    return bool(above) and _DISTANT.fullmatch(max(reversed(above), key=lambda mount: len(mount.point)).kind) is not None
+    mount = _mount_of(os.path.realpath(path), mounts())
+    return mount is not None and _DISTANT.fullmatch(mount.kind) is not None
+
+
+def _mount_of(path: str, table: Sequence[Mount]) -> Mount | None:
+    """The mount that a path without links is on: of several at one point the newest, which is the one that is seen."""
+    above = [mount for mount in table if is_below(path, mount.point)]
+    return max(reversed(above), key=lambda mount: len(mount.point), default=None)
 
 
 def is_mount(path: str) -> bool:
@@ -127,10 +132,9 @@ def _is_mounted_from(inner: str, outer: str, table: Sequence[Mount]) -> bool:
 
 def place_in_file_system(path: str, table: Sequence[Mount]) -> tuple[str, str]:
     """The device of a path without links, and where it lies there."""
-    above = [mount for mount in table if is_below(path, mount.point)]
-    if not above:
+    mount = _mount_of(path, table)
+    if mount is None:
         return "", path
-    mount = max(reversed(above), key=lambda mount: len(mount.point))  # of several at one point, the newest is seen
     return mount.device, os.path.normpath(os.path.join(mount.top, os.path.relpath(path, mount.point)))
 
 
