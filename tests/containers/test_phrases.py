@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 from typing import Any
 
 import pytest
@@ -59,7 +60,24 @@ def metadata(protocol: int = 4) -> bytes:
             [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, 1])) for n in range(2500)][:: 2500 // MANY],
         )
     )
-    return pickle.dumps([chunks, tensors, stored, [same] * 3, chunks[-1], chunks[-1].sizes], protocol=protocol)
+    named = whole_tensors()
+    held = [chunks, tensors, named, stored, [same] * 3, chunks[-1], chunks[-1].sizes, [*named]]
+    return pickle.dumps(held, protocol=protocol)
+
+
+def whole_tensors() -> dict[str, TensorStorageMetadata]:
+    """Tensors of few shapes and kinds, each in one chunk or two: they differ in their names."""
+    return {
+        f"layers.{n}.{chr(0xE9) * (n % 2)}weight": TensorStorageMetadata(
+            TensorProperties(dtype=(torch.float32, torch.bfloat16)[n // 2 % 2]),
+            torch.Size([300, 2]),
+            [
+                ChunkStorageMetadata(torch.Size([k * 300 // (1 + n % 2), 0]), torch.Size([300 // (1 + n % 2), 2]))
+                for k in range(1 + n % 2)
+            ],
+        )
+        for n in range(MANY)
+    }
 
 
 def plain(value: Any) -> Any:
@@ -111,6 +129,29 @@ def test_most_objects_are_read_in_one_go_and_are_the_same(one_by_one: Any) -> No
     assert fast == slow and type(fast) is tuple
     assert one_by_one.fast() > 2 * MANY
     assert 200 * one_by_one.fast() < cost < slow_cost  # that of what remains: a bound on memory stays one
+
+
+def test_an_object_that_stands_for_several_is_not_changed_for_all(
+    monkeypatch: pytest.MonkeyPatch, one_by_one: Any
+) -> None:
+    """A second state, for one of the tensors that are described by equal objects."""
+    repeated, taken = Phrases.read_repeated, []
+
+    def counted(*args: Any) -> Any:
+        found = repeated(*args)
+        taken.append(found[1])
+        return found
+
+    monkeypatch.setattr(Phrases, "read_repeated", counted)
+    held = [[ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(20)], whole_tensors()]
+    data = pickle.dumps(held, protocol=4)
+    ends = [match.end() for match in re.finditer(rb"uba?e?ub(?=\x8c)", data)]
+    assert len(ends) == MANY - 1
+    for at in ends[2], ends[-2]:
+        changed = data[:at] + b"}b" + data[at:]
+        found = loaded(changed)[0]
+        assert found == one_by_one(changed)[0] and found != one_by_one(data)[0]
+    assert sum(taken) > MANY
 
 
 def test_other_ways_to_write_them_are_read_one_by_one(one_by_one: Any) -> None:

@@ -198,7 +198,7 @@ class Machine:
         """Sets the state of the topmost object."""
         target = self.stack[-1]
         if isinstance(target, Placeholder):
-            target.state = state
+            self._own(target).state = state
             if (finish := self.finishers.get(target.name)) and (plain := finish(state)) is not None:
                 self.stack[-1] = plain
         elif isinstance(target, NumpyArray):
@@ -212,7 +212,7 @@ class Machine:
         if (finish := self.finishers.get(function.name)) and (plain := finish(state)) is not None:
             return plain
         return Placeholder(
-            function.module, function.name, (), state, called=True, kwargs=_NOT_NAMED, items=_NO_ITEMS, new=True
+            function.module, function.name, (), state, called=True, kwargs=_NOT_NAMED, items=_OF_SEVERAL, new=True
         )
 
     def append(self, items: list[Any]) -> None:
@@ -222,7 +222,7 @@ class Machine:
             self.charge(ENTRY_COST * len(items))
             target.update(map(plain_key, items))
         elif isinstance(target, list | Placeholder):
-            (target if isinstance(target, list) else _items_of(target)).extend(items)
+            (target if isinstance(target, list) else _items_of(self._own(target))).extend(items)
         else:
             raise TypeError(f"items for a {type(target).__name__}")
 
@@ -236,9 +236,15 @@ class Machine:
         elif isinstance(target, dict):
             target.update((plain_key(key), value) for key, value in pairs)
         elif isinstance(target, Placeholder):
-            _items_of(target).extend(itertools.starmap(Pair, pairs))
+            _items_of(self._own(target)).extend(itertools.starmap(Pair, pairs))
         else:
             raise TypeError(f"entries for a {type(target).__name__}")
+
+    def _own(self, target: Placeholder) -> Placeholder:
+        """The topmost item, to be changed: one that was read in one go may stand for several objects, and is copied first."""
+        if target.items is _OF_SEVERAL:
+            target = self.stack[-1] = replace(target, items=_NO_ITEMS)
+        return target
 
     def memoize(self, number: int) -> None:
         """Puts the topmost item into the memo."""
@@ -269,6 +275,8 @@ class Machine:
 _NOT_NAMED: dict[str, object] = {}
 _NO_ITEMS: list[object] = []
 """Of all placeholders without any: the metadata of a large save are hundreds of thousands of objects."""
+_OF_SEVERAL: list[object] = []
+"""The same, of those that may stand for several objects."""
 
 
 def _items_of(value: Placeholder) -> list[object]:

@@ -34,6 +34,8 @@ _FIELD = re.compile(
 
 _MOST_FIELDS, _MOST_PHRASES = 8, 8
 _MARK = ord("(")
+_MEMOIZE = 0x94
+_TEXT_COST = COSTS[0x8C] + COSTS[_MEMOIZE]
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 """The opcodes of tuples without a mark -> how many items these have."""
 _SIZE = "torch.Size"
@@ -61,6 +63,8 @@ _STATE = re.compile(rb"\x94\(((?:" + _GET + rb"|[N\x88\x89]){1,16})t\x94b", re.D
 """A state that is a tuple of entries of the memo and constants."""
 _ITEM = re.compile(_GET + rb"|[N\x88\x89]", re.DOTALL)
 _CONSTANTS: dict[bytes, object] = {b"N": None, b"\x88": True, b"\x89": False}
+_MOST_REPEATED, _MOST_LENGTHS, _MOST_BYTES = 512, 8, 2048
+"""Objects with opcodes that are kept, to be found again: how many, of how many lengths, and of how many bytes each."""
 _HOLDER_COST = 512
 """Of an object that holds others: itself and its attributes."""
 
@@ -193,6 +197,8 @@ class Phrases:
         self._known: dict[int, tuple[Placeholder, list[Phrase]]] = {}
         self._shapes: dict[bytes, tuple[int, ...]] = {}
         self._states: dict[tuple[int, bytes], tuple[Placeholder, object]] = {}
+        self._repeated: dict[bytes, tuple[object, int]] = {}
+        self._lengths: dict[int, None] = {}
         self.boxes: Callable[[object, bytes, int], tuple[object, int, int, int] | None] | None = None
         """Reads a whole list of objects of a class, which these bytes push; see `records.Records.boxes`."""
 
@@ -234,6 +240,8 @@ class Phrases:
         data, memo = machine.data, machine.memo
         if not data.startswith(_BEGIN, at):
             return None
+        head = class_head(machine, function, at)
+        start = at - len(head)
         at += len(_BEGIN)
         state: dict[str, object] = {}
         memoized, cost = 2, _HOLDER_COST
@@ -263,7 +271,59 @@ class Phrases:
                     return None
                 value, memoized, cost = shape, memoized + 3, cost + _PLAIN_EXTENT_COST * len(shape)
             state[key] = value
-        return (machine.finished(function, state), memoized, at + len(_END), cost) if state else None
+        if not state:
+            return None
+        whole, end = machine.finished(function, state), at + len(_END)
+        if head and end - start <= _MOST_BYTES and len(self._repeated) < _MOST_REPEATED:
+            if len(self._lengths) < _MOST_LENGTHS:
+                self._lengths.setdefault(end - start)
+            if end - start in self._lengths:
+                self._repeated[data[start:end]] = whole, memoized
+        return whole, memoized, end, cost
+
+    def read_repeated(
+        self, machine: Machine, at: int, limit: int, number: int, needed: set[int]
+    ) -> tuple[int, int, int]:
+        """Texts from byte `at` on, each with an object behind it of the opcodes of an earlier one, which stands for both.
+
+        Tensors of one shape and dtype, cut in one way, are described by equal objects: only their names differ. Pushes texts and
+        objects.
+
+        Args:
+            machine: that reads the pickle.
+            at: where a text begins.
+            limit: behind this byte, no other begins.
+            number: of the memo's next entry.
+            needed: the memo's numbers that are used again.
+
+        Returns:
+            Where they end, how many objects the memo does not keep, and their cost.
+        """
+        data, stack, memo = machine.data, machine.stack, machine.memo
+        repeated, lengths = self._repeated, self._lengths
+        dropped = cost = 0
+        while at + 1 < limit and data[at : at + 1] == b"\x8c":
+            end = at + 2 + data[at + 1]
+            begin = end + 1
+            for nbytes in lengths:
+                if (known := repeated.get(data[begin : begin + nbytes])) is not None:
+                    break
+            else:
+                break
+            made, memoized = known
+            if data[end] != _MEMOIZE or not needed.isdisjoint(range(number + 1, number + 1 + memoized)):
+                break
+            text = data[at + 2 : end].decode("utf-8", "surrogatepass")
+            cost += _TEXT_COST + (len(text) if text.isascii() else 4 * len(text))
+            stack += text, made
+            if number in needed:
+                memo[number] = text
+            else:
+                dropped += 1
+            dropped += memoized
+            number += 1 + memoized
+            at = begin + nbytes
+        return at, dropped, cost
 
     def _read_list(self, machine: Machine, at: int) -> tuple[object, int, int, int] | None:
         """Objects of a list that is empty before byte `at`, by one APPEND, or one or more APPENDS."""
@@ -327,6 +387,16 @@ def _is_plain(function: Placeholder, machine: Machine) -> bool:
 def _is_kept(function: Placeholder) -> bool:
     """Whether a call of a class makes objects that are only kept."""
     return not function.called and not runs_code(function) and str(function) not in MEANINGS
+
+
+def class_head(machine: Machine, function: object, at: int) -> bytes:
+    """The opcodes that push a class and make an object of it, up to byte `at`; empty if they are others."""
+    for nbytes in (5, 2):
+        start = at - nbytes - 2
+        opcode = machine.data[start : start + nbytes]
+        if opcode[:1] == (b"j" if nbytes == 5 else b"h") and machine.memo.get(_number(opcode)) is function:
+            return machine.data[start:at]
+    return b""
 
 
 def _number(get: bytes) -> int:

@@ -181,6 +181,10 @@ def _run(machine: Machine, rows: RowKinds | None) -> object:
                         stack[-1], memoized, at, extra = said
                         dropped += memoized
                         cost += extra
+                        number += memoized
+                        at, memoized, extra = phrases.read_repeated(machine, at, min(check_at, end), number, needed)
+                        dropped += memoized
+                        cost += extra
                         continue
                 stack[-1] = as_new(machine.call(stack[-1], args))
             elif opcode == build:

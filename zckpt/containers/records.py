@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zckpt.containers.inert import Placeholder
 from zckpt.containers.machine import Machine
 from zckpt.containers.meanings import plain_key
-from zckpt.containers.phrases import GET, LITERAL, NUMBER, SHAPE, TEXT, Phrase, Phrases
+from zckpt.containers.phrases import GET, LITERAL, NUMBER, SHAPE, TEXT, Phrase, Phrases, class_head
 from zckpt.containers.tensor_ref import MAX_NUMBER
 
 try:
@@ -175,16 +175,8 @@ class Records:
     def _head(self, function: Placeholder, at: int) -> bytes | None:
         """The opcodes that push a class and make an object of it, up to byte `at`."""
         known = self._heads.get(function.name)
-        if known is None:
-            data, memo = self._machine.data, self._machine.memo
-            for nbytes in (5, 2):
-                start = at - nbytes - 2
-                opcode = data[start : start + nbytes]
-                if opcode[:1] == (b"j" if nbytes == 5 else b"h") and (
-                    memo.get(int.from_bytes(opcode[1:], "little")) is function
-                ):
-                    known = self._heads[function.name] = function, data[start:at]
-                    break
+        if known is None and (head := class_head(self._machine, function, at)):
+            known = self._heads[function.name] = function, head
         if known is None or known[0] is not function or not self._machine.data.endswith(known[1], 0, at):
             return None
         return known[1]

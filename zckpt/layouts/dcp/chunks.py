@@ -148,6 +148,15 @@ class Chunks(Sequence[DcpChunk]):
         """The files that hold them; where the C++ read the metadata, those of all tensors."""
         return self._files
 
+    def place_numbers(self) -> Iterator[tuple[int, int, int]]:
+        """Where each is: the number of its file in `files`, an offset and a length."""
+        numbers = iter(self._places)
+        return zip(numbers, numbers, numbers)
+
+    def are_one(self, size: Shape) -> bool:
+        """Whether they are one chunk, which is all of a tensor of this size."""
+        return len(self._places) == 3 and tuple(self._boxes.numbers) == (0,) * len(size) + size
+
     def are_rows(self, size: Shape) -> bool:
         """Whether they are all of the rows of a tensor of this size, one chunk after another."""
         dims, numbers = self._boxes.dims, self._boxes.numbers

@@ -1,4 +1,4 @@
-"""Tensors that are cut by rows, as `fully_shard` cuts them, opened file by file in columns instead of chunk by chunk.
+"""Tensors that are cut by rows, as `fully_shard` cuts them, or not at all, opened file by file in columns, not chunk by chunk.
 
 For `items`. A save of thousands of ranks has a million chunks. Where the torch files of a tensor's chunks are alike
 (`containers.alike_items`) and lie in local files, their headers are compared by C++, and a chunk becomes nothing but a
@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from zckpt.base.errors import ZckptError
 from zckpt.containers.alike_items import AlikeItems, AlikeTensor
 from zckpt.containers.container import Input, open_input
 from zckpt.core.fragments import Fragment
@@ -21,7 +22,7 @@ from zckpt.layouts.dcp.metadata import TensorItem
 from zckpt.layouts.save.listing import Listing
 
 _LEAST_CHUNKS = 8
-"""Of a tensor: fewer are opened as quickly one by one."""
+"""Of a tensor that is cut: fewer are opened as quickly one by one."""
 
 
 def fragments_of_rows(
@@ -34,20 +35,20 @@ def fragments_of_rows(
         listing: the files.
         alike: what is known of torch files; it learns more.
     """
-    held = {
-        name: item.chunks
-        for name, item in items.items()
-        if len(item.chunks) >= _LEAST_CHUNKS
-        and item.view is None
-        and isinstance(item.chunks, Chunks)
-        and item.chunks.are_rows(item.size)
-    }
-    if listing.absent or not held:
-        return {}
+    whole: list[str] = []
+    held: dict[str, Chunks] = {}
+    for name, item in items.items():
+        chunks = item.chunks
+        if item.view is None and isinstance(chunks, Chunks) and len(chunks) and 0 not in item.size:
+            if chunks.are_one(item.size):
+                whole.append(name)
+            elif len(chunks) >= _LEAST_CHUNKS and chunks.are_rows(item.size):
+                held[name] = chunks
     opened = _Opened(listing, alike)
-    opened.open(held.values())
-    found: dict[str, tuple[Fragment, ...]] = {}
-    first = 0
+    if listing.absent or not opened.open(items[name].chunks for name in itertools.chain(whole, held)):
+        return {}
+    found = dict(opened.whole(items, whole))
+    first = len(whole)
     for name, chunks in held.items():
         if (fragments := opened.fragments(items[name], chunks, first)) is not None:
             found[name] = fragments
@@ -68,44 +69,60 @@ class _Opened:
         self._shared: dict[int, int] = {}
         self._file_of = array("i")
         self._which = array("i")
+        self._offsets = array("q")
 
-    def open(self, held: Iterable[Chunks]) -> None:
-        """Compares the headers of all chunks' torch files, file by file."""
-        offsets, lengths = array("q"), array("q")
+    def open(self, held: Iterable[Sequence[object]]) -> bool:
+        """Compares the headers of all chunks' torch files, file by file; returns whether there are any, in files that exist."""
+        offsets, lengths = self._offsets, array("q")
+        files: Sequence[str] | None = None
+        numbers: list[int] = []
         for chunks in held:
-            rows = chunks.rows()  # made again by `fragments`: of a million chunks, columns take 40 MB
-            numbers = [self._files.setdefault(file, len(self._files)) for file in rows.files]
-            self._file_of.extend(map(numbers.__getitem__, rows.numbers))
-            offsets += rows.offsets
-            lengths += rows.lengths
+            if not isinstance(chunks, Chunks):
+                continue
+            if chunks.files is not files:
+                files = chunks.files
+                numbers = [self._files.setdefault(file, len(self._files)) for file in files]
+            for number, offset, length in chunks.place_numbers():
+                self._file_of.append(numbers[number])
+                offsets.append(offset)
+                lengths.append(length)
         self._which = array("i", [-1]) * len(offsets)
         names = list(self._files)
-        order = sorted(range(len(offsets)), key=self._file_of.__getitem__)
+        places = {name: self._listing.where(name) for name in names}
+        if not all(place.is_remote or place.is_file() for place in places.values()):
+            return False
+        order = sorted(range(len(offsets)), key=lambda n: self._file_of[n])
         for number, here in itertools.groupby(order, key=self._file_of.__getitem__):
-            location = self._listing.where(names[number])
-            if location.is_remote or not location.is_file():
+            location = places[names[number]]
+            if location.is_remote:
                 continue
-            found = sorted(here, key=offsets.__getitem__)
+            found = array("q", sorted(here, key=offsets.__getitem__))
             with open_input(location.path) as source:
                 self._stores[number] = source.store()
-                for chunk, kind in zip(found, self._kinds_in(source, found, offsets, lengths), strict=True):
+                for chunk, kind in zip(found, self._kinds_in(source, found, lengths), strict=True):
                     self._which[chunk] = kind
+        return bool(offsets)
 
-    def _kinds_in(self, source: Input, chunks: list[int], offsets: array[int], lengths: array[int]) -> Iterator[int]:
-        """Of each chunk in a file, the number of what it is alike; what is new is read, and others are compared with it."""
-        found: list[AlikeTensor | None] = []
-        while len(found) < len(chunks):
-            places = array("q", itertools.chain.from_iterable((offsets[n], lengths[n]) for n in chunks[len(found) :]))
-            known = list(itertools.takewhile(lambda kind: kind is not None, self._alike.which(source, places)))
-            found += known
-            if len(found) == len(chunks):
-                break
-            number = chunks[len(found)]
-            if offsets[number] + lengths[number] > source.size:
-                found.append(None)  # the other way says what is wrong
-                continue
-            self._alike.root(source.part(offsets[number], lengths[number], "an item"))
-            found += self._alike.which(source, array("q", (offsets[number], lengths[number])))
+    def _kinds_in(self, source: Input, chunks: Sequence[int], lengths: array[int]) -> Iterator[int]:
+        """Of each chunk in a file, the number of what it is alike; what is new is read, and others are compared with it.
+
+        In each round, one file of each length is read that is like no known one; a length that taught nothing is left alone.
+        """
+        offsets = self._offsets
+        found: list[AlikeTensor | None] = [None] * len(chunks)
+        rest = list(range(len(chunks)))
+        while rest:
+            places = array("q")
+            for at in rest:
+                places.extend((offsets[chunks[at]], lengths[chunks[at]]))
+            for at, kind in zip(rest, self._alike.which(source, places), strict=True):
+                found[at] = kind
+            rest = [at for at in rest if found[at] is None]
+            firsts: dict[int, int] = {}
+            for at in rest:
+                firsts.setdefault(lengths[chunks[at]], at)
+            learned = {length for length, at in firsts.items() if self._learn(source, offsets[chunks[at]], length)}
+            rest = [at for at in rest if lengths[chunks[at]] in learned]
         for kind in found:
             if kind is None or kind.ref.store.byteorder != "little":
                 yield -1
@@ -114,6 +131,30 @@ class _Opened:
                 self._numbers[id(kind)] = len(self._kinds)
                 self._kinds.append(kind)
             yield self._numbers[id(kind)]
+
+    def _learn(self, source: Input, offset: int, length: int) -> bool:
+        """Reads a torch file; returns whether others can be compared with it. What is wrong, the other way says."""
+        if offset + length > source.size:
+            return False
+        try:
+            self._alike.root(source.part(offset, length, "an item"))
+        except ZckptError:
+            return False
+        return self._alike.which(source, array("q", (offset, length))) != [None]
+
+    def whole(
+        self, items: Mapping[str, TensorItem], names: Iterable[str]
+    ) -> Iterator[tuple[str, tuple[Fragment, ...]]]:
+        """Name and only fragment of tensors in one chunk, which come first and in this order; without those that are not what
+        the metadata say, or are known to nobody.
+        """
+        kinds = [(ref.shape, ref.dtype) if (ref := kind.ref).is_contiguous else None for kind in self._kinds]
+        numels = [kind.ref.numel for kind in self._kinds]
+        for name, file, offset, which in zip(names, self._file_of, self._offsets, self._which):
+            item = items[name]
+            if which >= 0 and (item.size, item.dtype) == kinds[which]:
+                place = offset + self._kinds[which].distance
+                yield name, (Fragment(self._stores[file], place, 0, numels[which]),)
 
     def fragments(self, item: TensorItem, chunks: Chunks, first: int) -> tuple[Fragment, ...] | None:
         """The fragments of a tensor, with chunks that begin at number `first`; None if one is not what the metadata say, or is
