@@ -94,7 +94,9 @@ def _run(machine: Machine, rows: RowKinds | None) -> object:
     """
     data, end, stack, memo, marks = machine.data, len(machine.data), machine.stack, machine.memo, machine.marks
     long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
-    memoize, new, build, long_int, empty_dict, empty_tuple, pair = b"\x94\x81bJ})\x86"  # of torch's checkpoint metadata
+    memoize, new, build, long_int, empty_dict, empty_tuple, pair, short_text = (
+        b"\x94\x81bJ})\x86\x8c"  # torch's metadata
+    )
     at = machine.position
     phrases = Phrases() if machine.finishers else None
     records = None if rows is None else _records(machine, rows, phrases)
@@ -155,6 +157,14 @@ def _run(machine: Machine, rows: RowKinds | None) -> object:
             elif opcode == text and at + 5 <= end:
                 start = at + 5
                 at = start + int.from_bytes(data[at + 1 : start], "little")
+                if at > end:
+                    break
+                value = data[start:at].decode("utf-8", "surrogatepass")
+                cost += at - start if value.isascii() else 4 * (at - start)
+                stack.append(value)
+            elif opcode == short_text and at + 2 <= end:
+                start = at + 2
+                at = start + data[at + 1]
                 if at > end:
                     break
                 value = data[start:at].decode("utf-8", "surrogatepass")

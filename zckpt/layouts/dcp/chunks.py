@@ -148,6 +148,13 @@ class Chunks(Sequence[DcpChunk]):
         """The files that hold them; where the C++ read the metadata, those of all tensors."""
         return self._files
 
+    def first(self) -> ItemPlace | None:
+        """Where the first chunk with elements is; None if there is none."""
+        if len(self._places) == 3 and 0 not in self._boxes.numbers[self._boxes.dims :]:
+            file, offset, length = self._places
+            return ItemPlace(self._files[file], offset, length)
+        return next(self.places(), None)
+
     def place_numbers(self) -> Iterator[tuple[int, int, int]]:
         """Where each is: the number of its file in `files`, an offset and a length."""
         numbers = iter(self._places)

@@ -51,12 +51,13 @@ def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
 def files_of(metadata: Metadata) -> set[str]:
     """The data files that the metadata name."""
     found: set[str] = set()
+    lists: dict[int, Sequence[str]] = {}  # most tensors have the same one
     for item in metadata.items.values():
         if isinstance(item, TensorItem) and isinstance(item.chunks, Chunks):
-            found.update(item.chunks.files)
+            lists[id(item.chunks.files)] = item.chunks.files
         else:
             found.update(place.file for place in _places(item))
-    return found
+    return found.union(*lists.values())
 
 
 MAX_CUT_DIMS = 12

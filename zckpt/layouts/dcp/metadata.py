@@ -152,6 +152,13 @@ def without_plans(data: bytes) -> bytes:
     return data[:at] + b"ub." + bytes(min(len(data) - at - 3, _MOST_FRAME_BYTES))
 
 
+_KEYS = {str, int}
+"""The types of a path's keys."""
+
+_MOST_KNOWN = 1024
+"""Descriptions of tensors that are kept to be used again."""
+
+
 class _Pickled:
     """One metadata pickle, checked; `metadata` is the result."""
 
@@ -180,6 +187,7 @@ class _Pickled:
         self.places = self._places(root.state.get("storage_data"))
         paths = root.state.get("planner_data")
         self.paths = paths if isinstance(paths, Mapping) and paths else None
+        self._known: dict[int, tuple[DType, Shape, object]] = {}
         found = {name: self._item(name, value) for name, value in self._described()}
         items = {name: found.pop(name) for name in [*(self.paths or ())] if name in found} | found
         version = root.state.get("version")
@@ -266,26 +274,35 @@ class _Pickled:
         if self.paths is None:
             return (name,)
         path = self.paths.get(name, (name,))
-        if not isinstance(path, tuple | list) or not path or not all(type(key) in (str, int) for key in path):
+        if not isinstance(path, tuple | list) or not path or not _KEYS.issuperset(map(type, path)):
             raise self.corrupt(f"the path of {name!r} cannot be read", brief(path))
         return tuple(path)
 
     def _item(self, name: str, value: object) -> TensorItem | BytesItem:
         if isinstance(value, Placeholder) and value.name == "BytesStorageMetadata":
             return BytesItem(name, self._path(name), self.places.get((name, None)))
-        described = self.fields(value, "TensorStorageMetadata")
-        size = self.shape(described.get("size"), f"the size of {name!r}")
-        numel_of(size, name=name, file=self.file)
-        described_chunks = described.get("chunks")
-        if not isinstance(described_chunks, list | tuple | Boxes):
-            raise self.corrupt(f"chunks of {name!r} cannot be read", brief(described_chunks))
-        dtype = self._dtype(name, described.get("properties"))
+        if (known := self._known.get(id(value))) is None:
+            known = self._tensor(name, value)
+            if len(self._known) < _MOST_KNOWN:
+                self._known[id(value)] = known
+        dtype, size, described_chunks = known
         if (quick := self._chunks(name, size, described_chunks)) is not None:
             return TensorItem(name, self._path(name), dtype, size, quick)
+        assert isinstance(described_chunks, list | tuple | Boxes)
         boxes = dict.fromkeys(self._box(name, size, value) for value in described_chunks)
         chunks = ((*box, self._placed(name, box)) for box in boxes)
         made = Chunks(len(size), chunks) if size else tuple(DcpChunk(*chunk) for chunk in chunks)
         return TensorItem(name, self._path(name), dtype, size, made)
+
+    def _tensor(self, name: str, value: object) -> tuple[DType, Shape, object]:
+        """The dtype, the size and the chunks of a tensor; one object may describe many."""
+        described = self.fields(value, "TensorStorageMetadata")
+        size = self.shape(described.get("size"), f"the size of {name!r}")
+        numel_of(size, name=name, file=self.file)
+        chunks = described.get("chunks")
+        if not isinstance(chunks, list | tuple | Boxes):
+            raise self.corrupt(f"chunks of {name!r} cannot be read", brief(chunks))
+        return self._dtype(name, described.get("properties")), size, chunks
 
     def _chunks(self, name: str, size: Shape, described: object) -> Chunks | None:
         """The chunks of a tensor, all at once; None where they have to be looked at one by one."""

@@ -22,7 +22,7 @@ from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32, U8
 from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import DATA, METADATA, flat, rank_of
-from zckpt.layouts.dcp.chunks import DcpChunk, Shape
+from zckpt.layouts.dcp.chunks import Chunks, DcpChunk, Shape
 from zckpt.layouts.dcp.items import Items, files_of, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
@@ -241,21 +241,28 @@ def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role
 
 def ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
     """Tensors by the first of their names, and the other names of those that share their places."""
-    by_place: dict[object, list[str]] = {}
+    by_place: dict[object, tuple[str, ...]] = {}
     kept: dict[str, TensorItem] = {}
     aliases: dict[str, str] = {}
     for name, item in items.items():
-        begins = next(
-            (chunk for chunk in item.chunks if chunk.numel), None
-        )  # all chunks as a key would take a gigabyte
-        alike = by_place.setdefault((item.size, item.dtype, begins), [])
-        first = next((other for other in alike if begins and _same_chunks(items[other].chunks, item.chunks)), None)
+        begins = _first_place(item.chunks)  # all chunks as a key would take a gigabyte
+        key = (item.size, item.dtype.name, begins)
+        alike = by_place.get(key, ()) if begins is not None else ()
+        first = next((other for other in alike if _same_chunks(items[other].chunks, item.chunks)), None)
         if first is not None:
             aliases[name] = first
-        else:
-            kept[name] = item
-            alike.append(name)
+            continue
+        kept[name] = item
+        if begins is not None:
+            by_place[key] = (*alike, name)
     return kept, aliases
+
+
+def _first_place(chunks: Sequence[DcpChunk]) -> object:
+    """The place of the first chunk with elements; None if there is none."""
+    if isinstance(chunks, Chunks):
+        return chunks.first()
+    return next((chunk.place for chunk in chunks if chunk.numel), None)
 
 
 def _same_chunks(some: Sequence[DcpChunk], others: Sequence[DcpChunk]) -> bool:

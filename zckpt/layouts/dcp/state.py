@@ -140,10 +140,11 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
                 remedy="Pass one of these with --key.",
             )  # fmt: skip
         return DcpModel(key, chosen, ())
-    if models := _alike({name: paths[name] for name in tensors}, tensors):
+    paths = {name: paths[name] for name in tensors}
+    if models := _alike(paths, tensors):
         raise several_models(metadata.file, models)
-    section, alone = _choose({name: paths[name] for name in tensors}, tensors)
-    chosen = {join_path(path[len(section) :]): tensors[name] for name, path in ((n, paths[n]) for n in tensors)
+    section, alone = _choose(paths, tensors)
+    chosen = {join_path(path[len(section) :]): tensors[name] for name, path in paths.items()
               if path[: len(section)] == section and not (alone and len(path) > 1)}  # fmt: skip
     taken = {item.name for item in chosen.values()}
     left: dict[str, list[str]] = {}
@@ -166,12 +167,13 @@ def _alike(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> list
     first = [key for key in named if _preference(key)[:2] == _preference(named[0])[:2]]
     if len(first) > 1:
         return [join_path(key) for key in first]
-    on_top = any(len(path) == 1 for path in paths.values())
+    if named or any(len(path) == 1 for path in paths.values()):
+        return []
     shapes: dict[str, dict[str, Shape]] = {}
     for name, path in paths.items():
         if len(path) > 1:
             shapes.setdefault(join_path(path[:1]), {})[join_path(path[1:])] = tuple(tensors[name].size)
-    return [] if named or on_top else models_among(shapes)
+    return models_among(shapes)
 
 
 def _named_sections(paths: Mapping[str, Path]) -> list[Path]:
