@@ -71,7 +71,7 @@ def loader(home: Path, least: int, most: int, pipe: int) -> None:
     path, client = engine.load_checkpoint(home / "run")
     assert path is not None and client is not None, "nothing to load"
     step = engine.global_steps
-    assert least <= step <= most and client == {"step": step}, (least, step, most, client)
+    assert least <= step <= most and client["step"] == step, (least, step, most, client)
     for part in run_state.capture(engine).parts:
         for numbers in (part.weight, *part.states.values()):
             assert bool((numbers == step).all()), (part.name, step)

@@ -50,7 +50,7 @@ def look(engine: Engine, run: Path, *steps: int) -> int:
     mark(engine, 0)
     path, client = engine.load_checkpoint(run)
     step = engine.global_steps
-    assert path is not None and step in steps and client == {"step": step}, (path, step, client)
+    assert path is not None and step in steps and client["step"] == step, (path, step, client)
     for part in run_state.capture(engine).parts:
         for numbers in (part.weight, *part.states.values()):
             assert bool((numbers == step).all()), (part.name, step)

@@ -307,13 +307,15 @@ def test_a_refused_tag_leaves_the_saves_as_they_are(tmp_path: Path) -> None:
     engine = start(Net(), config())
     engine.save_checkpoint(tmp_path, "first")
     before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(UsageError, match="needs a directory"):
+        engine.save_checkpoint("")
     for tag in ("zero", "mp_rank_00_model_states.pt", "latest", "zero_to_fp32.py", " x", "x "):
         with pytest.raises(UsageError):
             engine.save_checkpoint(tmp_path, tag)
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "first")
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "first" / "mp_rank_00_model_states.pt")
     engine.save_checkpoint(tmp_path, "x" * 240)
-    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / ("x" * 240))
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / ("x" * 240) / "mp_rank_00_model_states.pt")
 
 
 @pytest.mark.skipif(not FILES.is_dir(), reason="this system does not list descriptors")

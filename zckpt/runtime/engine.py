@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -208,6 +208,9 @@ class Engine(Saves, Weights, Batches, Offload):
         kind = accelerator()
         if kind is not None:
             torch.get_device_module(kind).empty_cache()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError("an engine cannot be copied", remedy="Copy its model: copy.deepcopy(engine.module).")
 
     def destroy(self) -> None:
         """Ends the run: a save in the background is completed, and gradients are dropped."""

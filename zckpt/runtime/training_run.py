@@ -65,6 +65,8 @@ class TrainingRun(nn.Module):
         micro_steps: calls of `step`.
         pending_micro_steps: those since the last optimizer step.
         skipped_steps: steps with gradients that overflowed.
+        loaded_checkpoint_dp_world_size: data-parallel ranks that wrote the last checkpoint which was loaded, if it says so.
+        loaded_checkpoint_mp_world_size: its model-parallel ranks.
         inside_no_sync_ctxt: this is inside `no_sync`.
         instead: DeepSpeed's attributes that are not here, and what to do instead.
     """
@@ -97,6 +99,8 @@ class TrainingRun(nn.Module):
             refuse_parts(module)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.micro_steps = self.pending_micro_steps = 0
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
         self._norm: float | None = None
         self._applied = False
         self._boundary: bool | None = None

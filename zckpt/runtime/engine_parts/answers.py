@@ -13,7 +13,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
-import torch
 from torch import distributed as dist
 
 from zckpt.runtime.config.attributes import DTYPES, DeepSpeedConfig, torch_dtype
@@ -31,7 +30,7 @@ _KEYS = (
     ("settings.config.fp16", "fp16_", "enabled auto_cast"),
     ("settings.config.flops_profiler", "flops_profiler_", "enabled detailed module_depth output_file profile_step "
      "recompute_fwd_factor top_modules"),
-    ("settings.zero", "zero_", "offload_optimizer offload_param sub_group_size reduce_scatter reduce_bucket_size overlap_comm "
+    ("settings.zero", "zero_", "offload_optimizer offload_param sub_group_size reduce_scatter reduce_bucket_size "
      "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients round_robin_gradients legacy_stage1 "
      "load_from_fp32_weights elastic_checkpoint max_live_parameters max_reuse_distance prefetch_bucket_size parameter_alignment "
      "param_persistence_threshold model_persistence_threshold module_granularity_threshold log_trace_cache_warnings "
@@ -60,27 +59,29 @@ ANSWERS: dict[str, Answer] = {
     **{f"{before}{key}": attrgetter(f"{at}.{key}") for at, before, keys in _KEYS for key in keys.split()},
     **{name: _always(value) for value, names in _SWITCHED_OFF for name in names.split()},
     "loss_scale": lambda run: run.settings.config.fp16.loss_scale,
-    "dynamic_loss_scale": lambda run: run.settings.config.fp16.enabled and not run.settings.config.fp16.loss_scale,
+    "dynamic_loss_scale": lambda run: not run.settings.config.fp16.loss_scale,
     "initial_dynamic_scale": lambda run: 2**run.settings.config.fp16.initial_scale_power,
     "dynamic_loss_scale_args": lambda run: {
         "init_scale": 2**run.settings.config.fp16.initial_scale_power,
         **run.settings.config.fp16.arguments_of_scaler(),
     },
-    "communication_data_type": lambda run: DTYPES[
-        run.settings.config.communication_data_type or run.settings.config.precision
-    ],
     "get_data_types": lambda run: (
         DTYPES[run.settings.config.precision],
-        torch_dtype(run.settings.config.data_types.grad_accum_dtype) or torch.float32,
+        torch_dtype(run.settings.config.data_types.grad_accum_dtype) or DTYPES[run.settings.config.precision],
     ),
     "postscale_gradients": lambda run: not run.settings.config.prescale_gradients,
-    "optimizer_name": lambda run: run.settings.config.optimizer.type,
+    "optimizer_name": lambda run: (
+        type(run.client_optimizer).__name__ if run.client_optimizer else run._config.optimizer_name
+    ),
     "aio_config": lambda run: run.settings.config.aio.model_dump(),
     "zero_optimization": lambda run: run.settings.zero.stage > 0,
     "zero_optimization_partition_gradients": lambda run: run.settings.zero.stage >= 2,
     "zero_optimization_partition_weights": lambda run: run.settings.zero.stage >= 3,
     "is_first_weights_partition_group": lambda run: run.settings.zero.stage >= 3,
     "is_sanity_checks_enabled": lambda run: run.settings.zero.enable_sanity_checks,
+    "zero_overlap_comm": lambda run: (
+        run.settings.zero.stage == 3 if run.settings.zero.overlap_comm is None else run.settings.zero.overlap_comm
+    ),
     "zero_cpu_offload": lambda run: run.settings.zero.offloads_optimizer,
     "zero_use_cpu_optimizer": lambda run: run.settings.zero.offloads_optimizer,
     "zero_nvme_offload_optimizer": lambda run: "offload_optimizer" in run.settings.zero.nvme,
@@ -99,7 +100,7 @@ CONSTANTS = {
     name: value
     for value, names in (
         (None, "mpu seq_parallel_group all_to_all_group local_all_to_all_group mesh_device losses scale_wrt_gas "
-         "torch_autocast_z0_gradscaler loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size"),
+         "torch_autocast_z0_gradscaler"),
         (False, "pipeline_parallelism has_moe_layers dont_change_device optimized_linear_base_weight_sharding "
          "optimized_linear_lora_enabled use_ds_comm zenflow"),
         (True, "enable_backward_allreduce warn_unscaled_loss"),
@@ -117,6 +118,9 @@ VALUES: dict[str, Answer] = {
     **dict.fromkeys(("data_parallel_group", "seq_data_parallel_group"), lambda run: dist.group.WORLD),
     "dist_backend": lambda run: dist.get_backend(),
     "_config": lambda run: DeepSpeedConfig.of(run.settings, run.batch, run.world.size),
+    "communication_data_type": lambda run: DTYPES[
+        run.settings.config.communication_data_type or run.settings.config.precision
+    ],
     "gradient_average": lambda run: run.settings.config.gradient_allreduce_op != "sum",
     "save_zero_checkpoint": lambda run: run.settings.zero.stage > 0,
     "save_non_zero_checkpoint": lambda run: run.world.rank == 0 or run.settings.zero.stage == 3,

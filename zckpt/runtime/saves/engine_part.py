@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.base.errors import InconsistentError, ZckptError
+from zckpt.base.errors import InconsistentError, UsageError, ZckptError
 from zckpt.base.words import join_words, ranks
 from zckpt.jobs.open import open_checkpoint
 from zckpt.layouts.save.pointers import latest_of
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zckpt.runtime")
 _numbers = count()
+_OF_THE_ENGINE = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 
 
 class Saves(TrainingRun):
@@ -69,11 +70,14 @@ class Saves(TrainingRun):
             True.
 
         Raises:
-            UsageError: the tag cannot name a save, `client_state` uses names of the checkpoint's own, or there is no optimizer.
+            UsageError: the tag cannot name a save, `save_dir` is empty, `client_state` uses names of the checkpoint's own, or
+                there is no optimizer.
             UnsupportedError: something in `client_state` cannot be saved.
             InconsistentError: some ranks did not call it, or the ranks disagree on the tag.
             OutputError: a file cannot be written, on this or on another rank. Earlier saves are unchanged after any error.
         """
+        if not os.fspath(save_dir):
+            raise UsageError("save_checkpoint needs a directory", found="an empty text", remedy="Name it in save_dir.")
         self.wait_for_checkpoint()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         options = SaveOptions(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
@@ -113,7 +117,9 @@ class Saves(TrainingRun):
                 With `load_module_only` nothing else is read; otherwise all of the checkpoint is loaded before.
 
         Returns:
-            The directory of the save and the client state; (None, None) if `load_dir` holds no save at all.
+            The path that DeepSpeed returns, of the file with this rank's counters, or of another form the directory; and the
+            client state, in which DeepSpeed's own entries are too, such as `ds_config`, but no weights and states. (None, None)
+            if `load_dir` holds no save at all.
 
         Raises:
             InconsistentError: the checkpoint is of another model or optimizer, or the ranks see different ones.
@@ -135,7 +141,7 @@ class Saves(TrainingRun):
             strict=load_module_strict,
         )
         try:
-            found = load(self, self._meetings("load"), path, chosen or None, options)
+            found, client = load(self, self._meetings("load"), path, chosen or None, options)
         except ZckptError as error:  # whoever calls from Python has no option of a command line
             error.what, error.found, error.remedy = (
                 text.replace("--tag", "the argument tag") for text in (error.what, error.found, error.remedy)
@@ -143,7 +149,9 @@ class Saves(TrainingRun):
             raise
         if custom_load_fn is not None:
             self._load_by(path, chosen or None, custom_load_fn)
-        return found
+        used = {"lr_scheduler": load_lr_scheduler_states, "optimizer": load_optimizer_states}
+        used |= dict.fromkeys(_OF_THE_ENGINE, not load_module_only)
+        return found, {key: value for key, value in client.items() if not used.get(key)}
 
     @torch.no_grad()
     def _load_by(

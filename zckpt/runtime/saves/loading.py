@@ -55,7 +55,7 @@ def load(
     """Loads a checkpoint; see [Note: the order of a load].
 
     Returns:
-        Its directory, and the client state that was saved with it.
+        Of DeepSpeed's files the one with this rank's counters, otherwise its directory; and the small entries of that file.
 
     Raises:
         InconsistentError: it is of another model, or of another optimizer. Nothing was changed.
@@ -83,24 +83,28 @@ def load(
             "The buffers in %s differed from rank to rank, and those of some ranks are missing: these ranks take rank 0's.",
             directory,
         )
+    run.loaded_checkpoint_dp_world_size = saved.client_state.get("dp_world_size")
+    if options.counters:
+        run.loaded_checkpoint_mp_world_size = saved.client_state.get("mp_world_size")
     return place, saved.client_state
 
 
 def _open(
     run: TrainingRun, directory: str, tag: str | None, options: LoadOptions, stack: ExitStack
 ) -> tuple[SavedRun, Fill, str]:
-    """Opens the checkpoint; returns it, the function that fills tensors from it, and its directory; `stack` closes it."""
+    """Opens the checkpoint; returns it, the function that fills tensors from it, and its place; `stack` closes it."""
     local = run.settings.config.checkpoint.use_node_local_storage
     nodes = gather_indexes(run, directory, tag) if local else None
     if nodes is None:
         opened = open_catalog(directory, Reading(tag=tag))
         saved = read(run, opened, options, opened.place.listing)
-        return saved, _fill, saved.directory
+        return saved, _fill, opened.place.listing.where(saved.file).path if saved.file else saved.directory
     stack.callback(nodes.close)
     place = locate(directory) / nodes.tag
     opened = open_catalog(nodes.directory, Reading(tag=nodes.tag))
     here = list_files(place, nodes.tag) if place.is_dir() else Listing(place, nodes.tag, {})
-    return read(run, opened, options, here), nodes.fill, place.path
+    saved = read(run, opened, options, here)
+    return saved, nodes.fill, (place / saved.file).path if saved.file else place.path
 
 
 def _fill(wanted: Sequence[Want]) -> None:

@@ -99,7 +99,8 @@ class SavedRun:
         counters: where the run was.
         rng: random generators of the rank of this number.
         gradients: of the micro batches since the last step.
-        client_state: what the caller had saved.
+        file: name of the file that DeepSpeed would read this rank's counters from; empty where there is none.
+        client_state: the entries of that file which are small: what the caller had saved, and DeepSpeed's own.
     """
 
     directory: str
@@ -113,6 +114,7 @@ class SavedRun:
     counters: Counters | None
     rng: Mapping[str, Any]
     gradients: Mapping[str, Mapping[str, TensorRef]] | None
+    file: str
     client_state: dict[str, Any]
 
 
@@ -134,6 +136,8 @@ def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) 
             groups = dict(_saved_groups(run, training))
     buffers = _own_buffers(run, catalog, mine, seen, called) if run.world_size > 1 else {}
     schedule = rest.get("lr_scheduler") if options.schedule and run.lr_scheduler is not None else None
+    file = _state_file(run, opened.place.listing)
+    root = {**catalog.extras, **mapping(opened.place.listing.open(file).root if file else None)}
     return SavedRun(
         directory=opened.place.listing.directory.path,
         catalog=catalog,
@@ -146,8 +150,33 @@ def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) 
         counters=_counters(run, rest, own) if options.counters else None,
         rng=from_inert(dict(_rng(run, opened, own))) if options.counters else {},
         gradients=None if mine is None or not (options.counters and options.optimizer) else mine.gradients,
-        client_state={key: from_inert(value) for key, value in catalog.extras.items()},
+        file=file,
+        client_state={
+            key: _with_sizes(value) if key in ("param_shapes", "frozen_param_shapes") else from_inert(value)
+            for key, value in root.items()
+            if key != OWN and (value is None or key not in _LARGE)
+        },
     )
+
+
+_LARGE = ("module", "optimizer", "frozen_param_fragments")
+"""Entries of a model states file that hold elements of weights or states: they are not read a second time."""
+
+
+def _with_sizes(value: Any) -> Any:
+    """The value with `torch.Size` for the shapes in it, which are plain tuples in an inert one."""
+    if isinstance(value, Mapping):
+        return {name: _with_sizes(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_sizes(one) for one in value]
+    return torch.Size(value) if isinstance(value, tuple) else value
+
+
+def _state_file(run: TrainingRun, listing: Listing) -> str:
+    """The name of the model states file of this rank, or of the first."""
+    shards = listing.shards("model")
+    name = shards.get(run.global_rank, next(iter(shards.values()), "mp_rank_00_model_states.pt"))
+    return name if name in listing.files else ""
 
 
 def _names(run: TrainingRun) -> list[str]:

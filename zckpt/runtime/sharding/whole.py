@@ -11,11 +11,13 @@ the part is used: by a step, a save, an export.
 At stage 3 a state dict has no numbers of what is in parts; see `AbsentTensor`.
 [Note: copies] `.half()`, `.cpu()` and the like would exchange the memory that `fully_shard` gathers into. So the modules get
 copies in what was asked for, and hold them until the engine needs its own parameters: for a forward that trains, a step, a save.
+`copy.deepcopy` of a module with whole parameters gives a plain one, without the hooks of `fully_shard` and zckpt.
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `unshard`, `_register_state_dict_hooks`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -47,6 +49,43 @@ def _converting(apply: Callable[..., Any]) -> Callable[..., Any]:
 for _kind in (nn.Module, FSDPModule):  # a module in a unit is none itself
     _kind._apply = _converting(_kind._apply)  # type: ignore[method-assign]
 
+_MARKS = ("__composable_api_state_key", "_fsdp_use_orig_params", "_is_fsdp_managed_module", COPIES)
+
+
+def _without_ours(getstate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def plain(module: nn.Module) -> dict[str, Any]:
+        state = getstate(module)
+        if COPIES not in state:
+            return state
+        state = {name: value for name, value in state.items() if not name.startswith(_MARKS)}
+        for name in [name for name in vars(nn.Module()) if name.endswith("_hooks")]:
+            state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if not _is_ours(hook))
+        return state
+
+    return plain
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(("zckpt.", "torch.distributed.fsdp."))
+
+
+nn.Module.__getstate__ = _without_ours(nn.Module.__getstate__)  # type: ignore[method-assign]
+
+
+def _plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The `__deepcopy__` of a unit: a module of its plain class. Raises UsageError if parameters are in parts."""
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise UsageError(
+            "copy.deepcopy of a module with parameters in parts, which nothing else can use",
+            remedy="Copy it inside of `with zckpt.runtime.zero.GatheredParameters(list(module.parameters())):`, on every "
+            "rank: trained parameters are in fp32 there. At stages 0 to 2 engine.gather() on every rank makes them whole.",
+        )  # fmt: skip
+    kind: Any = type(module).__mro__[2]  # after the class of `fully_shard` and FSDPModule
+    plain: nn.Module = kind.__new__(kind)
+    memo[id(module)] = plain
+    plain.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return plain
+
 
 class Copies:
     """The tensors that the modules of a sharded model hold in place of the engine's; see [Note: copies]."""
@@ -58,6 +97,8 @@ class Copies:
             one.end_copies = self.give_back
         for module in model.modules():
             vars(module)[COPIES] = self
+            if isinstance(module, FSDPModule):
+                type(module).__deepcopy__ = _plain_copy  # type: ignore[attr-defined]
         model.register_forward_pre_hook(lambda model, _: self._before_forward(model), prepend=True)
 
     def __reduce__(self) -> Any:
