@@ -32,6 +32,8 @@ WIDTH = 8
 ABOUT = """Saves of `torch.distributed.checkpoint` that torch's own classes describe: opened, inspected and planned by
 `benchmarks/many_chunks.py`. CPU seconds (user and system) and peak memory of each command, from outside, on 2 cores that others
 used too. Chunk by chunk, in Python, 102,400 chunks had taken 9.8 s and 138 MiB to inspect, and 6.8 s and 123 MiB to plan.
+Tensor by tensor, 100,000 tensors on one rank each had taken 10.0 s and 212 MiB to inspect, and 10.9 s and 227 MiB to plan, in
+the minutes in which their rows below were measured.
 """
 
 

@@ -234,7 +234,7 @@ class Machine:
         if self.table is not None and isinstance(target, self.table):
             target.update(pairs)
         elif isinstance(target, dict):
-            target.update((plain_key(key), value) for key, value in pairs)
+            target.update(zip(map(plain_key, items[::2]), items[1::2], strict=True))
         elif isinstance(target, Placeholder):
             _items_of(self._own(target)).extend(itertools.starmap(Pair, pairs))
         else:

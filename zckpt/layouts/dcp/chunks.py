@@ -155,10 +155,9 @@ class Chunks(Sequence[DcpChunk]):
             return ItemPlace(self._files[file], offset, length)
         return next(self.places(), None)
 
-    def place_numbers(self) -> Iterator[tuple[int, int, int]]:
+    def place_columns(self) -> tuple[array[int], array[int], array[int]]:
         """Where each is: the number of its file in `files`, an offset and a length."""
-        numbers = iter(self._places)
-        return zip(numbers, numbers, numbers)
+        return self._places[::3], self._places[1::3], self._places[2::3]
 
     def are_one(self, size: Shape) -> bool:
         """Whether they are one chunk, which is all of a tensor of this size."""
@@ -180,7 +179,7 @@ class Chunks(Sequence[DcpChunk]):
         """The chunks as columns, if `are_rows`."""
         dims, numbers = self._boxes.dims, self._boxes.numbers
         starts, counts = numbers[:: 2 * dims], numbers[dims :: 2 * dims]
-        return ChunkRows(self._files, self._places[::3], self._places[1::3], self._places[2::3], starts, counts)
+        return ChunkRows(self._files, *self.place_columns(), starts, counts)
 
     def _at(self, number: int) -> DcpChunk:
         file, offset, length = self._places[3 * number : 3 * number + 3]

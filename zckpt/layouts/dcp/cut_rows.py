@@ -82,18 +82,18 @@ class _Opened:
             if chunks.files is not files:
                 files = chunks.files
                 numbers = [self._files.setdefault(file, len(self._files)) for file in files]
-            for number, offset, length in chunks.place_numbers():
-                self._file_of.append(numbers[number])
-                offsets.append(offset)
-                lengths.append(length)
+            places = chunks.place_columns()
+            self._file_of.extend(map(numbers.__getitem__, places[0]))
+            offsets += places[1]
+            lengths += places[2]
         self._which = array("i", [-1]) * len(offsets)
         names = list(self._files)
-        places = {name: self._listing.where(name) for name in names}
-        if not all(place.is_remote or place.is_file() for place in places.values()):
+        where = {name: self._listing.where(name) for name in names}
+        if not all(place.is_remote or place.is_file() for place in where.values()):
             return False
-        order = sorted(range(len(offsets)), key=lambda n: self._file_of[n])
+        order = sorted(range(len(offsets)), key=self._file_of.__getitem__)
         for number, here in itertools.groupby(order, key=self._file_of.__getitem__):
-            location = places[names[number]]
+            location = where[names[number]]
             if location.is_remote:
                 continue
             found = array("q", sorted(here, key=offsets.__getitem__))
