@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.base.errors import UnsupportedError
+from zckpt.core.dtypes import F32
+from zckpt.jobs.convert import prepare
+from zckpt.jobs.declarations import CONVERT
 from zckpt.jobs.groups import Form
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
@@ -118,6 +121,16 @@ def test_a_part_of_a_quantized_weight_is_refused(kind: str, name: str, tmp_path:
     with pytest.raises(UnsupportedError, match="codes without scales") as caught:
         to_hf(tmp_path / "in", tmp_path / "out")
     assert name in str(caught.value.found)
+
+
+def test_experts_that_stay_as_they_are_keep_their_fragments(tmp_path: Path) -> None:
+    """Rows that alternate and are turned would be a fragment each: millions, of a model of 120 B parameters."""
+    source = in_memory(made("gpt-oss"), tmp_path / "memory")
+    asked = CONVERT.ask(dtype=F32, form=Form("hf"))
+    pairs = prepare(str(source), str(tmp_path / "out"), asked).plan.pairs
+    fragments = {to.name: len(entry.fragments) for entry, to in pairs}
+    assert fragments["model.layers.0.mlp.experts.gate_up_proj"] == 1
+    assert set(fragments.values()) == {1}
 
 
 def test_a_tensor_that_no_rule_takes_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,14 +37,22 @@ class _Made(NamedTuple):
     entry: TensorEntry
 
 
-def compose(parts: Catalog, scheme: Scheme, facts: Facts, origins: Mapping[str, str] | None = None) -> Catalog:
+def compose(
+    parts: Catalog,
+    scheme: Scheme,
+    facts: Facts,
+    origins: Mapping[str, str] | None = None,
+    whole: Mapping[str, TensorEntry] | None = None,
+) -> Catalog:
     """The model's tensors as a writer names, fuses, stacks and orders them.
 
     Args:
         parts: as `decompose` returns them.
         scheme: the writer's.
         facts: as they were for `decompose`; what the parts show is added here.
-        origins: name of a part -> the tensor that it is from, for errors.
+        origins: name of a part -> the tensor that it is from.
+        whole: the tensors that were taken apart, if they have the names of this scheme. Those that would be put together again
+            as they were are taken as they are: rows that alternate, turned once more, would be a fragment for each row.
 
     Raises:
         UnsupportedError: some parts have no place in the scheme.
@@ -67,7 +76,7 @@ def compose(parts: Catalog, scheme: Scheme, facts: Facts, origins: Mapping[str, 
     made: list[_Made] = []
     for rule in scheme.rules:
         if rule.parts is not None and facts.meet(rule.when):
-            made += _made_by(rule, rule.parts, held, facts, first)
+            made += _made_by(rule, rule.parts, held, facts, first, whole or {}, origins or {})
     _check_used(held, scheme, parts, facts, origins or {})
     made.sort(key=lambda one: one.place)
     if scheme.is_of_transformers:
@@ -96,8 +105,16 @@ def _tie(held: _Held, facts: Facts) -> None:
         embedding[-1, -1] = same(whole, replace(again, name=whole.name))
 
 
-def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Facts, first: int) -> Iterator[_Made]:
-    """The tensors that a rule makes from the parts in `held`, which it removes."""
+def _made_by(
+    rule: NamingRule,
+    templates: Sequence[str],
+    held: _Held,
+    facts: Facts,
+    first: int,
+    whole: Mapping[str, TensorEntry],
+    origins: Mapping[str, str],
+) -> Iterator[_Made]:
+    """The tensors that a rule makes from the parts in `held`, which it removes; those in `whole` that it took apart stay."""
     if rule.is_of_many:
         for part, name in [(part, name) for part in held if (name := rule.name_of_many(part)) is not None]:
             yield _Made((2, -1, rule.number, -1), rule, -1, replace(held.pop(part)[-1, -1], name=name))
@@ -109,9 +126,25 @@ def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Fac
     numbers = [at for at in there[0] if all(at in parts for parts in there[1:])]
     phase = 1 if "{b}" in templates[0] else 0 if rule.number < first else 2
 
+    def intact(name: str, inner: Sequence[_Numbers]) -> TensorEntry | None:
+        """The tensor that the same rule has taken all these parts from, and nothing else."""
+        entry = whole.get(name)
+        if entry is None or rule.vocabulary or rule.pairs or rule.plus or rule.rows not in ("joined", "alternating"):
+            return None
+        if any(origins.get(fill_template(template, *at)) != name for template in templates for at in inner):
+            return None
+        own = [held_[at] for held_ in there for at in inner]
+        if sum(part.numel for part in own) != entry.numel or any(len(p.replicas) != len(entry.replicas) for p in own):
+            return None
+        for held_, at in itertools.product(there, inner):
+            del held_[at]
+        return entry
+
     def fused(at: _Numbers) -> TensorEntry:
-        parts = [held_.pop(at) for held_ in there]
         name = fill_template(rule.names[0], *at)
+        if not rule.is_plain and not rule.stack and (entry := intact(name, [at])) is not None:
+            return entry
+        parts = [held_.pop(at) for held_ in there]
         if rule.is_plain:
             return replace(parts[0], name=name) if parts[0].name != name else parts[0]
         return _fuse_parts(name, parts, rule, facts)
@@ -129,9 +162,8 @@ def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Fac
     for at, inner in stacks.items():
         lead = _lead(rule, inner, facts)
         name = fill_template(rule.names[0], *at)
-        yield _Made(
-            (phase, at[0], rule.number, at[1]), rule, at[0], stack_rows(name, [fused(one) for one in inner], lead)
-        )
+        entry = intact(name, inner) or stack_rows(name, [fused(one) for one in inner], lead)
+        yield _Made((phase, at[0], rule.number, at[1]), rule, at[0], entry)
 
 
 def _lead(rule: NamingRule, numbers: Sequence[_Numbers], facts: Facts) -> tuple[int, ...]:

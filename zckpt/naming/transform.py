@@ -147,7 +147,8 @@ def _to_transformers(catalog: Catalog, place: Place, form: FormAsked, exclude: S
     if not name:
         name, notes = by_parts(found.parts, facts, found.origins)
     family = scheme(f"hf-{name}")
-    tensors = compose(found.parts, family, found.facts, found.origins)
+    whole = catalog.tensors if source.name == family.name else None
+    tensors = compose(found.parts, family, found.facts, found.origins, whole)
     if given is None:
         given = make_config(family, found.parts, facts)
     else:
