@@ -39,7 +39,7 @@ ROUTED = {
     "shared_expert_intermediate_size": 14,
 }  # fmt: skip
 DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 7, "head_dim": 8,
     "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 LATENT = {
@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 """Family -> class, config, and the key of it that the refusal names."""
 
-FEW = ("qwen3-next", "smollm3", "t5")
+FEW = ("qwen3-next", "smollm3", "t5", "qwen3_5-moe")
 
 
 def made(name: str, own: dict[str, Any]) -> Any:

@@ -418,7 +418,10 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
             continue
         rows, columns = reversed(shape) if rule.transpose else shape
         words = [template.split(".") for template in rule.parts]
-        if fused is None and {word[-2] for word in words} == set(_SHARES) and not facts.contradict(rule.when):
+        is_attention = {word[-2] for word in words} == set(_SHARES) and words[0][
+            -3
+        ] != "linear"  # which has heads of its own
+        if fused is None and is_attention and not facts.contradict(rule.when):
             fused = catalog.tensors[name], rows, columns
         if words[-1][-2] == "up" or words[0][-2] == "up":
             up.setdefault(words[0][-3], rows)
