@@ -48,37 +48,12 @@ finder.install()
 __version__ = table.VERSION
 
 __all__ = [
-    "DeepSpeedConfig",
-    "DeepSpeedOptimizer",
-    "Engine",
-    "OnDevice",
-    "accelerator",
-    "add_config_arguments",
-    "as_deepspeed",
-    "checkpoint",
-    "checkpointing",
-    "comm",
-    "estimate",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "log_dist",
-    "logger",
-    "moe",
-    "ops",
-    "pipe",
-    "read_config",
-    "runtime",
-    "utils",
-    "zero",
-]
+    "DeepSpeedConfig", "DeepSpeedOptimizer", "Engine", "OnDevice", "accelerator", "add_config_arguments", "as_deepspeed",
+    "checkpoint", "checkpointing", "comm", "estimate", "get_accelerator", "init_distributed", "initialize", "log_dist", "logger",
+    "moe", "ops", "pipe", "read_config", "runtime", "utils", "zero",
+]  # fmt: skip
 
-_OWN = {
-    "Engine": "engine",
-    "as_deepspeed": "names.finder",
-    "estimate": "estimation.live",
-    "read_config": "config.read",
-}
+_OWN = {"Engine": "engine", "as_deepspeed": "names.finder", "estimate": "estimation.live", "read_config": "config.read"}
 """zckpt's own name -> its module, which is imported when the name is first used. DeepSpeed's names are in `names.table`."""
 
 

@@ -75,8 +75,7 @@ class Zero(Section):
     contiguous_gradients: bool = unused_key(True, _BUCKETS)
     reduce_scatter: bool = unused_key(True, "gradients are always reduce-scattered from stage 1 on")
     reduce_bucket_size: int = used_key(
-        int(5e8),
-        "stage 2 on CPUs: parameters per collective; their gradients are whole until then; on GPUs a unit's",
+        int(5e8), "stage 2 on CPUs: parameters per collective; their gradients are whole until then; on GPUs a unit's"
     )
     use_multi_rank_bucket_allreduce: bool = unused_key(True, _BUCKETS)
     allgather_partitions: bool = unused_key(True, _BUCKETS)

@@ -73,11 +73,7 @@ def estimate(
 
 
 def size_of(
-    model: nn.Module,
-    *,
-    name: str = "",
-    counted: str = "the model in memory",
-    wrap: Wrap | Iterable[Wrap] | None = None,
+    model: nn.Module, *, name: str = "", counted: str = "the model in memory", wrap: Wrap | Iterable[Wrap] | None = None
 ) -> ModelSize:
     """The parameters of a model, in the units that the trainer gathers."""
     sizes: dict[int, ParameterSize] = {}

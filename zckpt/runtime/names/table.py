@@ -46,8 +46,7 @@ _PRIVATE_GROUPS = (
 
 _VERSION: Names = {
     "version": Constant(VERSION),
-    "git_hash": Constant("unknown"),
-    "git_branch": Constant("unknown"),
+    **dict.fromkeys(("git_hash", "git_branch"), Constant("unknown")),
     "installed_ops": ".deepspeed_api.op_builders:COMPATIBLE_OPS",
 }
 
@@ -58,10 +57,12 @@ BUILT: dict[str, str | Names] = {
         "dist": "zckpt.runtime.comm",
         "initialize": ".start:initialize",
     },
+    **dict.fromkeys(
+        ("checkpoint.utils", "runtime.utils", "utils.init_on_device", "utils.module_utils", "utils.nvtx"),
+        ".deepspeed_api.utilities",
+    ),
     "accelerator": {"Accelerator": ".deepspeed_api.accelerator:Accelerator"},
-    "accelerator.abstract_accelerator": ".deepspeed_api.accelerator",
-    "accelerator.real_accelerator": ".deepspeed_api.accelerator",
-    "checkpoint.utils": ".deepspeed_api.utilities",
+    **{f"accelerator.{name}_accelerator": ".deepspeed_api.accelerator" for name in ("abstract", "real")},
     "comm": {name: f"{_COLLECTIVES}:{name}" for name in ("GroupMember", "get_backend")},
     "comm.comm": {"*": _COLLECTIVES, **{name: f"{_COLLECTIVES}:{name}" for name in ("GroupMember", "get_backend")}},
     "comm.reduce_op": _COLLECTIVES,
@@ -80,10 +81,7 @@ BUILT: dict[str, str | Names] = {
     "ops.op_builder.async_io": ".deepspeed_api.op_builders",
     "profiling.flops_profiler.profiler": ".observe.flops_profiler",
     "runtime.activation_checkpointing.checkpointing": ".activations",
-    "runtime.base_optimizer": {
-        "DeepSpeedOptimizer": "torch.optim:Optimizer",
-        "ZeROOptimizer": "torch.optim:Optimizer",
-    },
+    "runtime.base_optimizer": {"DeepSpeedOptimizer": "torch.optim:Optimizer", "ZeROOptimizer": "torch.optim:Optimizer"},
     "runtime.config": {
         "DeepSpeedConfig": ".config.attributes:DeepSpeedConfig",
         "DeepSpeedConfigError": "zckpt.base.errors:UsageError",
@@ -100,16 +98,9 @@ BUILT: dict[str, str | Names] = {
     "runtime.fp16.loss_scaler": ".optimizers.loss_scale",
     "runtime.fp16.onebit": {name: Unbuilt(ADAM) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
     "runtime.lr_schedules": ".optimizers.schedules",
-    "runtime.pipe": {
-        "DualPipeVModule": "zckpt.runtime:DualPipeVModule",
-        "PipelineEngine": "zckpt.runtime:PipelineEngine",
-    },
-    "runtime.utils": ".deepspeed_api.utilities",
+    "runtime.pipe": {name: f"zckpt.runtime:{name}" for name in ("DualPipeVModule", "PipelineEngine")},
     "runtime.zero": {"unregister_external_parameter": ".sharding.external:unregister_external_parameter"},
-    "runtime.zero.config": {
-        "DeepSpeedZeroConfig": ".config.zero:Zero",
-        "ZeroStageEnum": f"{_ZERO}:ZeroStageEnum",
-    },
+    "runtime.zero.config": {"DeepSpeedZeroConfig": ".config.zero:Zero", "ZeroStageEnum": f"{_ZERO}:ZeroStageEnum"},
     "runtime.zero.offload_config": {
         "DeepSpeedZeroOffloadOptimizerConfig": ".config.zero:OffloadOptimizer",
         "DeepSpeedZeroOffloadParamConfig": ".config.zero:OffloadParam",
@@ -134,10 +125,7 @@ BUILT: dict[str, str | Names] = {
     "runtime.zero.stage_1_and_2": {"*": _FORMULA, "model_to_params": f"{_ZERO}:model_to_params"},
     "runtime.zero.utils": {"*": _ZERO, "ZeRORuntimeException": "zckpt.base.errors:UnsupportedError"},
     "utils.groups": {"*": _GROUPS, **{f"_get_{name}": f"{_GROUPS}:_get_{name}" for name in _PRIVATE_GROUPS}},
-    "utils.init_on_device": ".deepspeed_api.utilities",
     "utils.logging": ".deepspeed_api.logging",
-    "utils.module_utils": ".deepspeed_api.utilities",
-    "utils.nvtx": ".deepspeed_api.utilities",
     "utils.tensor_fragment": {
         "*": ".parameters",
         **{name: f"{_ZERO}:{name}" for name in ("get_full_hp_param", "set_full_hp_param")},
@@ -156,44 +144,35 @@ UNBUILT = {
     "**": Unbuilt(
         "Do without it: docs/training.md lists the names that are built, and docs/config.md what the config can say."
     ),
+    **dict.fromkeys(("compile.**", "runtime.compiler"), Unbuilt("Use engine.compile(), which is torch.compile.")),
+    **dict.fromkeys(("inference.**", "model_implementations.**"), Unbuilt(GENERATE)),
+    **dict.fromkeys(("module_inject.**", "pipe.**", "runtime.pipe.**", "runtime.tensor_parallel.**"), Unbuilt(PLAIN)),
+    **dict.fromkeys(("nvme.**", "ops.aio.**", "ops.gds.**", "runtime.swap_tensor.**"), Unbuilt(OWN_FILES)),
+    **dict.fromkeys(("runtime.sequence_parallel.**", "sequence.**"), Unbuilt(ONE_SEQUENCE)),
     "accelerator.**": Unbuilt("Use get_accelerator(), which answers for every device that torch knows."),
     "autotuning.**": Unbuilt("Use zckpt estimate, which says what a config needs on your devices."),
     "checkpoint.**": Unbuilt("Use zckpt's commands on the checkpoint: to-bf16, to-universal, reshard, inspect."),
     "comm.**": Unbuilt("Use torch.distributed, or the functions of comm that have its names."),
-    "compile.**": Unbuilt("Use engine.compile(), which is torch.compile."),
     "datastates.**": Unbuilt("Call engine.save_checkpoint: it can write in the background by itself."),
     "env_report": Unbuilt("Use zckpt --version --verbose."),
-    "inference.**": Unbuilt(GENERATE),
     "io.**": Unbuilt("Call engine.save_checkpoint, which needs no writer of yours."),
     "launcher.**": Unbuilt("Start the processes with torchrun, or with zckpt run --nproc."),
     "linear.**": Unbuilt("Use torch.nn.Linear, and peft for LoRA."),
-    "model_implementations.**": Unbuilt(GENERATE),
-    "module_inject.**": Unbuilt(PLAIN),
     "moe.**": Unbuilt(DENSE),
     "monitor.**": Unbuilt("Use the sections tensorboard, wandb, csv_monitor and comet of the config."),
-    "nvme.**": Unbuilt(OWN_FILES),
     "ops.**": Unbuilt(
         "Use what torch has for it. optimizer.type may be Adam, AdamW, Lamb, Lion, Adagrad or one of torch.optim."
     ),
-    "ops.aio.**": Unbuilt(OWN_FILES),
-    "ops.gds.**": Unbuilt(OWN_FILES),
     "ops.op_builder.**": Unbuilt("Remove that call: the trainer needs nothing that is built at run time."),
     "ops.transformer.**": Unbuilt(ENCODER),
-    "pipe.**": Unbuilt(PLAIN),
     "profiling.**": Unbuilt("Use get_model_profile and FlopsProfiler, or torch.profiler."),
     "runtime.**": Unbuilt("Use the engine that initialize returns; docs/config.md says what it does by which key."),
     "runtime.checkpoint_engine.**": Unbuilt(
         "Call engine.save_checkpoint, which writes as the config's section checkpoint says."
     ),
-    "runtime.compiler": Unbuilt("Use engine.compile(), which is torch.compile."),
     "runtime.data_pipeline.**": Unbuilt("Order the data in your own sampler, and pass the loader to the loop."),
-    "runtime.pipe.**": Unbuilt(PLAIN),
-    "runtime.sequence_parallel.**": Unbuilt(ONE_SEQUENCE),
-    "runtime.swap_tensor.**": Unbuilt(OWN_FILES),
-    "runtime.tensor_parallel.**": Unbuilt(PLAIN),
     "runtime.zero.**": Unbuilt(
         "Use zero.Init, and the engine that initialize returns with zero_optimization.stage in the config."
     ),
-    "sequence.**": Unbuilt(ONE_SEQUENCE),
 }
 """Path of a module below `deepspeed`, or of all modules below one -> the remedy for names that are not built."""

@@ -23,29 +23,19 @@ OWN_FILES = (
 ONE_SEQUENCE = "Train with sequence_parallel_size 1."
 
 INSTEAD = {
-    "DeepSpeedHybridEngine": GENERATE,
-    "DeepSpeedTransformerConfig": ENCODER,
-    "DeepSpeedTransformerLayer": ENCODER,
-    "DistributedAttention": "Use torch.nn.functional.scaled_dot_product_attention on whole sequences.",
-    "DualPipeVModule": PLAIN,
-    "InferenceEngine": GENERATE,
-    "LayerSpec": PLAIN,
-    "MoE": DENSE,
-    "MuonWithAuxAdam": "Use optimizer.type AdamW.",
-    "OnebitAdam": ADAM,
-    "OnebitLamb": ADAM,
-    "PipelineEngine": PLAIN,
-    "PipelineModule": PLAIN,
-    "TiedLayerSpec": PLAIN,
-    "TiledLinear": "Use torch.nn.Linear.",
-    "TiledLinearReturnBias": "Use torch.nn.Linear.",
-    "UlyssesSPAttentionHF": ONE_SEQUENCE,
-    "UlyssesSPDataLoaderAdapter": ONE_SEQUENCE,
-    "ZeroOneAdam": ADAM,
-    "init_inference": GENERATE,
-    "replace_transformer_layer": GENERATE,
-    "set_autotp_mode": PLAIN,
-    "tp_model_init": PLAIN,
+    name: remedy
+    for remedy, names in (
+        (PLAIN, "DualPipeVModule LayerSpec PipelineEngine PipelineModule TiedLayerSpec set_autotp_mode tp_model_init"),
+        (GENERATE, "DeepSpeedHybridEngine InferenceEngine init_inference replace_transformer_layer"),
+        (ENCODER, "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
+        (ADAM, "OnebitAdam OnebitLamb ZeroOneAdam"),
+        ("Use optimizer.type AdamW.", "MuonWithAuxAdam"),
+        (DENSE, "MoE"),
+        ("Use torch.nn.Linear.", "TiledLinear TiledLinearReturnBias"),
+        (ONE_SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
+        ("Use torch.nn.functional.scaled_dot_product_attention on whole sequences.", "DistributedAttention"),
+    )
+    for name in names.split()
 }
 """Name -> the remedy, as sentences. Other names have the remedy of their row in `table`."""
 

@@ -113,11 +113,7 @@ _means: WeakKeyDictionary[TrainingRun, _Means] = WeakKeyDictionary()
 
 
 def _begin_together(
-    state: RunState,
-    meetings: Meetings,
-    publication: Publication,
-    options: SaveOptions,
-    client_state: Mapping[str, Any],
+    state: RunState, meetings: Meetings, publication: Publication, options: SaveOptions, client_state: Mapping[str, Any]
 ) -> tuple[PlannedSave | Copied, str]:
     """The save, planned or copied on every rank, and the directory for this rank's files."""
     run = state.run
