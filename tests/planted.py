@@ -91,7 +91,7 @@ FAULTS = (
         "layouts/test_model_parallel.py::test_stacked_parts_of_any_width_are_where_torch_puts_them",
     ),
     Fault(
-        "layouts/megatron_core", "flattened.py", "offsets.insert(0, index * extent)", "offsets.insert(0, 0)",
+        "layouts/megatron_core", "read.py", "offsets.insert(0, index * extent)", "offsets.insert(0, 0)",
         "layouts/test_megatron_core.py::test_weights_are_the_live_models",
     ),
     Fault(
