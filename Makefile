@@ -8,8 +8,8 @@ EDITABLE := $(PIP) --no-build-isolation --config-settings build-dir=.make/build 
 CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 # The tests start thousands of programs: what they import is compiled once, not each time; what none imports, never.
 export PYTHONDONTWRITEBYTECODE =
-# Three at once, of which each computes on one processor: they also wait. What takes longest comes first (tests/shares.py).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -q
+# Two at once, of which each computes on one processor; what takes longest comes first (tests/shares.py).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -q
 
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
@@ -67,7 +67,7 @@ tsan: .make/tsan/built
 OLD_TORCH ?= 2.6.0
 old-torch: .make/old-torch
 	.venv-old/bin/python benchmarks/gpu_check.py --cpu --ranks 2
-	OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -q tests/runtime tests/live/test_device.py tests/test_drop_in.py
+	OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -q tests/runtime tests/live/test_device.py tests/test_drop_in.py
 .make/old-torch: .make/test
 	$(BIN)/python -m venv --clear .venv-old
 	.venv-old/bin/pip --disable-pip-version-check install -q --no-compile --no-deps torch==$(OLD_TORCH) sympy==1.13.1
