@@ -226,6 +226,13 @@ def test_experts_of_megatron_bridge(form: str, tmp_path: Path, monkeypatch: pyte
         ("self_attention.linear_qkv", {"add_qkv_bias": True}, r"scales the bias of linear_qkv too"),
         ("mlp.linear_fc2", {"tensor_model_parallel_size": 2}, r"2 tensor-parallel ranks.*own slices.*of linear_qkv"),
         ("mlp.linear_fc1", {}, r"between how many ranks.*run_config\.yaml"),
+        ("self_attention.linear_proj", {}, r"between how many ranks.*run_config\.yaml"),
+        ("self_attention.linear_qkv", {"add_qkv_bias": False}, r"whether linear_qkv has a bias.*run_config\.yaml"),
+        (
+            "mlp.experts.experts.linear_fc2",
+            {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 2, "num_moe_experts": 4},
+            r"2 tensor-parallel ranks.*own slices",
+        ),
         ("mlp.linear_fc3", {}, r"no name in PEFT.*export_adapter_ckpt"),
     ],
 )

@@ -119,7 +119,7 @@ def _of_bridge(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, TensorEn
             remedy="Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt.",
         )  # fmt: skip
     home, part, kind = match["home"], match["part"], match["kind"] or match["length"]
-    _check_rows(entry, part, kind, facts)
+    _check_rows(match, kind, facts)
     is_mixtral = _MIXTRAL.search(f"{facts.get('model_type')} {facts.arguments.get('_target_')}") is not None
     if home == "self_attention":
         target = "self_attn"
@@ -145,29 +145,28 @@ def _of_bridge(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, TensorEn
                 yield f"{at}{_OF_MIXTRAL.get(module, module) if is_mixtral and expert else module}.{_KINDS[kind]}", rows
 
 
-def _check_rows(entry: TensorEntry, part: str, kind: str, facts: Facts) -> None:
-    """Raises UnsupportedError if no adapter of PEFT computes what this one does."""
-    said = facts.arguments
-    slices = said.get("tensor_model_parallel_size")
-    what = remedy = ""
+def _check_rows(match: re.Match[str], kind: str, facts: Facts) -> None:
+    """Raises UnsupportedError if no adapter of PEFT computes what this one does; IncompleteError if its run does not say it."""
+    part, said = match["part"], facts.arguments
+    is_long = kind == "magnitude"
+    what, remedy = "", _STAYS
     if part == "linear_qkv" and kind != "in" and said.get("attention_output_gate") is True:
         what = "has rows of a gate among those of its queries (attention_output_gate)"
         remedy = "Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt."
-    elif kind == "magnitude" and part == "linear_qkv" and (said.get("add_qkv_bias") or said.get("add_bias_linear")):
-        what, remedy = (
-            "is a DoRA that scales the bias of linear_qkv too, as no merged weight and no DoRA of PEFT does",
-            _STAYS,
-        )
-    elif kind == "magnitude" and part in ("linear_proj", "linear_fc2") and isinstance(slices, int) and slices > 1:
+    elif is_long and part == "linear_qkv":
+        biases = [said.get(key) for key in ("add_qkv_bias", "add_bias_linear")]
+        if any(biases):
+            what = "is a DoRA that scales the bias of linear_qkv too, as no merged weight and no DoRA of PEFT does"
+        elif None in biases:
+            raise _unsaid(facts, "whether linear_qkv has a bias", "add_qkv_bias or add_bias_linear")
+    elif is_long and part in ("linear_proj", "linear_fc2") and (slices := _slices(match, facts)) > 1:
         what = f"is a DoRA that {slices} tensor-parallel ranks trained, each with the lengths of its own slices of rows"
         remedy = f"{_STAYS} On one rank, or of linear_qkv and linear_fc1 alone, a DoRA can be merged."
     if what:
         raise UnsupportedError(
-            f"an adapter of Megatron Bridge has no equal in PEFT: it {what}",
-            file=facts.path,
-            found=examples([entry.name]),
-            remedy=remedy,
-        )
+            f"an adapter of Megatron Bridge has no equal in PEFT: it {what}", file=facts.path,
+            found=examples([match.string]), remedy=remedy,
+        )  # fmt: skip
 
 
 def _along(entry: TensorEntry) -> list[tuple[str, TensorEntry]]:
@@ -179,11 +178,21 @@ def _along(entry: TensorEntry) -> list[tuple[str, TensorEntry]]:
 def _argument(facts: Facts, what: str, *names: str) -> int:
     value = next((number for name in names if (number := facts.arguments.get(name)) is not None), None)
     if type(value) is not int or value < 1:
-        raise IncompleteError(
-            f"the adapter does not say {what}", file=facts.path, found=f"no {names[0]} of its run",
-            expected="run_config.yaml", remedy="Copy run_config.yaml of the run into the save's directory.",
-        )  # fmt: skip
+        raise _unsaid(facts, what, names[0])
     return value
+
+
+def _unsaid(facts: Facts, what: str, name: str) -> IncompleteError:
+    return IncompleteError(
+        f"the adapter does not say {what}", file=facts.path, found=f"no {name} of its run",
+        expected="run_config.yaml", remedy="Copy run_config.yaml of the run into the save's directory.",
+    )  # fmt: skip
+
+
+def _slices(match: re.Match[str], facts: Facts) -> int:
+    """Between how many tensor-parallel ranks the matrices of a module were split."""
+    axes = ["expert_tensor_parallel_size"] * (match["home"] == _EXPERTS) + ["tensor_model_parallel_size"]
+    return _argument(facts, "between how many ranks its matrices were split", *axes)
 
 
 def _modules_of(entry: TensorEntry, match: re.Match[str], facts: Facts) -> Iterator[tuple[str, TensorEntry]]:
@@ -202,8 +211,7 @@ def _modules_of(entry: TensorEntry, match: re.Match[str], facts: Facts) -> Itera
         widths = [heads // groups * size, size, size]
     else:
         if match["length"]:  # a tensor-parallel rank's rows of both are together
-            axes = ["expert_tensor_parallel_size"] * (match["home"] == _EXPERTS) + ["tensor_model_parallel_size"]
-            groups = _argument(facts, "between how many ranks its matrices were split", *axes)
+            groups = _slices(match, facts)
         widths = [entry.shape[0] // (2 * groups)] * 2
     for number, name in enumerate(names):
         yield name, rows_of(entry, name, groups, widths, number)
