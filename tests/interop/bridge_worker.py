@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from gloo_ranks import tell
+from gloo_ranks import tell_over_gloo
 from megatron.core import dist_checkpointing, parallel_state
 from megatron_on_cpu import built, logits
 from safetensors.torch import load_file
@@ -98,8 +98,4 @@ def run(job: dict[str, Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    tell(run)
-    dist.barrier()
-    dist.destroy_process_group()
+    tell_over_gloo(run)

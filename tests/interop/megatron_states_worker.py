@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "fixtures"))
 
 import generate_mcore
-from gloo_ranks import tell
+from gloo_ranks import tell_over_gloo
 
 generate_mcore.on_cpu()
 
@@ -93,8 +93,4 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    tell(run)
-    dist.barrier()
-    dist.destroy_process_group()
+    tell_over_gloo(run)
