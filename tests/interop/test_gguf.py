@@ -26,6 +26,7 @@ import zckpt
 from zckpt.naming.config_defaults import _DEFAULTS, filled_in
 from zckpt.naming.gguf_metadata import ARCHITECTURES
 from zckpt.naming.gguf_tokens import Tokens, tokens_of
+from zckpt.naming.gguf_vision import vision_of
 from zckpt.naming.schemes import scheme
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "gguf"
@@ -111,6 +112,32 @@ def test_what_the_config_of_the_images_side_leaves_out(tmp_path: Path) -> None:
     assert found.contents() == pytest.approx(1e-6)  # transformers' default
     with pytest.raises(zckpt.IncompleteError, match="no depth in vision_config"):
         written("qwen2_vl", "depth")
+
+
+@pytest.mark.parametrize(
+    ("model", "tower"),
+    [("llava", "clip_vision_model"), ("llava", "pixtral"), ("mistral3", "pixtral"), ("qwen3_vl", "qwen3_vl_vision")],
+)
+def test_what_is_left_out_is_what_the_class_says(model: str, tower: str) -> None:
+    """Configs on the hub leave out what their class has anyhow, as Pixtral's does with its sizes."""
+    kind = {"llava": "Llava", "mistral3": "Mistral3", "qwen3_vl": "Qwen3VL"}[model]
+    said = {
+        "vision_config": {"model_type": tower, "num_hidden_layers": 24, "depth": 24},
+        "text_config": {"hidden_size": 64},
+    }
+    images = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    bare = vision_of({"model_type": model, **said}, "", images)
+    full = vision_of(getattr(transformers, f"{kind}Config")(**said).to_dict(), "", images)
+    assert bare.said == full.said
+    for key in bare.said["keys"]:
+        try:
+            value = bare.value(key)
+        except zckpt.IncompleteError:
+            assert model == "qwen3_vl"  # files on the hub say its sizes
+            continue
+        assert value == full.value(key) or key == "clip.vision.is_deepstack_layers", (
+            key
+        )  # tensors of layers not named are refused
 
 
 def model_that_lies(name: str, tmp_path: Path, config: dict[str, Any], drop: str = "") -> Path:
