@@ -128,38 +128,33 @@ def _of_bridge(entry: TensorEntry, facts: Facts) -> Iterator[tuple[str, TensorEn
     else:
         target = "block_sparse_moe" if is_mixtral and (home == _EXPERTS or part == "router") else "mlp"
     for layer, whole in [(match["layer"], entry)] if match["layer"] else _along(entry):
-        each: Iterable[tuple[str, TensorEntry]] = [("", whole)]
-        if home == _EXPERTS:
-            is_stacked = len(whole.shape) > (1 if kind == "magnitude" else 2)
-            each = (
-                _along(whole)
-                if is_stacked
-                else (
-                    (f"{n}", whole)
-                    for n in range(_argument(facts, "how many experts its model has", "num_moe_experts"))
-                )
-            )
-        for expert, one in each:
+        for expert, one in _experts_of(whole, kind, facts) if home == _EXPERTS else [("", whole)]:
             at = f"{_LAYERS}{layer}.{target}.{f'experts.{expert}.' if expert else ''}"
             for module, rows in _modules_of(one, match, facts):
                 yield f"{at}{_OF_MIXTRAL.get(module, module) if is_mixtral and expert else module}.{_KINDS[kind]}", rows
 
 
+def _experts_of(entry: TensorEntry, kind: str, facts: Facts) -> list[tuple[str, TensorEntry]]:
+    """What each expert has, with their numbers; what has no axis for them, all have."""
+    if len(entry.shape) > (1 if kind == "magnitude" else 2):
+        return _along(entry)
+    return [(f"{n}", entry) for n in range(_argument(facts, "how many experts its model has", "num_moe_experts"))]
+
+
 def _check_rows(match: re.Match[str], kind: str, facts: Facts) -> None:
     """Raises UnsupportedError if no adapter of PEFT computes what this one does; IncompleteError if its run does not say it."""
     part, said = match["part"], facts.arguments
-    is_long = kind == "magnitude"
     what, remedy = "", _STAYS
     if part == "linear_qkv" and kind != "in" and said.get("attention_output_gate") is True:
         what = "has rows of a gate among those of its queries (attention_output_gate)"
         remedy = "Export it with Megatron Bridge: AutoBridge.export_adapter_ckpt."
-    elif is_long and part == "linear_qkv":
+    elif kind == "magnitude" and part == "linear_qkv":
         biases = [said.get(key) for key in ("add_qkv_bias", "add_bias_linear")]
         if any(biases):
             what = "is a DoRA that scales the bias of linear_qkv too, as no merged weight and no DoRA of PEFT does"
         elif None in biases:
             raise _unsaid(facts, "whether linear_qkv has a bias", "add_qkv_bias or add_bias_linear")
-    elif is_long and part in ("linear_proj", "linear_fc2") and (slices := _slices(match, facts)) > 1:
+    elif kind == "magnitude" and part in ("linear_proj", "linear_fc2") and (slices := _slices(match, facts)) > 1:
         what = f"is a DoRA that {slices} tensor-parallel ranks trained, each with the lengths of its own slices of rows"
         remedy = f"{_STAYS} On one rank, or of linear_qkv and linear_fc1 alone, a DoRA can be merged."
     if what:
@@ -171,8 +166,7 @@ def _check_rows(match: re.Match[str], kind: str, facts: Facts) -> None:
 
 def _along(entry: TensorEntry) -> list[tuple[str, TensorEntry]]:
     """The tensors that lie along the first axis, with their numbers."""
-    pieces = [(f"{number}", entry.shape[1:]) for number in range(entry.shape[0])]
-    return [(one.name, one) for one in split_rows(entry, pieces)]
+    return [(one.name, one) for one in split_rows(entry, [(f"{n}", entry.shape[1:]) for n in range(entry.shape[0])])]
 
 
 def _argument(facts: Facts, what: str, *names: str) -> int:
@@ -204,14 +198,12 @@ def _modules_of(entry: TensorEntry, match: re.Match[str], facts: Facts) -> Itera
     if kind == "in" or len(names) == 1:
         yield from ((name, entry) for name in names)
         return
-    groups = 1
     if part == "linear_qkv":
         groups, heads = _heads(facts, "key_heads"), _heads(facts, "query_heads")
         size = entry.shape[0] // (heads + 2 * groups)
         widths = [heads // groups * size, size, size]
     else:
-        if match["length"]:  # a tensor-parallel rank's rows of both are together
-            groups = _slices(match, facts)
+        groups = _slices(match, facts) if match["length"] else 1  # a tensor-parallel rank's rows of both are together
         widths = [entry.shape[0] // (2 * groups)] * 2
     for number, name in enumerate(names):
         yield name, rows_of(entry, name, groups, widths, number)
