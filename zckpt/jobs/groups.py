@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zckpt.base.dataclass import dataclass, public
@@ -43,11 +44,13 @@ WHAT, TENSORS, NAMES, LORA, SPEED, OUTPUT = (
 
 
 def option(
-    flag: str, of: str | tuple[str, ...], about: str, panel: str = WHAT, *, metavar: str | None = None, **more: object
-) -> dict[str, Any]:
-    """The metadata of a field that is an option of commands.
+    default: object, flag: str, of: str | tuple[str, ...], about: str, panel: str = WHAT, *,
+    metavar: str | None = None, **more: object,
+) -> Any:  # fmt: skip
+    """A field of a group that is an option of commands.
 
     Args:
+        default: its value where the option is not given; `MISSING` for an option that must be given.
         flag: how it is called.
         of: what it takes: "text", "texts", "flag", "number", "positive", "real", "reals", "size", "renames", "dtype", or words.
         about: the sentence for `--help`.
@@ -55,24 +58,32 @@ def option(
         metavar: what stands for the value.
         more: further arguments of `typer.Option`.
     """
-    return {"flag": flag, "of": of, "help": about, "panel": panel, "metavar": metavar, "more": more}
+    said = {"flag": flag, "of": of, "help": about, "panel": panel, "metavar": metavar, "more": more}
+    return field(default=default, metadata=said)
 
 
 CONFIG_HELP = "The model's config.json, if none is beside CKPT."
 _DTYPE = "Of the weights; by default as they were saved."
 
 
-VOCABULARY = option(
-    "--vocab-size", "positive",
+vocab_size_option = partial(
+    option, None, "--vocab-size", "positive",
     "Words of the vocabulary: further rows are padding. By default what config, run or tokenizer say.", NAMES, metavar="N",
 )  # fmt: skip
-"""The metadata of `--vocab-size`."""
-
-FAMILY = option(
-    "--family", "text",
+family_option = partial(
+    option, None, "--family", "text",
     "A file that says the names of a family of models that zckpt does not know: docs/families.md.", NAMES, metavar="FILE",
 )  # fmt: skip
-"""The metadata of `--family`."""
+base_option = partial(
+    option, None, "--base", "text",
+    "The model that the run began with, for what CKPT lacks: a directory, or a name in the hub's local cache.", LORA,
+    metavar="MODEL",
+)  # fmt: skip
+adapter_option = partial(
+    option, (), "--adapter", "texts", "PEFT directory, or an adapter's name in CKPT. Repeatable.", LORA,
+    metavar="DIR[:WEIGHT]",
+)  # fmt: skip
+"""Options of several groups."""
 
 
 def know_family(said: str | Mapping[str, Any] | None) -> None:
@@ -83,53 +94,26 @@ def know_family(said: str | Mapping[str, Any] | None) -> None:
         add_family(said)
 
 
-BASE = option(
-    "--base", "text", panel=LORA, metavar="MODEL",
-    about="The model that the run began with, for what CKPT lacks: a directory, or a name in the hub's local cache.",
-)  # fmt: skip
-"""The metadata of `--base`."""
-
-ADAPTER = option(
-    "--adapter", "texts", "PEFT directory, or an adapter's name in CKPT. Repeatable.", LORA, metavar="DIR[:WEIGHT]"
-)
-"""The metadata of `--adapter`, of what is merged."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """What a checkpoint does not say of itself, as commands ask for it.
+    """What a checkpoint does not say of itself, as commands ask for it; attributes as in `ReadOptions`."""
 
-    Attributes: those of `ReadOptions`.
-    """
-
-    key: str | None = field(
-        default=None,
-        metadata=option(
-            "--key", "text", "Which state dict, where a save holds several, such as ema.", WHICH, metavar="KEY"
-        ),
+    key: str | None = option(
+        None, "--key", "text", "Which state dict, where a save holds several, such as ema.", WHICH, metavar="KEY"
     )
-    shapes: str | None = field(
-        default=None,
-        metadata=option(
-            "--shapes", "text", "Weights, JSON or a config that say the shapes in FSDP's flat parameters, or the heads in "
-            "torchtitan's states.", WHICH, metavar="FROM",
-        ),
+    shapes: str | None = option(
+        None, "--shapes", "text",
+        "Weights, JSON or a config that say the shapes in FSDP's flat parameters, or the heads in torchtitan's states.",
+        WHICH, metavar="FROM",
     )  # fmt: skip
-    tp_rules: str | None = field(
-        default=None,
-        metadata=option(
-            "--tp-rules", "text", "How slices are joined: megatron, megatron-swiglu, neox, bloom, or a JSON file.", SPLIT,
-            metavar="RULES",
-        ),
+    tp_rules: str | None = option(
+        None, "--tp-rules", "text", "How slices are joined: megatron, megatron-swiglu, neox, bloom, or a JSON file.",
+        SPLIT, metavar="RULES",
     )  # fmt: skip
-    tp: int | None = field(
-        default=None,
-        metadata=option("--tp", "positive", "Tensor-parallel ranks, if the files do not say.", SPLIT, metavar="N"),
+    tp: int | None = option(
+        None, "--tp", "positive", "Tensor-parallel ranks, if the files do not say.", SPLIT, metavar="N"
     )
-    pp: int | None = field(
-        default=None,
-        metadata=option("--pp", "positive", "Pipeline stages, if the files do not say.", SPLIT, metavar="N"),
-    )
+    pp: int | None = option(None, "--pp", "positive", "Pipeline stages, if the files do not say.", SPLIT, metavar="N")
 
     def as_fields(self) -> dict[str, Any]:
         """The field of `Naming` for this form, by name."""
@@ -142,78 +126,41 @@ class Joining:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which save is read, and how.
-
-    Attributes:
-        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
-        as_part: take one part of a save (a shard, one rank's file or directory) alone, as if it were a whole one.
-        tag: which save, where there are several.
-        best: of a trainer's run, the save that its trainer_state.json calls the best.
-        also: directories laid over the checkpoint: its parts from other nodes' disks.
-        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
-    """
+    """Which save is read, and how; attributes as in `Options`."""
 
     read_options: ReadOptions | None = field(default=None, metadata={"parts": Joining})
-    as_part: bool = field(
-        default=False,
-        metadata=option(
-            "--as-part",
-            "flag",
-            "Take one shard, or one rank's file or directory, alone; it is not a whole model.",
-            WHICH,
-        ),
+    as_part: bool = option(
+        False, "--as-part", "flag", "Take one shard, or one rank's file or directory, alone; it is not a whole model.",
+        WHICH,
+    )  # fmt: skip
+    tag: str | None = option(
+        None, "--tag", "text", "Which save, if there are several; by default that of 'latest'.", WHICH, metavar="TAG"
     )
-    tag: str | None = field(
-        default=None,
-        metadata=option(
-            "--tag", "text", "Which save, if there are several; by default that of 'latest'.", WHICH, metavar="TAG"
-        ),
+    best: bool = option(
+        False, "--best", "flag", "Of a Trainer's run, the save that its trainer_state.json calls the best.", WHICH
     )
-    best: bool = field(
-        default=False,
-        metadata=option(
-            "--best", "flag", "Of a Trainer's run, the save that its trainer_state.json calls the best.", WHICH
-        ),
-    )
-    also: Sequence[AnyPath] = field(
-        default=(),
-        metadata=option(
-            "--also",
-            "texts",
-            "Directory with other parts of CKPT, from another node. Repeatable.",
-            WHICH,
-            metavar="DIR",
-        ),
-    )
-    allow_unknown_layout: bool = field(
-        default=False,
-        metadata=option(
-            "--allow-unknown-layout", "flag", "Go on if zckpt cannot prove that it reads the layout correctly.", OUTPUT
-        ),
-    )
+    also: Sequence[AnyPath] = option(
+        (), "--also", "texts", "Directory with other parts of CKPT, from another node. Repeatable.", WHICH,
+        metavar="DIR",
+    )  # fmt: skip
+    allow_unknown_layout: bool = option(
+        False, "--allow-unknown-layout", "flag", "Go on if zckpt cannot prove that it reads the layout correctly.",
+        OUTPUT,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selecting:
-    """Which tensors are written.
+    """Which tensors are written; attributes as in `Options`."""
 
-    Attributes:
-        include: globs; only tensors that match one are kept.
-        exclude: globs; tensors that match one are left out.
-        exclude_frozen: leave out parameters that were not trained.
-    """
-
-    include: Sequence[str] = field(
-        default=(),
-        metadata=option("--include", "texts", "Write only tensors that match. Repeatable.", TENSORS, metavar="GLOB"),
+    include: Sequence[str] = option(
+        (), "--include", "texts", "Write only tensors that match. Repeatable.", TENSORS, metavar="GLOB"
     )
-    exclude: Sequence[str] = field(
-        default=(),
-        metadata=option("--exclude", "texts", "Leave out tensors that match. Repeatable.", TENSORS, metavar="GLOB"),
+    exclude: Sequence[str] = option(
+        (), "--exclude", "texts", "Leave out tensors that match. Repeatable.", TENSORS, metavar="GLOB"
     )
-    exclude_frozen: bool = field(
-        default=False,
-        metadata=option("--exclude-frozen", "flag", "Leave out parameters that were not trained.", TENSORS),
+    exclude_frozen: bool = option(
+        False, "--exclude-frozen", "flag", "Leave out parameters that were not trained.", TENSORS
     )
 
 
@@ -231,31 +178,19 @@ class Form:
         family: a family that zckpt does not know, or the path of its file.
     """
 
-    to: str | None = field(
-        default=None,
-        metadata=option(
-            "--to", "text", "Write the model as transformers has it; NAME is its family, such as llama.", NAMES,
-            metavar="hf[:NAME]",
-        ),
+    to: str | None = option(
+        None, "--to", "text", "Write the model as transformers has it; NAME is its family, such as llama.", NAMES,
+        metavar="hf[:NAME]",
     )  # fmt: skip
-    config: str | Mapping[str, Any] | None = field(
-        default=None,
-        metadata=option(
-            "--config",
-            "text",
-            "The model's config.json for --to, if the checkpoint lacks some of it.",
-            NAMES,
-            metavar="FILE",
-        ),
+    config: str | Mapping[str, Any] | None = option(
+        None, "--config", "text", "The model's config.json for --to, if the checkpoint lacks some of it.", NAMES,
+        metavar="FILE",
+    )  # fmt: skip
+    layer_names: str | Mapping[str, str] | None = option(
+        None, "--layer-names", "text", "JSON file with names for a pipeline's layers.", NAMES, metavar="FILE"
     )
-    layer_names: str | Mapping[str, str] | None = field(
-        default=None,
-        metadata=option(
-            "--layer-names", "text", "JSON file with names for a pipeline's layers.", NAMES, metavar="FILE"
-        ),
-    )
-    vocab_size: int | None = field(default=None, metadata=VOCABULARY)
-    family: str | Mapping[str, Any] | None = field(default=None, metadata=FAMILY)
+    vocab_size: int | None = vocab_size_option()
+    family: str | Mapping[str, Any] | None = family_option()
 
     def __post_init__(self) -> None:
         """Raises UsageError for an unknown architecture, an impossible vocabulary or a family's file that cannot be used."""
@@ -280,67 +215,35 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """How tensors are called in the output.
+    """How tensors are called in the output; attributes as in `Options`."""
 
-    Attributes:
-        strip_prefix: taken off every name that has it; "auto" for what wraps all names.
-        rename: (regular expression, replacement) pairs, applied in order to every name.
-        form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
-    """
-
-    strip_prefix: str = field(
-        default="",
-        metadata=option(
-            "--strip-prefix", "text", "Remove PREFIX, or with 'auto' what wraps all names.", NAMES, metavar="PREFIX"
-        ),
+    strip_prefix: str = option(
+        "", "--strip-prefix", "text", "Remove PREFIX, or with 'auto' what wraps all names.", NAMES, metavar="PREFIX"
     )
-    rename: Sequence[tuple[str, str]] = field(
-        default=(),
-        metadata=option(
-            "--rename", "renames", "Replace in every name, in the order given. Repeatable.", NAMES, metavar="REGEX=REPL"
-        ),
+    rename: Sequence[tuple[str, str]] = option(
+        (), "--rename", "renames", "Replace in every name, in the order given. Repeatable.", NAMES, metavar="REGEX=REPL"
     )
     form: Form = field(default=Form(), metadata={"parts": Form})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Casting:
-    """Which dtype the numbers get.
+    """Which dtype the numbers get; attributes as in `Options`."""
 
-    Attributes:
-        dtype: of floating parameters in the output; None keeps each as it is.
-        keep_dtype: globs; tensors with a name in the output that matches one keep the dtype that they have.
-        like: a model's directory, or its index: each tensor gets the dtype, and in a directory the file, that it has there.
-        overflow: what to do with numbers too large for the dtype.
-    """
-
-    dtype: DType | None = field(default=F32, metadata=option("--dtype", "dtype", _DTYPE))
-    keep_dtype: Sequence[str] = field(
-        default=(),
-        metadata=option(
-            "--keep-dtype",
-            "texts",
-            "Tensors that match keep the dtype that they have in CKPT. Repeatable.",
-            metavar="GLOB",
-        ),
-    )
-    like: AnyPath | None = field(
-        default=None,
-        metadata=option(
-            "--like",
-            "text",
-            "Give tensors the dtypes and files that they have in MODEL: a directory, an index, or hf://OWNER/NAME.",
-            metavar="MODEL",
-        ),
-    )
-    overflow: Overflow = field(
-        default="error",
-        metadata=option(
-            "--overflow",
-            ("error", "inf", "clamp"),
-            "For numbers too large for the dtype: stop, write infinity, or clamp.",
-        ),
-    )
+    dtype: DType | None = option(F32, "--dtype", "dtype", _DTYPE)
+    keep_dtype: Sequence[str] = option(
+        (), "--keep-dtype", "texts", "Tensors that match keep the dtype that they have in CKPT. Repeatable.",
+        metavar="GLOB",
+    )  # fmt: skip
+    like: AnyPath | None = option(
+        None, "--like", "text",
+        "Give tensors the dtypes and files that they have in MODEL: a directory, an index, or hf://OWNER/NAME.",
+        metavar="MODEL",
+    )  # fmt: skip
+    overflow: Overflow = option(
+        "error", "--overflow", ("error", "inf", "clamp"),
+        "For numbers too large for the dtype: stop, write infinity, or clamp.",
+    )  # fmt: skip
 
 
 @public
@@ -369,32 +272,20 @@ class LoraMerge:
 class MergeAsked:
     """A base and adapters, as commands ask for them; attributes as in `Merging` and `LoraMerge`."""
 
-    merge_lora: bool = field(
-        default=False,
-        metadata=option(
-            "--merge-lora", "flag", "Merge LoRA adapters into the weights: those of CKPT, or --adapter.", LORA
-        ),
+    merge_lora: bool = option(
+        False, "--merge-lora", "flag", "Merge LoRA adapters into the weights: those of CKPT, or --adapter.", LORA
     )
-    base: str | None = field(default=None, metadata=BASE)
-    adapter: Sequence[str] = field(default=(), metadata=ADAPTER)
-    allow_untrained: bool = field(
-        default=False,
-        metadata=option("--allow-untrained", "flag", "Merge an adapter with matrices that are all zeros, too.", LORA),
+    base: str | None = base_option()
+    adapter: Sequence[str] = adapter_option()
+    allow_untrained: bool = option(
+        False, "--allow-untrained", "flag", "Merge an adapter with matrices that are all zeros, too.", LORA
     )
-    combine: Combination | None = field(
-        default=None,
-        metadata=option(
-            "--combine",
-            get_args(Combination),
-            "Make one adapter of several first, as PEFT's add_weighted_adapter does.",
-            LORA,
-        ),
-    )
-    density: float | None = field(
-        default=None,
-        metadata=option(
-            "--density", "real", "For ties, magnitude_prune: the part of a matrix that stays.", LORA, metavar="D"
-        ),
+    combine: Combination | None = option(
+        None, "--combine", get_args(Combination),
+        "Make one adapter of several first, as PEFT's add_weighted_adapter does.", LORA,
+    )  # fmt: skip
+    density: float | None = option(
+        None, "--density", "real", "For ties, magnitude_prune: the part of a matrix that stays.", LORA, metavar="D"
     )
 
     def as_fields(self) -> dict[str, Any]:
@@ -419,12 +310,7 @@ class MergeAsked:
 
 @dataclass(frozen=True, kw_only=True)
 class Merging:
-    """What the checkpoint is completed with.
-
-    Attributes:
-        lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write consolidated weights.
-        base: the model that the run began with, for the parameters that the save leaves out; without `lora`, which has its own.
-    """
+    """What the checkpoint is completed with; attributes as in `Options`."""
 
     lora: LoraMerge | None = field(default=None, metadata={"parts": MergeAsked})
     base: AnyPath | None = None
@@ -440,22 +326,13 @@ class Merging:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The files of an output.
+    """The files of an output; attributes as in `Options`."""
 
-    Attributes:
-        format: container; None for what OUT's suffix says, safetensors for a directory.
-        max_shard_size: of a directory's shards.
-    """
-
-    format: Format | None = field(
-        default=None,
-        metadata=option(
-            "--format", ("safetensors", "bin"), "Container of the output; by default what OUT's name says."
-        ),
+    format: Format | None = option(
+        None, "--format", ("safetensors", "bin"), "Container of the output; by default what OUT's name says."
     )
-    max_shard_size: int | str = field(
-        default="5GB",
-        metadata=option("--max-shard-size", "size", "Most bytes in one shard; by default 5GB.", metavar="SIZE"),
+    max_shard_size: int | str = option(
+        "5GB", "--max-shard-size", "size", "Most bytes in one shard; by default 5GB.", metavar="SIZE"
     )
 
     def __post_init__(self) -> None:
@@ -464,19 +341,10 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Publishing:
-    """What an output may replace, and where it may be.
+    """What an output may replace, and where it may be; attributes as in `Options`."""
 
-    Attributes:
-        overwrite: replace an existing output.
-        merge: put the files into an existing directory instead of replacing it.
-        beside: allow an output beside the input's tag directories.
-    """
-
-    overwrite: bool = field(
-        default=False,
-        metadata=option(
-            "--overwrite", "flag", "Replace what zckpt wrote to OUT, when the new files are complete.", OUTPUT
-        ),
+    overwrite: bool = option(
+        False, "--overwrite", "flag", "Replace what zckpt wrote to OUT, when the new files are complete.", OUTPUT
     )
     merge: bool = False
     beside: bool = False
@@ -484,44 +352,22 @@ class Publishing:
 
 @dataclass(frozen=True, kw_only=True)
 class Pacing:
-    """How hard to work.
+    """How hard to work; attributes as in `Options`."""
 
-    Attributes:
-        threads: that move data; None for the default.
-        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
-        limit_rate: at most so many bytes a second are read and written, together.
-        buffer: bytes that each thread gathers and writes at once; None for the default.
-    """
-
-    threads: int | None = field(
-        default=None,
-        metadata=option(
-            "--threads",
-            "number",
-            "Threads that move data; by default 2 to 4, on mounts of other machines 16.",
-            SPEED,
-            metavar="N",
-        ),
-    )
-    keep_cache: bool | None = field(
-        default=None,
-        metadata=option(
-            "--keep-cache/--no-cache-pollution", "flag",
-            "Whether the page cache keeps what is read; by default unless the job is larger than memory.", SPEED,
-            show_default=False,
-        ),
+    threads: int | None = option(
+        None, "--threads", "number", "Threads that move data; by default 2 to 4, on mounts of other machines 16.",
+        SPEED, metavar="N",
     )  # fmt: skip
-    limit_rate: int | None = field(
-        default=None,
-        metadata=option(
-            "--limit-rate", "size", "Most bytes per second, read and written, e.g. 500MB.", SPEED, metavar="SIZE"
-        ),
+    keep_cache: bool | None = option(
+        None, "--keep-cache/--no-cache-pollution", "flag",
+        "Whether the page cache keeps what is read; by default unless the job is larger than memory.", SPEED,
+        show_default=False,
+    )  # fmt: skip
+    limit_rate: int | None = option(
+        None, "--limit-rate", "size", "Most bytes per second, read and written, e.g. 500MB.", SPEED, metavar="SIZE"
     )
-    buffer: int | None = field(
-        default=None,
-        metadata=option(
-            "--buffer", "size", "Bytes that each thread gathers and writes at once.", SPEED, metavar="SIZE"
-        ),
+    buffer: int | None = option(
+        None, "--buffer", "size", "Bytes that each thread gathers and writes at once.", SPEED, metavar="SIZE"
     )
 
     def __post_init__(self) -> None:
@@ -538,11 +384,8 @@ class Pacing:
 class SigningKey:
     """The key with which the output is signed. `sign`: file with a private key; None for no signature."""
 
-    sign: AnyPath | None = field(
-        default=None,
-        metadata=option(
-            "--sign", "text", "Sign OUT with a private key: model.sig, for model_signing.", OUTPUT, metavar="KEY"
-        ),
+    sign: AnyPath | None = option(
+        None, "--sign", "text", "Sign OUT with a private key: model.sig, for model_signing.", OUTPUT, metavar="KEY"
     )
 
     def __post_init__(self) -> None:

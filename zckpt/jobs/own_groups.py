@@ -6,7 +6,7 @@ For these jobs and their commands.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import MISSING
 from typing import Any, ClassVar, Literal, get_args
 
 from zckpt.base.dataclass import dataclass
@@ -14,23 +14,23 @@ from zckpt.base.errors import UsageError
 from zckpt.base.sizes import file_bytes
 from zckpt.core.dtypes import DType
 from zckpt.jobs.groups import (
-    ADAPTER,
-    BASE,
     CONFIG_HELP,
     DROPPED,
-    FAMILY,
     GGUF_TYPES,
     QUANTISED,
     SCHEMES,
-    VOCABULARY,
     WHICH,
     AnyPath,
     Checksum,
     Encoding,
     LoraMerge,
     Scheme,
+    adapter_option,
+    base_option,
+    family_option,
     know_family,
     option,
+    vocab_size_option,
 )
 
 SparseMethod = Literal["ties", "dare_ties", "dare_linear"]
@@ -38,114 +38,59 @@ SparseMethod = Literal["ties", "dare_ties", "dare_linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """How `average` makes one model of several.
+    """How `average` makes one model of several; attributes as its arguments."""
 
-    Attributes:
-        weights: what each checkpoint counts; None for all the same.
-        ema: decay of an exponential moving average.
-        last: so many of the newest saves of one directory.
-        task_vector: a base model; differences from it are added to it.
-        slerp: fraction of the way between two checkpoints.
-        method: how differences from `task_vector` are thinned out and added; None for all of them, added.
-        density: the part of each difference that stays, for `method`; one number for all, or one for each checkpoint.
-        seed: of the random choice of DARE.
-    """
-
-    weights: tuple[float, ...] | None = field(
-        default=None,
-        metadata=option(
-            "--weights",
-            "reals",
-            "What each checkpoint counts, such as 0.7,0.3; by default all the same.",
-            metavar="LIST",
-        ),
+    weights: tuple[float, ...] | None = option(
+        None, "--weights", "reals", "What each checkpoint counts, such as 0.7,0.3; by default all the same.",
+        metavar="LIST",
+    )  # fmt: skip
+    ema: float | None = option(
+        None, "--ema", "real", "Exponential moving average, oldest first: D of what was before stays.", metavar="D"
     )
-    ema: float | None = field(
-        default=None,
-        metadata=option(
-            "--ema", "real", "Exponential moving average, oldest first: D of what was before stays.", metavar="D"
-        ),
+    last: int | None = option(None, "--last", "number", "Take the newest N saves of the only CKPT.", metavar="N")
+    task_vector: AnyPath | None = option(
+        None, "--task-vector", "text", "Write BASE plus the weighted differences of CKPT... from it.", metavar="BASE"
     )
-    last: int | None = field(
-        default=None, metadata=option("--last", "number", "Take the newest N saves of the only CKPT.", metavar="N")
+    slerp: float | None = option(
+        None, "--slerp", "real", "Of two: the point at T (0 to 1) of the way along the arc between them.", metavar="T"
     )
-    task_vector: AnyPath | None = field(
-        default=None,
-        metadata=option(
-            "--task-vector", "text", "Write BASE plus the weighted differences of CKPT... from it.", metavar="BASE"
-        ),
+    method: SparseMethod | None = option(
+        None, "--method", get_args(SparseMethod),
+        "With --task-vector: thin out the differences, and add them, as mergekit does.",
+    )  # fmt: skip
+    density: tuple[float, ...] | None = option(
+        None, "--density", "reals", "For --method: the part of each difference that stays.", metavar="LIST"
     )
-    slerp: float | None = field(
-        default=None,
-        metadata=option(
-            "--slerp", "real", "Of two: the point at T (0 to 1) of the way along the arc between them.", metavar="T"
-        ),
-    )
-    method: SparseMethod | None = field(
-        default=None,
-        metadata=option(
-            "--method",
-            get_args(SparseMethod),
-            "With --task-vector: thin out the differences, and add them, as mergekit does.",
-        ),
-    )
-    density: tuple[float, ...] | None = field(
-        default=None,
-        metadata=option("--density", "reals", "For --method: the part of each difference that stays.", metavar="LIST"),
-    )
-    seed: int = field(default=0, metadata=option("--seed", "number", "Of DARE's random choice.", metavar="N"))
+    seed: int = option(0, "--seed", "number", "Of DARE's random choice.", metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dcp:
-    """What a directory of torch.distributed.checkpoint holds.
+    """What a directory of torch.distributed.checkpoint holds; attributes as arguments of `to_dcp`.
 
-    Attributes:
-        under: the state dict's key for the weights; empty for its top.
-        optimizer: its key for the optimizer's states and groups; None leaves them out.
-        accelerate: whether weights and optimizer are saves of their own, where accelerate looks for those of FSDP.
-        names: the program with the names that the tensors get: a scheme that can be written, "hf" or "hf:NAME"; None
-        keeps the checkpoint's.
-        config: the model's config or the path of its `config.json`, for `names`; None for the one beside the checkpoint.
-        vocab_size: words of the vocabulary, for `names`; None for what config, run and tokenizer say.
-        family: a family of models that zckpt does not know, or the path of its file.
-        max_file_bytes: of a data file, unless one chunk is larger.
+    `max_file_bytes`: of a data file, unless one chunk is larger.
     """
 
-    under: str = field(
-        default="model",
-        metadata=option(
-            "--under", "text", "The state dict's key for the weights; '' puts them at its top.", metavar="KEY"
-        ),
+    under: str = option(
+        "model", "--under", "text", "The state dict's key for the weights; '' puts them at its top.", metavar="KEY"
     )
-    optimizer: str | None = field(
-        default=None,
-        metadata=option("--optimizer", "text", "Write the optimizer's state too, under this key.", metavar="KEY"),
+    optimizer: str | None = option(
+        None, "--optimizer", "text", "Write the optimizer's state too, under this key.", metavar="KEY"
     )
-    accelerate: bool = field(
-        default=False,
-        metadata=option(
-            "--accelerate", "flag", "Write what accelerate's load_state and transformers' Trainer resume from under FSDP: "
-            "pytorch_model_fsdp_0 and optimizer_0.",
-        ),
+    accelerate: bool = option(
+        False, "--accelerate", "flag",
+        "Write what accelerate's load_state and transformers' Trainer resume from under FSDP: "
+        "pytorch_model_fsdp_0 and optimizer_0.",
     )  # fmt: skip
-    names: str | None = field(
-        default=None,
-        metadata=option(
-            "--names",
-            "text",
-            "Name tensors as a program does: torchtitan, megatron-core, hf, hf:NAME.",
-            metavar="SCHEME",
-        ),
+    names: str | None = option(
+        None, "--names", "text", "Name tensors as a program does: torchtitan, megatron-core, hf, hf:NAME.",
+        metavar="SCHEME",
+    )  # fmt: skip
+    config: str | Mapping[str, Any] | None = option(
+        None, "--config", "text", "The model's config.json for --names, if none is beside CKPT.", metavar="FILE"
     )
-    config: str | Mapping[str, Any] | None = field(
-        default=None,
-        metadata=option(
-            "--config", "text", "The model's config.json for --names, if none is beside CKPT.", metavar="FILE"
-        ),
-    )
-    vocab_size: int | None = field(default=None, metadata=VOCABULARY)
-    family: str | Mapping[str, Any] | None = field(default=None, metadata=FAMILY)
+    vocab_size: int | None = vocab_size_option()
+    family: str | Mapping[str, Any] | None = family_option()
     max_file_bytes: int = 5 * 10**9
 
     def __post_init__(self) -> None:
@@ -160,53 +105,29 @@ class Dcp:
 
 @dataclass(frozen=True, kw_only=True)
 class Megatron:
-    """What a checkpoint of Megatron-Core holds.
+    """What a checkpoint of Megatron-Core holds; attributes as arguments of `to_mcore`.
 
-    Attributes:
-        config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
-        vocab_size: words of the vocabulary; None for what config, run and tokenizer say.
-        family: a family of models that zckpt does not know, or the path of its file.
-        tensor_parallel: tensor-parallel ranks that the vocabulary is padded for.
-        make_vocab_size_divisible_by: as Megatron's option.
-        numbered_layers: number layers in names instead of stacking them.
-        optimizer: write the optimizer's states too.
-        expert_parallel: expert-parallel ranks of the run that loads them; with several, experts have an optimizer of their own.
-        max_file_bytes: of a data file, unless one chunk is larger.
+    `max_file_bytes`: of a data file, unless one chunk is larger.
     """
 
-    config: str | Mapping[str, Any] | None = field(
-        default=None, metadata=option("--config", "text", CONFIG_HELP, metavar="FILE")
+    config: str | Mapping[str, Any] | None = option(None, "--config", "text", CONFIG_HELP, metavar="FILE")
+    vocab_size: int | None = vocab_size_option()
+    family: str | Mapping[str, Any] | None = family_option()
+    tensor_parallel: int = option(
+        1, "--tensor-parallel", "positive", "Ranks for which the vocabulary is padded.", metavar="N"
     )
-    vocab_size: int | None = field(default=None, metadata=VOCABULARY)
-    family: str | Mapping[str, Any] | None = field(default=None, metadata=FAMILY)
-    tensor_parallel: int = field(
-        default=1,
-        metadata=option("--tensor-parallel", "positive", "Ranks for which the vocabulary is padded.", metavar="N"),
-    )
-    make_vocab_size_divisible_by: int = field(
-        default=128,
-        metadata=option(
-            "--make-vocab-size-divisible-by", "positive",
-            "As Megatron's option: times --tensor-parallel, the vocabulary is a multiple of it.", metavar="N",
-        ),
+    make_vocab_size_divisible_by: int = option(
+        128, "--make-vocab-size-divisible-by", "positive",
+        "As Megatron's option: times --tensor-parallel, the vocabulary is a multiple of it.", metavar="N",
     )  # fmt: skip
-    numbered_layers: bool = field(
-        default=False,
-        metadata=option(
-            "--numbered-layers", "flag", "Number layers in names (non_homogeneous_layers), not stack them."
-        ),
+    numbered_layers: bool = option(
+        False, "--numbered-layers", "flag", "Number layers in names (non_homogeneous_layers), not stack them."
     )
-    optimizer: bool = field(
-        default=False,
-        metadata=option(
-            "--optimizer", "flag", "Write the optimizer's states too, for Megatron-Core's distributed optimizer."
-        ),
+    optimizer: bool = option(
+        False, "--optimizer", "flag", "Write the optimizer's states too, for Megatron-Core's distributed optimizer."
     )
-    expert_parallel: int = field(
-        default=1,
-        metadata=option(
-            "--expert-parallel", "positive", "Expert-parallel ranks that load the optimizer's states.", metavar="N"
-        ),
+    expert_parallel: int = option(
+        1, "--expert-parallel", "positive", "Expert-parallel ranks that load the optimizer's states.", metavar="N"
     )
     max_file_bytes: int = 5 * 10**9
 
@@ -217,31 +138,17 @@ class Megatron:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
-    """What `to_fp8` quantises, and how.
+    """What `to_fp8` quantises, and how; attributes as its arguments."""
 
-    Attributes:
-        scheme: what each scale is for: a block of 128 x 128 elements, a row ("channel") or a tensor.
-        quantize: globs; only matrices that match one are quantised. Where zckpt does not know the model, they name the weights
-            of its linear layers.
-        keep: globs; matrices that match one are not quantised.
-    """
-
-    scheme: Scheme = field(
-        default="block128",
-        metadata=option(
-            "--scheme", SCHEMES, "A scale for 128 x 128 elements (DeepSeek's form), for a row or for a tensor "
-            "(compressed-tensors' form).",
-        ),
+    scheme: Scheme = option(
+        "block128", "--scheme", SCHEMES,
+        "A scale for 128 x 128 elements (DeepSeek's form), for a row or for a tensor (compressed-tensors' form).",
     )  # fmt: skip
-    quantize: Sequence[str] = field(
-        default=(),
-        metadata=option(
-            "--quantize", "texts", "Quantise only weights of linear layers that match. Repeatable.", metavar="GLOB"
-        ),
+    quantize: Sequence[str] = option(
+        (), "--quantize", "texts", "Quantise only weights of linear layers that match. Repeatable.", metavar="GLOB"
     )
-    keep: Sequence[str] = field(
-        default=(),
-        metadata=option("--keep", "texts", "Do not quantise weights that match. Repeatable.", metavar="GLOB"),
+    keep: Sequence[str] = option(
+        (), "--keep", "texts", "Do not quantise weights that match. Repeatable.", metavar="GLOB"
     )
 
     def __post_init__(self) -> None:
@@ -268,22 +175,15 @@ class Quantize:
         quantize, keep: as in `Fp8`.
     """
 
-    target: str = field(default="fp8", metadata=option("--to", QUANTISED, "The form of the weights."))
-    group_size: int | None = field(
-        default=None,
-        metadata=option(
-            "--group-size", "positive", "Columns that share a scale, of int4; by default 128.", metavar="N"
-        ),
+    target: str = option("fp8", "--to", QUANTISED, "The form of the weights.")
+    group_size: int | None = option(
+        None, "--group-size", "positive", "Columns that share a scale, of int4; by default 128.", metavar="N"
     )
-    quantize: Sequence[str] = field(
-        default=(),
-        metadata=option(
-            "--include", "texts", "Quantise only weights of linear layers that match. Repeatable.", metavar="GLOB"
-        ),
+    quantize: Sequence[str] = option(
+        (), "--include", "texts", "Quantise only weights of linear layers that match. Repeatable.", metavar="GLOB"
     )
-    keep: Sequence[str] = field(
-        default=(),
-        metadata=option("--exclude", "texts", "Do not quantise weights that match. Repeatable.", metavar="GLOB"),
+    keep: Sequence[str] = option(
+        (), "--exclude", "texts", "Do not quantise weights that match. Repeatable.", metavar="GLOB"
     )
 
     def __post_init__(self) -> None:
@@ -308,59 +208,30 @@ class Quantize:
 
 @dataclass(frozen=True, kw_only=True)
 class Gguf:
-    """What a GGUF file holds.
+    """What a GGUF file holds; attributes as arguments of `to_gguf`."""
 
-    Attributes:
-        type: of the matrices: f32, f16, bf16, q8_0, or one that llama.cpp's quantiser makes, such as q4_k_m.
-        imatrix: the file of an importance matrix; None for none.
-        split_max_size: the most bytes of tensors in one of several files; None for one file.
-        tokenizer: the directory with the tokenizer, or "none"; None for the checkpoint's own.
-        pre_tokenizer: llama.cpp's name of it; None to find it.
-        model_name: what the file says; None for what the model's directory is called.
-        config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
-        mmproj: write the file of the images' side of a model that sees, instead of the text model.
-    """
-
-    type: str = field(
-        default="f16",
-        metadata=option("--type", GGUF_TYPES, "Of the matrices; norms, biases and routers are always f32."),
+    type: str = option("f16", "--type", GGUF_TYPES, "Of the matrices; norms, biases and routers are always f32.")
+    imatrix: str | None = option(
+        None, "--imatrix", "text", "An importance matrix, as llama.cpp's llama-imatrix writes it.", metavar="FILE"
     )
-    imatrix: str | None = field(
-        default=None,
-        metadata=option(
-            "--imatrix", "text", "An importance matrix, as llama.cpp's llama-imatrix writes it.", metavar="FILE"
-        ),
-    )
-    split_max_size: int | str | None = field(
-        default=None,
-        metadata=option(
-            "--split-max-size", "size", "Most bytes of tensors in one file, e.g. 40GB; OUT is then a directory.",
-            metavar="SIZE",
-        ),
+    split_max_size: int | str | None = option(
+        None, "--split-max-size", "size", "Most bytes of tensors in one file, e.g. 40GB; OUT is then a directory.",
+        metavar="SIZE",
     )  # fmt: skip
-    tokenizer: str | None = field(
-        default=None,
-        metadata=option(
-            "--tokenizer", "text", "Directory with the tokenizer, if none is beside CKPT; or none.", metavar="DIR"
-        ),
+    tokenizer: str | None = option(
+        None, "--tokenizer", "text", "Directory with the tokenizer, if none is beside CKPT; or none.", metavar="DIR"
     )
-    pre_tokenizer: str | None = field(
-        default=None,
-        metadata=option(
-            "--pre-tokenizer", "text", "llama.cpp's name of it, such as llama-bpe, if it is not known.", metavar="NAME"
-        ),
+    pre_tokenizer: str | None = option(
+        None, "--pre-tokenizer", "text", "llama.cpp's name of it, such as llama-bpe, if it is not known.",
+        metavar="NAME",
+    )  # fmt: skip
+    model_name: str | None = option(
+        None, "--model-name", "text", "What the file says that the model is called.", metavar="NAME"
     )
-    model_name: str | None = field(
-        default=None,
-        metadata=option("--model-name", "text", "What the file says that the model is called.", metavar="NAME"),
-    )
-    config: str | Mapping[str, Any] | None = field(
-        default=None, metadata=option("--config", "text", CONFIG_HELP, metavar="FILE")
-    )
+    config: str | Mapping[str, Any] | None = option(None, "--config", "text", CONFIG_HELP, metavar="FILE")
 
-    mmproj: bool = field(
-        default=False,
-        metadata=option("--mmproj", "flag", "Write the images' side, llama.cpp's mmproj, instead of the text model."),
+    mmproj: bool = option(
+        False, "--mmproj", "flag", "Write the images' side, llama.cpp's mmproj, instead of the text model."
     )
 
     def __post_init__(self) -> None:
@@ -383,22 +254,13 @@ class Gguf:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlx:
-    """How `to_mlx` quantises.
+    """How `to_mlx` quantises; attributes as its arguments."""
 
-    Attributes:
-        bits: of a weight; None leaves weights as they are.
-        group_size: columns that have a scale and a bias.
-    """
-
-    bits: int | None = field(
-        default=None,
-        metadata=option(
-            "--bits", "positive", "Bits of a weight: 2, 3, 4, 5, 6 or 8; by default all stay.", metavar="N"
-        ),
+    bits: int | None = option(
+        None, "--bits", "positive", "Bits of a weight: 2, 3, 4, 5, 6 or 8; by default all stay.", metavar="N"
     )
-    group_size: int = field(
-        default=64,
-        metadata=option("--group-size", "positive", "Columns with one scale and bias: 32, 64 or 128.", metavar="N"),
+    group_size: int = option(
+        64, "--group-size", "positive", "Columns with one scale and bias: 32, 64 or 128.", metavar="N"
     )
 
     def __post_init__(self) -> None:
@@ -413,9 +275,7 @@ class Mlx:
 class Adapter:
     """Which adapter `to_peft` writes. `adapter`: its name, where there are several."""
 
-    adapter: str | None = field(
-        default=None, metadata=option("--adapter", "text", "Which adapter, if there are several.", metavar="NAME")
-    )
+    adapter: str | None = option(None, "--adapter", "text", "Which adapter, if there are several.", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,16 +288,13 @@ class TargetWorld:
         precision: dtype of the module's own weights; None for the one that they have.
     """
 
-    world_size: int = field(
-        metadata=option("--world-size", "positive", "Data-parallel ranks.", metavar="N", show_default=False)
+    world_size: int = option(
+        MISSING, "--world-size", "positive", "Data-parallel ranks.", metavar="N", show_default=False
     )
-    stage: int | None = field(
-        default=None,
-        metadata=option("--stage", "number", "ZeRO stage; by default CKPT's.", metavar="1|2|3", min=1, max=3),
+    stage: int | None = option(
+        None, "--stage", "number", "ZeRO stage; by default CKPT's.", metavar="1|2|3", min=1, max=3
     )
-    precision: DType | None = field(
-        default=None, metadata=option("--precision", "precision", "Dtype of the model's own weights.")
-    )
+    precision: DType | None = option(None, "--precision", "precision", "Dtype of the model's own weights.")
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.stage not in (None, 1, 2, 3):
@@ -453,12 +310,10 @@ class TargetWorld:
 class Slim:
     """What `slim` leaves out. `drop`: kinds, of `DROPPED`."""
 
-    drop: Sequence[str] = field(
-        default=(),
-        metadata=option(
-            "--drop", (*DROPPED, "..."), "Leave out the optimizer's states (fp32 weights stay), half-precision weights that "
-            "fp32 weights give back, or frozen parameters; repeatable.",
-        ),
+    drop: Sequence[str] = option(
+        (), "--drop", (*DROPPED, "..."),
+        "Leave out the optimizer's states (fp32 weights stay), half-precision weights that "
+        "fp32 weights give back, or frozen parameters; repeatable.",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -472,30 +327,19 @@ class Slim:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What kind of delta is written.
+    """What kind of delta is written; attributes as in `DeltaOptions`."""
 
-    Attributes:
-        version: of the new weights; None for the one in OUT's name, as in `weight_v000007`, or 1.
-        encoding: of each tensor's difference: "xor" or "overwrite".
-        checksum: of each tensor's new bytes: "xxh3-128", "blake3" or "adler32".
-        old_tag: which save of the old version, where there are several.
-    """
-
-    version: int | None = field(
-        default=None,
-        metadata=option("--version", "positive", "Of NEW; by default the one in OUT's name, or 1.", metavar="N"),
+    version: int | None = option(
+        None, "--version", "positive", "Of NEW; by default the one in OUT's name, or 1.", metavar="N"
     )
-    encoding: Encoding = field(
-        default="xor",
-        metadata=option("--encoding", ("xor", "overwrite"), "xor is smaller; overwrite may be applied more than once."),
+    encoding: Encoding = option(
+        "xor", "--encoding", ("xor", "overwrite"), "xor is smaller; overwrite may be applied more than once."
     )
-    checksum: Checksum = field(
-        default="xxh3-128",
-        metadata=option("--checksum", ("xxh3-128", "blake3", "adler32"), "Of each tensor's new bytes."),
+    checksum: Checksum = option(
+        "xxh3-128", "--checksum", ("xxh3-128", "blake3", "adler32"), "Of each tensor's new bytes."
     )
-    old_tag: str | None = field(
-        default=None,
-        metadata=option("--old-tag", "text", "Which save of OLD, if there are several.", WHICH, metavar="TAG"),
+    old_tag: str | None = option(
+        None, "--old-tag", "text", "Which save of OLD, if there are several.", WHICH, metavar="TAG"
     )
 
 
@@ -508,8 +352,8 @@ class MergedWith:
         adapter: the adapters.
     """
 
-    base: AnyPath | None = field(default=None, metadata=BASE)
-    adapter: Sequence[AnyPath] = field(default=(), metadata=ADAPTER)
+    base: AnyPath | None = base_option()
+    adapter: Sequence[AnyPath] = adapter_option()
 
     @property
     def lora(self) -> LoraMerge | None:
