@@ -1,4 +1,4 @@
-"""The command line. Each module registers its commands, which `commands` lists; `desk` reports errors.
+"""The command line. Each module declares its commands, which `commands` lists; `desk` reports errors.
 
 Exit status: 0 done or yes, 1 the answer is no, 2 an error, 130 Ctrl-C. Nothing heavy is imported before a command needs it.
 """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,13 +31,6 @@ OutDirectory = Annotated[
 DryRun = Annotated[bool, output("--dry-run", help="Print what would be written, and write nothing.")]
 
 
-class ProgressForm(str, Enum):
-    """How progress is shown."""
-
-    bar = "bar"
-    json = "json"
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class Shown:
     """What a command prints. It has no repr and no comparison, which would cost time whenever zckpt starts."""
@@ -57,10 +49,9 @@ class ShownProgress(Shown):
     """As `Shown`, for commands that run for long and show their progress."""
 
     progress_form: Annotated[
-        ProgressForm, output("--progress", help="A bar in a terminal, or JSON lines on stderr for programs.")
-    ] = ProgressForm.bar
+        Literal["bar", "json"], output("--progress", help="A bar in a terminal, or JSON lines on stderr for programs.")
+    ] = "bar"
 
     @property
     def console(self) -> Console:  # noqa: D102
-        lines = self.progress_form is ProgressForm.json
-        return Console(as_json=self.as_json, quiet=self.quiet, progress_lines=lines)
+        return Console(as_json=self.as_json, quiet=self.quiet, progress_lines=self.progress_form == "json")

@@ -37,18 +37,13 @@ Out = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "average",
-        about="Average checkpoints of one model in fp32, in one pass, or merge them: weighted, as a moving average, as task "
-        "vectors on a base, or along an arc.",
-        job=AVERAGE,
-        example="zckpt average run:global_step100 run:global_step200 averaged/ --dtype bf16",
-    )(average)
-
-
+@command(
+    "average",
+    about="Average checkpoints of one model in fp32, in one pass, or merge them: weighted, as a moving average, as task "
+    "vectors on a base, or along an arc.",
+    job=AVERAGE,
+    example="zckpt average run:global_step100 run:global_step200 averaged/ --dtype bf16",
+)
 def average(
     ckpts: Checkpoints, out: Out, asked: Asked[Average], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:

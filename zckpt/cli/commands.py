@@ -100,7 +100,5 @@ class Commands(TyperGroup):
 
 
 def _build_command(name: str) -> Any:
-    declared = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    import_module(f"zckpt.cli.{COMMANDS[name][0]}").register(declared)
-    declared.registered_commands = [command for command in declared.registered_commands if command.name == name]
-    return typer.main.get_command(declared)
+    import_module(f"zckpt.cli.{COMMANDS[name][0]}")
+    return import_module("zckpt.cli.declare").build_command(name)

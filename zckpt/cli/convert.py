@@ -6,8 +6,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import typer
-
 from zckpt.base.words import count
 from zckpt.cli.arguments import Checkpoint, DryRun, Out, OutDirectory, ShownProgress
 from zckpt.cli.declare import command
@@ -22,46 +20,8 @@ if TYPE_CHECKING:
     from zckpt.jobs.planned import Report
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    for dtype in ("fp32", "fp16", "bf16"):
-        _register(app, dtype)
-    command(
-        app,
-        "convert",
-        about="Write a checkpoint's consolidated weights in the dtype that --dtype names, fp32 by default. Run the same command "
-        "again to resume an interrupted run.",
-        job=replace(CONVERT, usual={"dtype": F32}, words={"dtype": ("Of the weights.",)}),
-        example="zckpt convert out/checkpoint-500 weights/ --dtype bf16",
-    )(convert)
-    command(
-        app,
-        "to-dcp",
-        about="Write weights of any layout as a torch.distributed.checkpoint directory, which FSDP loads on any number of "
-        "ranks.",
-        job=TO_DCP,
-        example="zckpt to-dcp out/checkpoint-500 fsdp/ --optimizer optim",
-    )(to_dcp)
-    command(
-        app,
-        "to-mcore",
-        about="Write a Hugging Face model as a checkpoint of Megatron-Core (torch_dist), which loads at any tensor, "
-        "pipeline and expert parallel sizes.",
-        job=TO_MCORE,
-        example="zckpt to-mcore Qwen3-8B/ megatron/ --dtype bf16 --tensor-parallel 2",
-    )(to_mcore)
-    command(
-        app,
-        "to-peft",
-        about="Write the adapter alone (LoRA and other PEFT methods), as PeftModel.from_pretrained loads it.",
-        job=TO_PEFT,
-        example="zckpt to-peft out/checkpoint-500 adapter/",
-    )(to_peft)
-
-
-def _register(app: typer.Typer, dtype: str) -> None:
+def _declare(dtype: str) -> None:
     @command(
-        app,
         f"to-{dtype}",
         about=f"Write a checkpoint's consolidated weights in {dtype}. Run the same command again to resume an interrupted run.",
         job=CONVERT,
@@ -76,6 +36,17 @@ def _register(app: typer.Typer, dtype: str) -> None:
         _write(ckpt, out, asked.having(dtype=to_dtype(dtype)), shown, dry_run=dry_run)
 
 
+for _dtype in ("fp32", "fp16", "bf16"):
+    _declare(_dtype)
+
+
+@command(
+    "convert",
+    about="Write a checkpoint's consolidated weights in the dtype that --dtype names, fp32 by default. Run the same command "
+    "again to resume an interrupted run.",
+    job=replace(CONVERT, usual={"dtype": F32}, words={"dtype": ("Of the weights.",)}),
+    example="zckpt convert out/checkpoint-500 weights/ --dtype bf16",
+)
 def convert(ckpt: Checkpoint, out: Out, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress) -> None:
     """Writes consolidated weights."""
     _write(ckpt, out, asked, shown, dry_run=dry_run)
@@ -92,6 +63,13 @@ def _write(ckpt: str, out: str, asked: Asked[None], shown: ShownProgress, *, dry
         finish(planned, words_of(planned, name_of(asked.casting.dtype)), began, shown, dry_run=dry_run)
 
 
+@command(
+    "to-dcp",
+    about="Write weights of any layout as a torch.distributed.checkpoint directory, which FSDP loads on any number of "
+    "ranks.",
+    job=TO_DCP,
+    example="zckpt to-dcp out/checkpoint-500 fsdp/ --optimizer optim",
+)
 def to_dcp(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Dcp], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
@@ -101,6 +79,13 @@ def to_dcp(
     finish(planned, words_of(planned, name_of(asked.casting.dtype)), began, shown, dry_run=dry_run)
 
 
+@command(
+    "to-mcore",
+    about="Write a Hugging Face model as a checkpoint of Megatron-Core (torch_dist), which loads at any tensor, "
+    "pipeline and expert parallel sizes.",
+    job=TO_MCORE,
+    example="zckpt to-mcore Qwen3-8B/ megatron/ --dtype bf16 --tensor-parallel 2",
+)
 def to_mcore(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Megatron], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
@@ -112,6 +97,12 @@ def to_mcore(
     finish(planned, words, began, shown, dry_run=dry_run)
 
 
+@command(
+    "to-peft",
+    about="Write the adapter alone (LoRA and other PEFT methods), as PeftModel.from_pretrained loads it.",
+    job=TO_PEFT,
+    example="zckpt to-peft out/checkpoint-500 adapter/",
+)
 def to_peft(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Adapter], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:

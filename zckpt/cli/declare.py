@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import lru_cache, wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -75,8 +75,11 @@ def _with_short_dtypes(args: list[str]) -> Iterator[str]:
 _SHORT = ("fp32", "fp16", "bf16")
 
 
+_DECLARED: dict[str, Callable[[typer.Typer], None]] = {}
+"""Name of a command -> what adds it to an application."""
+
+
 def command(
-    app: typer.Typer,
     name: str,
     *,
     about: str,
@@ -86,10 +89,9 @@ def command(
     status: str = DONE,
     passes_on: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds a function to the commands.
+    """Makes a function a command; a decorator.
 
     Args:
-        app: gets the command.
         name: of the command, which `commands.COMMANDS` lists.
         about: what it does, in a sentence or two.
         example: one call, with a comment if needed.
@@ -99,15 +101,25 @@ def command(
         passes_on: everything after the first argument is an argument too, also what looks like an option.
     """
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        epilog = f"Exit status: {status}\n\nExample: {example}"
-        settings = {"allow_interspersed_args": not passes_on}
-        app.command(
-            name, cls=Command, short_help=COMMANDS[name][1], help=about, epilog=epilog, context_settings=settings
-        )(expand_groups(function, job, hidden))
+    def declare(function: Callable[..., None]) -> Callable[..., None]:
+        def add(app: typer.Typer) -> None:
+            epilog = f"Exit status: {status}\n\nExample: {example}"
+            settings = {"allow_interspersed_args": not passes_on}
+            app.command(
+                name, cls=Command, short_help=COMMANDS[name][1], help=about, epilog=epilog, context_settings=settings
+            )(expand_groups(function, job, hidden))
+
+        _DECLARED[name] = add
         return function
 
-    return register
+    return declare
+
+
+def build_command(name: str) -> Any:
+    """The command of this name, in typer's form. Its module must be imported."""
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    _DECLARED[name](app)
+    return typer.main.get_command(app)
 
 
 @dataclasses.dataclass
@@ -196,12 +208,6 @@ def _panel_of(parameter: inspect.Parameter) -> str:
     return getattr(info, "rich_help_panel", None) or ""
 
 
-@lru_cache
-def _words(*words: str) -> Any:
-    """The type of an option that takes a choice of words, for typer."""
-    return Enum("Choice", {word.replace("-", "_"): word for word in words}, type=str)
-
-
 def _as_given(value: Any) -> object:
     return value
 
@@ -244,26 +250,26 @@ def _option_of(job: Job[Any], holder: type, field: dataclasses.Field[Any]) -> _O
 
 def _choice(of: Any, default: Any) -> tuple[Any, dict[str, Any], Callable[[Any], object], Any]:
     """As `_KINDS`, for an option that takes words: one of them, several if the last is `...`, or names of dtypes."""
+    literal: Any = Literal
     if of == "dtype":
-        kind = _words("fp32", "fp16", "bf16")
-        return kind, {}, _dtype, None if default is None else kind(SHORT_NAMES[default])
+        return literal[_SHORT], {}, _dtype, None if default is None else SHORT_NAMES[default]
     if of == "precision":
-        kind = _words("keep", "fp32", "fp16", "bf16")
-        return kind, {}, _dtype, kind("keep")
+        return literal[("keep", *_SHORT)], {}, _dtype, "keep"
     if of[-1] == "...":
-        return list[_words(*of[:-1])] | None, {}, _distinct, None  # type: ignore[misc]
-    kind = _words(*of)
-    return kind, {}, lambda value: getattr(value, "value", value), None if default is None else kind(default)
-
-
-def _dtype(value: Any) -> object:
-    from zckpt.jobs.casting import to_dtype
-
-    return None if value is None or value.value == "keep" else to_dtype(value.value)
+        # typer has no lists of a Literal
+        words: Any = Enum("Choice", {word: word for word in of[:-1]}, type=str)  # type: ignore[misc]
+        return list[words] | None, {}, _distinct, None
+    return literal[of], {}, _as_given, default
 
 
 def _distinct(values: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.value for one in values or ()))
+
+
+def _dtype(value: str | None) -> object:
+    from zckpt.jobs.casting import to_dtype
+
+    return None if value in (None, "keep") else to_dtype(value)
 
 
 @lru_cache

@@ -28,18 +28,13 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "demo",
-        about="Train a small model with ZeRO-3, resume with ZeRO-2 on another number of ranks, and show that its weights are "
-        "exported bit for bit.",
-        example="zckpt demo",
-        status="0 equal, 1 a number differs, 2 error",
-    )(demo)
-
-
+@command(
+    "demo",
+    about="Train a small model with ZeRO-3, resume with ZeRO-2 on another number of ranks, and show that its weights are "
+    "exported bit for bit.",
+    example="zckpt demo",
+    status="0 equal, 1 a number differs, 2 error",
+)
 def demo() -> None:
     """Runs other commands in a temporary directory; one that fails ends the demo."""
     with tempfile.TemporaryDirectory(prefix="zckpt-demo-") as directory:

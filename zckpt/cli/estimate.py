@@ -62,18 +62,6 @@ class MemoryGiven:
     cpu_memory: Annotated[str | None, _memory("--cpu-memory", metavar="SIZE", help="Of a node, likewise.")] = None
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "estimate",
-        about="Say how much memory of a GPU and of a node training a model with ZeRO needs, for every stage, offload and "
-        "precision, and what fits. MODEL is a config.json, a directory with one, a checkpoint, or a model of the hub.",
-        example="zckpt estimate meta-llama/Llama-3.1-8B --gpus 8 --memory 80GB",
-        status="0 it fits or no memory is given, 1 it does not fit, 2 error",
-    )(_print_estimate)
-
-
 def estimate(
     model: str | os.PathLike[str],
     *,
@@ -142,6 +130,13 @@ def estimate(
     return estimate_choices(size, run, memory=given[0], host_memory=given[1], asked=asked, file=file)
 
 
+@command(
+    "estimate",
+    about="Say how much memory of a GPU and of a node training a model with ZeRO needs, for every stage, offload and "
+    "precision, and what fits. MODEL is a config.json, a directory with one, a checkpoint, or a model of the hub.",
+    example="zckpt estimate meta-llama/Llama-3.1-8B --gpus 8 --memory 80GB",
+    status="0 it fits or no memory is given, 1 it does not fit, 2 error",
+)
 def _print_estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model to be trained.", show_default=False)],
     planned: PlannedRun,

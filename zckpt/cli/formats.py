@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
-import typer
-
 from zckpt.base.extensions import extensions
 from zckpt.base.version import __version__
 from zckpt.base.words import wrap_text
@@ -21,17 +19,12 @@ if TYPE_CHECKING:
 _WRITE = ("Weights", "Resume elsewhere", "Several versions")
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "formats",
-        about="List what this version reads and writes: layouts of checkpoints, kinds of files, models with tensors that it "
-        "renames, forms of quantised weights.",
-        example="zckpt formats",
-    )(formats)
-
-
+@command(
+    "formats",
+    about="List what this version reads and writes: layouts of checkpoints, kinds of files, models with tensors that it "
+    "renames, forms of quantised weights.",
+    example="zckpt formats",
+)
 def formats(shown: Shown) -> None:
     """Prints the list."""
     sink = shown.console

@@ -26,17 +26,12 @@ OutGguf = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "to-gguf",
-        about="Write a model as GGUF, which llama.cpp runs: what its own converter writes, from any checkpoint.",
-        job=TO_GGUF,
-        example="zckpt to-gguf out/checkpoint-500 model.gguf --type q8_0",
-    )(to_gguf)
-
-
+@command(
+    "to-gguf",
+    about="Write a model as GGUF, which llama.cpp runs: what its own converter writes, from any checkpoint.",
+    job=TO_GGUF,
+    example="zckpt to-gguf out/checkpoint-500 model.gguf --type q8_0",
+)
 def to_gguf(
     ckpt: Checkpoint, out: OutGguf, asked: Asked[Gguf], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:

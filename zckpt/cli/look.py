@@ -76,35 +76,13 @@ class Tolerance:
         return f"Numbers are equal if |a - b| is at most {self.atol or 0:g} + {self.rtol or 0:g} |b|."
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    command(
-        app,
-        "inspect",
-        about="Show what a checkpoint holds and what it lacks, and whether weights can be exported and training can resume.",
-        job=LOOK,
-        example="zckpt inspect out/checkpoint-500",
-        status="0 it can be exported, 1 it cannot, 2 error",
-    )(inspect)
-    command(
-        app,
-        "verify",
-        about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards are safe to "
-        "delete. A directory with a zckpt.json is checked against it.",
-        job=VERIFY,
-        example="zckpt verify out/checkpoint-500 weights/",
-        status="0 nothing is wrong, 1 something is or cannot be told, 2 error",
-    )(verify)
-    command(
-        app,
-        "diff",
-        about="Compare two checkpoints or weights files, in any layouts: names, shapes, dtypes and values.",
-        job=DIFF,
-        example="zckpt diff out/checkpoint-500 weights/ --rtol 0.004",
-        status="0 the same, 1 different, 2 error",
-    )(diff)
-
-
+@command(
+    "inspect",
+    about="Show what a checkpoint holds and what it lacks, and whether weights can be exported and training can resume.",
+    job=LOOK,
+    example="zckpt inspect out/checkpoint-500",
+    status="0 it can be exported, 1 it cannot, 2 error",
+)
 def inspect(
     ckpt: Looked, asked: Asked[None], tensors: Tensors = False, states: States = False, *, shown: Shown
 ) -> None:
@@ -138,6 +116,14 @@ def _states(ckpt: str, how: Reading) -> NamedStates:
     return states_of(open_catalog(ckpt, how))
 
 
+@command(
+    "verify",
+    about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards are safe to "
+    "delete. A directory with a zckpt.json is checked against it.",
+    job=VERIFY,
+    example="zckpt verify out/checkpoint-500 weights/",
+    status="0 nothing is wrong, 1 something is or cannot be told, 2 error",
+)
 def verify(
     ckpt: Looked,
     converted: Converted = None,
@@ -172,6 +158,13 @@ def verify(
         raise typer.Exit(1)
 
 
+@command(
+    "diff",
+    about="Compare two checkpoints or weights files, in any layouts: names, shapes, dtypes and values.",
+    job=DIFF,
+    example="zckpt diff out/checkpoint-500 weights/ --rtol 0.004",
+    status="0 the same, 1 different, 2 error",
+)
 def diff(
     a: SideA,
     b: SideB,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import typer
-
 from zckpt.base.words import count
 from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, ShownProgress
 from zckpt.cli.convert import name_of
@@ -19,17 +17,12 @@ if TYPE_CHECKING:
     from zckpt.jobs.own_groups import Mlx
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "to-mlx",
-        about="Write a model that mlx-lm loads on Apple's machines: what mlx_lm.convert writes, from any checkpoint.",
-        job=TO_MLX,
-        example="zckpt to-mlx out/checkpoint-500 mlx/ --bits 4",
-    )(to_mlx)
-
-
+@command(
+    "to-mlx",
+    about="Write a model that mlx-lm loads on Apple's machines: what mlx_lm.convert writes, from any checkpoint.",
+    job=TO_MLX,
+    example="zckpt to-mlx out/checkpoint-500 mlx/ --bits 4",
+)
 def to_mlx(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Mlx], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:

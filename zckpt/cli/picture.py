@@ -46,19 +46,14 @@ class Drawn:
     ] = None
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "map",
-        about="Draw a checkpoint: its files by rank, as long as they are large, and which rows of a tensor each "
-        "holds; what is missing is in red. With --html as a page to search and point at, otherwise as bars in the "
-        "terminal. Reads indexes only, and changes nothing.",
-        job=LOOK,
-        example="zckpt map out/checkpoint-500 --html map.html --open",
-    )(draw_map)
-
-
+@command(
+    "map",
+    about="Draw a checkpoint: its files by rank, as long as they are large, and which rows of a tensor each "
+    "holds; what is missing is in red. With --html as a page to search and point at, otherwise as bars in the "
+    "terminal. Reads indexes only, and changes nothing.",
+    job=LOOK,
+    example="zckpt map out/checkpoint-500 --html map.html --open",
+)
 def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -> None:
     """Draws a map."""
     from zckpt.pictures.map_page import map as map_of

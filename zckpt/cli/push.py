@@ -6,9 +6,8 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import unquote
 
 import typer
@@ -43,16 +42,8 @@ RepoId = Annotated[
 ]
 
 
-class PageDtype(str, Enum):
-    """Dtypes of a page's weights."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
 Dtype = Annotated[
-    PageDtype | None,
+    Literal["fp32", "fp16", "bf16"] | None,
     typer.Option("--dtype", rich_help_panel=WHAT, help="By default what config.json says, or that of plain weights."),
 ]
 _page = partial(typer.Option, rich_help_panel="Page")
@@ -106,21 +97,14 @@ class PageOptions:
         return PageTarget(repo_id, **given)
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "push",
-        about="Make a model page on the Hugging Face hub of a checkpoint. Shards are sent while they are made; one commit makes "
-        "all of them visible.",
-        job=PUSH,
-        hidden=frozenset(
-            {"strip_prefix", "rename", "to", "config", "layer_names", "vocab_size", "allow_unknown_layout"}
-        ),
-        example="zckpt push out/checkpoint-500 me/my-model --dtype bf16",
-    )(push)
-
-
+@command(
+    "push",
+    about="Make a model page on the Hugging Face hub of a checkpoint. Shards are sent while they are made; one commit makes "
+    "all of them visible.",
+    job=PUSH,
+    hidden=frozenset({"strip_prefix", "rename", "to", "config", "layer_names", "vocab_size", "allow_unknown_layout"}),
+    example="zckpt push out/checkpoint-500 me/my-model --dtype bf16",
+)
 def push(
     ckpt: Checkpoint,
     repo_id: RepoId,
@@ -140,7 +124,7 @@ def push(
         from zckpt.jobs.swapped import check_order
 
         check_order(ckpt, repo_id)
-    planned = load(ckpt, dtype.value if dtype else None, asked)
+    planned = load(ckpt, dtype, asked)
     carry_out(planned, page.target(repo_id), shown.console, dry_run=dry_run)
 
 

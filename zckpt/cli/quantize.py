@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import typer
-
 from zckpt.base.words import count
 from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, ShownProgress
 from zckpt.cli.convert import name_of
@@ -21,26 +19,13 @@ if TYPE_CHECKING:
     from zckpt.jobs.quantize import PlannedFp8
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    command(
-        app,
-        "quantize",
-        about="Write quantised weights, which vLLM, transformers and compressed-tensors load. Weights of linear layers are "
-        "quantised; embeddings, norms, biases, routers and the head are not.",
-        job=QUANTIZE,
-        example="zckpt quantize out/checkpoint-500 nvfp4/ --to nvfp4",
-    )(quantize)
-    command(
-        app,
-        "to-fp8",
-        about="Write weights of fp8 (E4M3) with scales, which transformers, vLLM and compressed-tensors load. Weights of linear "
-        "layers are quantised; embeddings, norms, biases, routers and the head are not.",
-        job=TO_FP8,
-        example="zckpt to-fp8 out/checkpoint-500 fp8/ --scheme block128",
-    )(to_fp8)
-
-
+@command(
+    "to-fp8",
+    about="Write weights of fp8 (E4M3) with scales, which transformers, vLLM and compressed-tensors load. Weights of linear "
+    "layers are quantised; embeddings, norms, biases, routers and the head are not.",
+    job=TO_FP8,
+    example="zckpt to-fp8 out/checkpoint-500 fp8/ --scheme block128",
+)
 def to_fp8(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Fp8], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
@@ -48,6 +33,13 @@ def to_fp8(
     _write(TO_FP8.prepare(ckpt, out, asked), asked, f"fp8 ({asked.own.scheme})", dry_run, shown)
 
 
+@command(
+    "quantize",
+    about="Write quantised weights, which vLLM, transformers and compressed-tensors load. Weights of linear layers are "
+    "quantised; embeddings, norms, biases, routers and the head are not.",
+    job=QUANTIZE,
+    example="zckpt quantize out/checkpoint-500 nvfp4/ --to nvfp4",
+)
 def quantize(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Quantize], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:

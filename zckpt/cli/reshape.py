@@ -7,8 +7,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-import typer
-
 from zckpt.base.words import count
 from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, ShownProgress
 from zckpt.cli.declare import command
@@ -22,32 +20,12 @@ if TYPE_CHECKING:
     from zckpt.layouts.universal.write import UniversalTarget
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    command(
-        app,
-        "reshard",
-        about="Write a ZeRO checkpoint for another world size, stage or precision. DeepSpeed resumes from it without changes.",
-        job=RESHARD,
-        example="zckpt reshard out/checkpoint-500 resumable/ --world-size 4 --stage 3",
-    )(reshard)
-    command(
-        app,
-        "to-universal",
-        about="Write a universal checkpoint. DeepSpeed resumes from it at any world size and any tensor or pipeline split.",
-        job=TO_UNIVERSAL,
-        example="zckpt to-universal out/checkpoint-500 universal/",
-    )(to_universal)
-    command(
-        app,
-        "to-states",
-        about="Write the optimizer's states as safetensors: tensors such as exp_avg/model.norm.weight, with steps and parameter "
-        "groups as JSON.",
-        job=TO_STATES,
-        example="zckpt to-states out/checkpoint-500 states/ --include 'exp_avg/*'",
-    )(to_states)
-
-
+@command(
+    "reshard",
+    about="Write a ZeRO checkpoint for another world size, stage or precision. DeepSpeed resumes from it without changes.",
+    job=RESHARD,
+    example="zckpt reshard out/checkpoint-500 resumable/ --world-size 4 --stage 3",
+)
 def reshard(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[TargetWorld], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
@@ -65,6 +43,12 @@ def reshard(
     finish(planned, Words(what, partial(_resuming, planned.out), facts), began, shown, dry_run=dry_run)
 
 
+@command(
+    "to-universal",
+    about="Write a universal checkpoint. DeepSpeed resumes from it at any world size and any tensor or pipeline split.",
+    job=TO_UNIVERSAL,
+    example="zckpt to-universal out/checkpoint-500 universal/",
+)
 def to_universal(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
@@ -79,6 +63,13 @@ def to_universal(
     finish(planned, Words(what, lambda files: _loading(planned, files), facts), began, shown, dry_run=dry_run)
 
 
+@command(
+    "to-states",
+    about="Write the optimizer's states as safetensors: tensors such as exp_avg/model.norm.weight, with steps and parameter "
+    "groups as JSON.",
+    job=TO_STATES,
+    example="zckpt to-states out/checkpoint-500 states/ --include 'exp_avg/*'",
+)
 def to_states(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:

@@ -104,19 +104,14 @@ class Launch:
     local_rank: Annotated[int | None, _here("--local_rank", "--local-rank", hidden=True)] = None
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "run",
-        about="Run a training script, in which 'import deepspeed' gives zckpt's trainer, also to transformers and accelerate. "
-        "Options of run come before SCRIPT; everything after it goes to SCRIPT.",
-        example="zckpt run --num_gpus 2 train.py --deepspeed ds_config.json --output_dir out",
-        status="0 done, 2 error, or what SCRIPT returns",
-        passes_on=True,
-    )(run)
-
-
+@command(
+    "run",
+    about="Run a training script, in which 'import deepspeed' gives zckpt's trainer, also to transformers and accelerate. "
+    "Options of run come before SCRIPT; everything after it goes to SCRIPT.",
+    example="zckpt run --num_gpus 2 train.py --deepspeed ds_config.json --output_dir out",
+    status="0 done, 2 error, or what SCRIPT returns",
+    passes_on=True,
+)
 def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.", show_default=False)

@@ -119,16 +119,11 @@ class RunOptions:
     ] = 10
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(
-        app,
-        "train",
-        about="Train a language model on a text file with ZeRO sharding. Its checkpoints are those of DeepSpeed.",
-        example="zckpt train ds_config.json --data text.txt --out run --steps 1000 --nproc 4",
-    )(train)
-
-
+@command(
+    "train",
+    about="Train a language model on a text file with ZeRO sharding. Its checkpoints are those of DeepSpeed.",
+    example="zckpt train ds_config.json --data text.txt --out run --steps 1000 --nproc 4",
+)
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG.json", help="DeepSpeed's config.", show_default=False)],
     asked: RunOptions,

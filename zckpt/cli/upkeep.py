@@ -50,34 +50,12 @@ class Kept:
     ] = False
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    command(
-        app,
-        "du",
-        about="Show what the saves of a run, or one checkpoint, take on the disk: weights, masters (fp32 weights of the "
-        "optimizer), moments (its states), other, and waste (bytes that no tensor uses). Reads indexes only.",
-        example="zckpt du out/",
-    )(du)
-    command(
-        app,
-        "prune",
-        about="Delete the saves of a run that no rule keeps, after verifying those that stay. Without --yes it only prints what "
-        "would go. The newest complete save and what 'latest' names always stay.",
-        job=PRUNE,
-        example="zckpt prune out/ --keep-last 3 --keep-best eval_loss --yes",
-    )(prune)
-
-    command(
-        app,
-        "slim",
-        about="Write a smaller save of the same layout: without what --drop names, and without bytes that no tensor uses. Its "
-        "framework still loads what remains. Saves of DeepSpeed, rank files, and torch files.",
-        job=SLIM,
-        example="zckpt slim out/checkpoint-500 slim/ --drop optimizer",
-    )(slim)
-
-
+@command(
+    "du",
+    about="Show what the saves of a run, or one checkpoint, take on the disk: weights, masters (fp32 weights of the "
+    "optimizer), moments (its states), other, and waste (bytes that no tensor uses). Reads indexes only.",
+    example="zckpt du out/",
+)
 def du(run: Measured, shown: Shown) -> None:
     """Prints what lies where."""
     from zckpt.upkeep import usage
@@ -87,6 +65,13 @@ def du(run: Measured, shown: Shown) -> None:
     sink.result(found.as_json, lambda: found.lines(sink.width))
 
 
+@command(
+    "prune",
+    about="Delete the saves of a run that no rule keeps, after verifying those that stay. Without --yes it only prints what "
+    "would go. The newest complete save and what 'latest' names always stay.",
+    job=PRUNE,
+    example="zckpt prune out/ --keep-last 3 --keep-best eval_loss --yes",
+)
 def prune(
     run: Run, kept: Kept, asked: Asked[None], yes: Yes = False, deep: Deep = False, *, shown: ShownProgress
 ) -> None:
@@ -106,6 +91,13 @@ def prune(
     )
 
 
+@command(
+    "slim",
+    about="Write a smaller save of the same layout: without what --drop names, and without bytes that no tensor uses. Its "
+    "framework still loads what remains. Saves of DeepSpeed, rank files, and torch files.",
+    job=SLIM,
+    example="zckpt slim out/checkpoint-500 slim/ --drop optimizer",
+)
 def slim(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Slim], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:

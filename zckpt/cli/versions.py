@@ -46,27 +46,14 @@ Chain = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    command(
-        app,
-        "delta",
-        about="Write what changed in weights since an older version, as SGLang's weight pull reads it. OLD and NEW may have "
-        "any layouts; options for reading and names are for checkpoints, and plain weights keep their names.",
-        job=DELTA,
-        hidden=_NO_SELECTION,
-        example="zckpt delta weights/ out/checkpoint-500 updates/weight_v000001",
-    )(delta)
-    command(
-        app,
-        "apply",
-        about="Write the weights that deltas, in order, make of an older version. Every tensor is proved by its checksum.",
-        job=APPLY,
-        hidden=_NO_SELECTION,
-        example="zckpt apply weights/ updates/weight_v000001 weights-1/",
-    )(apply)
-
-
+@command(
+    "delta",
+    about="Write what changed in weights since an older version, as SGLang's weight pull reads it. OLD and NEW may have "
+    "any layouts; options for reading and names are for checkpoints, and plain weights keep their names.",
+    job=DELTA,
+    hidden=_NO_SELECTION,
+    example="zckpt delta weights/ out/checkpoint-500 updates/weight_v000001",
+)
 def delta(
     old: OldVersion,
     new: NewVersion,
@@ -138,6 +125,13 @@ def _lines(out: str, report: DeltaReport, seconds: float) -> Iterator[str]:
     yield f"apply it with zckpt apply OLD {out} NEW, or let SGLang pull it"
 
 
+@command(
+    "apply",
+    about="Write the weights that deltas, in order, make of an older version. Every tensor is proved by its checksum.",
+    job=APPLY,
+    hidden=_NO_SELECTION,
+    example="zckpt apply weights/ updates/weight_v000001 weights-1/",
+)
 def apply(paths: Chain, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress) -> None:
     """Writes the weights that deltas make of an older version."""
     from zckpt.cli.loading import loading_line
