@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +88,31 @@ def test_a_parameter_whose_unit_is_not_called(
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
     assert type(copy.copy(model.blocks[1].lin._parameters)) is dict
     runtime.zero.register_external_parameter(model, model.blocks[1].lin.weight)
+
+
+class Remembering(nn.Linear):
+    """Has a state of its own for copies."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "copied": True}
+
+
+def test_copies_are_plain_and_torchs_modules_are_left_alone() -> None:
+    """Of the model, of a module in it and through a pickle; hooks of scripts stay."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Dropout(0.0), Remembering(8, 8)), nn.Tanh())
+    calls: list[int] = []
+    model[1][0].register_forward_hook(lambda *_: calls.append(1))
+    engine = start(model, 1)
+    assert "zckpt" not in nn.Module.__getstate__.__module__
+    x = torch.ones(1, 8)
+    right = engine(x)
+    for made in (copy.deepcopy(engine.module), copy.copy(engine.module[1][0]), copy.deepcopy(engine.module[1][0])):
+        for module in made.modules():
+            assert not [name for name in vars(module) if "zckpt" in name or name == "__getstate__" or "fsdp" in name]
+    copied, before = copy.deepcopy(engine.module), len(calls)
+    assert torch.equal(copied(x), right) and len(calls) == before + 1
+    assert copied[1][1].copied and type(copied[1][1]) is Remembering and not hasattr(model[1][1], "copied")
+    assert vars(pickle.loads(pickle.dumps(engine.module[2]))).keys() == vars(nn.Tanh()).keys()
 
 
 def test_a_part_that_was_taken_before_the_forward() -> None:

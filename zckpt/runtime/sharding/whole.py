@@ -49,27 +49,21 @@ def _converting(apply: Callable[..., Any]) -> Callable[..., Any]:
 for _kind in (nn.Module, FSDPModule):  # a module in a unit is none itself
     _kind._apply = _converting(_kind._apply)  # type: ignore[method-assign]
 
-_MARKS = ("__composable_api_state_key", "_fsdp_use_orig_params", "_is_fsdp_managed_module", COPIES)
+_STATE = "__getstate__"
+_MARKS = ("__composable_api_state_key", "_fsdp_use_orig_params", "_is_fsdp_managed_module", COPIES, _STATE)
 
 
-def _without_ours(getstate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def plain(module: nn.Module) -> dict[str, Any]:
-        state = getstate(module)
-        if COPIES not in state:
-            return state
-        state = {name: value for name, value in state.items() if not name.startswith(_MARKS)}
-        for name in [name for name in vars(nn.Module()) if name.endswith("_hooks")]:
-            state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if not _is_ours(hook))
-        return state
-
-    return plain
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """The `__getstate__` of a sharded module: the state of its class, without what `fully_shard` and zckpt put in."""
+    own: dict[str, Any] = type(module).__getstate__(module)
+    state = {name: value for name, value in own.items() if not name.startswith(_MARKS)}
+    for name in [name for name in vars(nn.Module()) if name.endswith("_hooks")]:
+        state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if not _is_ours(hook))
+    return state
 
 
 def _is_ours(hook: Any) -> bool:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(("zckpt.", "torch.distributed.fsdp."))
-
-
-nn.Module.__getstate__ = _without_ours(nn.Module.__getstate__)  # type: ignore[method-assign]
 
 
 def _plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -83,7 +77,7 @@ def _plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     kind: Any = type(module).__mro__[2]  # after the class of `fully_shard` and FSDPModule
     plain: nn.Module = kind.__new__(kind)
     memo[id(module)] = plain
-    plain.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    plain.__setstate__(copy.deepcopy(_plain_state(module), memo))
     return plain
 
 
@@ -96,7 +90,7 @@ class Copies:
         for one in parameters:
             one.end_copies = self.give_back
         for module in model.modules():
-            vars(module)[COPIES] = self
+            vars(module).update({COPIES: self, _STATE: functools.partial(_plain_state, module)})
             if isinstance(module, FSDPModule):
                 type(module).__deepcopy__ = _plain_copy  # type: ignore[attr-defined]
         model.register_forward_pre_hook(lambda model, _: self._before_forward(model), prepend=True)
