@@ -160,6 +160,18 @@ def two_forwards(job: dict[str, Any], initialize: Any) -> list[float]:
     return losses
 
 
+def scales(job: dict[str, Any], initialize: Any) -> list[float]:
+    """Instead of losses, the loss scale and the number of skipped steps after each of ten steps."""
+    engine, optimizer = begun(job, initialize)
+    found = []
+    for step in range(10 * job["accumulation"]):
+        engine.backward(5 * loss_of(engine(data(job, step))))
+        engine.step()
+        if (step + 1) % job["accumulation"] == 0:
+            found += [float(optimizer.loss_scale), engine.skipped_steps]
+    return found
+
+
 def gan(job: dict[str, Any], initialize: Any) -> list[float]:
     """As DeepSpeed's GAN example does: the discriminator's two losses, and the generator's through the discriminator."""
     generator, steps_generator = begun(job, initialize, 1, 4, 4)
@@ -188,7 +200,7 @@ def gan(job: dict[str, Any], initialize: Any) -> list[float]:
 
 STYLES: dict[str, Callable[[dict[str, Any], Any], list[float]]] = {
     one.__name__: one
-    for one in (by_engine, zero_step, direct, unscaled, not_scalar, optimizer_steps, two_losses, two_forwards, gan)
+    for one in (by_engine, zero_step, direct, unscaled, not_scalar, optimizer_steps, two_losses, two_forwards, gan, scales)
 }  # fmt: skip
 
 

@@ -51,6 +51,22 @@ STAGE_0 = [
     job("by_engine", 0, "fp16", **SGD), job("by_engine", 1, "fp16", **SGD),
 ]  # fmt: skip
 
+FP32_SUMS: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
+FP32_WAYS: dict[str, Any] = {**FP32_SUMS, "communication_data_type": "fp32"}
+
+
+def scales(stage: int, accumulation: int, hysteresis: int = 2, **config: Any) -> dict[str, Any]:
+    fp16 = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": hysteresis}
+    return job("scales", stage, "fp16", accumulation, fp16=fp16, **config)
+
+
+SAME_SCALES = [
+    *(scales(stage, 1, hysteresis) for stage in (1, 2, 3) for hysteresis in (1, 2)),
+    scales(1, 4), scales(1, 4, **FP32_WAYS), scales(2, 4, **FP32_SUMS), scales(3, 4, **FP32_SUMS),
+]  # fmt: skip
+FEWER_SKIPPED = [scales(2, 4), scales(3, 4)]
+"""DeepSpeed adds the gradients of micro batches up in fp16, where a sum overflows; here they are added up in fp32."""
+
 MORE = [
     job(style, stage, precision, accumulation)
     for style in ("by_engine", "direct", "optimizer_steps")
@@ -69,7 +85,8 @@ Told = dict[str, list[Any]]
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What DeepSpeed and this engine found on rank 0, by job."""
     pairs = [one for pair in OURS for one in pair]
-    jobs = list({json.dumps(one): one for one in [*EQUAL, *MORE, *pairs, *UNSCALED, *STAGE_0]}.values())
+    wanted = [*EQUAL, *MORE, *pairs, *UNSCALED, *STAGE_0, *SAME_SCALES, *FEWER_SKIPPED, scales(0, 1)]
+    jobs = list({json.dumps(one): one for one in wanted}.values())
     path = tmp_path_factory.mktemp("styles") / "jobs.json"
     path.write_text(json.dumps(jobs))
     run_ranks(2, path, WORKER)
@@ -111,3 +128,18 @@ def test_how_far_stage_0_differs_in_half_precision(told: Told) -> None:
     assert distance(*bf16_after_zeros) <= 3e-3 and distance(*fp16_after_zeros) <= 5e-4
     assert distance(*sgd) > 0.1 and distance(*sgd_at_stage_1) <= BOUNDS["fp16"]
     assert distance(sgd[1], sgd_at_stage_1[1]) <= BOUNDS["fp16"]
+
+
+@pytest.mark.parametrize("wanted", SAME_SCALES, ids=lambda one: f"{one['stage']} {one['accumulation']}")
+def test_the_loss_scale_is_deepspeeds_after_every_step(told: Told, wanted: dict[str, Any]) -> None:
+    theirs, ours = told[json.dumps(wanted)]
+    assert theirs == ours and ours[-1] > 1, "no step was skipped"
+
+
+def test_where_the_loss_scale_differs(told: Told) -> None:
+    for one in FEWER_SKIPPED:
+        theirs, ours = told[json.dumps(one)]
+        assert theirs[-1] > ours[-1] > 0
+        assert ours == told[json.dumps(scales(one["stage"], 4, **FP32_SUMS))][0]
+    theirs, ours = told[json.dumps(scales(0, 1))]
+    assert theirs[-1] == 0 < ours[-1], "DeepSpeed does not multiply the loss at stage 0"
