@@ -15,7 +15,7 @@ from zckpt.base.words import count
 from zckpt.engine.tensor_statistics import Spread
 from zckpt.jobs.diff import Diff, TensorDiff
 from zckpt.pictures.histogram import Axis, large, small
-from zckpt.pictures.page import page, text
+from zckpt.pictures.page import asset, page, text
 
 _AT_ONCE = 100
 """The most rows that are shown together; `differences.js` gets this number."""
@@ -76,15 +76,8 @@ def _head(found: Diff, a: str, b: str, tolerance: str) -> str:
     kind, word = ("good", "the same") if found.same else ("bad", "different")
     equal = text(tolerance) if tolerance else "Numbers are equal if they are the same bit for bit."
     notes = "".join(f"<li>{text(note)}</li>" for note in found.notes)
-    return (
-        '<header class="wrap head"><div class="over"><p class="soft">zckpt diff</p>'
-        '<button type="button" id="theme">Theme: auto</button></div>'
-        f'<h1>Two checkpoints: <span class="pill {kind}">{word}</span></h1>'
-        f'<dl class="sides"><dt>A</dt><dd class="mono"><bdi>{text(a)}</bdi></dd>'
-        f'<dt>B</dt><dd class="mono"><bdi>{text(b)}</bdi></dd></dl><p class="soft">{equal}</p>'
-        + (f'<ul class="soft notes">{notes}</ul>' if notes else "")
-        + "</header>"
-    )
+    notes = f'<ul class="soft notes">{notes}</ul>' if notes else ""
+    return asset("differences_head.html").format(kind=kind, word=word, a=text(a), b=text(b), equal=equal, notes=notes)
 
 
 def _totals(found: Diff, apart: Sequence[TensorDiff]) -> str:
@@ -139,19 +132,7 @@ def _table(axis: Axis | None, apart: Sequence[TensorDiff]) -> str:
     heads = "".join(f'<th scope="col" class="number">{name}</th>' for name in _COLUMNS)
     rows = "".join(_row(tensor, axis, hidden=i >= _AT_ONCE) for i, tensor in enumerate(apart))
     ends = f"{2.0**axis.low:.1g} to {2.0 ** (axis.low + axis.bars * axis.step):.1g}" if axis else ""
-    return (
-        '<section class="card" aria-labelledby="tensors">'
-        '<h2 id="tensors" tabindex="-1">Tensors, largest differences first</h2>'
-        '<div class="tools" id="tools" hidden>'
-        '<label>Search <input type="search" id="search" autocomplete="off" spellcheck="false"></label>'
-        f'<label>Sort by <select id="sort">{options}<option value="name">name</option></select></label></div>'
-        '<p class="soft" id="shown" role="status"></p>'
-        '<table class="tensors" aria-labelledby="tensors"><thead><tr><th scope="col">tensor</th>'
-        f'{heads}<th scope="col">|a - b| <span class="axis">{text(ends)}</span></th></tr></thead>'
-        f'<tbody id="rows">{rows}</tbody></table>'
-        '<nav class="tools" id="pages" aria-label="Parts of the list" hidden><button type="button" id="before">Previous</button>'
-        '<button type="button" id="after">Next</button></nav></section>'
-    )
+    return asset("differences_table.html").format(options=options, heads=heads, ends=text(ends), rows=rows)
 
 
 def _row(tensor: TensorDiff, axis: Axis | None, *, hidden: bool) -> str:

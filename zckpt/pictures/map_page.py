@@ -20,7 +20,7 @@ from zckpt.layouts.save.companions import read_config
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share, checkpoint_map
 from zckpt.pictures.lacks import lacks_said, wrong_section
-from zckpt.pictures.page import page, text, write_page
+from zckpt.pictures.page import asset, page, text, write_page
 from zckpt.pictures.pieces import OTHER, PieceLayer
 from zckpt.pictures.rows import GONE, FileGrid
 from zckpt.pictures.terminal import Line, picture, visible
@@ -229,9 +229,10 @@ def _body(found: CheckpointMap) -> Iterator[str]:
     yield "</section>"
     yield from _cards(found)
     yield from wrong_section(found, _STATES)
-    yield _MAP.format(row="rank" if found.inspection.grid else "file", inside=_INSIDE if found.layers else "")
+    row = "rank" if found.inspection.grid else "file"
+    yield asset("map.html").format(row=row, inside=_INSIDE if found.layers else "")
     if found.tensors:
-        yield _TENSORS
+        yield asset("tensors.html")
     if found.layers:
         yield '<div class="two">'
         yield from _totals(found)
@@ -338,36 +339,6 @@ _INSIDE = (
     " Inside are the pieces of tensors that it holds. Point at a piece to see the same tensor everywhere; click to keep it, and "
     "the address of the page names it."
 )
-_MAP = """\
-<section class="card map" aria-labelledby="map-title">
-<div class="head"><h2 id="map-title" tabindex="-1">Who holds what</h2>
-<label>Colour by <select id="colour"><option value="contents">what it is</option><option value="layer">layer of the model</option>
-<option value="role">role</option><option value="dtype">dtype</option></select></label></div>
-<p class="soft" id="explain">A row for each {row}, a bar for each file, as long as the file is large.{inside}</p>
-<ul id="legend" class="legend" aria-label="Colours"></ul>
-<div id="sides"></div>
-<p class="soft keys">With the keyboard: arrow keys go from row to row and from piece to piece, Enter keeps a tensor, Escape lets
-it go, <kbd>/</kbd> searches.</p>
-<section id="detail" class="detail" aria-labelledby="detail-title" hidden>
-<h3 id="detail-title"></h3></section>
-</section>"""
-
-_TENSORS = """\
-<section class="card" aria-labelledby="tensors-title">
-<div class="head"><h2 id="tensors-title">Tensors</h2><p id="found" class="soft" role="status"></p></div>
-<div class="tools"><input id="search" type="search" placeholder="Search names, such as layers.3 mlp"
-aria-label="Search tensors by name" autocomplete="off" spellcheck="false">
-<select id="lacking" aria-label="Complete or not" hidden><option value="">complete or not</option>
-<option value="1">lack elements</option></select>
-<select id="role" aria-label="Role"></select><select id="dtype" aria-label="dtype"></select>
-<select id="order" aria-label="Order"><option value="model">in the model's order</option>
-<option value="size">largest first</option><option value="name">by name</option></select></div>
-<div class="list" role="grid" id="list" aria-labelledby="tensors-title" aria-colcount="5" tabindex="-1">
-<div class="line heads" role="row" aria-rowindex="1"><span role="columnheader">Name</span><span role="columnheader">Shape</span>
-<span role="columnheader">Kind</span><span role="columnheader" class="number">Size</span>
-<span role="columnheader">Held by</span></div>
-<div id="lines" role="rowgroup"></div></div>
-</section>"""
 
 
 def _bar(shares: Sequence[tuple[str, int]], colours: Mapping[str, int]) -> str:

@@ -21,30 +21,9 @@ from zckpt.output.durable import sync
 from zckpt.storage.fsync_queue import make_durable
 
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
-_BEGINNING = "<!doctype html>\n"
 
 DATA_ID = "data"
 """The id of the element with the data."""
-
-_TEMPLATE = """\
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="zckpt {version}">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-<script type="application/json" id="{data_id}">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
 def text(value: object) -> str:
@@ -61,7 +40,7 @@ def escaped_json(value: object) -> str:
 
 
 def asset(name: str) -> str:
-    """The text of a style or script of this package."""
+    """The text of a style, a script or a piece of HTML of this package."""
     return files("zckpt.pictures").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -85,7 +64,7 @@ def page(title: str, body: str, data: object, *, styles: Sequence[str] = (), scr
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    return _BEGINNING + _TEMPLATE.format(
+    return asset("page.html").format(
         policy=policy, version=text(__version__), title=text(title), style=style, body=body, data_id=DATA_ID,
         data=escaped_json(data), script=script,
     )  # fmt: skip
