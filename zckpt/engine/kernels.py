@@ -126,6 +126,20 @@ class NativeKernels:
 class ReferenceKernels:
     """The same loops in numpy."""
 
+    move_sparsely = staticmethod(task_vectors.move_sparsely)
+    select_near = staticmethod(task_vectors.select_near)
+    lengths = staticmethod(task_vectors.lengths)
+    largest = staticmethod(kernels_blocks.largest)
+    multiply_blocks = staticmethod(kernels_blocks.multiply_blocks)
+    to_codes = staticmethod(kernels_codes.to_codes)
+    to_affine = staticmethod(kernels_codes.to_affine)
+    split_codes = staticmethod(kernels_codes.split_codes)
+    split_down = staticmethod(kernels_codes.split_down)
+    join_codes = staticmethod(kernels_codes.join_codes)
+    of_codes = staticmethod(kernels_codes.of_codes)
+    of_ggml = staticmethod(kernels_ggml.of_ggml)
+    to_ggml = staticmethod(kernels_to_ggml.to_ggml)
+
     def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
         import numpy as np
 
@@ -167,46 +181,6 @@ class ReferenceKernels:
                 product = _multiply_add(left[k::rank, None], right[None, k * columns : (k + 1) * columns], product)
             total += (product * np.float32(scaling)).reshape(-1)
 
-    def move_sparsely(
-        self, total: Floats, others: Sequence[Floats], kept: Sequence[Thinned], start: int, how: Sparsity
-    ) -> None:
-        task_vectors.move_sparsely(total, others, kept, start, how)
-
-    def select_near(self, numbers: Floats, base: Floats, low: int, high: int, found: Whole) -> tuple[int, int]:
-        return task_vectors.select_near(numbers, base, low, high, found)
-
-    def lengths(self, numbers: Floats, base: Floats, kept: Thinned, start: int) -> tuple[float, float]:
-        return task_vectors.lengths(numbers, base, kept, start)
-
-    def largest(self, numbers: Floats | Halves, blocks: MatrixBlocks, found: Floats) -> None:
-        kernels_blocks.largest(numbers, blocks, found)
-
-    def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
-        kernels_blocks.multiply_blocks(numbers, blocks, factors)
-
-    def to_codes(
-        self, grid: NumberGrid, numbers: Floats | Halves, blocks: MatrixBlocks, factors: Floats, out: Bytes
-    ) -> Rounded:
-        return kernels_codes.to_codes(grid, numbers, blocks, factors, out)
-
-    def to_affine(self, numbers: Floats, size: int, bits: int, packed: Bytes, scales: Floats, biases: Floats) -> int:
-        """As `Kernels.to_affine`."""
-        return kernels_codes.to_affine(numbers, size, bits, packed, scales, biases)
-
-    def split_codes(self, raw: Bytes, bits: int, codes: Matrix, *, high_first: bool) -> None:
-        kernels_codes.split_codes(raw, bits, codes, high_first=high_first)
-
-    def split_down(self, words: Matrix, bits: int, shifts: tuple[int, ...], first: int, codes: Matrix) -> None:
-        kernels_codes.split_down(words, bits, shifts, first, codes)
-
-    def join_codes(self, codes: Matrix, rest: int, out: Matrix) -> None:
-        kernels_codes.join_codes(codes, rest, out)
-
-    def of_codes(
-        self, codes: Bytes, table: Floats, blocks: MatrixBlocks, zeros: Floats | None, factors: Floats, numbers: Floats
-    ) -> None:
-        kernels_codes.of_codes(codes, table, blocks, zeros, factors, numbers)
-
     def to_q8_0(self, numbers: Floats | Halves, blocks: Bytes) -> None:
         import numpy as np
 
@@ -227,12 +201,6 @@ class ReferenceKernels:
                 .astype(np.int8)
                 .view(np.uint8)
             )
-
-    def of_ggml(self, kind: str, blocks: Bytes, numbers: Floats) -> None:
-        kernels_ggml.of_ggml(kind, blocks, numbers)
-
-    def to_ggml(self, kind: str, numbers: Floats, columns: int, weights: Floats | None, blocks: Bytes) -> int:
-        return kernels_to_ggml.to_ggml(kind, numbers, columns, weights, blocks)
 
     def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
         import numpy as np
