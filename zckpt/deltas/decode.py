@@ -16,44 +16,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Bytes = NDArray[np.uint8]
+    from zckpt.core.folds import Bytes
 
 _POSITIONS = 1 << 16
 """The number of positions that are read at once."""
-
-
-class Decoder:
-    """Turns old bytes into new ones, in order.
-
-    Args:
-        encoding: of the difference.
-        nbytes: of the tensor.
-        read: gives bytes of the compressed difference, given how many at most and the offset in it.
-        file: that it is in, for errors.
-        name: of the tensor.
-
-    Raises:
-        UnsupportedError: a package is not installed.
-        CorruptError: the difference is damaged.
-    """
-
-    def __init__(
-        self, encoding: Encoding, nbytes: int, read: Callable[[int, int], bytes], file: str, name: str
-    ) -> None:
-        self._stream: _Xor | _Overwrite
-        if encoding == "xor":
-            self._stream = _Xor(difference(read, file, name))
-        else:
-            frames = (difference(read, file, name), difference(read, file, name))
-            self._stream = _Overwrite(*frames, nbytes, file, name)
-
-    def renew(self, data: Bytes) -> None:
-        """Turns the tensor's next bytes into the new ones, in place. Raises CorruptError if the difference is damaged."""
-        self._stream.renew(data)
-
-    def end(self) -> None:
-        """Raises CorruptError if the difference goes on beyond the tensor."""
-        self._stream.end()
 
 
 def difference(read: Callable[[int, int], bytes], file: str, name: str) -> Decompressor:
@@ -61,20 +27,24 @@ def difference(read: Callable[[int, int], bytes], file: str, name: str) -> Decom
     return Decompressor(read, file, f"the difference of tensor {name!r}", "Copy the delta's directory again.")
 
 
-class _Xor:
+class XorDecoder:
+    """The difference of all bytes."""
+
     def __init__(self, frame: Decompressor) -> None:
         self._frame = frame
 
     def renew(self, data: Bytes) -> None:
+        """Turns the tensor's next bytes into the new ones, in place. Raises CorruptError if the difference is damaged."""
         import numpy as np
 
         data ^= np.frombuffer(self._frame.take(len(data)), np.uint8)
 
     def end(self) -> None:
+        """Raises CorruptError if the difference goes on beyond the tensor."""
         self._frame.end()
 
 
-class _Overwrite:
+class OverwriteDecoder:
     """A frame with two readers: of the positions, and of the values behind them."""
 
     def __init__(self, positions: Decompressor, values: Decompressor, nbytes: int, file: str, name: str) -> None:
@@ -89,6 +59,7 @@ class _Overwrite:
         self._ready: NDArray[np.int64] = self._next()
 
     def renew(self, data: Bytes) -> None:
+        """As `XorDecoder.renew`."""
         import numpy as np
 
         stop = self._at + len(data)
@@ -119,6 +90,7 @@ class _Overwrite:
         return found
 
     def end(self) -> None:
+        """As `XorDecoder.end`."""
         self._values.end()
 
     def _damaged(self, found: str, expected: str) -> CorruptError:
@@ -126,3 +98,26 @@ class _Overwrite:
             f"the difference of tensor {self._name!r} cannot be read", file=self._file, found=found, expected=expected,
             remedy="Copy the delta's directory again.",
         )  # fmt: skip
+
+
+Decoder = XorDecoder | OverwriteDecoder
+
+
+def decoder_of(encoding: Encoding, nbytes: int, read: Callable[[int, int], bytes], file: str, name: str) -> Decoder:
+    """Begins to turn old bytes into new ones, in order.
+
+    Args:
+        encoding: of the difference.
+        nbytes: of the tensor.
+        read: gives bytes of the compressed difference, given how many at most and the offset in it.
+        file: that it is in, for errors.
+        name: of the tensor.
+
+    Raises:
+        UnsupportedError: a package is not installed.
+        CorruptError: the difference is damaged.
+    """
+    if encoding == "xor":
+        return XorDecoder(difference(read, file, name))
+    frames = (difference(read, file, name), difference(read, file, name))
+    return OverwriteDecoder(*frames, nbytes, file, name)

@@ -21,10 +21,7 @@ from zckpt.core.dtypes import DType
 from zckpt.deltas.form import MOST_POSITIONS, DeltaForm, Hasher, hasher_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
+    from zckpt.core.folds import Bytes
 
 try:
     from zckpt import _core

@@ -18,10 +18,7 @@ from zckpt.engine.bringing import Bringer
 from zckpt.engine.choice import choose
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
+    from zckpt.core.folds import Bytes
 
 try:
     from zckpt import _core

@@ -13,7 +13,7 @@ from zckpt.base.words import examples
 from zckpt.containers import TensorRef, open_container
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BY_NAME, DType
-from zckpt.deltas.decode import Decoder
+from zckpt.deltas.decode import Decoder, decoder_of
 from zckpt.deltas.form import CHECKSUMS, INDEX, MOST_BYTES, UNCHANGED, DeltaForm, form_of, is_delta
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
@@ -66,7 +66,7 @@ class DeltaDirectory:
             def read(nbytes: int, at: int) -> bytes:
                 return file.read(where.offset + at, min(nbytes, where.nbytes - at))
 
-            yield Decoder(self.form.encoding, entry.numel * dtype.itemsize, read, where.file.path, name)
+            yield decoder_of(self.form.encoding, entry.numel * dtype.itemsize, read, where.file.path, name)
 
     def digest_of(self, name: str) -> str | None:
         """The checksum of a tensor in the new version; None if the delta does not have it."""

@@ -49,7 +49,7 @@ from zckpt.storage.location import Location, locate
 from zckpt.team.agreement import share_of
 
 if TYPE_CHECKING:
-    from zckpt.deltas.pieces import Bytes
+    from zckpt.core.folds import Bytes
 
 Pair = tuple[TensorEntry, TensorEntry]
 """A tensor of the old version, and its place in the output."""

@@ -59,7 +59,7 @@ from zckpt.storage.location import locate
 from zckpt.team.meeting import attempt, first_error
 
 if TYPE_CHECKING:
-    from zckpt.deltas.pieces import Bytes
+    from zckpt.core.folds import Bytes
 
 
 class HeldWeights:
