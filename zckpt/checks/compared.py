@@ -23,7 +23,7 @@ from zckpt.checks.side_by_side import add_output, read_both
 from zckpt.checks.soundness import examine_checkpoint
 from zckpt.checks.verdict import Check, summarize
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import CAST_TARGETS, is_lossless
+from zckpt.core.dtypes import can_cast, is_lossless
 from zckpt.core.ledger import names_unread
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.casting import dtype_of, to_dtype
@@ -250,7 +250,7 @@ def _pairs(
     pairs: dict[tuple[int, int], tuple[TensorEntry, TensorEntry]] = {}
     for name in (name for name in (*wanted, *wanted.aliases) if name in there):
         a, b = wanted[name], output[name]
-        castable = a.dtype == b.dtype or (a.dtype.kind == "float" and b.dtype in CAST_TARGETS)
+        castable = can_cast(a.dtype, b.dtype)
         if a.shape != b.shape:
             problems.append(f"{name!r} has shape {list(b.shape)} in the output, {list(a.shape)} in the checkpoint")
         elif not castable or (

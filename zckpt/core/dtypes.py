@@ -81,12 +81,17 @@ BY_STORAGE = {dtype.storage: dtype for dtype in ALL if dtype.storage}
 # The types that safetensors 0.8.0 can hold.
 IN_SAFETENSORS = frozenset(BY_NAME) - {"C128", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 
-# The types that weights can be cast to. All of kind "float" can be cast to these.
 CAST_TARGETS = (F32, F16, BF16)
+"""The types that weights can be cast to. All of kind "float" can be cast to these."""
 SHORT_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16"}
 """Names of the usual dtypes on the command line and in `zckpt.json`."""
 
 _WIDENS = {("F16", "F32"), ("BF16", "F32"), ("F8_E4M3", "F16"), ("F8_E5M2", "F16")}
+
+
+def can_cast(source: DType, target: DType) -> bool:
+    """Whether numbers of `source` can be written as `target`."""
+    return source == target or (source.kind == "float" and target in CAST_TARGETS)
 
 
 def is_lossless(source: DType, target: DType) -> bool:

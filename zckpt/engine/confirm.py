@@ -15,7 +15,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import Replica, TensorEntry
-from zckpt.core.dtypes import CAST_TARGETS, DType
+from zckpt.core.dtypes import DType, can_cast
 from zckpt.core.fragments import Fragment
 from zckpt.core.stores import FileStore, Store
 from zckpt.engine.batches import packed_ranges, packed_store, progress_after
@@ -76,8 +76,7 @@ class Confirmed:
 
 def can_confirm(source: TensorEntry, output: TensorEntry) -> bool:
     """Whether the C++ was built, and knows these dtypes and this geometry."""
-    a, b = source.dtype, output.dtype
-    known = a == b or (a.kind == "float" and b in CAST_TARGETS)
+    known = can_cast(source.dtype, output.dtype)
     return (
         native_confirm is not None
         and known
@@ -90,7 +89,7 @@ def can_confirm(source: TensorEntry, output: TensorEntry) -> bool:
 
 def can_be_copy(source: TensorEntry, copy: Replica) -> bool:
     """Whether the C++ can hold a replica against its tensor at the same time."""
-    known = copy.dtype == source.dtype or (source.dtype.kind == "float" and copy.dtype in CAST_TARGETS)
+    known = can_cast(source.dtype, copy.dtype)
     few = len({str(f.store) for f in copy.fragments}) <= _STORES_OF_COPY
     runs = few and all(f.store.at_hand and f.block().rows == f.block().step == 1 for f in copy.fragments if f.numel)
     return known and source.dtype.kind != "complex" and runs and _swap(copy.fragments, copy.dtype) is not None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
 from zckpt.base.pace import Pace, engine_error, gives_back, pace, window_bytes
-from zckpt.core.dtypes import CAST_TARGETS
+from zckpt.core.dtypes import can_cast
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.core.stores import FileStore
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
@@ -220,7 +220,7 @@ def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABL
                 raise ValueError(f"{output.path} would keep bytes of what was there before")
     for source, destination in plan.pairs:
         a, b = source.dtype, destination.dtype
-        if a != b and not (a.kind == "float" and b in CAST_TARGETS):
+        if not can_cast(a, b):
             raise UnsupportedError(
                 f"tensor {source.name!r} cannot be cast", found=f"{a} to {b}", expected="floats to fp32, fp16 or bf16",
                 remedy="Leave the tensor out (--exclude), or write it in its own dtype.",

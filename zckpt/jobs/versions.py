@@ -16,7 +16,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import BF16, CAST_TARGETS, DType
+from zckpt.core.dtypes import BF16, DType, can_cast
 from zckpt.engine import replicas
 from zckpt.jobs.casting import output_dtype
 from zckpt.jobs.declarations import Asked
@@ -127,7 +127,7 @@ def paired_with(
             )  # fmt: skip
         dtype = dtype_in(old, entry, wanted)
         for side in (entry, other):
-            if side.dtype != dtype and not (side.dtype.kind == "float" and dtype in CAST_TARGETS):
+            if not can_cast(side.dtype, dtype):
                 raise UnsupportedError(
                     f"tensor {name!r} cannot be cast", file=where, found=f"{side.dtype} to {dtype}",
                     expected="the same dtype in both versions, or floats that become fp32, fp16 or bf16",

@@ -21,7 +21,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
-from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
+from zckpt.core.dtypes import BY_TORCH_NAME, DType, can_cast
 from zckpt.core.fragments import Block, Fragment
 from zckpt.core.overlaps import place, touching
 from zckpt.core.plan import Move, Plan
@@ -140,7 +140,7 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[in
         dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
         if not tensor.numel():
             continue
-        if dtype is None or not _can_move(entry.dtype, dtype):
+        if dtype is None or not can_cast(entry.dtype, dtype):
             pieces.append((entry, tensor.detach(), entry.dtype, start))  # torch casts, on the way out of the buffer
         elif is_direct(tensor):
             direct.append((entry, _Room(entry.name, dtype, tensor.data_ptr(), start, tensor.numel())))
@@ -163,10 +163,6 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[in
 def is_direct(tensor: torch.Tensor) -> bool:
     """Whether the engine can read and write a tensor's memory as a vector."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _can_move(source: DType, target: DType) -> bool:
-    return source == target or (source.kind == "float" and target in CAST_TARGETS)
 
 
 class _Room(NamedTuple):
