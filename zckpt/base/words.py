@@ -22,6 +22,14 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def short_count(number: int) -> str:
+    """A number as people say it: `232`, `124 M`, `6.74 B`."""
+    for unit, power in (("T", 12), ("B", 9), ("M", 6), ("k", 3)):
+        if number >= 10**power:
+            return f"{float(f'{number / 10**power:.3g}'):g} {unit}"
+    return str(number)
+
+
 def size(nbytes: float) -> str:
     """Bytes in decimal units, with at most three significant digits: `1 byte`, `42.5 kB`, `498 MB`, `1.2 GB`."""
     if nbytes < 1000:

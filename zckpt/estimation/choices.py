@@ -11,7 +11,7 @@ from typing import Any
 
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
-from zckpt.base.words import Printed, count, join_words, shorten_text, size, wrap_text
+from zckpt.base.words import Printed, count, join_words, short_count, shorten_text, size, wrap_text
 from zckpt.estimation.activations import activations_of, longest
 from zckpt.estimation.rehearsal import BYTES, Peak, Setting, rehearse
 from zckpt.estimation.sizes import ModelSize
@@ -173,8 +173,10 @@ class Estimate(Printed):
         """A table for a person, at most 80 columns wide."""
         model, run = self.model, self.run
         frozen = model.numel - model.trained
-        trained = "all trained" if not frozen else f"{_many(model.trained)} trained, {_many(frozen)} frozen"
-        yield from wrap_text(f"{model.name}: {_many(model.numel)} parameters, {trained} ({model.counted})", width, "  ")
+        trained = "all trained" if not frozen else f"{short_count(model.trained)} trained, {short_count(frozen)} frozen"
+        yield from wrap_text(
+            f"{model.name}: {short_count(model.numel)} parameters, {trained} ({model.counted})", width, "  "
+        )
         what = "GPU" if run.accelerator else "process"
         places = (
             f"{count(run.gpus, what, None if run.accelerator else 'processes')} per node, {count(run.nodes, 'node')}"
@@ -350,11 +352,3 @@ def _row(cells: tuple[str, ...], gives: bool, fits: str = "fits") -> str:
 
 def _size(nbytes: int) -> str:
     return size(nbytes) if nbytes else "0"
-
-
-def _many(number: int) -> str:
-    """A number of parameters as people say it: `124 M`, `6.74 B`."""
-    for unit, of in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= of:
-            return f"{float(f'{number / of:.3g}'):g} {unit}"
-    return f"{number}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import PAGE, Printed, count, join_words, ranges, shorten_text, size, wrap_text
+from zckpt.base.words import PAGE, Printed, count, join_words, ranges, short_count, shorten_text, size, wrap_text
 from zckpt.core.catalog import Topology
 from zckpt.core.dtypes import DType
 from zckpt.layouts.save.companions import read_config
@@ -294,7 +294,7 @@ def _cards(found: CheckpointMap) -> Iterator[str]:
     if catalog is not None:
         source, topology = catalog.source, catalog.topology
         numel = sum(entry.numel for entry in found.tensors if entry.role != "buffer")
-        facts.append(("Parameters", short(numel), f"{numel:,}" if numel >= 1000 else ""))
+        facts.append(("Parameters", short_count(numel), f"{numel:,}" if numel >= 1000 else ""))
         facts.append(("Tensors", f"{len(found.tensors):,}", _roles_said(found)))
         facts.append(("Saved by", layout_name(source.layout), " ".join(source.framework).strip()))
         if source.global_steps is not None:
@@ -321,14 +321,6 @@ def _cards(found: CheckpointMap) -> Iterator[str]:
         yield f"<div class='card'><dt>{text(label)}</dt><dd><b><bdi>{text(value)}</bdi></b>"
         yield f"<span><bdi>{text(more)}</bdi></span></dd></div>"
     yield "</dl>"
-
-
-def short(number: int) -> str:
-    """A count with a unit: `1.24 B`, `232`."""
-    for unit, power in (("T", 12), ("B", 9), ("M", 6), ("k", 3)):
-        if number >= 10**power:
-            return f"{float(f'{number / 10**power:.3g}'):g} {unit}"
-    return str(number)
 
 
 def _roles_said(found: CheckpointMap) -> str:
