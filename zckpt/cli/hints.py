@@ -7,46 +7,30 @@ and of `zero_to_fp32.py` lead to the line to type; a word that is close to a com
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from importlib.resources import files
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import join_words
 
-_EXPORT = ("to-bf16", "to-fp32")
+_FOUND: dict[str, dict[str, str]] = json.loads(files("zckpt.cli").joinpath("hints.json").read_text())
 
-_WORDS = {
-    **dict.fromkeys(
-        ("consolidate", "combine", "unshard", "export", "save", "extract", "merge-shards", "merge-weights", "to-safetensors",
-         "to-pytorch", "to-torch", "gather", "join"), _EXPORT,
-    ),
-    **dict.fromkeys(("zero-to-fp32", "zero2fp32", "fp32"), ("to-fp32",)),
-    **dict.fromkeys(("to-hf", "to-transformers", "bf16"), ("to-bf16",)),
-    **dict.fromkeys(("fp16", "half"), ("to-fp16",)),
-    **dict.fromkeys(("upload", "publish"), ("push",)),
-    **dict.fromkeys(("info", "show", "ls", "stat", "describe", "cat"), ("inspect",)),
-    **dict.fromkeys(("check", "validate", "test", "fsck"), ("verify",)),
-    **dict.fromkeys(("compare", "cmp"), ("diff",)),
-    **dict.fromkeys(("clean", "delete", "rm", "gc"), ("prune", "slim")),
-    **dict.fromkeys(("quantise", "to-nvfp4", "to-mxfp4", "to-int4", "to-int8"), ("quantize", "to-gguf")),
-    **dict.fromkeys(("mlx", "mlx-lm"), ("to-mlx",)),
-    **dict.fromkeys(("gguf", "to-llama-cpp"), ("to-gguf",)),
-    **dict.fromkeys(("to-fsdp", "to-torch-dist", "dcp"), ("to-dcp",)),
-    **dict.fromkeys(("to-megatron", "megatron"), ("to-mcore",)),
-    **dict.fromkeys(("to-lora", "to-adapter", "adapter", "extract-lora"), ("to-peft",)),
-    **dict.fromkeys(("universal", "ds-to-universal"), ("to-universal",)),
-    **dict.fromkeys(("resize", "repartition", "to-zero"), ("reshard",)),
-    **dict.fromkeys(("plot", "draw", "visualize", "picture"), ("map",)),
-    **dict.fromkeys(("memory", "mem"), ("estimate",)),
-    **dict.fromkeys(("patch",), ("apply",)),
-    **dict.fromkeys(("launch", "deepspeed", "torchrun"), ("run",)),
-    "merge": (*_EXPORT, "average"), "merge-lora": ("to-bf16",), "merge-and-unload": ("to-bf16",),
-    "list": ("inspect", "du"), "size": ("du",),
-}  # fmt: skip
+
+def _by_word(what: str) -> dict[str, str]:
+    """A table of the file by word: each of its lines has what is meant, and the words for it."""
+    return {word: meant for meant, words in _FOUND[what].items() for word in words.split()}
+
+
+_WORDS = {word: commands.split() for word, commands in _by_word("commands").items()}
 """A word that is not a command -> the commands for it, the most likely first."""
-
+_OPTIONS = _by_word("options")
+"""An option of other tools, without dashes -> the option of zckpt."""
+_LAUNCHER = _by_word("launchers")
+"""An option of `deepspeed` or `torchrun` that `zckpt run` does not have -> what to use."""
 _MORE = {
     "to-hf": "--to hf",
     "to-transformers": "--to hf",
@@ -56,36 +40,6 @@ _MORE = {
 """A word -> the options that its command needs for it."""
 
 _OUT_OPTIONS = ("output", "out", "o", "output-dir", "output-file", "outdir", "out-dir", "save-path", "dest")
-_OPTIONS = {
-    **dict.fromkeys(("force", "f", "yes", "y", "replace", "clobber"), "--overwrite"),
-    "exclude-frozen-parameters": "--exclude-frozen", **dict.fromkeys(("t", "step", "global-step"), "--tag"),
-    **dict.fromkeys(("max-size", "shard-size"), "--max-shard-size"),
-    "safe-serialization": "--format safetensors", "n": "--dry-run", "q": "--quiet",
-    **dict.fromkeys(("key-prefix", "prefix", "remove-prefix"), "--strip-prefix"),
-    **dict.fromkeys(("lora", "merge"), "--merge-lora"), **dict.fromkeys(("base-model",), "--base"),
-}  # fmt: skip
-"""An option of other tools, without dashes -> the option of zckpt."""
-
-
-_TORCHRUN = "Start it with torchrun, which has it: torchrun ... -m zckpt run SCRIPT."
-_LAUNCHER = {
-    "launcher": "ssh starts other machines. Under SLURM use 'srun zckpt run SCRIPT', under MPI 'mpirun zckpt run SCRIPT'.",
-    "launcher-args": "ssh takes its options from ~/.ssh/config.",
-    "no-python": "SCRIPT is Python, and runs in the process that is started; start other programs with torchrun --no-python.",
-    "autotuning": "Nothing is tuned here. 'zckpt estimate' says which stage and batch fit in memory.",
-    "save-pid": "The shell knows the process: $! after '&'.",
-    "enable-each-rank-log": "Use 'torchrun --log-dir DIR --redirects 3 ... -m zckpt run SCRIPT'.",
-    **dict.fromkeys(
-        ("bind-cores-to-rank", "bind-core-list"), "Use 'torchrun --numa-binding node ... -m zckpt run SCRIPT', or numactl."
-    ),
-    **dict.fromkeys(
-        ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts", "monitor-interval", "start-method", "role",
-         "event-log-handler", "run-path", "log-dir", "redirects", "r", "tee", "t", "local-ranks-filter", "local-addr",
-         "logs-specs", "duplicate-stdout-filters", "duplicate-stderr-filters", "numa-binding", "signals-to-handle",
-         "shutdown-timeout", "virtual-local-rank"), _TORCHRUN,
-    ),
-}  # fmt: skip
-"""An option of `deepspeed` or `torchrun` that `zckpt run` does not have -> what to use."""
 
 
 def check_command(words: Sequence[str], known: Iterable[str]) -> None:
