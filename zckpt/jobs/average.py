@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ from zckpt.jobs.declarations import AVERAGE, Asked
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Average, SparseMethod
-from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, protected_places
 from zckpt.jobs.selection import check_wanted
 from zckpt.layouts.run_saves import saves_of
 from zckpt.output.checks import keep_apart
@@ -118,13 +117,12 @@ def average(
         >>> zckpt.average(["run", "run"], "mean.safetensors", weights=[0.25, 0.75], progress=False).tensors
         11
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(
         AVERAGE, dtype=None if dtype is None else to_dtype(dtype), ema=ema, last=last, slerp=slerp,
         weights=None if weights is None else tuple(weights), task_vector=task_vector,
         method=method, density=None if density is None else tuple(density), seed=seed,
     )  # fmt: skip
-    return carried_out(prepare(checkpoints, out, asked), progress, "average", began)
+    return carry_out(lambda: prepare(checkpoints, out, asked), progress, "average")
 
 
 def prepare(

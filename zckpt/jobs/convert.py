@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
@@ -23,7 +22,7 @@ from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Selecting
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked
-from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
+from zckpt.jobs.planned import Planned, Report, carry_out, protected_places
 from zckpt.jobs.steps import is_copy, open_model, record_of, steps_of
 from zckpt.jobs.working_model import WorkingModel
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
@@ -133,7 +132,6 @@ def convert(
     from zckpt.jobs.options import Options
     from zckpt.team.together import working_together
 
-    began = time.perf_counter()
     given = Options(
         overwrite=overwrite, max_shard_size=max_shard_size, include=include, exclude=exclude,
         exclude_frozen=exclude_frozen, strip_prefix=strip_prefix, base=base, threads=threads,
@@ -141,7 +139,7 @@ def convert(
     options = (options or Options()).with_others(given, more)
     asked = options.split(CONVERT, dtype=to_dtype(dtype), tag=tag, also=also)
     with working_together(together):
-        return carried_out(prepare(checkpoint, out, asked), progress, "convert", began)
+        return carry_out(lambda: prepare(checkpoint, out, asked), progress, "convert")
 
 
 def prepare(

@@ -139,8 +139,10 @@ def execute(
     )
 
 
-def carried_out(planned: Planned, progress: Progress, label: str, began: float) -> Report:
-    """As `execute`, for a public function that began at `began` (of `time.perf_counter`), with its progress."""
+def carry_out(prepare: Callable[[], Planned], progress: Progress, label: str) -> Report:
+    """Plans a job and carries it out, for a public function, with its progress."""
+    began = time.perf_counter()
+    planned = prepare()
     with watch_progress(progress, planned.plan.bytes_written, label) as watch:
         return replace(execute(planned, watch), seconds=time.perf_counter() - began)
 

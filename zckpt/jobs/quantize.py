@@ -7,7 +7,6 @@ are the weights of linear layers; everything else becomes half precision.
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field, replace
@@ -30,7 +29,7 @@ from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.opened import dequantise
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
-from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
@@ -162,12 +161,11 @@ def to_fp8(
         >>> zckpt.to_fp8("model", "fp8/", scheme="channel", progress=False).out
         'fp8/'
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(
         TO_FP8, dtype=to_dtype(dtype), scheme=scheme, quantize=tuple(quantize), keep=tuple(keep),
         tag=tag, also=also,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, asked), progress, "to fp8", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "to fp8")
 
 
 def quantize(
@@ -213,12 +211,11 @@ def quantize(
         >>> zckpt.quantize("model", "nvfp4/", to="nvfp4", progress=False).tensors
         57
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(
         QUANTIZE, dtype=to_dtype(dtype), target=to, group_size=group_size, quantize=tuple(include), keep=tuple(exclude),
         tag=tag, also=also,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, asked), progress, f"to {to}", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, f"to {to}")
 
 
 class OpenModel(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -23,7 +22,7 @@ from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import RESHARD, Asked
 from zckpt.jobs.open import Opened, open_asked
 from zckpt.jobs.own_groups import TargetWorld
-from zckpt.jobs.planned import Planned, Report, carried_out, protected_places
+from zckpt.jobs.planned import Planned, Report, carry_out, protected_places
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.companions import config_file
@@ -246,10 +245,9 @@ def reshard(
         >>> zckpt.reshard("run", "run-of-4", world_size=4, progress=False).out
         'run-of-4'
     """
-    began = time.perf_counter()
     dtype = None if precision == "keep" else to_dtype(precision)
     asked = RESHARD.ask(
         world_size=world_size, stage=stage, precision=dtype, tag=tag, also=also, overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout, read_options=read_options,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, asked), progress, "reshard", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "reshard")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Dcp
-from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, protected_places
 from zckpt.jobs.selection import check_wanted, resolve_selection, select
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import join_path
@@ -97,12 +96,11 @@ def to_dcp(
         >>> [path for path, nbytes in zckpt.to_dcp("run", "dcp", progress=False).files]
         ['__0_0.distcp', '.metadata', 'config.json', 'generation_config.json']
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(
         TO_DCP, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
         accelerate=accelerate, names=names, config=config, vocab_size=vocab_size, tag=tag, also=also,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, asked), progress, "to dcp", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "to dcp")
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Dcp]) -> PlannedConversion:

@@ -7,7 +7,6 @@ from the `gguf` package. Whatever is computed on the way (blocks of Q8_0, Gemma'
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Gguf
-from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.gguf.importance import read_importance
@@ -92,12 +91,11 @@ def to_gguf(
         >>> zckpt.to_gguf("model", "model.gguf", pre_tokenizer="llama-bpe", progress=False).tensors
         30
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(
         TO_GGUF, type=type, imatrix=imatrix, split_max_size=split_max_size, tag=tag, also=also, tokenizer=tokenizer,
         pre_tokenizer=pre_tokenizer, model_name=model_name, mmproj=mmproj, config=config,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, asked), progress, "to gguf", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "to gguf")
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Gguf]) -> PlannedConversion:

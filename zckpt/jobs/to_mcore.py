@@ -7,7 +7,6 @@ tensor, pipeline and expert parallel sizes.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from zckpt.jobs.megatron_states import megatron_states
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Megatron
-from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, protected_places
 from zckpt.jobs.selection import check_wanted, resolve_selection, select
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
 from zckpt.layouts.save.companions import config_file, config_of, read_config
@@ -84,14 +83,13 @@ def to_mcore(
         >>> zckpt.to_mcore("model", "megatron", progress=False).out
         'megatron'
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(
         TO_MCORE, dtype=None if dtype is None else to_dtype(dtype), tag=tag, also=also, config=config,
         vocab_size=vocab_size, tensor_parallel=tensor_parallel,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by, numbered_layers=numbered_layers,
         optimizer=optimizer, expert_parallel=expert_parallel,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, asked), progress, "to mcore", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "to mcore")
 
 
 def prepare(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from zckpt.jobs.declarations import TO_MLX, Asked
 from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Mlx
-from zckpt.jobs.planned import Report, carried_out
+from zckpt.jobs.planned import Report, carry_out
 from zckpt.jobs.quantize import open_model_for
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.naming.mlx_names import MlxForm, in_mlx_form
@@ -75,12 +74,11 @@ def to_mlx(
         >>> zckpt.to_mlx("model", "mlx/", bits=4, group_size=32, progress=False).out
         'mlx/'
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(
         TO_MLX, dtype=None if dtype is None else to_dtype(dtype), bits=bits, group_size=group_size,
         tag=tag, also=also,
     )  # fmt: skip
-    return carried_out(prepare(checkpoint, out, asked), progress, "to mlx", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "to mlx")
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Mlx]) -> PlannedConversion:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 
 from zckpt.base.errors import UsageError
@@ -17,7 +16,7 @@ from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_STATES, Asked
 from zckpt.jobs.open import open_asked, states_of
 from zckpt.jobs.options import Options
-from zckpt.jobs.planned import Report, carried_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, protected_places
 from zckpt.jobs.selection import resolve_selection, select
 from zckpt.layouts.plain import OPTIMIZER
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
@@ -57,9 +56,8 @@ def to_states(
         >>> zckpt.to_states("run", "states/", progress=False).out
         'states/'
     """
-    began = time.perf_counter()
     asked = (options or Options()).split(TO_STATES, tag=tag, also=also)
-    return carried_out(prepare(checkpoint, out, asked), progress, "to states", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "to states")
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[None]) -> PlannedConversion:

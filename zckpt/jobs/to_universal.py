@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Sequence
 
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.jobs.declarations import TO_UNIVERSAL, Asked
-from zckpt.jobs.planned import Report, carried_out
+from zckpt.jobs.planned import Report, carry_out
 from zckpt.jobs.reshard import PlannedReshard, opened_run, plan_reshard, tag_of
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.universal.write import UniversalTarget, lay_out
@@ -87,8 +86,7 @@ def to_universal(
         >>> zckpt.to_universal("run", "universal", progress=False).out
         'universal'
     """
-    began = time.perf_counter()
     asked = TO_UNIVERSAL.ask(
         tag=tag, also=also, overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, read_options=read_options
     )
-    return carried_out(prepare(checkpoint, out, asked), progress, "to universal", began)
+    return carry_out(lambda: prepare(checkpoint, out, asked), progress, "to universal")
