@@ -45,7 +45,7 @@ class Store:
     def __init__(self, root: Path, rate: float, wait: float) -> None:
         self.root, self.rate, self.wait = root, rate, wait
         self.parts = root.with_name(root.name + ".parts")
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._under_way, self._last = 0, time.monotonic()
         self._clear()
 
@@ -56,7 +56,7 @@ class Store:
 
     def step(self, change: int, read: int = 0, written: int = 0) -> None:
         """A body begins (1) or has ended (-1)."""
-        with self._lock:
+        with self.lock:
             now = time.monotonic()
             self._busy += self._under_way * (now - self._last)
             self._under_way, self._last = self._under_way + change, now
@@ -71,7 +71,7 @@ class Store:
     def stats(self) -> dict[str, float]:
         """Since the last call."""
         self.step(0)
-        with self._lock:
+        with self.lock:
             found = {
                 "read": self._read, "written": self._written, "requests": self._requests, "most": self._most,
                 "busy": self._busy, "span": max(0.0, self._end - self._first),
@@ -224,13 +224,15 @@ class Connection(socketserver.StreamRequestHandler):
         elif self.headers.get("if-none-match") == "*" and path.exists():
             return self._refuse("412 Precondition Failed", "PreconditionFailed")
         path.parent.mkdir(parents=True, exist_ok=True)
+        whole, at = self._place_of_part(path) if "uploadId" in query else (None, 0)
         if self.headers.get("expect"):
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         new = path.with_name(f"{path.name}.{threading.get_ident()}.new")
         taken = 0
         store.step(1)
         try:
-            with new.open("wb") as file:
+            with new.open("wb") if whole is None else whole.open("r+b") as file:
+                file.seek(at)
 
                 def take(nbytes: int) -> int:
                     nonlocal taken
@@ -252,11 +254,22 @@ class Connection(socketserver.StreamRequestHandler):
                         pass
                 else:
                     store.paced(int(self.headers.get("content-length", 0)), take)
-            new.replace(path)
+            path.touch() if whole is not None else new.replace(path)
         finally:
             new.unlink(missing_ok=True)
             store.step(-1, written=taken)
         return self._say("200 OK", "", f'ETag: "{etag(path)}"')
+
+    def _place_of_part(self, path: Path) -> tuple[Path | None, int]:
+        """The file in which all parts that are as long as the first are put at once, and where in it; None for other parts."""
+        coded = self.headers.get("content-length", 0)
+        whole, length = path.with_name("whole"), int(self.headers.get("x-amz-decoded-content-length", coded))
+        with self.store.lock:
+            if not whole.exists():
+                whole.touch()
+                path.with_name("length").write_text(str(length))
+        usual = int(path.with_name("length").read_text())
+        return (whole, (int(path.name) - 1) * usual) if length == usual else (None, 0)
 
     def _multipart(self, key: str) -> None:
         text = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
@@ -269,13 +282,20 @@ class Connection(socketserver.StreamRequestHandler):
         number, path = self.query["uploadId"], self.store.path(key)
         if not (parts / number).is_dir():
             return self._refuse("404 Not Found", "NoSuchUpload")
-        first, *others = [parts / number / n for n in re.findall(r"<PartNumber>(\d+)</PartNumber>", text)]
-        with first.open("ab") as whole:
-            for part in others:
-                with part.open("rb") as file:
-                    shutil.copyfileobj(file, whole, 1 << 20)
+        whole, end = parts / number / "whole", 0
+        usual = int((parts / number / "length").read_text())
+        with whole.open("r+b") as file:  # as a store does, this copies no part again but the last
+            for at, part in enumerate(parts / number / n for n in re.findall(r"<PartNumber>(\d+)</PartNumber>", text)):
+                own = part.stat().st_size
+                if own and end != at * usual:
+                    return self._refuse("400 Bad Request", "InvalidPart")  # no client here sends such
+                file.seek(end)
+                with part.open("rb") as rest:
+                    shutil.copyfileobj(rest, file, 1 << 20)
+                end += own or usual
+            file.truncate(end)
         path.parent.mkdir(parents=True, exist_ok=True)
-        first.replace(path)
+        whole.replace(path)
         shutil.rmtree(parts / number)
         facts = f'<Bucket>{BUCKET}</Bucket><Key>{escape(key)}</Key><ETag>"{etag(path)}"</ETag>'
         return self._say("200 OK", f"<CompleteMultipartUploadResult>{facts}</CompleteMultipartUploadResult>")

@@ -225,6 +225,40 @@ def test_only_what_is_needed_is_fetched(s3: S3Server, tmp_path: Path, monkeypatc
     assert s3.sent < 1_500_000
 
 
+def test_a_store_is_not_asked_for_what_a_listing_said(s3: S3Server, root: str) -> None:
+    place = f"{root}/listed"
+    for name in ("a", "inner/b"):
+        uploads.upload_small(f"{place}/{name}", b"1")
+    assert fsspec_io.entries(place) == {"a": "file", "inner": "directory"}
+    s3.requests.clear()
+    assert [fsspec_io.kind(f"{place}/{name}") for name in ("a", "inner", "inner/")] == [
+        "file",
+        "directory",
+        "directory",
+    ]
+    assert [fsspec_io.kind(f"{place}/{name}") for name in ("c", "c/d", "c/d/e", "a/b")] == [None] * 4
+    assert s3.requests == []
+    assert fsspec_io.kind(f"{place}/inner/b") == "file" and bool(s3.requests) == root.startswith("s3")
+    uploads.upload_small(f"{place}/c/d", b"1")
+    assert fsspec_io.kind(f"{place}/c/d") == "file" and fsspec_io.kind(f"{place}/c") == "directory"
+    assert fsspec_io.entries(place).keys() == {"a", "inner", "c"}
+    uploads.remove(f"{place}/c/d")
+    assert fsspec_io.kind(f"{place}/c/d") is None
+    assert fsspec_io.entries(place).keys() >= {"a", "inner"}
+    fsspec.filesystem(root.partition("://")[0]).pipe_file(f"{place}/z", b"1")  # by somebody else
+    fsspec_io.refresh(place)
+    assert fsspec_io.kind(f"{place}/z") == "file"
+
+
+def test_what_is_missing_is_asked_for_once(s3: S3Server, tmp_path: Path) -> None:
+    address = put(FIXTURES / SMALL / "checkpoint", "s3://bkt/ckpt")
+    s3.requests.clear()
+    zckpt.convert(address, tmp_path / "out")
+    asked = [path for method, path, _, _ in s3.requests if method == "HEAD" and not path.endswith(".pt")]
+    missing = [p for p in asked if p != "/bkt/ckpt" and p.removeprefix("/bkt/") not in s3.files("bkt")]
+    assert sorted(missing) == sorted(set(missing)), missing
+
+
 @pytest.mark.parametrize("most", [1 << 20, 1 << 10])
 def test_in_parts_of_any_size(root: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MOST_DISTANT_BYTES", most)

@@ -37,7 +37,8 @@ BLOCKS = "ggml_type"
 
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
-_CHUNK = 1 << 20
+_LEAST_CHUNK, _CHUNK = 64 << 10, 1 << 20
+"""Bytes that are read at once: few at first, because what follows a short header is numbers, which may come from far away."""
 _LISTED = 1024
 """Arrays with more items are vocabularies; they are not kept."""
 
@@ -134,6 +135,7 @@ class _Reader:
         self._cost = 0
         self._chunk = b""
         self._start = 0
+        self._ahead = _LEAST_CHUNK
 
     def take(self, nbytes: int, what: str) -> bytes:
         """Takes the next bytes."""
@@ -149,7 +151,8 @@ class _Reader:
             if self.at + nbytes > self.file.size:
                 raise self.file.cut_short(what, self.at + nbytes)
             self._start, begin = self.at, 0
-            self._chunk = self.file.read(self.at, min(max(nbytes, _CHUNK), self.file.size - self.at), what)
+            self._chunk = self.file.read(self.at, min(max(nbytes, self._ahead), self.file.size - self.at), what)
+            self._ahead = min(2 * self._ahead, _CHUNK)
         self.at += nbytes
         return self._chunk[begin : begin + nbytes]
 

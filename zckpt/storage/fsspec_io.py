@@ -31,7 +31,9 @@ REQUESTS = 40
 """Requests for data under way at a time: a store gives each of them some MB a second, whatever the link can do."""
 
 PIECE_BYTES = 2 << 20
-"""A longer range is fetched in pieces of this size: all requests together are 80 MiB, and move as much as 32 of 8 MiB do."""
+"""A range that is more than a quarter longer is fetched in pieces of this size: all requests together are 80 MiB, and move as
+much as 32 of 8 MiB do.
+"""
 
 _TRIES = 4
 _BLOCK = 64 << 10
@@ -228,14 +230,45 @@ def kind(address: str) -> str | None:
     """What exists at the address: "file" or "directory"; None for nothing."""
     fs, path = filesystem(address)
     try:
+        return _listed_kind(address)
+    except KeyError:
+        pass
+    try:
         with as_zckpt_errors(address):
             return str(fs.info(path)["type"])
     except NotACheckpointError:
         return None
 
 
+_listings: dict[str, dict[str, str]] = {}
+"""Directory -> what `entries` found in it since the last `refresh`: `kind` asks the store for nothing that follows from these."""
+
+_UNLISTED = ("http://", "https://")
+"""Servers that list what they like, and may have more."""
+
+
+def _listed_kind(address: str) -> str | None:
+    """As `kind`, from what was listed; raises KeyError where nothing follows from it."""
+    if _listings.get(address.rstrip("/")):
+        return "directory"
+    above, _, name = address.rstrip("/").rpartition("/")
+    inner = [name]
+    while above not in _listings:
+        above, _, name = above.rpartition("/")
+        inner.append(name)
+        if not name:  # the host is reached
+            raise KeyError(address)
+    if not {"", ".", ".."}.isdisjoint(inner) or "?" in address or address.lower().startswith(_UNLISTED):
+        raise KeyError(address)
+    found = _listings[above].get(inner[-1])
+    if len(inner) > 1 and found == "directory":
+        raise KeyError(address)
+    return found if len(inner) == 1 else None
+
+
 def refresh(address: str) -> None:
-    """Drops the listings that fsspec has cached."""
+    """Drops what was listed before, here and in fsspec's cache."""
+    _listings.clear()
     filesystem(address)[0].invalidate_cache()
 
 
@@ -247,7 +280,8 @@ def entries(address: str) -> dict[str, str]:
     above = path.rstrip("/")
     names = {str(entry["name"]).rstrip("/").rpartition("/")[2]: str(entry["type"]) for entry in found
              if str(entry["name"]).rstrip("/").lstrip("/") != above.lstrip("/")}  # fmt: skip
-    return {name: kind for name, kind in names.items() if name}
+    _listings[address.rstrip("/")] = listed = {name: kind for name, kind in names.items() if name}
+    return dict(listed)
 
 
 def walk(address: str) -> list[str]:
@@ -331,7 +365,7 @@ class Fetch:
         """A range in pieces of about the same size, with memory for them."""
         whole = self._merged[number]
         nbytes = whole.stop - whole.start
-        parts = max(1, -(-nbytes // PIECE_BYTES))
+        parts = max(1, -((PIECE_BYTES // 4 - nbytes) // PIECE_BYTES))
         if parts > 1:
             import mmap  # memory that the system gets back at once
 

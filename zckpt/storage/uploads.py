@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import NotACheckpointError
-from zckpt.storage.fsspec_io import as_zckpt_errors, filesystem, patiently
+from zckpt.storage.fsspec_io import as_zckpt_errors, filesystem, patiently, refresh
 from zckpt.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ LEAST_PART_BYTES = 5 << 20
 
 SENT_BYTES = 165 << 20
 """The bytes of all parts of a file that are sent to S3 at a time."""
+
+_SENT_BY_S3FS = 150 << 20
+"""The same by s3fs, which takes 50 MiB by itself."""
 
 _MOST_PARTS = 9_000
 _RENAMING = {"sftp", "ssh", "ftp", "smb", "webdav", "dav", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs", "ofs"}
@@ -57,7 +60,7 @@ class Upload:
         if isinstance(self._fs, ObjectStore):
             return self._fs.open_parts(self._target, part, max(2, SENT_BYTES // part))
         if hasattr(self._fs, "call_s3"):
-            return _PartsByS3fs(self._fs, self._target, part, max(2, SENT_BYTES // part))
+            return _PartsByS3fs(self._fs, self._target, part, max(2, _SENT_BY_S3FS // part))
         part = max(PART_BYTES, least)
         try:
             return self._fs.open(self._target, "wb", block_size=part)
@@ -68,7 +71,9 @@ class Upload:
     def write(self, data: bytes | memoryview) -> None:
         """Sends the next bytes."""
         with as_zckpt_errors(self.address):
-            self._file.write(bytes(data))  # which obstore keeps until the store has them
+            self._file.write(
+                data if isinstance(self._file, _PartsByS3fs) else bytes(data)
+            )  # which obstore keeps until they are sent
 
     def complete(self) -> None:
         """Makes the file appear.
@@ -83,6 +88,7 @@ class Upload:
                 self._file.close()
                 if self._target != self._path:
                     self._fs.mv(self._target, self._path)
+        refresh(self.address)
         self._is_complete = True
 
     def discard(self) -> None:
@@ -136,41 +142,45 @@ class _PartsByS3fs:
         bucket, key, _ = fs.split_path(path)
         self._names = {"Bucket": bucket, "Key": key}
         self._part_bytes, self._most = part_bytes, parts
-        self._waiting = bytearray()
+        self._part = io.BytesIO()
         self._begun: dict[str, str] = {}
         self._sent: list[Future[Any]] = []
         self._under_way: set[Future[Any]] = set()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Takes the next bytes; waits while as many parts are under way as may be. Raises what a part raised."""
-        self._waiting += data
-        while len(self._waiting) > self._part_bytes:
-            self._send(bytes(memoryview(self._waiting)[: self._part_bytes]))
-            del self._waiting[: self._part_bytes]
+        rest = memoryview(data)
+        while rest:
+            if self._part.tell() == self._part_bytes:
+                self._send()
+            room = self._part_bytes - self._part.tell()
+            self._part.write(rest[:room])
+            rest = rest[room:]
 
-    def _send(self, part: bytes) -> None:
+    def _send(self) -> None:
         import asyncio
         from concurrent.futures import FIRST_COMPLETED, wait
 
+        body, self._part = self._part, io.BytesIO()  # what is no file, the client copies before it sends it
+        body.seek(0)
         if not self._begun:
             begun = self._fs.call_s3("create_multipart_upload", **self._names)
             self._begun = {**self._names, "UploadId": begun["UploadId"]}
-        if len(self._under_way) >= self._most:
-            done, self._under_way = wait(self._under_way, return_when=FIRST_COMPLETED)
-            for one in done:
-                one.result()
-        body = io.BytesIO(part)  # what is no file, the client copies before it sends it
         asked = self._fs._call_s3("upload_part", **self._begun, PartNumber=len(self._sent) + 1, Body=body)
         self._sent.append(asyncio.run_coroutine_threadsafe(asked, self._fs.loop))
         self._sent[-1].add_done_callback(lambda _: body.close())  # the client may keep it for a while
         self._under_way.add(self._sent[-1])
+        if len(self._under_way) >= self._most:
+            done, self._under_way = wait(self._under_way, return_when=FIRST_COMPLETED)
+            for one in done:
+                one.result()
 
     def close(self) -> None:
         """Makes the file appear, once the store has all parts."""
         if not self._begun:
-            self._fs.call_s3("put_object", **self._names, Body=bytes(self._waiting))
+            self._fs.call_s3("put_object", **self._names, Body=self._part.getvalue())
         else:
-            self._send(bytes(self._waiting))
+            self._send()
             parts = [{"PartNumber": number, "ETag": one.result()["ETag"]} for number, one in enumerate(self._sent, 1)]
             self._fs.call_s3("complete_multipart_upload", **self._begun, MultipartUpload={"Parts": parts})
         self._fs.invalidate_cache(self._path)
@@ -198,3 +208,4 @@ def remove(address: str) -> None:
     fs, path = filesystem(address)
     with contextlib.suppress(NotACheckpointError):
         patiently(address, lambda: fs.rm_file(path))
+    refresh(address)
