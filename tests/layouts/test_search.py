@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,10 @@ from safetensors.torch import save_file
 import zckpt
 from zckpt.base.errors import IncompleteError, NotACheckpointError
 from zckpt.jobs.open import open_catalog
+from zckpt.layouts.places import find
+from zckpt.storage.location import locate
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 STATE = {"embed.weight": torch.arange(12.0).view(4, 3), "norm.weight": torch.ones(3)}
 
@@ -117,3 +124,24 @@ def test_weights_beside_files_of_others_are_read(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors")
     touch(tmp_path, "tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "model.onnx")
     assert set(zckpt.open_checkpoint(tmp_path)) == set(STATE)
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoint-2", "run/checkpoint-2/global_step2", "parts"])
+def test_each_directory_is_listed_once(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = FIXTURES / "zero3" / "bf16_w2" / "checkpoint"
+    shutil.copytree(save, tmp_path / "run" / "checkpoint-2")
+    for rank in range(2):
+        for file in (save / "global_step2").glob(f"*zero_pp_rank_{rank}_*"):
+            (tmp_path / "parts" / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, tmp_path / "parts" / f"rank_{rank}")
+    listed: list[str] = []
+    for list_one in (os.scandir, os.listdir):
+
+        def record(path: str, list_one: Callable[[str], object] = list_one) -> object:
+            listed.append(os.path.realpath(path))
+            return list_one(path)
+
+        monkeypatch.setattr(os, list_one.__name__, record)
+    found = find(locate(tmp_path / given))
+    own = [path for path in listed if path.startswith(str(tmp_path / given))]
+    assert len(found.listing.files) == 4 and sorted(own) == sorted({*own})

@@ -1,14 +1,15 @@
 """What a directory may be: a save, the home of tags, a step of a run, a trainer's output, saves side by side.
 
 For `places`, which asks these questions in their order. Each is a function of what was listed, which returns the place of the
-save, or None for "this is something else".
+save, an entry of the directory in which the search goes on, or None for "this is something else".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt import layouts
 from zckpt.base.dataclass import dataclass
@@ -19,11 +20,15 @@ from zckpt.layouts.save import trainers
 from zckpt.layouts.save.companions import home_of
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.folder import Folder, list_folder
-from zckpt.layouts.save.listing import Listing, lay_over
+from zckpt.layouts.save.foreign import foreign_error, foreign_save
+from zckpt.layouts.save.listing import Listing, lay_over, natural
 from zckpt.layouts.save.pointers import check_tag, read_pointer
 from zckpt.layouts.search import has_saves, has_weights, pointer_in, tags_in
 from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location, locate
+
+if TYPE_CHECKING:
+    from zckpt.layouts.parts import PlacedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,12 @@ class Look(NamedTuple):
         folder: it, listed.
         tag: which save is wanted, if the user says it.
         also: directories laid over it.
-        enter: finds the save in an entry of it, given the look, the entry's name, and a tag.
         as_part: whether a part of a save is wanted.
     """
 
     folder: Folder
     tag: str | None
     also: Sequence[Folder]
-    enter: Callable[[Look, str, str | None], Place]
     as_part: bool = False
 
     @property
@@ -71,6 +74,22 @@ class Look(NamedTuple):
     def names(self) -> Sequence[str]:
         """The names in the directory, in natural order."""
         return self.folder.names
+
+
+class NextEntry(NamedTuple):
+    """An entry of a directory in which the search goes on.
+
+    Attributes:
+        name: of the entry.
+        tag: which save in it is wanted.
+        tags: the saves among which it was chosen; none where those in it count.
+        notes: what was chosen, as sentences.
+    """
+
+    name: str
+    tag: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def as_save(look: Look) -> Place | None:
@@ -85,7 +104,7 @@ def as_save(look: Look) -> Place | None:
             remedy="Leave --tag out, or give the directory above it.",
         )  # fmt: skip
     if family.tagged:
-        siblings = tags_in(list_folder(home)) if home.is_readable() else (name,)
+        siblings = tags_in(look.folder.above()) if home.is_readable() else (name,)
         return Place(listing_of(look.folder, name, laid_over(look, name)), home, siblings)
     return Place(listing_of(look.folder, "", look.also), home_of(look.path))
 
@@ -116,17 +135,14 @@ def as_accelerate(look: Look) -> Place | None:
     return Place(listing, look.path, tuple(models), () if len(models) == 1 or look.tag else (several,))
 
 
-def as_role(look: Look) -> Place | None:
+def as_role(look: Look) -> NextEntry | None:
     """The directory as a step of a run with one directory for each model: the first of `trainers.ROLES`, or `--tag`."""
     roles = _roles_in(look.folder)
     name = look.tag or next(iter(roles), "")
     if name not in roles:
         return None
     several = f"{look.path!r} holds {examples(roles)}: {name!r} is taken. Pass --tag for another."
-    place = look.enter(look, name, None)
-    return replace(
-        place, tags=tuple(roles), notes=(*([several] if len(roles) > 1 and not look.tag else []), *place.notes)
-    )
+    return NextEntry(name, None, tuple(roles), (several,) if len(roles) > 1 and not look.tag else ())
 
 
 def _roles_in(folder: Folder) -> list[str]:
@@ -140,7 +156,7 @@ def _roles_in(folder: Folder) -> list[str]:
     return found
 
 
-def as_run(look: Look) -> Place | None:
+def as_run(look: Look) -> NextEntry | None:
     """The directory as a run of verl or Megatron: the step that a file names, or the newest one.
 
     Megatron-DeepSpeed writes such a file beside `latest`, which is then what counts.
@@ -168,9 +184,7 @@ def as_run(look: Look) -> Place | None:
     several = (
         f"{look.path!r} holds {count(len(steps), 'step')}: the newest, {step!r}, is taken. Pass --tag for another."
     )
-    place = look.enter(look, step, role or None)
-    notes = (several, *place.notes) if len(steps) > 1 and look.tag is None else place.notes
-    return replace(place, tags=tuple(steps), notes=notes)
+    return NextEntry(step, role or None, tuple(steps), (several,) if len(steps) > 1 and look.tag is None else ())
 
 
 def as_home(look: Look) -> Place | None:
@@ -198,15 +212,16 @@ def as_home(look: Look) -> Place | None:
                 remedy=f"Choose one: --tag {tags[-1]}.",
             )  # fmt: skip
     check_tag(tag, path, origin)
-    directory = path / tag
-    roots = [root.path for root in laid_over(look, tag)]
-    if not path.is_remote and not directory.is_dir():
-        directory = locate(find_displaced(path.path).get(tag, directory))
-    if not directory.is_dir():
-        roots = [inner for root in look.also if (inner := root.path / tag).is_dir()] or [
-            root for root in roots if root.is_dir()
-        ]
-        if not roots:
+    folder, roots = look.folder.inside(tag), laid_over(look, tag)
+    if folder is None:
+        directory = path / tag
+        if not path.is_remote and not directory.is_dir():
+            directory = locate(find_displaced(path.path).get(tag, directory))
+        if directory.is_dir():
+            folder = list_folder(directory)
+        elif roots := [inner for root in look.also if (inner := root.inside(tag)) is not None] or roots:
+            folder = roots.pop(0)
+        else:
             from zckpt.layouts.near import tag_meant
 
             tags = tags or tuple(look.folder.directories(trainers.FOLDER))
@@ -215,12 +230,11 @@ def as_home(look: Look) -> Place | None:
                 expected=f"one of the tags {', '.join(tags)}" if tags else "",
                 remedy=tag_meant(tag, tags) if tags else "Copy the tag directory here.",
             )  # fmt: skip
-        directory = roots.pop(0)
-    home = directory if (directory / "config.json").is_file() and not (path / "config.json").is_file() else path
-    return Place(listing_of(list_folder(directory), tag, [list_folder(root) for root in roots]), home, tags, notes)
+    has_config = folder.has_file("config.json") and not look.folder.has_file("config.json")
+    return Place(listing_of(folder, tag, roots), folder.path if has_config else path, tags, notes)
 
 
-def as_trainers(look: Look) -> Place | None:
+def as_trainers(look: Look) -> NextEntry | None:
     """A trainer's output: the newest of its `checkpoint-N` folders that holds saves, or plain weights if it has none itself."""
     from zckpt.layouts.best import name_best
 
@@ -230,14 +244,13 @@ def as_trainers(look: Look) -> Place | None:
     alone = (one.name for one in held if not has_weights(look.names) and has_weights(one.names))
     if (newest := next(saves, None) or next(alone, None)) is None:
         return None
-    place = look.enter(look, newest, look.tag)
     note = f"{look.path!r} holds {count(len(folders), 'folder')} of a trainer's checkpoints: the newest, {newest!r}, is taken."
     if weights := name_weights(look.folder):
         note += f" The weights in {look.path!r} itself are not; to take these, give {weights!r}."
     best = name_best(look.folder)
     if best not in (None, newest):
         note += f" The best by trainer_state.json is {best!r}, which --best takes."
-    return replace(place, notes=(note, *place.notes))
+    return NextEntry(newest, look.tag, notes=(note,))
 
 
 def name_weights(folder: Folder) -> str | None:
@@ -248,11 +261,11 @@ def name_weights(folder: Folder) -> str | None:
     return (folder.path / (models[0].named_by or models[0].files[0])).path if models else None
 
 
-def as_by_trainer(look: Look) -> Place | None:
+def as_by_trainer(look: Look) -> NextEntry | None:
     """The directory as a run of Lightning or Composer, or as the directory of its saves: the newest, or `--tag`."""
     if name := trainers.folder_of(look.names):
         inner = look.folder.inside(name)
-        return look.enter(look, name, look.tag) if inner is not None and has_saves(inner.path) else None
+        return NextEntry(name, look.tag) if inner is not None and has_saves(inner) else None
     saves = trainers.saves_of(look.names)
     if not saves or pointer_in(look.names) or layouts.FAMILIES[-1].is_save(look.names):
         return None
@@ -267,29 +280,47 @@ def as_by_trainer(look: Look) -> Place | None:
     several = (
         f"{look.path!r} holds {count(len(saves), 'save')}: the newest, {chosen!r}, is taken. Pass --tag for another."
     )
-    place = look.enter(look, chosen, None)
-    notes = (several, *place.notes) if len(saves) > 1 and look.tag is None else place.notes
-    return replace(place, tags=tuple(saves), notes=notes)
+    return NextEntry(chosen, None, tuple(saves), (several,) if len(saves) > 1 and look.tag is None else ())
 
 
-def as_wanted(look: Look) -> Place | None:
+def as_wanted(look: Look) -> Place | NextEntry | None:
     """The save among several, or among a trainer's folders, that `--tag` names."""
     if look.tag is None:
         return None
     if held := trainers.folder_with(look.path, look.folder.directories(trainers.FOLDER), look.tag):
-        return look.enter(look, *held)
+        return NextEntry(*held)
     return as_several(look)
 
 
-def as_several(look: Look) -> Place | None:
-    """The directory as several saves with files under names of their own: the last one, or `--tag`."""
-    from zckpt.layouts.save.apart import last_of, one_of, saves_in
+def refuse_foreign(look: Look) -> None:
+    """Raises NotACheckpointError for a save of a format that zckpt does not read."""
+    if foreign := foreign_save(look.names):
+        raise foreign_error(look.path, foreign)
 
+
+def as_parts(look: Look) -> PlacedPart | None:
+    """The directories of ranks or nodes, each with a part of one save."""
+    if look.tag is not None or pointer_in(look.names) or step_pointer(look.names):
+        return None
+    from zckpt.layouts.parts import part_error, parts_in
+
+    part = parts_in(look.folder)
+    if part is None or not {*tags_in(look.folder)} <= {*part.parts}:
+        return None
+    if len(part.parts) == 1:
+        raise part_error(part)
+    return part
+
+
+def as_several(look: Look) -> Place | None:
+    """The directory as several saves with files under names of their own, such as `checkpoint_last-shard0.pt` and
+    `checkpoint_2-shard0.pt`: the last one, or `--tag`. Which part of a name tells them apart says the family (`Family.apart`).
+    """
     for family in layouts.FAMILIES:
-        saves = saves_in(look.names, family)
+        saves = _saves_in(look.names, family)
         if not saves or (look.tag is not None and look.tag not in saves):
             continue
-        chosen = look.tag or last_of(saves, look.path)
+        chosen = look.tag or _last_of(saves, look.path)
         place = Place(one_of(listing_of(look.folder, chosen, look.also), family, chosen), look.path)
         if family.match(place.listing) is not None:
             continue
@@ -297,6 +328,30 @@ def as_several(look: Look) -> Place | None:
         notes = (several,) if len(saves) > 1 and look.tag is None else ()
         return replace(place, tags=tuple(filter(None, saves)), notes=notes)
     return None
+
+
+def _saves_in(names: Iterable[str], family: Family) -> list[str]:
+    """The saves of a family among files of these names, in natural order."""
+    return sorted({save for name in names if (save := family.save_of(name)) is not None}, key=natural)
+
+
+def _last_of(saves: list[str], directory: Location) -> str:
+    """The save, among several in one directory, that is called the last or has the greatest number. Raises
+    IncompleteError if their names do not say which is the last.
+    """
+    called = [save for save in saves if save.endswith("last")]
+    if called or len({re.sub(r"\d+", "#", save) for save in saves}) == 1:
+        return (called or saves)[-1]
+    raise IncompleteError(
+        "holds several saves, and no name says which is the last", file=directory, found=examples(saves),
+        remedy=f"Choose one: --tag {saves[-1]}.",
+    )  # fmt: skip
+
+
+def one_of(listing: Listing, family: Family, save: str) -> Listing:
+    """The files of one save, with those that belong to no save."""
+    files = {name: file for name, file in listing.files.items() if family.save_of(name) in (save, None)}
+    return replace(listing, files=files)
 
 
 def listing_of(folder: Folder, tag: str, also: Sequence[Folder]) -> Listing:
@@ -333,3 +388,19 @@ def _pointer_of(folder: Folder, tags: Sequence[str]) -> str:
         return TRACKER
     saves = [save for tag in tags if (save := folder.inside(tag)) is not None]
     return "latest" if any(f.tagged and f.is_save(save.names) for f in layouts.FAMILIES for save in saves) else ""
+
+
+QUESTIONS = (
+    as_save,
+    refuse_foreign,
+    as_accelerate,
+    as_role,
+    as_run,
+    as_by_trainer,
+    as_wanted,
+    as_parts,
+    as_home,
+    as_trainers,
+    as_several,
+)
+"""The questions about a directory, in the order in which they are asked; the last, whether it holds weights, is in `files`."""

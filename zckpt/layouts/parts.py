@@ -10,7 +10,7 @@ a word of a place with a number (`rank_0`, `node_1`, `consolidated.00`) and the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError, ZckptError
@@ -22,6 +22,7 @@ from zckpt.layouts.save.listing import natural
 from zckpt.layouts.save.module_states import flatten
 from zckpt.layouts.save.series import is_not_first, is_one_word, is_rank, numbers_in, series_of
 from zckpt.layouts.save.weight_files import WeightFiles, files_counted_with, files_of_index, is_weights
+from zckpt.layouts.search import holds_save
 from zckpt.output.manifest import NAME as MANIFEST
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
@@ -134,21 +135,18 @@ def _are_disjoint(files: Iterable[Location]) -> bool:
     return True
 
 
-def rank_part_of(
-    path: Location, also: Sequence[Location], holds_save: Callable[[Folder], bool], home: Location | None = None
-) -> PlacedPart | None:
+def rank_part_of(path: Location, also: Sequence[Folder], home: Location | None = None) -> PlacedPart | None:
     """The part of one rank that a path is or leads to; None for anything else, and if all other parts are in `also`.
 
     Args:
         path: a file or directory.
         also: directories that are laid over it.
-        holds_save: whether there is a save in a directory, or a part of one.
         home: the save that the path leads to, where that is known.
     """
     spellings = [path.absolute()]
     if (target := path.resolved()).path != spellings[0].path:
         spellings.append(target.absolute())
-    given = {root.resolved().path for root in also}
+    given = {root.path.resolved().path for root in also}
     for place in spellings:
         at, below = place, tuple[str, ...]()
         for _ in range(_HIGHEST):
@@ -158,7 +156,7 @@ def rank_part_of(
                 and (not below or is_one_word(name))
                 and not _is_model_alone(home or place, name)
             ):
-                part = _parts_beside(place, above, name, series, below, holds_save)
+                part = _parts_beside(place, above, name, series, below)
                 if part is not None and any(other.resolved().path not in given for other in part.others()):
                     return part
                 if part is not None and len(part.parts) == 1 and not below and not given and not _holds_adapter(place):
@@ -194,9 +192,8 @@ def _is_model_alone(path: Location, name: str) -> bool:
 
 
 def _parts_beside(
-    place: Location, above: Location, name: str, series: str, below: tuple[str, ...],
-    holds_save: Callable[[Folder], bool],
-) -> PlacedPart | None:  # fmt: skip
+    place: Location, above: Location, name: str, series: str, below: tuple[str, ...]
+) -> PlacedPart | None:
     try:
         folder = list_folder(above)
     except ZckptError:  # a directory that may be entered, and not listed
@@ -207,14 +204,14 @@ def _parts_beside(
     for other in folder.names:
         if other != name and series_of(other) == series:
             at = part.at(other)
-            if at.is_file() if is_file else _holds(at, holds_save):
+            if at.is_file() if is_file else _holds(at):
                 parts.append(other)
     if len(parts) == 1 and not is_not_first(name):
         return None
     return part._replace(parts=tuple(sorted(parts, key=natural)))
 
 
-def _holds(path: Location, holds_save: Callable[[Folder], bool]) -> bool:
+def _holds(path: Location) -> bool:
     try:
         folder = list_folder(path) if path.is_dir() else None
     except ZckptError:
@@ -222,7 +219,7 @@ def _holds(path: Location, holds_save: Callable[[Folder], bool]) -> bool:
     return folder is not None and MANIFEST not in folder.names and holds_save(folder)
 
 
-def parts_in(folder: Folder, holds_save: Callable[[Folder], bool]) -> PlacedPart | None:
+def parts_in(folder: Folder) -> PlacedPart | None:
     """The parts of one save, each in a directory of a rank or node; None for any other directories."""
     by_series: dict[str, list[str]] = {}
     for name in folder.names:

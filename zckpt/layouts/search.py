@@ -13,7 +13,7 @@ from zckpt.layouts.save import trainers
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.foreign import ForeignFormat, foreign_format, foreign_save
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, natural
-from zckpt.output.saves import find_displaced
+from zckpt.output.saves import PREFIX, find_displaced
 from zckpt.storage.location import Location
 
 POINTERS = ("latest", UNIVERSAL_POINTER)
@@ -39,12 +39,13 @@ class Below(NamedTuple):
     foreign: list[tuple[Folder, ForeignFormat]]
 
 
-def has_saves(path: Location) -> bool:
+def is_begun(path: Location) -> bool:
     """Whether there is anything that `find` would look into: false for a directory that a run is yet to fill."""
-    return _has_saves(list_folder(path)) if path.is_dir() else path.is_file()
+    return has_saves(list_folder(path)) if path.is_dir() else path.is_file()
 
 
-def _has_saves(folder: Folder) -> bool:
+def has_saves(folder: Folder) -> bool:
+    """Whether there is a save in a directory, or further below where its trainer keeps them; weights alone are none."""
     names = folder.names
     if pointer_in(names):  # the usual case needs no pattern of any family
         return True
@@ -52,14 +53,14 @@ def _has_saves(folder: Folder) -> bool:
     if any(family.is_save(names) for family in layouts.FAMILIES) or trainers.saves_of(names) or tags_in(folder):
         return True
     inner = [trainers.folder_of(names), *(name for name in names if trainers.FOLDER.fullmatch(name))]
-    return any(_has_saves(at) for name in inner if name and (at := folder.inside(name)) is not None)
+    return any(has_saves(at) for name in inner if name and (at := folder.inside(name)) is not None)
 
 
 def holds_save(folder: Folder) -> bool:
     """Whether a directory holds a save, or weights under any name."""
     from zckpt.layouts.save.weight_files import models_in
 
-    return _has_saves(folder) or bool(models_in(folder))
+    return has_saves(folder) or bool(models_in(folder))
 
 
 def has_weights(names: Sequence[str]) -> bool:
@@ -82,7 +83,8 @@ def pointer_in(names: Sequence[str]) -> str | None:
 
 def tags_in(folder: Folder, also: Sequence[Folder] = ()) -> tuple[str, ...]:
     """Names of directories that hold a save's files, here or in the directories laid over this one."""
-    found: set[str] = set() if folder.path.is_remote else set(find_displaced(folder.path.path))
+    is_displaced = not folder.path.is_remote and any(name.startswith(PREFIX) for name in folder.names)
+    found = set(find_displaced(folder.path.path)) if is_displaced else set[str]()
     for root in (folder, *also):
         for name in root.names:
             if name[:1] == "." or name in _OPTIMIZERS or trainers.UNFINISHED in name:  # not finished, or of no model

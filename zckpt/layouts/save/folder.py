@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import field, replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
@@ -28,6 +28,7 @@ class Folder:
     path: Location
     kinds: Mapping[str, str]
     _inside: dict[str, Folder | None] = field(default_factory=dict[str, "Folder | None"], repr=False)
+    _above: Folder | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -49,8 +50,16 @@ class Folder:
             self._inside[name] = None
             if self.kinds.get(name) == "directory":
                 with suppress(ZckptError):
-                    self._inside[name] = list_folder(self.path / name)
+                    self._inside[name] = replace(list_folder(self.path / name), _above=self)
         return self._inside[name]
+
+    def above(self) -> Folder:
+        """The directory that it is in. Raises NotACheckpointError if that cannot be listed."""
+        if self._above is not None:
+            return self._above
+        above = list_folder(self.path.absolute().parent)
+        above._inside[self.name] = self
+        return above
 
     def directories(self, pattern: re.Pattern[str]) -> list[str]:
         """Names of the directories in it that match, in natural order."""

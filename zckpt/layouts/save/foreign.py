@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from zckpt.base.errors import NotACheckpointError
+from zckpt.storage.location import Location
+
 
 class ForeignFormat(NamedTuple):
     """A format that zckpt does not read.
@@ -69,3 +72,11 @@ def foreign_format(names: Iterable[str]) -> ForeignFormat | None:
     every = list(names)
     hinted = (f for f in FORMATS if f.hint and any(re.fullmatch(f.hint, name) for name in every))
     return foreign_save(every) or next(hinted, None)
+
+
+def foreign_error(path: Location, foreign: ForeignFormat) -> NotACheckpointError:
+    """The error for a file or directory of a format that zckpt does not read."""
+    return NotACheckpointError(
+        f"is of {foreign.name}, which zckpt does not read", file=path,
+        expected="a layout that docs/formats.md lists", remedy=foreign.remedy,
+    )  # fmt: skip

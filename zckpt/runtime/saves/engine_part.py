@@ -19,7 +19,7 @@ from zckpt.base.errors import InconsistentError, UsageError, ZckptError
 from zckpt.base.words import join_words, ranks
 from zckpt.jobs.open import open_checkpoint
 from zckpt.layouts.save.pointers import latest_of
-from zckpt.layouts.search import has_saves
+from zckpt.layouts.search import is_begun
 from zckpt.live import save_pretrained
 from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.saves.background import Saving
@@ -218,7 +218,7 @@ class Saves(TrainingRun):
         meetings.begin(f"{self.micro_steps}")
         word: list[Any] = []
         with Attempt() as tried:
-            word = [tag, tag is not None or has_saves(locate(path)), latest_of(locate(path))]
+            word = [tag, tag is not None or is_begun(locate(path)), latest_of(locate(path))]
         words = meetings.agree("load_checkpoint", tried.error, word, within_s=LOAD_S, state="Nothing was changed.")
         tags = list(dict.fromkeys(one[0] for one in words))
         blind = [rank for rank, one in enumerate(words) if not one[1]]

@@ -26,7 +26,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
 from zckpt.base.words import count, ranks
 from zckpt.jobs.open import open_catalog
-from zckpt.layouts.search import has_saves
+from zckpt.layouts.search import is_begun
 from zckpt.live.device import peak_memory
 from zckpt.output.durable import replace_file
 from zckpt.runtime.config.read import Settings, read_config
@@ -125,7 +125,7 @@ def check(job: TrainingJob) -> tuple[Settings, Model]:
     elif job.eval_every is not None:
         raise UsageError("--eval-every needs a text", remedy="Pass --eval-data FILE.txt too, or no --eval-every.")
     found = find_model(job.model)
-    if os.path.isdir(job.out) and has_saves(locate(job.out)) and not job.resume:
+    if os.path.isdir(job.out) and is_begun(locate(job.out)) and not job.resume:
         raise OutputError(
             "has checkpoints of an earlier run", file=job.out,
             remedy="Pass --resume to continue that run, or another --out for a new one.",
