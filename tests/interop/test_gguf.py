@@ -23,7 +23,8 @@ from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from zckpt.naming.config_defaults import _DEFAULTS, filled_in
+from zckpt.naming import config_defaults
+from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import ARCHITECTURES
 from zckpt.naming.gguf_tokens import Tokens, tokens_of
 from zckpt.naming.gguf_vision import vision_of
@@ -302,7 +303,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(kind: str) -> None:
         theirs = {**theirs, **theirs.get("text_config", {})}
         given = {**SIZES, **said}
         ours = filled_in({"model_type": kind, **({"text_config": given} if kind == "gemma3" else given)}, "x")
-        for key in ({k for d in _DEFAULTS.values() for k in d} & theirs.keys()) | {"rope_parameters", "model_type"}:
+        for key in (config_defaults._NUMBERS & theirs.keys()) | {"rope_parameters", "model_type"}:
             assert ours.get(key) == theirs.get(key), (said, key)
     with pytest.raises(zckpt.UnsupportedError, match="no usable hidden_size"):
         filled_in({"model_type": kind, "hidden_size": "x", "text_config": {"hidden_size": 0}}, "x")

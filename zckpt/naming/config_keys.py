@@ -93,7 +93,8 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
     family = family_of(config.get("model_type"))
     if family is None:
         return dict(config)
-    return {**family.defaults, **{family.spellings.get(key, key): value for key, value in config.items()}}
+    said = (*family.defaults.items(), *config.items())
+    return {family.spellings.get(key, key): value for key, value in said}
 
 
 def check_keys(config: Mapping[str, Any], keys: Mapping[str, Keys], writer: str, path: str, remedy: str) -> None:

@@ -317,22 +317,9 @@ def _add_parameters(writer: gguf.GGUFWriter, config: Mapping[str, Any], model: G
         writer.add_sliding_window(config["sliding_window"])
 
 
-def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of rotary embeddings, those of transformers 4 under the names of transformers 5."""
-    rotary = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if "full_attention" not in rotary:
-        if "rope_theta" not in rotary and config.get("rope_theta") is not None:
-            rotary["rope_theta"] = config["rope_theta"]
-        if "rope_type" not in rotary and rotary.get("type") is not None:
-            rotary["rope_type"] = rotary["type"]
-        if config.get("rope_local_base_freq") is not None:
-            rotary["sliding_attention"] = {"rope_theta": config["rope_local_base_freq"]}
-    return rotary
-
-
 def _add_rotary(writer: gguf.GGUFWriter, config: Mapping[str, Any], package: Any) -> None:
     """Adds the keys of rotary embeddings; the scaling of Llama 3 is a tensor (`rope_freqs.weight`)."""
-    both = rotary_of(config)
+    both = config["rope_parameters"]
     rotary = both.get("full_attention", both)
     kind, factor = str(rotary.get("rope_type") or "default"), rotary.get("factor")
     if kind == "linear" and factor is not None:

@@ -26,7 +26,7 @@ from zckpt.layouts.gguf.importance import REMEDY, ImportanceMatrix, read_importa
 from zckpt.layouts.gguf.mixture import Mixed
 from zckpt.layouts.gguf.write import types_of
 from zckpt.naming.config_defaults import filled_in
-from zckpt.naming.gguf_metadata import ARCHITECTURES, rotary_of
+from zckpt.naming.gguf_metadata import ARCHITECTURES
 from zckpt.naming.rows import with_rows
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location, locate
@@ -51,10 +51,8 @@ def add_frequency_factors(
     if rows is not None and _EMBEDDING in found:
         embedding = found[_EMBEDDING]
         found[_EMBEDDING] = with_rows(embedding, min(rows, embedding.shape[0]))
-    rotary = rotary_of(config)
-    rotary = rotary.get("full_attention", rotary)
-    is_llama = ARCHITECTURES.get(str(config.get("model_type"))) == "llama"
-    if is_llama and str(rotary.get("rope_type", "")).lower() == "llama3":
+    rotary = filled_in(config, "")["rope_parameters"]
+    if ARCHITECTURES.get(str(config.get("model_type"))) == "llama" and rotary["rope_type"] == "llama3":
         return [_factors(config, rotary), *found.values()]
     return list(found.values())
 
