@@ -7,8 +7,9 @@ never imports a class that a file names, so it runs no code of a file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zckpt.base.dataclass import dataclass
 
@@ -75,6 +76,28 @@ def enum_value(value: object) -> object:
     if isinstance(value, Placeholder) and value.called and len(value.args) == 1 and not value.kwargs:
         return value.args[0]
     return value
+
+
+def value_at(value: object, *keys: object) -> Any:
+    """The value under these keys, each of a mapping inside the one before; None where there is none.
+
+    Files may hold anything in place of what their writer puts there.
+    """
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def mapping_at(value: object, *keys: object) -> Mapping[Any, Any]:
+    """The mapping that `value_at` finds; an empty one where it finds none."""
+    found = value_at(value, *keys)
+    return found if isinstance(found, Mapping) else {}
+
+
+def list_at(value: object, *keys: object) -> list[Any]:
+    """The items of the list or tuple that `value_at` finds; none where it finds none."""
+    found = value_at(value, *keys)
+    return list(found) if isinstance(found, list | tuple) else []
 
 
 def brief_text(value: object) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.patterns import compile_late
+from zckpt.containers import value_at
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.save.tied import EMBEDDINGS, HEADS, LANGUAGE_HEADS, OTHER_HEADS
 from zckpt.naming.adapter_weights import AdapterWeights
@@ -40,8 +41,7 @@ def is_of_tokens(name: str) -> bool:
 def find_class(adapters: Sequence[AdapterWeights], config: Mapping[str, object] | None) -> str:
     """The class that an adapter was trained in, if that is not a language model; empty otherwise."""
     for adapter in adapters:
-        mapping = adapter.config.get("auto_mapping")
-        named = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+        named = value_at(adapter.config, "auto_mapping", "base_model_class")
         if isinstance(named, str) and named.endswith(tuple(_CLASSES.values())):
             return named
         end = _CLASSES.get(str(adapter.config.get("task_type")))

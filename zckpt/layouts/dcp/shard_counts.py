@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError
+from zckpt.containers import value_at
 from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import SAFETENSORS
 from zckpt.layouts.dcp.metadata import TensorItem
@@ -131,6 +132,5 @@ def _cuts(
 def _rows_in_config(name: str, config: Mapping[str, object]) -> int | None:
     """The number of rows of a tensor by the model's config; None where the config does not say it."""
     key = "vocab_size" if name.endswith(_EMBEDDING) else "hidden_size" if name.endswith(_NORMS) else ""
-    inner = config.get("text_config")
-    found = config.get(key, inner.get(key) if isinstance(inner, Mapping) else None)
+    found = config.get(key, value_at(config, "text_config", key))
     return found if type(found) is int and found > 0 else None

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from zckpt.containers import value_at
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.engine.elements import ElementReader
 from zckpt.layouts.save.companions import config_near
@@ -71,9 +72,7 @@ def _by_config(
 ) -> Iterator[tuple[str, str]]:
     """Pairs of matrices with a row for each token, if a config is there and does not say that the head is another one."""
     known = config_near(listing.directory)
-    text = known.get("text_config")
-    text = text if isinstance(text, Mapping) else {}
-    rows = known.get("vocab_size", text.get("vocab_size"))
+    rows = known.get("vocab_size", value_at(known, "text_config", "vocab_size"))
     if not isinstance(rows, int) or is_tied(known) is False:
         return
     names = [name for name, entry in tensors.items() if len(entry.shape) == 2 and entry.shape[0] == rows]

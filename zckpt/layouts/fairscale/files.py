@@ -8,6 +8,7 @@ from dataclasses import replace
 from zckpt.base import limits
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import examples
+from zckpt.containers import value_at
 from zckpt.layouts.fairscale import EXPERTS, SHARD, SHARED, WHOLE_EXPERTS, WHOLE_PART
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import Listing
@@ -93,9 +94,7 @@ def model_parts(listing: Listing) -> dict[int, Listing]:
 
 def _parts_in_config(listing: Listing, name: str) -> int:
     """The number of the model's parts, as metaseq's config in a file says it; 0 where it does not."""
-    config = listing.entry(name, "cfg")
-    model = config.get("model") if isinstance(config, Mapping) else None
-    size = model.get("model_parallel_size") if isinstance(model, Mapping) else None
+    size = value_at(listing.entry(name, "cfg"), "model", "model_parallel_size")
     return size if type(size) is int and 0 <= size <= limits.RANKS else 0
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef, brief
+from zckpt.containers import TensorRef, brief, list_at, value_at
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.layouts.fairscale import EXPERTS, NONE, SHARD, WHOLE_EXPERTS, WHOLE_PART, WHOLE_SHARED, files
 from zckpt.layouts.run.values import missing_ranks, step_of
@@ -126,9 +126,8 @@ def facts(listing: Listing, name: str) -> RankFacts:
 
 def step_in(root: Mapping[str, object]) -> int | None:
     """Optimizer steps, as fairseq and metaseq count them; None where a file does not say."""
-    history = root.get("optimizer_history")
-    last = history[-1] if isinstance(history, list | tuple) and history else None
-    return step_of(last.get("num_updates")) if isinstance(last, Mapping) else None
+    history = list_at(root, "optimizer_history")
+    return step_of(value_at(history[-1], "num_updates")) if history else None
 
 
 def read_ranks(listing: Listing) -> list[Rank]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, list_at, mapping_at
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
 from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
@@ -23,7 +23,7 @@ from zckpt.layouts.fairscale.read import Held, Rank, holders, metadata_in, read_
 from zckpt.layouts.run.agreement import parameter_groups
 from zckpt.layouts.run.numbering import positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
-from zckpt.layouts.run.values import as_list, keep_alike, refuse_odd_values
+from zckpt.layouts.run.values import keep_alike, refuse_odd_values
 from zckpt.layouts.run.vectors import unflatten
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
@@ -212,9 +212,8 @@ def _number_states(
     rank: Rank, said: Mapping[str, object] | None, keys: Sequence[str]
 ) -> tuple[list[list[int]], dict[int, Mapping[str, object]]]:
     """The positions in `keys` of each group's parameters, and their states by position."""
-    state = said.get("state") if said else None
-    own = state if isinstance(state, Mapping) else {}
-    numbers = [as_list(g.get("params")) for g in as_list(said and said.get("param_groups")) if isinstance(g, Mapping)]
+    own = mapping_at(said, "state")
+    numbers = [list_at(group, "params") for group in list_at(said, "param_groups") if isinstance(group, Mapping)]
     extents = [[_extent(own.get(number)) for number in group] for group in numbers]
     stored = [(rank.tensor(key).numel,) for key in keys]
     if any(type(number) is not int for group in numbers for number in group):
@@ -233,7 +232,7 @@ def _number_states(
 
 def _extent(state: object) -> tuple[int, ...] | None:
     """The number of elements of a parameter, by its states; None where it has none."""
-    values = state.values() if isinstance(state, Mapping) else ()
+    values = mapping_at(state).values()
     return next(((value.numel,) for value in values if isinstance(value, TensorRef) and value.shape), None)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError, InconsistentError, NotACheckpointError
+from zckpt.containers import mapping_at
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.gguf_file import MAGIC, GgufValue, read_input
 from zckpt.containers.tensor_ref import StorageRef, TensorRef, contiguous_stride
@@ -132,8 +133,7 @@ def _of_gguf(file: Input) -> tuple[dict[str, Weighting], str, int]:
 
 
 def _refs(container: Container) -> dict[str, TensorRef]:
-    root = container.root
-    return {name: ref for name, ref in root.items() if isinstance(ref, TensorRef)} if isinstance(root, Mapping) else {}
+    return {name: ref for name, ref in mapping_at(container.root).items() if isinstance(ref, TensorRef)}
 
 
 def _entry(root: Mapping[str, TensorRef], name: str) -> TensorEntry:

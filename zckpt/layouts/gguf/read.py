@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from zckpt.base.errors import IncompleteError, InconsistentError, NotACheckpointError
 from zckpt.base.words import examples
-from zckpt.containers import Container, TensorRef
+from zckpt.containers import Container, TensorRef, mapping_at
 from zckpt.containers.gguf_file import BLOCKS, BY_NAME, GgufValue
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.evidence import Evidence
@@ -86,8 +86,7 @@ def _values(container: Container) -> Mapping[str, GgufValue]:
 
 
 def _tensors(container: Container) -> Mapping[str, TensorRef]:
-    root = container.root
-    return {name: ref for name, ref in root.items() if isinstance(ref, TensorRef)} if isinstance(root, Mapping) else {}
+    return {name: ref for name, ref in mapping_at(container.root).items() if isinstance(ref, TensorRef)}
 
 
 def _parts(listing: Listing) -> list[str]:

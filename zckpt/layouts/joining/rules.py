@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import examples
-from zckpt.containers import Placeholder
+from zckpt.containers import Placeholder, list_at, mapping_at, value_at
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.fragments import Block
 from zckpt.layouts.joining.patterns import Patterns
@@ -136,7 +136,7 @@ class CheckpointRules:
         reason = next(
             (
                 why
-                for pattern, why in self._mapping("autotp_unsupported_parameter_patterns").items()
+                for pattern, why in mapping_at(self.info, "autotp_unsupported_parameter_patterns").items()
                 if self.matches(pattern, name)
             ),
             None,
@@ -163,22 +163,10 @@ class CheckpointRules:
 
     def _ranks(self) -> int:
         """Tensor-parallel ranks that it records; 0 if it does not."""
-        maps = self._mapping("affine_map").get("params")
-        entries = list(maps.values()) if isinstance(maps, Mapping) else []
-        counts = [
-            len(entry["ranks"])
-            for entry in entries
-            if isinstance(entry, Mapping) and isinstance(entry.get("ranks"), Mapping)
-        ]
-        for widths in self._mapping("sub_param_shard_widths").values():
-            counts += (
-                [len(part) for part in widths if isinstance(part, list | tuple)] if isinstance(widths, list) else []
-            )
+        counts = [len(mapping_at(entry, "ranks")) for entry in mapping_at(self.info, "affine_map", "params").values()]
+        for widths in mapping_at(self.info, "sub_param_shard_widths").values():
+            counts += [len(list_at(part)) for part in list_at(widths)]
         return max(counts, default=0)
-
-    def _mapping(self, key: str) -> Mapping[str, object]:
-        value = self.info.get(key)
-        return value if isinstance(value, Mapping) else {}
 
     def matches(self, pattern: object, name: str) -> bool:
         """Whether a pattern fits a name, with or without the parts that wrappers put into it (torch.compile's
@@ -188,17 +176,13 @@ class CheckpointRules:
 
     def all_patterns(self) -> list[object]:
         """The regular expressions of all categories."""
-        lists = [value for key, value in self.info.items() if key.startswith(_CATEGORIES) and isinstance(value, list)]
+        lists = [list_at(self.info, key) for key in self.info if key.startswith(_CATEGORIES)]
+        lists += [list_at(entry, "patterns") for entry in _entries(self.info.get("parameter_with_sub_params"))]
         found = [pattern for value in lists for pattern in value if isinstance(pattern, str)]
-        for entry in _entries(self.info.get("parameter_with_sub_params")):
-            patterns: object = entry.get("patterns") if isinstance(entry, Mapping) else None
-            found += [one for one in patterns if isinstance(one, str)] if isinstance(patterns, list) else []
-        maps = self._mapping("affine_map").get("params")
-        return [*found, *(maps if isinstance(maps, Mapping) else ())]
+        return [*found, *mapping_at(self.info, "affine_map", "params")]
 
     def _names(self, key: str, name: str) -> bool:
-        patterns = self.info.get(key)
-        return any(self.matches(p, name) for p in patterns) if isinstance(patterns, list | tuple) else False
+        return any(self.matches(pattern, name) for pattern in list_at(self.info, key))
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Joint:
         if self._names("tp_replicated_parameter_patterns", name):
@@ -226,7 +210,7 @@ class CheckpointRules:
                 raise ValueError(f"{extent} rows in {sizes} sub-parameters")
             sizes = (extent // sizes,) * sizes
             view = (*view[:dim], sizes, *view[dim + 1 :])
-        widths = self._mapping("sub_param_shard_widths").get(pattern)
+        widths = value_at(self.info, "sub_param_shard_widths", pattern)
         if widths is None:
             widths = [[size // len(shapes)] * len(shapes) for size in sizes]
         if not isinstance(widths, list | tuple) or any(sum(w) != s for w, s in zip(widths, sizes, strict=True)):
@@ -240,7 +224,7 @@ class CheckpointRules:
 
     def _affine(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
         """Joins by the affine map: blocks of elements, each with its place in the whole and in the slices that hold it."""
-        found = self._mapping("affine_map")
+        found = mapping_at(self.info, "affine_map")
         if not found:
             return None
         if found.get("version") != 1:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, list_at, mapping_at
 from zckpt.core.catalog import Role
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import Fragment
@@ -85,8 +85,7 @@ def settings_of(names: Sequence[str], metadata: Metadata, items: Items) -> Itera
         item, match = metadata.items[name], _OBJECT.fullmatch(name)
         if match is None or match["what"] != "optimizer" or not isinstance(item, BytesItem):
             continue
-        held = _one(items.value(item))
-        for group in held.get("param_groups", ()) if isinstance(held, Mapping) else ():
+        for group in list_at(_one(items.value(item)), "param_groups"):
             if isinstance(group, Mapping) and (text := repr(sorted(group.items(), key=str))) not in seen:
                 seen.add(text)
                 yield {str(key): value for key, value in group.items()}
@@ -98,9 +97,9 @@ def _one(value: object) -> object:
 
 def _sizes_in(value: object) -> Iterator[tuple[tuple[int, int], int]]:
     """(buffer, bucket) and elements, as `per_bucket_numel_unpadded` says them."""
-    for buffer, own in enumerate(value if isinstance(value, list) else ()):
-        for sizes in own.values() if isinstance(own, Mapping) else ():
-            for bucket, numel in enumerate(sizes if isinstance(sizes, list) else ()):
+    for buffer, own in enumerate(list_at(value)):
+        for sizes in mapping_at(own).values():
+            for bucket, numel in enumerate(list_at(sizes)):
                 if type(numel) is int:
                     yield (buffer, bucket), numel
 
@@ -123,13 +122,9 @@ def _of_buckets(
 
 def _gathered_vectors(group: str, held: object, problems: list[str]) -> Iterator[BucketVector]:
     """The vectors of `dp_zero_gather_scatter`."""
-    for buffer, own in held.items() if isinstance(held, Mapping) else ():
-        for vectors in own.values() if type(buffer) is int and isinstance(own, Mapping) else ():
-            refs = (
-                {str(k): v for k, v in vectors.items() if isinstance(v, TensorRef) and v.shape}
-                if isinstance(vectors, Mapping)
-                else {}
-            )
+    for buffer, own in mapping_at(held).items():
+        for vectors in mapping_at(own).values() if type(buffer) is int else ():
+            refs = {str(k): v for k, v in mapping_at(vectors).items() if isinstance(v, TensorRef) and v.shape}
             refs = {"param" if state in MASTERS else state: ref for state, ref in refs.items()}
             what = f"buffer {buffer} of {group!r}"
             if (

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
+from zckpt.containers import value_at
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
 from zckpt.storage.location import Location
 
@@ -139,6 +140,5 @@ _OF_MODELS = (b"self_attention.linear_", b"mlp.linear_fc1", b"mixer.in_proj.")
 
 def shape_before(beside: Mapping[object, object], item: TensorItem) -> tuple[int, ...] | None:
     """The shape that a tensor had before its parts were flattened; None for one that was not."""
-    known = beside.get(item.name)
-    shape = known.get("nd_reformulated_orig_global_shape") if isinstance(known, Mapping) else None
+    shape = value_at(beside, item.name, "nd_reformulated_orig_global_shape")
     return tuple(shape) if isinstance(shape, tuple | list) and all(type(n) is int for n in shape) else None

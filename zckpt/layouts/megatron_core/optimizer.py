@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count
+from zckpt.containers import mapping_at
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem
 from zckpt.layouts.megatron_core.contents import MegatronItems, plain_name
@@ -128,9 +129,8 @@ def _groups(run: MegatronRun) -> Iterator[_Group]:
 def _common_step(run: MegatronRun) -> object:
     """The step that all parameters share; the iteration where no optimizer says it."""
     for own in run.optimizers():
-        inner = own.get("optimizer")
-        state = inner.get("state") if isinstance(inner, Mapping) else None
-        if isinstance(state, Mapping) and "common_step" in state:
+        state = mapping_at(own, "optimizer", "state")
+        if "common_step" in state:
             return state["common_step"]
     return run.step or 0
 

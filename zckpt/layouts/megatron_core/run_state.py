@@ -13,7 +13,7 @@ from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
-from zckpt.containers import Placeholder, brief
+from zckpt.containers import Placeholder, brief, mapping_at, value_at
 from zckpt.core.catalog import Topology
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata
@@ -49,8 +49,7 @@ class MegatronRun:
         state = kept.state if isinstance(kept, Placeholder) else kept
         if isinstance(state, Mapping) and state:
             return state
-        model = self.config.get("model", self.config)
-        return model if isinstance(model, Mapping) else {}
+        return mapping_at(self.config.get("model", self.config))
 
     @property
     def step(self) -> int | None:
@@ -60,8 +59,7 @@ class MegatronRun:
     @property
     def sharding(self) -> str:
         """The layout of the optimizer's states, by Megatron-Core's name for it; empty where it is not recorded."""
-        content = self.common.get("content_metadata")
-        if isinstance(content, Mapping) and isinstance(kind := content.get("distrib_optim_sharding_type"), str):
+        if isinstance(kind := value_at(self.common, "content_metadata", "distrib_optim_sharding_type"), str):
             return kind
         for own in self.optimizers():
             if isinstance(kind := own.get("param_state_sharding_type"), str):
@@ -172,8 +170,7 @@ def run_state(listing: Listing, metadata: Metadata, items: Items) -> MegatronRun
                 break
         else:
             common = _of_items(metadata, items)
-    known = {str(key): value for key, value in common.items()} if isinstance(common, Mapping) else {}
-    return MegatronRun(known, _config(listing))
+    return MegatronRun({str(key): value for key, value in mapping_at(common).items()}, _config(listing))
 
 
 def _of_items(metadata: Metadata, items: Items) -> dict[str, object]:

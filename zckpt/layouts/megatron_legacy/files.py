@@ -19,7 +19,7 @@ from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import examples
-from zckpt.containers import Placeholder, enum_value
+from zckpt.containers import Placeholder, enum_value, mapping_at
 from zckpt.layouts.megatron_legacy import MODEL
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import as_mapping, flatten
@@ -77,7 +77,7 @@ def arguments(listing: Listing, name: str) -> dict[str, object]:
     """Megatron's `args` in a file: plain values, enumerations by their values; empty where there are none."""
     kept = listing.entry(name, "args")
     state = kept.state if isinstance(kept, Placeholder) else kept
-    return {str(key): enum_value(value) for key, value in state.items()} if isinstance(state, Mapping) else {}
+    return {str(key): enum_value(value) for key, value in mapping_at(state).items()}
 
 
 def split_of(listing: Listing) -> RunSplit:

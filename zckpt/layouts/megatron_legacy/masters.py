@@ -23,14 +23,13 @@ from dataclasses import field
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, list_at, mapping_at
 from zckpt.core.catalog import Padding
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Fragment
 from zckpt.engine.elements import ElementReader
 from zckpt.engine.replicas import first_difference
 from zckpt.layouts.megatron_legacy.stages import RankTensor, TensorsOfRank
-from zckpt.layouts.run.values import as_list
 
 _BUCKET = 40_000_000
 _PER_RANK = 1_000_000
@@ -121,7 +120,7 @@ def _of_vectors(
     for (chunk, dtype, members), (key, vector) in zip(buffers, vectors, strict=True):
         refs = {name: ref for name, ref in vector.items() if isinstance(ref, TensorRef) and ref.shape}
         master = refs.get("param")
-        if master is None or dtype not in as_list(key) or not _is_vector(master, master):
+        if master is None or dtype not in list_at(key) or not _is_vector(master, master):
             return None
         odd = [name for name, ref in refs.items() if not _is_vector(ref, master)]
         for name in odd:
@@ -152,7 +151,7 @@ def _unlike(name: str, ref: TensorRef, master: TensorRef) -> str:
 
 
 def _items(own: object) -> Iterator[tuple[object, Mapping[str, object]]]:
-    for key, vector in own.items() if isinstance(own, Mapping) else ():
+    for key, vector in mapping_at(own).items():
         if isinstance(vector, Mapping):
             yield key, vector
 
@@ -267,7 +266,7 @@ def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
     states = [state for state in (kept if isinstance(kept, list) else [kept]) if isinstance(state, Mapping)]
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
     problems: list[str] = []
-    lists = [(state, as_list(_masters_in(state))) for state in states]
+    lists = [(state, list_at(_masters_in(state))) for state in states]
     every = [group for state in states for group in group_facts(state)]
     apart = {key for key in ("is_expert_parallel", "is_decoupled_lr") if any(group.get(key) for group in every)}
     for state, groups in lists:
@@ -276,7 +275,7 @@ def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
             return None
         for own, refs in zip(facts, groups):
             members = list(_members(rank, own, apart))
-            refs_here = [ref for ref in as_list(refs) if isinstance(ref, TensorRef)]
+            refs_here = [ref for ref in list_at(refs) if isinstance(ref, TensorRef)]
             if [ref.shape for ref in refs_here] != [rank.tensors[index].ref.shape for index in members]:
                 return None
             moments = _moments(state, own, refs_here, problems)
@@ -297,13 +296,11 @@ def _moments(
     """The further states of a group's masters; none if the group has other parameters too, since the numbers are then
     not theirs.
     """
-    inner = state.get("optimizer")
-    held = inner.get("state") if isinstance(inner, Mapping) else None
-    numbers = as_list(group.get("params"))
+    held = mapping_at(state, "optimizer", "state")
+    numbers = list_at(group, "params")
     found: list[dict[str, tuple[Fragment, ...]]] = [{} for _ in masters]
     for own, number, master in zip(found, numbers if len(numbers) == len(masters) else (), masters, strict=False):
-        states = held.get(number) if isinstance(held, Mapping) and type(number) is int else None
-        for name, ref in states.items() if isinstance(states, Mapping) else ():
+        for name, ref in mapping_at(held, number).items() if type(number) is int else ():
             if isinstance(ref, TensorRef) and ref.shape == master.shape and ref.dtype == F32 and ref.shape:
                 own[str(name)] = ref.fragments()
             elif isinstance(ref, TensorRef) and ref.shape and ref.numel > 1:
@@ -313,9 +310,7 @@ def _moments(
 
 def group_facts(state: Mapping[str, object]) -> list[Mapping[str, object]]:
     """The parameter groups of an optimizer's state."""
-    inner = state.get("optimizer")
-    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
-    return [group for group in as_list(groups) if isinstance(group, Mapping)]
+    return [group for group in list_at(state, "optimizer", "param_groups") if isinstance(group, Mapping)]
 
 
 def _members(rank: TensorsOfRank, group: Mapping[str, object], apart: set[str]) -> Iterator[int]:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
+from zckpt.containers import list_at, mapping_at
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.layouts.megatron_legacy import MODEL, OPTIMIZER
 from zckpt.layouts.megatron_legacy.masters import group_facts
 from zckpt.layouts.megatron_legacy.read import LegacySave
 from zckpt.layouts.run.training import ParameterGroup, Training
-from zckpt.layouts.run.values import as_list
 from zckpt.layouts.save.listing import Listing
 
 _MEGATRONS_OWN = re.compile(r"params|.*_mult|is_.*|(?:max|min)_lr|pre_.*|step|start_.*|end_.*|default_config")
@@ -130,9 +130,7 @@ def _step(save: LegacySave, group: Mapping[str, object]) -> object:
         return group["step"]
     kept = save.root.get("optimizer")
     for own in kept if isinstance(kept, list) else [kept]:
-        inner = own.get("optimizer") if isinstance(own, Mapping) else None
-        state = inner.get("state") if isinstance(inner, Mapping) else None
-        for each in state.values() if isinstance(state, Mapping) else ():
-            if isinstance(each, Mapping) and "step" in each and as_list(group.get("params")):
+        for each in mapping_at(own, "optimizer", "state").values():
+            if "step" in mapping_at(each) and list_at(group, "params"):
                 return each["step"]
     return save.root.get("iteration") or 0

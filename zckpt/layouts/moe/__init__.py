@@ -1,8 +1,8 @@
 """Mixtures of experts: DeepSpeed's MoE layers and AutoEP."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
+from zckpt.containers import value_at
 from zckpt.layouts import zero
 from zckpt.layouts.save.family import later
 from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
@@ -20,7 +20,7 @@ def match(listing: Listing) -> str | None:
 
 def holds_experts(root: object) -> bool:
     """Whether a model file records experts; in a pipeline, whether its own stage has any."""
-    counts = root.get("num_experts") if isinstance(root, Mapping) else None
+    counts = value_at(root, "num_experts")
     return isinstance(counts, list) and bool(counts)
 
 

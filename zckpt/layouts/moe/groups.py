@@ -23,6 +23,7 @@ from zckpt.base import words
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
+from zckpt.containers import list_at, mapping_at, value_at
 from zckpt.layouts.moe.experts import Layers, sharers
 from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.zero import zero3, zero12
@@ -123,18 +124,16 @@ def with_shapes(model: ModelStates, optimizers: Sequence[object], layers: Layers
     """
     groups: dict[tuple[str, int], dict[str, Shape]] = {}
     for root in optimizers:
-        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
-        base = state.get("base_optimizer_state") if isinstance(state, Mapping) else None
-        settings = base.get("param_groups") if isinstance(base, Mapping) else None
-        mappings = state.get("param_slice_mappings") if isinstance(state, Mapping) else None
+        state = mapping_at(root, "optimizer_state_dict")
+        settings, mappings = value_at(state, "base_optimizer_state", "param_groups"), state.get("param_slice_mappings")
         if not isinstance(settings, list) or not isinstance(mappings, list):
             return model  # and it will be said that there are no shapes
         counts: Counter[str] = Counter()
         for group, mapping in zip(settings, mappings):
-            label = str(group.get("name")) if isinstance(group, Mapping) else ""
+            label = str(value_at(group, "name"))
             shapes = groups.setdefault((label, counts[label]), {})
             counts[label] += 1
-            for name in mapping if isinstance(mapping, Mapping) else ():
+            for name in mapping_at(mapping):
                 shapes.setdefault(str(name), _shape(str(name), model, layers))
     places = {model.module[name].place: name for shapes in groups.values() for name in shapes if name in model.module}
     shared = {name: places[ref.place] for name, ref in model.module.items() if places.get(ref.place, name) != name}
@@ -186,11 +185,9 @@ def _order(shard: OptimizerShard, listed: Sequence[Mapping[str, Shape]]) -> list
             expected=words.count(len(listed), "group, as the model file has", "groups, as the model file has"),
             remedy="Copy the files of all ranks again, each under its own name.",
         )  # fmt: skip
-    mappings = shard.root.get("param_slice_mappings")
-    mappings = list(mappings) if isinstance(mappings, list | tuple) else []
     order: dict[int, int] = {}
-    for own, mapping in enumerate(mappings[: len(listed)]):
-        name = next(iter(mapping), None) if isinstance(mapping, Mapping) else None
+    for own, mapping in enumerate(list_at(shard.root, "param_slice_mappings")[: len(listed)]):
+        name = next(iter(mapping_at(mapping)), None)
         number = next((n for n, shapes in enumerate(listed) if name in shapes), None)
         if number is not None:
             order[number] = own
@@ -215,8 +212,7 @@ def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
     if not settings:
         numbers = iter(range(len(shard.vectors)))
         for group in shard.settings:
-            params = group.get("params")
-            held = [number for number, _ in zip(numbers, params if isinstance(params, list) else ())]
+            held = [number for number, _ in zip(numbers, list_at(group, "params"))]
             if kept := [number for number in held if number in groups]:
                 settings.append({**group, "params": kept})
     return replace(
@@ -234,12 +230,9 @@ def _check_recorded(save: zero3.Zero3Save, numbers: Sequence[int], ranks: range)
     are other ranks.
     """
     for rank in ranks:
-        recorded = save.shards[rank].root.get("ds_zero_partition_groups")
-        for entry in recorded if isinstance(recorded, list) else []:
-            if not isinstance(entry, Mapping) or entry.get("sub_group") not in numbers:
-                continue
-            named = entry.get("partition_ranks")
-            if named != list(ranks):
+        for entry in list_at(save.shards[rank].root, "ds_zero_partition_groups"):
+            named = value_at(entry, "partition_ranks")
+            if value_at(entry, "sub_group") in numbers and named != list(ranks):
                 raise UnsupportedError(
                     "experts are on other ranks than zckpt knows", file=save.shards[rank].file,
                     found=f"sub-group {entry.get('sub_group')} is shared by ranks {named}",

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import examples
-from zckpt.containers import Placeholder
+from zckpt.containers import Placeholder, list_at, mapping_at, value_at
 from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.moe import holds_experts
 from zckpt.layouts.moe.experts import Layers, is_own, read_layers
@@ -253,12 +253,9 @@ def _held_sizes(optimizers: Iterable[object]) -> dict[str, int]:
     """The same numbers of elements, as a rank's optimizer files have them."""
     sizes: dict[str, int] = {}
     for root in optimizers:
-        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
-        mappings = state.get("param_slice_mappings") if isinstance(state, Mapping) else None
-        for mapping in mappings if isinstance(mappings, list) else ():
-            for name, address in mapping.items() if isinstance(mapping, Mapping) else ():
-                place = address.state if isinstance(address, Placeholder) else None
-                numel = place.get("numel") if isinstance(place, Mapping) else None
+        for mapping in list_at(root, "optimizer_state_dict", "param_slice_mappings"):
+            for name, address in mapping_at(mapping).items():
+                numel = value_at(address.state, "numel") if isinstance(address, Placeholder) else None
                 if not is_own(str(name)):
                     sizes[str(name)] = sizes.get(str(name), 0) + (numel if isinstance(numel, int) else 0)
     return sizes

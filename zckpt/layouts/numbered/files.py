@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from zckpt.base.errors import ZckptError
 from zckpt.base.patterns import compile_late
+from zckpt.containers import mapping_at
 from zckpt.layouts.numbered import RANK, WHOLE
 from zckpt.layouts.plain import files as plain
 from zckpt.layouts.save.listing import Listing
@@ -105,7 +106,7 @@ def state_dict_in(root: object) -> Mapping[str, object] | None:
     if not isinstance(root, Mapping):
         return None
     for value in (root, *(root.get(key) for key in _KEYS)):
-        held = value if isinstance(value, Mapping) else {}
+        held = mapping_at(value)
         if isinstance(held.get("param_groups"), list | tuple) and isinstance(held.get("state"), Mapping):
             return held
     return None

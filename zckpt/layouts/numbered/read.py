@@ -23,14 +23,14 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, list_at, mapping_at, value_at
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.layouts.numbered.files import OptimizerFiles, find
 from zckpt.layouts.plain import read as plain
 from zckpt.layouts.run.agreement import steps_of
 from zckpt.layouts.run.numbering import Extent, positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
-from zckpt.layouts.run.values import as_list, keep_alike, missing_ranks, refuse_odd_values
+from zckpt.layouts.run.values import keep_alike, missing_ranks, refuse_odd_values
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.model_shapes import MAKE, is_sorted, own_name, read_shapes
 from zckpt.layouts.save.module_states import Shape, as_mapping, whole
@@ -121,8 +121,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         groups.append(ParameterGroup(tuple(names), kept, shared, tuple(kinds)))
     precisions = Counter(catalog.tensors[name].dtype for names, _ in optimizer.groups for name in names)
     (first,) = list(files.weights.files)[:1]
-    root = files.weights.open(first).root
-    rest = client_state(root if isinstance(root, Mapping) else {}, _steps(files))
+    rest = client_state(mapping_at(files.weights.open(first).root), _steps(files))
     return Training(tuple(groups), states, {}, rest, precisions.most_common(1)[0][0], other_shapes=others)
 
 
@@ -152,8 +151,8 @@ def _name_states(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _
     parts = [files.whole] if files.whole else [files.ranks[rank] for rank in sorted(files.ranks)]
     if files.ranks and (missing := sorted(set(range(max(files.ranks))) - set(files.ranks))):
         raise missing_ranks(listing, "optimizer", sorted(files.ranks), missing, 1 + max(files.ranks))
-    groups = [[as_list(g.get("params")) for g in _groups(state)] for _, state in parts]
-    states = [_unwrap_states(own) if isinstance(own := state["state"], Mapping) else {} for _, state in parts]
+    groups = [[list_at(group, "params") for group in _groups(state)] for _, state in parts]
+    states = [_unwrap_states(mapping_at(state, "state")) for _, state in parts]
     if any(len(own) != len(groups[0]) for own in groups) or not groups[0]:
         raise UnsupportedError(
             "the ranks' optimizers do not have the same groups", file=listing.directory,
@@ -185,7 +184,7 @@ def _by_names(file: str, state: Mapping[str, object], catalog: Catalog) -> _Opti
     Raises:
         InconsistentError: the weights have no parameter of such a name, or of its states' shape, or a name is there twice.
     """
-    groups = [(as_list(group.get("params")), group) for group in _groups(state)]
+    groups = [(list_at(group.get("params")), group) for group in _groups(state)]
     said = [name for names, _ in groups for name in names]
     if not said or not all(isinstance(name, str) for name in said):
         return None
@@ -219,7 +218,7 @@ def _unwrap_states(states: Mapping[object, object]) -> dict[object, object]:
     """Number -> states, without the level that bitsandbytes puts around them."""
     found: dict[object, object] = {}
     for number, own in states.items():
-        inner = own.get(_PACKED) if isinstance(own, Mapping) else None
+        inner = value_at(own, _PACKED)
         if isinstance(own, Mapping) and isinstance(inner, Mapping):
             own = {**{key: value for key, value in own.items() if key != _PACKED}, **inner}
         found[number] = own
@@ -227,12 +226,12 @@ def _unwrap_states(states: Mapping[object, object]) -> dict[object, object]:
 
 
 def _groups(state: Mapping[str, object]) -> list[Mapping[str, object]]:
-    return [group for group in as_list(state.get("param_groups")) if isinstance(group, Mapping)]
+    return [group for group in list_at(state, "param_groups") if isinstance(group, Mapping)]
 
 
 def _extent(state: object) -> Extent:
     """The shape of a parameter, as its states have it; None where it has none."""
-    values = state.values() if isinstance(state, Mapping) else ()
+    values = mapping_at(state).values()
     return next((value.shape for value in values if isinstance(value, TensorRef) and value.shape), None)
 
 

@@ -8,11 +8,11 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`; runtime/engi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Set
 
 from zckpt.base.errors import IncompleteError
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, list_at, mapping_at, value_at
 from zckpt.core.evidence import NO_LIST_OF_FROZEN, Evidence
 from zckpt.layouts.save.listing import Listing
 
@@ -77,11 +77,8 @@ def evidence_without_lists(optimizers: Iterable[object], layers: Iterable[tuple[
     """
     trained: Counter[tuple[int, ...]] = Counter()
     for optimizer in optimizers:
-        inside = optimizer if isinstance(optimizer, Mapping) else {}
-        groups, states = inside.get("param_groups"), inside.get("state")
-        listed = [number for group in groups for number in group.get("params", ())] if isinstance(groups, list) else []
-        held = states if isinstance(states, Mapping) else {}
-        shapes = [_shape_in(held.get(number)) for number in listed]
+        listed = [number for group in list_at(optimizer, "param_groups") for number in list_at(group, "params")]
+        shapes = [_shape_in(value_at(optimizer, "state", number)) for number in listed]
         if not shapes or None in shapes:
             return Evidence("unknown", "nothing in the save lists the parameters of its layers")
         trained.update(shape for shape in shapes if shape is not None)
@@ -94,5 +91,5 @@ def evidence_without_lists(optimizers: Iterable[object], layers: Iterable[tuple[
 
 def _shape_in(states: object) -> tuple[int, ...] | None:
     """The shape of a parameter by its states; None where they do not say it."""
-    held = states.values() if isinstance(states, Mapping) else ()
+    held = mapping_at(states).values()
     return max((value.shape for value in held if isinstance(value, TensorRef)), key=len, default=None)

@@ -15,7 +15,7 @@ from typing import Any
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.base.patterns import compile_late
 from zckpt.base.words import count, examples
-from zckpt.containers import Container, TensorRef
+from zckpt.containers import Container, TensorRef, mapping_at
 from zckpt.layouts.save.module_states import flatten
 
 _USUAL = ("state_dict", "model_state_dict", "module", "model")
@@ -169,7 +169,7 @@ def _contents(root: object, state: Mapping[str, TensorRef]) -> str:
         return "the states of an optimizer"
     if state:
         return f"single numbers alone ({examples(state, 2)})"
-    held = root if isinstance(root, Mapping) else {}
+    held = mapping_at(root)
     kinds = [f"{key!r}" for key, value in held.items() if _is_of_training(key, value)]
     return f"states of training alone ({examples(kinds, 3)})" if kinds else f"{len(held):,} other entries"
 

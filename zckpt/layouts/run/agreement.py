@@ -20,10 +20,10 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, examples
-from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
+from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief, list_at
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.run.training import ParameterGroup
-from zckpt.layouts.run.values import SCALER, as_list, number_in, step_of
+from zckpt.layouts.run.values import SCALER, number_in, step_of
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import whole
 
@@ -202,16 +202,16 @@ def parameter_groups(optimizer: object) -> list[tuple[Mapping[str, object], list
         nested = inner.get(key) if isinstance(inner, Mapping) else None
         inner = nested if isinstance(nested, Mapping | list | tuple) else inner
     if not isinstance(inner, Mapping):
-        return [({}, [state]) for state in as_list(inner) if isinstance(state, Mapping)]
+        return [({}, [state]) for state in list_at(inner) if isinstance(state, Mapping)]
     listed, held = inner.get("param_groups"), inner.get("state")
     held = held if isinstance(held, Mapping) else {}
-    groups = [group for group in as_list(listed) if isinstance(group, Mapping)]
+    groups = [group for group in list_at(listed) if isinstance(group, Mapping)]
     if not groups:
         return [({}, [state]) for state in held.values() if isinstance(state, Mapping)]
     return [
         (
             group,
-            [held[n] for n in as_list(group.get("params")) if isinstance(n, int) and isinstance(held.get(n), Mapping)],
+            [held[n] for n in list_at(group.get("params")) if isinstance(n, int) and isinstance(held.get(n), Mapping)],
         )
         for group in groups
     ]

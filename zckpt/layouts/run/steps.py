@@ -8,10 +8,10 @@ training/checkpointing.py `_resolve_checkpoint_iteration`, training/state.py `Tr
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from zckpt.base.errors import CorruptError
-from zckpt.containers import open_container
+from zckpt.containers import open_container, value_at
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.pointers import read_pointer
 from zckpt.storage.location import Location
@@ -48,8 +48,7 @@ def read_step(path: Location) -> str:
     """
     if path.name != _TRAIN_STATE:
         return read_pointer(path)
-    state = open_container(path.path).root
-    step = step_of(state.get("step")) if isinstance(state, Mapping) else None
+    step = step_of(value_at(open_container(path.path).root, "step"))
     if step is None:
         raise CorruptError(
             "does not say which step it is of",

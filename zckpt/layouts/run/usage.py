@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, list_at, mapping_at
 from zckpt.core.claims import ByteSpan, Claims
-from zckpt.layouts.run.values import as_list
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
@@ -60,10 +59,10 @@ def _masters(listing: Listing) -> Iterator[_Vector]:
     states = list(_shards(listing))
     if not states:  # files of experts repeat what model files say
         whole = listing.matching(EXPERT_OPTIMIZER_NAME) or listing.matching(MODEL_NAME)
-        states = [((0, 0), state) for name in whole if isinstance(state := listing.entry(name, "optimizer"), Mapping)]
+        states = [((0, 0), mapping_at(listing.entry(name, "optimizer"))) for name in whole]
     for rank, state in states:
         for key in _MASTERS:
-            for number, held in enumerate(as_list(state.get(key))):
+            for number, held in enumerate(list_at(state, key)):
                 what = f"group {number} of {key!r}"
                 yield from (_Vector(ref, what, _swap_file(listing, rank, ref)) for ref in _tensors(held))
 
@@ -72,8 +71,8 @@ def _states(listing: Listing) -> Iterator[_Vector]:
     for rank, state in _shards(listing) if not listing.matching(EXPERT_OPTIMIZER_NAME) else ():
         base = next((state[key] for key in _WRAPPED if key in state), None)
         held = base.get("state") if isinstance(base, Mapping) else base
-        for number, own in held.items() if isinstance(held, Mapping) else enumerate(as_list(held)):
-            for key, value in own.items() if isinstance(own, Mapping) else ():
+        for number, own in held.items() if isinstance(held, Mapping) else enumerate(list_at(held)):
+            for key, value in mapping_at(own).items():
                 if isinstance(value, TensorRef) and value.shape:
                     yield _Vector(value, f"{key!r} of group {number}", _swap_file(listing, rank, value))
 
@@ -82,10 +81,9 @@ def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, ob
     """Data- and model-parallel rank of each rank of a ZeRO run, and what its optimizer file keeps."""
     for name in listing.matching(SHARD_NAME):
         found = SHARD_NAME.fullmatch(name)
-        if found and found["kind"] == "optim":
-            state = listing.entry(name, "optimizer_state_dict")
-            if isinstance(state, Mapping):
-                yield (int(found["dp"]), int(found["mp"])), state
+        state = mapping_at(listing.entry(name, "optimizer_state_dict")) if found and found["kind"] == "optim" else {}
+        if found and state:
+            yield (int(found["dp"]), int(found["mp"])), state
 
 
 def _swap_file(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> TensorRef | None:
@@ -100,7 +98,7 @@ def _swap_file(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> Tenso
 
 def _tensors(value: object) -> Iterator[TensorRef]:
     """A tensor, or those in a list."""
-    for each in as_list(value) or [value]:
+    for each in list_at(value) or [value]:
         if isinstance(each, TensorRef):
             yield each
 

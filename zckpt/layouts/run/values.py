@@ -6,22 +6,17 @@ For every family.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples, ranks
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, mapping_at
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage.location import locate
 
 SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Entries of an optimizer file that are the loss scaler and what is kept beside it."""
-
-
-def as_list(value: object) -> list[object]:
-    """A list or tuple, or nothing."""
-    return list(value) if isinstance(value, list | tuple) else []
 
 
 def step_of(value: object) -> int | None:
@@ -127,12 +122,12 @@ def missing_model_file(listing: Listing, mp_rank: int = 0) -> IncompleteError:
     )
     remedy = "Copy it from the node that wrote it (--also DIR lays further directories over this one)."
     if optimizers:
-        state = listing.entry(next(iter(optimizers.values())), "optimizer_state_dict")
-        if isinstance(state, Mapping) and "fp32_flat_groups" in state:
+        state = mapping_at(listing.entry(next(iter(optimizers.values())), "optimizer_state_dict"))
+        if "fp32_flat_groups" in state:
             names = [f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt" for rank in optimizers]
             expected = examples(names) + " beside them" + (f", {len(names):,} files" if len(names) > 3 else "")
             remedy = "Copy them from the nodes that wrote them (--also DIR lays further directories over this one)."
-        elif isinstance(state, Mapping) and "single_partition_of_fp32_groups" in state:
+        elif "single_partition_of_fp32_groups" in state:
             expected = f"mp_rank_{mp_rank:02d}_model_states.pt beside them"
     whose = f" of mp_rank {mp_rank:02d}" if len(listing.model_parallel_ranks()) > 1 else ""
     return IncompleteError(

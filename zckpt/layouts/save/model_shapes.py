@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.base.words import examples
-from zckpt.containers import TensorRef, brief, open_container
+from zckpt.containers import TensorRef, brief, mapping_at, open_container, value_at
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.module_states import Shape, flatten
@@ -62,9 +62,9 @@ def read_shapes(path: str) -> ModelShapes:
     container = open_container(place)
     root = container.root
     for key in _STATES:
-        inner = root.get(key) if isinstance(root, Mapping) else None
+        inner = value_at(root, key)
         root = inner if isinstance(inner, Mapping) else root
-    tensors = flatten(root, []) if isinstance(root, Mapping) else {}
+    tensors = flatten(mapping_at(root), [])
     if not tensors:
         raise NotACheckpointError("holds no tensors", file=path, remedy=f"Correct --shapes. {MAKE}")
     if container.kind == "safetensors" and is_sorted(tensors):

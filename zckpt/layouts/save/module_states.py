@@ -16,7 +16,7 @@ from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.containers import Placeholder, TensorRef, brief
+from zckpt.containers import Placeholder, TensorRef, brief, mapping_at
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.core.claims import ByteSpan
 from zckpt.layouts.save.listing import Listing
@@ -84,14 +84,12 @@ class ModelStates:
     @property
     def config(self) -> Mapping[str, object]:
         """The training run's DeepSpeed config, or an empty mapping."""
-        config = self.root.get("ds_config")
-        return config if isinstance(config, Mapping) else {}
+        return mapping_at(self.root, "ds_config")
 
     @property
     def zero_config(self) -> Mapping[str, object]:
         """Its `zero_optimization` section, or an empty mapping."""
-        zero = self.config.get("zero_optimization")
-        return zero if isinstance(zero, Mapping) else {}
+        return mapping_at(self.config, "zero_optimization")
 
     @property
     def extras(self) -> dict[str, object]:
@@ -123,8 +121,7 @@ class ModelStates:
 
     def topology(self, dp: int) -> Topology:
         """The ranks per axis as recorded, with `dp` data-parallel ranks."""
-        dims = self.root.get("checkpoint_parallel_dimensions")
-        dims = dims if isinstance(dims, Mapping) else {}
+        dims = mapping_at(self.root, "checkpoint_parallel_dimensions")
         tp, pp = (n if isinstance(n, int) and n > 0 else 1 for n in (dims.get("tp_degree"), dims.get("pp_degree")))
         rank_count(tp * pp, "tp_degree x pp_degree", self.file)
         return Topology(dp, tp, pp)

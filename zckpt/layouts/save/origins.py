@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.base.words import examples
-from zckpt.containers import Container, TensorRef, brief
+from zckpt.containers import Container, TensorRef, brief, list_at, mapping_at, value_at
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import as_mapping
@@ -52,10 +52,8 @@ class FileOrigin:
 
 def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
     """What a file of a save records, with its modification time."""
-    root = container.root if isinstance(container.root, Mapping) else {}
-    inner = root.get("optimizer_state_dict")
-    state = inner if isinstance(inner, Mapping) else {}
-    version = root.get("ds_version") or state.get("ds_version")
+    root = mapping_at(container.root)
+    version = root.get("ds_version") or value_at(root, "optimizer_state_dict", "ds_version")
     rank = SHARD_NAME.fullmatch(name)
     has_experts = root.get("num_experts") or root.get("ds_autoep_layers")  # of which each rank has its own
     return FileOrigin(
@@ -83,23 +81,19 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
         numbers = listing.numbers(name, "dp_world_size", "global_steps")
         return RankFacts(numbers.get("dp_world_size"), numbers.get("global_steps"))
     root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
-    state = root.get("optimizer_state_dict")
-    count = state.get("partition_count") if isinstance(state, Mapping) else None
+    state = mapping_at(root, "optimizer_state_dict")
+    count = state.get("partition_count")
     if isinstance(count, list | tuple):  # groups of experts, which come last, have others
         count = next(iter(count), None)
     return RankFacts(_whole(count), None, tuple(_find_swap_files(listing, name, state)))
 
 
-def _find_swap_files(listing: Listing, name: str, state: object) -> Iterator[str]:
+def _find_swap_files(listing: Listing, name: str, state: Mapping[str, object]) -> Iterator[str]:
     """The names of the swap files that hold elements which an optimizer file lacks, or has only in a buffer."""
     match = SHARD_NAME.fullmatch(name)
-    state = state if isinstance(state, Mapping) else {}
-    vectors, base = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
-    held = base.get("state") if isinstance(base, Mapping) else None
-    states = held if isinstance(held, Mapping) else {}
-    for number, vector in enumerate(vectors if isinstance(vectors, list | tuple) else ()):
-        own = states.get(number)
-        labels = {key: _label(value) for key, value in own.items()} if isinstance(own, Mapping) else {}
+    states = mapping_at(state, "optimizer_state_dict", "state")
+    for number, vector in enumerate(list_at(state, "fp32_flat_groups")):
+        labels = {key: _label(value) for key, value in mapping_at(states, number).items()}
         swapped = [label for key, label in labels.items() if label.startswith(f"{key}-")]
         label = _label(vector)
         if match is None or not label:

@@ -24,7 +24,7 @@ from typing import Any
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
-from zckpt.containers import Container, TensorRef, brief, load_pickle, open_container, torch_zip
+from zckpt.containers import Container, TensorRef, brief, load_pickle, mapping_at, open_container, torch_zip
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_NUMBER
 from zckpt.core.catalog import Catalog, Topology
@@ -258,9 +258,8 @@ class _Save:
             for inner, value in leaves(root):
                 yield (item, *inner), self._cut(said, inner, rank, value, where.path)
         elif form == "SafetensorsSerialization":
-            root = self._container(path, where).root
             named = {".".join(map(str, inner)): inner for inner in said.groups}
-            for name, value in root.items() if isinstance(root, Mapping) else ():
+            for name, value in mapping_at(self._container(path, where).root).items():
                 inner = named.get(name, (name,))
                 yield (item, *inner), self._cut(said, inner, rank, value, where.path)
         elif form == "JsonSerialization":

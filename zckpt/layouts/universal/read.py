@@ -24,12 +24,12 @@ from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError
-from zckpt.containers import TensorRef, enum_value
+from zckpt.containers import TensorRef, enum_value, list_at, mapping_at
 from zckpt.core.catalog import Catalog, Role, TensorEntry, Topology
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.run.training import ParameterGroup, Training
-from zckpt.layouts.run.values import SCALER, as_list, step_of
+from zckpt.layouts.run.values import SCALER, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, replicas_of, whole
 from zckpt.layouts.universal import HOME, MASTER
@@ -238,7 +238,7 @@ def _names_by_group(save: _Save, settings: Sequence[Mapping[str, object]]) -> li
     """Parameters per group: `param_shapes` lists them by group, at stage 3 by sub-group."""
     shapes = [model.param_shapes for model in save.models]
     if save.stage == 3:
-        owners = [owner for owner, group in enumerate(settings) for _ in as_list(group.get("params"))]
+        owners = [owner for owner, group in enumerate(settings) for _ in list_at(group.get("params"))]
         names: list[list[str]] = [[] for _ in settings] or [[]]
         for number, group in enumerate(shapes[0]):
             names[owners[number] if number < len(owners) else 0] += group
@@ -267,7 +267,6 @@ def _scalars(save: _Save, names: Sequence[str]) -> dict[str, object]:
             )  # fmt: skip
     if steps:
         return {_STEP: steps[files[0]]}
-    inner = save.left.get("optimizer_state_dict")
-    states = inner.get("state") if isinstance(inner, Mapping) else None
-    first = next(iter(states.values()), None) if isinstance(states, Mapping) else None
-    return {_STEP: first[_STEP]} if isinstance(first, Mapping) and _STEP in first else {}
+    states = mapping_at(save.left, "optimizer_state_dict", "state")
+    first = mapping_at(next(iter(states.values()), None))
+    return {_STEP: first[_STEP]} if _STEP in first else {}

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError
+from zckpt.containers import mapping_at, value_at
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
@@ -152,8 +153,7 @@ def _without_partitions(training: Training, stage_3: bool, ranks: int) -> dict[s
     As DeepSpeed's converter does, it says of each group, of experts too, that all data-parallel ranks share it, without padding.
     """
     raw = training.raw
-    inner = raw.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
-    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    groups = value_at(raw, "optimizer_state_dict" if stage_3 else "base_optimizer_state", "param_groups")
     if groups is None:
         groups = [{**group.settings, "params": [number]} for number, group in enumerate(training.groups) if group.names]
     kept = {key: value for key, value in raw.items() if stage_3 or key not in _SHARDED}
@@ -170,17 +170,15 @@ def _model_file(listing: Listing, name: str, path: str, stage_3: bool) -> Plan |
     runs.
     """
     root = listing.open(name).root
-    record = root.get("ds_autoep_layers") if isinstance(root, Mapping) else None
-    if not isinstance(root, Mapping) or not isinstance(record, list):
+    if not isinstance(root, Mapping) or not isinstance(record := root.get("ds_autoep_layers"), list):
         return None
     if not stage_3:  # of which the converter keeps less
         record = [
             {key: entry[key] for key in _OF_LAYER if key in entry} for entry in record if isinstance(entry, Mapping)
         ]
     pattern = r".*\.experts\.w[123]$" if stage_3 else r"\.experts\.w[123]$"
-    info = root.get("universal_checkpoint_info")
     said = {"expert_parameter_patterns": [pattern], "ds_autoep_layers": record}
-    info = {**(info if isinstance(info, Mapping) else {}), **said}
+    info = {**mapping_at(root, "universal_checkpoint_info"), **said}
     file = TorchFile(path)
     return file.finish(file.adopt({**root, "universal_checkpoint_info": info}))
 

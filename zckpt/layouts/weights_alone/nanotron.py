@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef, brief
+from zckpt.containers import TensorRef, brief, value_at
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.core.evidence import Evidence
@@ -81,8 +81,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
                 )  # fmt: skip
             groups.setdefault(f"{found['modules'].replace('/', '.')}{found['last']}", []).append(name)
     tensors = {name: _entry(listing, name, _check_ranks(listing, name, files)) for name, files in groups.items()}
-    metas = said.get("metas")
-    step = metas.get("last_train_step") if isinstance(metas, Mapping) else None
+    step = value_at(said, "metas", "last_train_step")
     stages = [int(found["pps"]) for found in map(OPTIMIZER.fullmatch, listing.files) if found]
     ranks = [value if type(value) is int and 0 < value <= limits.RANKS else 1 for value in (said.get("dp"), tp)]
     source = Source("nanotron", listing.directory.path, listing.tag, ("nanotron", ""),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
-from zckpt.containers import Placeholder, TensorRef
+from zckpt.containers import Placeholder, TensorRef, value_at
 from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry, Topology
 from zckpt.core.evidence import Evidence
 from zckpt.layouts.joining.rules import FileRules, check_loads, rules_of_file, unknown_rule
@@ -341,8 +341,7 @@ def _with_tensors(listing: Listing, name: str, state: Mapping[str, object]) -> d
     found: dict[str, object] = {}
     for key, value in state.items():
         if isinstance(value, Placeholder) and value.name == "TensorReference":
-            fields = value.state if isinstance(value.state, Mapping) else {}
-            file = f"{name}.tensors/tensor_{fields.get('tid')}.pt"
+            file = f"{name}.tensors/tensor_{value_at(value.state, 'tid')}.pt"
             if file not in listing.files:
                 raise IncompleteError(
                     f"has no file of tensor {key!r}", file=listing.directory, found=f"no {file!r}",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
-from zckpt.containers import TensorRef, brief, enum_value
+from zckpt.containers import TensorRef, brief, enum_value, list_at, mapping_at
 from zckpt.core.dtypes import BF16, F16, F32, DType
-from zckpt.layouts.run.values import SCALER, as_list, missing_ranks, step_of
+from zckpt.layouts.run.values import SCALER, missing_ranks, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count
 from zckpt.layouts.save.origins import check_alike
@@ -171,14 +171,13 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
     settings: tuple[Mapping[str, object], ...] = ()
     states: list[object]
     if isinstance(base, Mapping):
-        inner, groups = base.get("state"), base.get("param_groups")
-        settings = tuple(group for group in groups if isinstance(group, Mapping)) if isinstance(groups, list) else ()
-        numbers = [number for group in settings for number in as_list(group.get("params"))]
-        inner = inner if isinstance(inner, Mapping) else {}
+        settings = tuple(group for group in list_at(base, "param_groups") if isinstance(group, Mapping))
+        numbers = [number for group in settings for number in list_at(group, "params")]
+        inner = mapping_at(base, "state")
         states = [inner.get(n) if isinstance(n, int) else None for n in numbers] or list(inner.values())
     else:
-        states = as_list(base)
-    found = [state if isinstance(state, Mapping) else {} for state in states[:count]]
+        states = list_at(base)
+    found = [mapping_at(state) for state in states[:count]]
     return (*found, *({} for _ in range(count - len(found)))), settings
 
 

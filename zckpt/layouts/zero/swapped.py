@@ -31,7 +31,7 @@ from zckpt.base.errors import (
 )
 from zckpt.base.patterns import compile_late
 from zckpt.base.words import count
-from zckpt.containers import TensorRef, brief
+from zckpt.containers import TensorRef, brief, list_at, value_at
 from zckpt.core.catalog import Padding
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.core.fragments import Fragment
@@ -109,17 +109,15 @@ def _is_swapped(number: int, shard: OptimizerShard, model: ModelStates) -> bool:
     states = shard.states[number].items()
     if not vector.numel or any(isinstance(v, TensorRef) and _label(v).startswith(f"{n}-") for n, v in states):
         return True
-    offload, aio = model.zero_config.get("offload_optimizer"), model.config.get("aio")
-    block = aio.get("block_size") if isinstance(aio, Mapping) else None
+    block = value_at(model.config, "aio", "block_size")
     least = max(_LEAST_BYTES, block if isinstance(block, int) else 0)
-    return isinstance(offload, Mapping) and offload.get("device") == "nvme" and vector.nbytes >= least
+    return value_at(model.zero_config, "offload_optimizer", "device") == "nvme" and vector.nbytes >= least
 
 
 def _ranks_of(number: int, shard: OptimizerShard, model: ModelStates, world_size: int) -> int:
     """The number of ranks that share a sub-group: all, or fewer for experts and under MiCS."""
-    recorded = shard.root.get("ds_zero_partition_groups")
-    for entry in recorded if isinstance(recorded, list) else ():
-        if isinstance(entry, Mapping) and entry.get("sub_group") == number:
+    for entry in list_at(shard.root, "ds_zero_partition_groups"):
+        if value_at(entry, "sub_group") == number:
             ranks = entry.get("partition_count")
             return ranks if isinstance(ranks, int) and ranks > 0 else world_size
     mics = model.zero_config.get("mics_shard_size")

@@ -16,13 +16,13 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, list_at, mapping_at
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
 from zckpt.engine.elements import ElementReader
 from zckpt.engine.replicas import first_difference
-from zckpt.layouts.run.values import as_list, missing_ranks
+from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole
 from zckpt.layouts.zero.assembly import assemble, source_of
@@ -49,9 +49,7 @@ def read(listing: Listing) -> Catalog:
 
 def _count_trained(model: ModelStates) -> int:
     """Parameters in the groups of torch's optimizer; 0 where the file has no list of them."""
-    optimizer = model.root.get("optimizer")
-    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    return sum(len(as_list(group.get("params"))) for group in as_list(groups) if isinstance(group, Mapping))
+    return sum(len(list_at(group, "params")) for group in list_at(model.root, "optimizer", "param_groups"))
 
 
 def own_weights(model: ModelStates) -> dict[str, TensorEntry] | None:
@@ -270,11 +268,8 @@ def _solutions(
 def state_names(optimizer: object) -> tuple[str, ...]:
     """Names of the per-element states in an optimizer's state."""
     for key in ("optimizer_state_dict", "state"):
-        inner = optimizer.get(key) if isinstance(optimizer, Mapping) else None
-        optimizer = inner if isinstance(inner, Mapping) else optimizer
-    if not isinstance(optimizer, Mapping):
-        return ()
-    states = [state for state in optimizer.values() if isinstance(state, Mapping)]
+        optimizer = mapping_at(optimizer, key) or optimizer
+    states = map(mapping_at, mapping_at(optimizer).values())
     return tuple(
         dict.fromkeys(str(n) for state in states for n, v in state.items() if isinstance(v, TensorRef) and v.shape)
     )

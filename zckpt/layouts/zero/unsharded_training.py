@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError, UnsupportedError
-from zckpt.containers import TensorRef
+from zckpt.containers import TensorRef, mapping_at
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F16
 from zckpt.layouts.run.training import ParameterGroup, Training, new_scaler
@@ -40,9 +40,9 @@ def read_training(listing: Listing, names: Names | None = None) -> Training:
 
 def training_of(model: ModelStates, names: Names | None = None) -> Training:
     """As `read_training`, from a model file."""
-    optimizer = model.root.get("optimizer")
-    inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, Mapping) else None
-    if not isinstance(optimizer, Mapping) or not isinstance(inner, Mapping) or "param_groups" not in inner:
+    optimizer = mapping_at(model.root, "optimizer")
+    inner = mapping_at(optimizer.get("optimizer_state_dict", optimizer))
+    if "param_groups" not in inner:
         raise IncompleteError(
             "holds no optimizer states", file=model.file,
             remedy="Load its weights alone: load_module_only=True.",
