@@ -24,7 +24,7 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.accelerate import complete_settings, optimizer_beside
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
-from zckpt.layouts.save.module_states import as_mapping, read_model_states, whole
+from zckpt.layouts.save.module_states import read_model_states, root_of, whole
 from zckpt.layouts.save.state_names import WRAPPERS
 
 Pair = tuple[str, TensorEntry, TensorEntry]
@@ -240,7 +240,7 @@ def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None
         if name not in output.files:
             found.problems.append(f"it lacks {name!r}")
             continue
-        own, other = (as_mapping(listing.open(name).root, "its content", name) for listing in (source, output))
+        own, other = (root_of(listing, name) for listing in (source, output))
         if own.get("ds_autoep_layers") is not None:
             own, other = ({**root, "universal_checkpoint_info": None} for root in (own, other))
         found.same(own, other, repr(name))

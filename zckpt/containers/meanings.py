@@ -16,7 +16,7 @@ from typing import Any
 
 from zckpt.base.patterns import compile_late
 from zckpt.containers.inert import NumpyArray, Placeholder
-from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER, StorageRef, TensorRef
+from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef, is_count
 from zckpt.core.dtypes import BY_STORAGE, BY_TORCH_NAME, I8, I32, U8, DType
 
 MISFITS = (TypeError, ValueError, LookupError, struct.error, OverflowError)
@@ -178,7 +178,7 @@ def _order(kind: str) -> str:
 
 
 def _numpy_array(dtype: object, shape: object, data: object, fortran: object) -> NumpyArray:
-    if type(shape) is not tuple or not all(type(dim) is int and 0 <= dim <= MAX_NUMBER for dim in shape):
+    if type(shape) is not tuple or not all(map(is_count, shape)):
         raise ValueError("an array of an impossible shape")
     kind, plain = numpy_dtype(dtype), _as_bytes(data)
     if type(data) is list:

@@ -17,7 +17,7 @@ from zckpt.containers.inert import Placeholder
 from zckpt.containers.machine import Machine
 from zckpt.containers.meanings import plain_key
 from zckpt.containers.phrases import GET, LITERAL, NUMBER, SHAPE, TEXT, Phrase, Phrases, class_head
-from zckpt.containers.tensor_ref import MAX_NUMBER
+from zckpt.containers.tensor_ref import is_count
 
 try:
     from zckpt._core import Places, read_boxes
@@ -121,9 +121,7 @@ def _is_name_and_place(key: tuple[object, ...]) -> bool:
     if len(key) != 2 or type(key[0]) is not str:
         return False
     offsets = key[1]
-    return offsets is None or (
-        type(offsets) is tuple and all(type(number) is int and 0 <= number <= MAX_NUMBER for number in offsets)
-    )
+    return offsets is None or (type(offsets) is tuple and all(map(is_count, offsets)))
 
 
 class Records:

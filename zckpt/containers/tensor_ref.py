@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from typing import TypeGuard
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
@@ -28,6 +29,18 @@ MAX_DIMS = 128
 
 MAX_FRAGMENTS = 1 << 20
 """The most fragments of a tensor, about 150 bytes each. A (1024, 1024, 3, 3) convolution in channels-last order needs so many."""
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether an object of a file is a number that counts elements or bytes."""
+    return type(value) is int and 0 <= value <= MAX_NUMBER
+
+
+def as_shape(value: object) -> tuple[int, ...]:
+    """The shape that a file says, in a list or tuple of counts. Raises ValueError for anything else."""
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMS or not all(map(is_count, value)):
+        raise ValueError(f"{brief(value)} instead of a shape")
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,7 @@ class StorageRef:
         if len(shape) != len(stride) or len(shape) > MAX_DIMS:
             raise self._bad_view("impossible", f"{len(shape)} dimensions, {len(stride)} strides")
         for number in (storage_offset, *shape, *stride):
-            if type(number) is not int or not 0 <= number <= MAX_NUMBER:
+            if not is_count(number):
                 what = "size" if number in shape else "stride" if number in stride else "offset"
                 raise self._bad_view("impossible", f"{what} {brief(number)}", "whole numbers from 0 to 2^63 - 1")
         dtype = dtype or self.dtype
@@ -177,6 +190,16 @@ class TensorRef:
                 return True
             reach += (dim - 1) * step
         return False
+
+    def box(self, first: Sequence[int], sizes: tuple[int, ...]) -> TensorRef:
+        """The part of it that begins at an index and has these sizes. Raises ValueError if it is not within the tensor."""
+        if len(first) != len(self.shape) or any(
+            a + n > whole for a, n, whole in zip(first, sizes, self.shape, strict=True)
+        ):
+            raise ValueError(f"a piece {list(sizes)} at {list(first)} of {list(self.shape)}")
+        step = sum(index * stride for index, stride in zip(first, self.stride, strict=True))
+        offset = self.byte_offset + step * self.dtype.itemsize
+        return replace(self, shape=sizes, byte_offset=offset, storage_offset=self.storage_offset + step)
 
     def fragments(self) -> tuple[Fragment, ...]:
         """Its elements as pitched runs, in order; see [Note: the geometry of a fragment].

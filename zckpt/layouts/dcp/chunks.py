@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, overload
 
 from zckpt.containers import TensorRef
-from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.containers.tensor_ref import MAX_DIMS, is_count
 
 if TYPE_CHECKING:
     from zckpt.containers.records import RowKinds
@@ -184,11 +184,6 @@ class Chunks(Sequence[DcpChunk]):
     def _at(self, number: int) -> DcpChunk:
         file, offset, length = self._places[3 * number : 3 * number + 3]
         return DcpChunk(*self._boxes.at(number), ItemPlace(self._files[file], offset, length))
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Whether an object of a file is a number that counts elements or bytes."""
-    return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def is_shape(value: object) -> TypeGuard[Shape]:

@@ -186,7 +186,8 @@ def _split_flat(
                 break
             begin, end = max(first, start), min(first + ref.numel, start + numel)
             if begin < end:
-                chunks.append(DcpChunk((begin - start,), (end - begin,), _part(ref, begin - first, end - begin)))
+                flat = replace(ref, shape=(ref.numel,), stride=(1,))
+                chunks.append(DcpChunk((begin - start,), (end - begin,), flat.box((begin - first,), (end - begin,))))
         yield name, TensorItem(f"{item.name}: {name}", path_of(name), item.dtype, (numel,), tuple(chunks), shape)
 
 
@@ -199,15 +200,3 @@ def _ref(item: TensorItem, chunk: DcpChunk, items: Items) -> TensorRef:
             remedy="Save it again with StateDictType.SHARDED_STATE_DICT.",
         )  # fmt: skip
     return ref
-
-
-def _part(ref: TensorRef, first: int, numel: int) -> TensorRef:
-    """A range of elements of a dense vector."""
-    offset = first * ref.dtype.itemsize
-    return replace(
-        ref,
-        byte_offset=ref.byte_offset + offset,
-        shape=(numel,),
-        stride=(1,),
-        storage_offset=ref.storage_offset + first,
-    )

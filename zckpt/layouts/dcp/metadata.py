@@ -32,7 +32,7 @@ from zckpt.base.errors import (
 from zckpt.base.words import count, examples, ranks
 from zckpt.containers import Placeholder, brief, load_pickle
 from zckpt.containers.container import open_input
-from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.containers.tensor_ref import MAX_DIMS, is_count
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
 from zckpt.layouts.dcp import DATA, METADATA, SAFETENSORS
@@ -412,7 +412,7 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
         for key, ref in root.items() if isinstance(root, Mapping) else ():
             said = info.get(key) if isinstance(info, dict) else None
             offsets = tuple(said.get("saved_offsets", ())) if isinstance(said, dict) else (0,) * len(ref.shape)
-            if len(offsets) != len(ref.shape) or not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in offsets):
+            if len(offsets) != len(ref.shape) or not all(map(is_count, offsets)):
                 raise CorruptError(
                     f"the offsets of {key!r} are impossible", file=listing.files[name].path, found=f"{offsets!r:.200}",
                     remedy=COPY_AGAIN,

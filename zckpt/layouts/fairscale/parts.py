@@ -9,12 +9,12 @@ fairscale 0.4.13, nn/moe/top2gate.py (`wg` has a row per expert).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.containers import Placeholder, TensorRef
+from zckpt.containers import Placeholder, TensorRef, mapping_at
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry, Topology
 from zckpt.core.evidence import OWN_INDEX, Evidence, weakest
 from zckpt.layouts.fairscale import SHARD, WHOLE_PART, WHOLE_SHARED, files, states
@@ -23,7 +23,7 @@ from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import as_mapping, flatten, whole
+from zckpt.layouts.save.module_states import as_mapping, flatten, root_of, whole
 
 _RULES = "metaseq"
 _UNREAD = "The optimizer's states are not read: files that are not sharded do not name them."
@@ -211,8 +211,7 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
 def _of_file(listing: Listing, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of a file that is not sharded, and further names of them."""
     path = listing.files[name].path
-    root = as_mapping(listing.open(name).root, "its content", path)
-    refs = flatten(as_mapping(root.get("model"), "its entry 'model'", path), [])
+    refs = flatten(as_mapping(root_of(listing, name).get("model"), "its entry 'model'", path), [])
     if not refs:
         raise CorruptError("holds no tensors", file=path, found="an empty 'model'", remedy=COPY_AGAIN)
     tensors: dict[str, TensorEntry] = {}
@@ -232,15 +231,13 @@ def _role(ref: TensorRef) -> Role:
 
 
 def _source(listing: Listing, name: str, notes: tuple[str, ...]) -> Source:
-    root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
     unread = (_UNREAD,) if _has_states(listing, name) else ()
     return Source(
         layout="fairscale", path=listing.directory.path, tag=listing.tag, framework=("FairScale", ""),
-        global_steps=step_in(root), notes=notes + unread,
+        global_steps=step_in(root_of(listing, name)), notes=notes + unread,
     )  # fmt: skip
 
 
 def _has_states(listing: Listing, name: str) -> bool:
-    root = listing.open(name).root
-    values: Iterator[object] = iter(root.values()) if isinstance(root, Mapping) else iter(())
-    return any(isinstance(value, Mapping) and "param_groups" in value and value.get("state") for value in values)
+    values = map(mapping_at, mapping_at(listing.open(name).root).values())
+    return any("param_groups" in value and value.get("state") for value in values)

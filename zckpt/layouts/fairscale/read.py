@@ -31,12 +31,12 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef, brief, list_at, value_at
-from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.containers.tensor_ref import MAX_NUMBER, as_shape, is_count
 from zckpt.layouts.fairscale import EXPERTS, NONE, SHARD, WHOLE_EXPERTS, WHOLE_PART, WHOLE_SHARED, files
 from zckpt.layouts.run.values import missing_ranks, step_of
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor
+from zckpt.layouts.save.module_states import Shape, as_tensor, root_of
 
 EXPERT = re.compile(r"(?P<head>(?:^|.*\.)experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _MODELS = ("model", "state_dict", "model_state_dict", "weights")
@@ -118,7 +118,7 @@ def match(listing: Listing) -> str | None:
 def facts(listing: Listing, name: str) -> RankFacts:
     """The world size that one rank's parts imply, if only one fits; and the step, where a trainer records it."""
     if not SHARD.fullmatch(name):
-        return RankFacts(None, step_in(as_mapping(listing.open(name).root, "its content", listing.files[name].path)))
+        return RankFacts(None, step_in(root_of(listing, name)))
     rank = read_rank(listing, *files.partners(listing, name))
     least, most = world_sizes([rank])
     return RankFacts(least if least == most else None, step_in(rank.root))
@@ -232,10 +232,9 @@ def read_rank(listing: Listing, name: str, *others: str) -> Rank:
     """One rank's file, or its files, checked. Raises CorruptError if it has no metadata of FairScale, or they do not
     fit its tensors.
     """
-    file = listing.files[name].path
-    root = as_mapping(listing.open(name).root, "its content", file)
+    file, root = listing.files[name].path, root_of(listing, name)
     for other in others:
-        root = _with(root, as_mapping(listing.open(other).root, "its content", listing.files[other].path))
+        root = _with(root, root_of(listing, other))
     metadata = metadata_in(root)
     if metadata is None:
         raise CorruptError(
@@ -324,7 +323,7 @@ def _params(metadata: Mapping[str, Any]) -> Iterator[Own]:
         home = _home(module)
         alone = bool(module.get("no_broadcast_optim_state", False))
         for key, own in module["params"].items():
-            shapes = {f"{home}{name}": _shape(shape) for name, shape in zip(own["names"], own["shapes"], strict=True)}
+            shapes = {f"{home}{name}": as_shape(shape) for name, shape in zip(own["names"], own["shapes"], strict=True)}
             if len(shapes) != len(own["names"]):
                 raise ValueError(f"a name twice in {brief(own['names'])}")
             yield Own(f"{home}{key}", shapes, _whole(own["padding"]), alone)
@@ -351,13 +350,7 @@ def _home(module: Mapping[str, Any]) -> str:
     return f"{path}." if path else ""
 
 
-def _shape(value: object) -> Shape:
-    if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
-        raise ValueError(f"{brief(value)} instead of a shape")
-    return tuple(map(_whole, value))
-
-
 def _whole(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+    if not is_count(value):
         raise ValueError(f"{brief(value)} instead of a number of elements")
     return value

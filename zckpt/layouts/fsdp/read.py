@@ -41,7 +41,7 @@ from zckpt.layouts.run.values import missing_ranks, refuse_odd_values
 from zckpt.layouts.save.cut_tensors import CutTensor, KnownFacts, Shape, class_of, cut_tensor
 from zckpt.layouts.save.listing import Listing, natural
 from zckpt.layouts.save.model_shapes import own_name, read_shapes
-from zckpt.layouts.save.module_states import as_mapping
+from zckpt.layouts.save.module_states import root_of
 from zckpt.layouts.save.origins import other_kind
 
 _CUT = ("DTensor", "ShardedTensor")
@@ -411,10 +411,9 @@ def _files(listing: Listing) -> Iterator[RankFile]:
     views = {key for name in kinds.get(_MODEL, {}).values() for key in _views_of_flat(listing.open(name).root)}
     for kind in kinds:
         for rank, name in kinds[kind].items():
-            file = listing.files[name].path
-            root = as_mapping(listing.open(name).root, "its content", file)
+            root = root_of(listing, name)
             root = {key: value for key, value in root.items() if kind != _MODEL or key not in views}
-            yield RankFile(rank, file, _walk_values(kind, root, len(kinds)))
+            yield RankFile(rank, listing.files[name].path, _walk_values(kind, root, len(kinds)))
 
 
 def _join_runs(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> _Gathered:

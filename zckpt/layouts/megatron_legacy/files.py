@@ -22,7 +22,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder, enum_value, mapping_at
 from zckpt.layouts.megatron_legacy import MODEL
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import as_mapping, flatten
+from zckpt.layouts.save.module_states import flatten, root_of
 
 
 class ModelRank(NamedTuple):
@@ -187,11 +187,6 @@ def axes_of(listing: Listing, name: str) -> Mapping[str, int]:
         return {"mp": numbers[0], "dp": 0}
     rank = split.rank_of(numbers)
     return {"mp": numbers[0], "dp": 0} if rank is None else {"mp": rank.pp * split.tp + rank.tp, "dp": rank.ep}
-
-
-def root_of(listing: Listing, name: str) -> Mapping[str, object]:
-    """The contents of a file. Raises CorruptError if it is not a mapping."""
-    return as_mapping(listing.open(name).root, "its content", listing.files[name].path)
 
 
 def _numbers(name: str) -> list[int]:

@@ -29,7 +29,7 @@ from zckpt.layouts.megatron_legacy.files import ModelRank
 from zckpt.layouts.megatron_legacy.masters import ContradictionError, Masters, masters_of
 from zckpt.layouts.megatron_legacy.stages import RankTensor, TensorsOfRank, tensors_of
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import Shape, views_of
+from zckpt.layouts.save.module_states import Shape, root_of, views_of
 from zckpt.layouts.save.origins import check_alike
 
 _TIED = {
@@ -71,11 +71,11 @@ class LegacySave:
         self.ranks = files.ranks_of(listing, self.split)
         files.check_own_ranks(listing, self.split, self.ranks)
         names = {rank: f"{directory}/model_optim_rng.pt" for rank, directory in self.ranks.items()}
-        roots = {rank: (listing.files[name].path, files.root_of(listing, name)) for rank, name in names.items()}
+        roots = {rank: (listing.files[name].path, root_of(listing, name)) for rank, name in names.items()}
         first = next(iter(names.values()))
         check_alike(listing, "the iteration", {names[rank]: _iteration(root) for rank, (_, root) in roots.items()})
         self.args = files.arguments(listing, first)
-        self.root = files.root_of(listing, first)
+        self.root = root_of(listing, first)
         self.notes: list[str] = []
         self.tensors = tensors_of(roots, self.split, self.args, self.notes)
         self.masters = self._masters()

@@ -30,7 +30,7 @@ from zckpt.core.overlaps import place
 from zckpt.layouts.joining.slices import Joint, SliceRows
 from zckpt.layouts.moe.records import records
 from zckpt.layouts.save.listing import EXPERT_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, flatten
+from zckpt.layouts.save.module_states import ModelStates, Shape, flatten, root_of
 
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 _OWN = re.compile(rf"(?P<prefix>.*{re.escape(_EXPERTS)})\.(?P<number>\d+)\.(?P<local>.+)", re.DOTALL)
@@ -308,8 +308,7 @@ def _forms(weights: Mapping[str, TensorRef]) -> dict[str, tuple[Shape, str]]:
 
 def _expert(listing: Listing, name: str, expert: int, stacked: bool) -> tuple[str, dict[str, TensorRef]]:
     """The prefix of an expert's names, and its weights by local name."""
-    file = listing.files[name].path
-    root = as_mapping(listing.open(name).root, "its content", file)
+    file, root = listing.files[name].path, root_of(listing, name)
     notes: list[str] = []
     tensors = flatten({key: value for key, value in root.items() if key != _FOLDING}, notes)
     prefixes: set[str] = set()

@@ -23,7 +23,7 @@ from zckpt.layouts.moe.experts import Layer, Layers
 from zckpt.layouts.run.agreement import parameter_groups, steps_of
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, as_mapping
+from zckpt.layouts.save.module_states import ModelStates, root_of
 from zckpt.layouts.save.origins import check_alike
 from zckpt.layouts.zero import unsharded
 from zckpt.layouts.zero.unsharded_training import training_of
@@ -76,9 +76,9 @@ class Optimizers:
                     found=f"{os.path.basename(self._files[rank][1])!r}, also of expert-parallel rank {rank}",
                     remedy="Move the one of another save away.",
                 )  # fmt: skip
-            root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
-            self.states[rank], self._files[rank] = root.get("optimizer"), (home, listing.files[name].path)
-            steps[name] = steps_of(root.get("optimizer"))
+            optimizer = root_of(listing, name).get("optimizer")
+            self.states[rank], self._files[rank] = optimizer, (home, listing.files[name].path)
+            steps[name] = steps_of(optimizer)
         check_alike(listing, "the step", {name: step for name, step in steps.items() if step is not None})
 
     @property

@@ -40,7 +40,7 @@ from zckpt.layouts.run.agreement import merge_groups
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, as_mapping, flatten, read_model_states
+from zckpt.layouts.save.module_states import ModelStates, flatten, read_model_states, root_of
 from zckpt.layouts.save.origins import check_alike, other_kind
 from zckpt.layouts.zero import read as zero
 from zckpt.layouts.zero import unsharded, unsharded_training
@@ -196,8 +196,7 @@ class ParallelSave:
 
     def _layer_tensors(self, file: str) -> dict[str, TensorRef]:
         notes: list[str] = []
-        root = as_mapping(self.listing.open(file).root, "its content", self.listing.files[file].path)
-        tensors = flatten(root, notes)
+        tensors = flatten(root_of(self.listing, file), notes)
         if notes:
             raise CorruptError(
                 "holds more than tensors", file=self.listing.files[file].path, found=notes[0], remedy=COPY_AGAIN

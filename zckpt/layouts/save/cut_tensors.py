@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.containers import Placeholder, TensorRef, brief
-from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.containers.tensor_ref import as_shape
 from zckpt.core.dtypes import DType
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class CutReader:
                 f"the dtype of tensor {self.name!r} is unknown", file=self.file, found=brief(dtype),
                 remedy="Save that tensor in another dtype.",
             )  # fmt: skip
-        return dtype, _shape(size)
+        return dtype, as_shape(size)
 
     def _elements(self, value: object, dtype: DType, size: Shape) -> TensorRef:
         value = dense_in(value, dtype, size)
@@ -273,7 +273,7 @@ class CutReader:
         parts: list[tuple[CutPart, object]] = []
         for shard in map(_attributes, state[0]):
             facts = _attributes(shard["metadata"])
-            offsets, sizes = _shape(facts["shard_offsets"]), _shape(facts["shard_sizes"])
+            offsets, sizes = as_shape(facts["shard_offsets"]), as_shape(facts["shard_sizes"])
             if not len(offsets) == len(sizes) == len(size):
                 raise ValueError(f"a shard of {list(sizes)} at {list(offsets)} in {list(size)}")
             parts.append((CutPart(offsets, sizes), shard["tensor"]))
@@ -287,7 +287,7 @@ def _mesh(value: object) -> tuple[Shape, Shape, Mapping[str, int]]:
     names = mesh.get("_mesh_dim_names", mesh.get("mesh_dim_names"))
     named = names if isinstance(names, tuple | list) and len(names) == len(extents) else range(len(extents))
     axes = {str(name): extent for name, extent in zip(named, extents, strict=True)}
-    return extents, _shape(mesh.get("_coordinate_on_dim")), axes
+    return extents, as_shape(mesh.get("_coordinate_on_dim")), axes
 
 
 def _placements(value: object) -> tuple[Placement, ...]:
@@ -332,7 +332,7 @@ def _explicit(order: object) -> Order:
         dim, mesh_dims = entry.args if isinstance(entry, Placeholder) else entry
         if type(dim) is not int:
             raise ValueError(f"an order of cuts of dimension {brief(dim)}")
-        found.append((dim, _shape(mesh_dims)))
+        found.append((dim, as_shape(mesh_dims)))
     return tuple(found)
 
 
@@ -348,12 +348,4 @@ def _mesh_shape(mesh: Mapping[str, object]) -> Shape:
         return (shape,)
     if not isinstance(shape, tuple | list):
         raise ValueError(f"a mesh of shape {brief(shape)}")
-    return tuple(extent if isinstance(extent, int) else math.prod(_shape(extent)) for extent in shape)
-
-
-def _shape(value: object) -> Shape:
-    if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
-        raise ValueError(f"{brief(value)} instead of sizes")
-    if not all(type(extent) is int and 0 <= extent <= MAX_NUMBER for extent in value):
-        raise ValueError(f"sizes {brief(value)}")
-    return tuple(value)
+    return tuple(extent if isinstance(extent, int) else math.prod(as_shape(extent)) for extent in shape)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief, mapping_at, open_container, value_at
-from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.containers.tensor_ref import MAX_DIMS, is_count
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.module_states import Shape, flatten
 from zckpt.layouts.save.state_names import WRAPPERS
@@ -124,8 +124,4 @@ def _of_json(path: str) -> ModelShapes:
 
 
 def _is_shape(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_DIMS
-        and all(type(extent) is int and 0 <= extent <= MAX_NUMBER for extent in value)
-    )
+    return isinstance(value, list) and len(value) <= MAX_DIMS and all(map(is_count, value))

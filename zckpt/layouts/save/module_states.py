@@ -149,8 +149,7 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
         CorruptError: it is not what its name says.
         UnsupportedError: DeepSpeed's version is too old to have recorded what is needed.
     """
-    file = listing.files[name].path
-    root = as_mapping(listing.open(name).root, "its content", file)
+    file, root = listing.files[name].path, root_of(listing, name)
     if "module" not in root:
         raise CorruptError("is not a model states file", file=file, found="no entry 'module'", remedy=COPY_AGAIN)
     notes: list[str] = []
@@ -307,6 +306,11 @@ def as_mapping(value: object, what: str, file: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise CorruptError(f"{what} is not a mapping", file=file, found=type(value).__name__, remedy=COPY_AGAIN)
     return value
+
+
+def root_of(listing: Listing, name: str) -> Mapping[str, object]:
+    """The mapping that a file of a save holds. Raises CorruptError for anything else."""
+    return as_mapping(listing.open(name).root, "its content", listing.files[name].path)
 
 
 def as_tensor(value: object, what: str, file: str) -> TensorRef:

@@ -16,7 +16,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, brief, list_at, mapping_at, value_at
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import SHARD_NAME, Listing
-from zckpt.layouts.save.module_states import as_mapping
+from zckpt.layouts.save.module_states import root_of
 
 APART_S = 600
 """Ranks write at the same time: a file ten minutes older or younger than the rest was not written with them."""
@@ -80,8 +80,7 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
     if not name.endswith("_optim_states.pt"):
         numbers = listing.numbers(name, "dp_world_size", "global_steps")
         return RankFacts(numbers.get("dp_world_size"), numbers.get("global_steps"))
-    root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
-    state = mapping_at(root, "optimizer_state_dict")
+    state = mapping_at(root_of(listing, name), "optimizer_state_dict")
     count = state.get("partition_count")
     if isinstance(count, list | tuple):  # groups of experts, which come last, have others
         count = next(iter(count), None)

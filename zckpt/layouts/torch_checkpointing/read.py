@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from typing import Any
 
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
-from zckpt.containers import Container, TensorRef, brief, load_pickle, mapping_at, open_container, torch_zip
+from zckpt.containers import Container, TensorRef, brief, list_at, load_pickle, mapping_at, open_container, torch_zip
 from zckpt.containers.container import open_input
-from zckpt.containers.tensor_ref import MAX_NUMBER
+from zckpt.containers.tensor_ref import as_shape
 from zckpt.core.catalog import Catalog, Topology
 from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import read as dcp
@@ -283,13 +283,13 @@ class _Save:
             return value
         reader = CutReader(".".join(map(str, path)), file)
         data = said["data"]
-        size = _shape(data["global_shape"])
+        size = as_shape(data["global_shape"])
         if said["type"] == "DTensorShardingMetadata":
             return self._of_mesh(reader, data, size, rank, value)
         if said["type"] == "default_tensor_v1":
             pieces = zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True)
             parts = [
-                (CutPart(_shape(offsets), _shape(sizes)), _narrow(value, _shape(local), _shape(sizes)))
+                (CutPart(as_shape(offsets), as_shape(sizes)), value.box(as_shape(local), as_shape(sizes)))
                 for offsets, local, sizes in pieces
             ]
             return reader.cut(value.dtype, size, parts, {})
@@ -300,8 +300,8 @@ class _Save:
 
     def _of_mesh(self, reader: CutReader, data: Mapping[str, Any], size: Shape, rank: int, ref: TensorRef) -> CutTensor:
         mesh = data["mesh_spec"]
-        extents = _shape(mesh["mesh_shape"])
-        at = _shape(mesh["mesh_data"]).index(rank)
+        extents = as_shape(mesh["mesh_shape"])
+        at = list_at(mesh, "mesh_data").index(rank)
         coordinate: list[int] = []
         for extent in reversed(extents):
             coordinate.insert(0, at % extent)
@@ -337,22 +337,3 @@ def _is_whole(said: Mapping[str, Any]) -> bool:
         return False
     is_plain = not data["mesh_spec"].get("mesh_dim_names")
     return is_plain and all(placement["type"] == "Replicate" for placement in data["placements"])
-
-
-def _narrow(ref: TensorRef, first: Shape, sizes: Shape) -> TensorRef:
-    """A box of a tensor."""
-    if len(first) != len(ref.shape) or any(a + n > whole for a, n, whole in zip(first, sizes, ref.shape, strict=True)):
-        raise ValueError(f"a piece {list(sizes)} at {list(first)} of {list(ref.shape)}")
-    step = sum(index * stride for index, stride in zip(first, ref.stride, strict=True))
-    return replace(
-        ref,
-        shape=sizes,
-        byte_offset=ref.byte_offset + step * ref.dtype.itemsize,
-        storage_offset=ref.storage_offset + step,
-    )
-
-
-def _shape(value: Sequence[int]) -> Shape:
-    if not all(type(extent) is int and 0 <= extent <= MAX_NUMBER for extent in value):
-        raise ValueError(f"sizes {brief(value)}")
-    return tuple(value)

@@ -31,7 +31,14 @@ from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import SCALER, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, replicas_of, whole
+from zckpt.layouts.save.module_states import (
+    ModelStates,
+    Shape,
+    read_model_states,
+    replicas_of,
+    root_of,
+    whole,
+)
 from zckpt.layouts.universal import HOME, MASTER
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.optimizer_states import precision_of
@@ -110,7 +117,7 @@ def _load(listing: Listing) -> _Save:
         )  # fmt: skip
     left: Mapping[str, object] = {}
     if STATE in listing.files:
-        left = as_mapping(listing.open(STATE).root, "its content", listing.files[STATE].path)
+        left = root_of(listing, STATE)
     save = _Save(listing, parameters, models, left)
     if len(models) > 1 or not has_unknown_weights(models[0]):
         return save

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base import limits
@@ -192,10 +191,7 @@ def _chunks(one: SliceFile, shape: Shape) -> Iterator[DcpChunk]:
         sizes = tuple(stop - start for start, stop in to)
         if sizes != tuple(stop - start for start, stop in own):
             raise ValueError(f"slices of different sizes, {brief(text)}")
-        step = sum(start * stride for (start, _), stride in zip(own, one.ref.stride, strict=True))
-        ref = replace(one.ref, shape=sizes, byte_offset=one.ref.byte_offset + step * one.ref.dtype.itemsize,
-                      storage_offset=one.ref.storage_offset + step)  # fmt: skip
-        chunk = DcpChunk(tuple(start for start, _ in to), sizes, ref)
+        chunk = DcpChunk(tuple(start for start, _ in to), sizes, one.ref.box([start for start, _ in own], sizes))
         held += chunk.numel
         yield chunk
     if held != one.ref.numel:

@@ -25,11 +25,11 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder, TensorRef, value_at
 from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry, Topology
 from zckpt.core.evidence import Evidence
-from zckpt.layouts.joining.rules import FileRules, check_loads, rules_of_file, unknown_rule
+from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, join, join_along, join_replicas
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor, flatten, views_of, whole
+from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor, flatten, root_of, views_of, whole
 from zckpt.layouts.weights_alone import LLAMA, NEMO, NXD
 from zckpt.storage.json_files import read_json
 
@@ -79,11 +79,12 @@ def _join_ranks(ranks: Sequence[RankState], joint_of: Join, directory: str) -> I
         yield join(name, slices, joint)
 
 
-def _by_rules(rules: FileRules) -> Join:
-    def joint_of(name: str, shapes: Sequence[Shape]) -> Joint | None:
-        return rules.joint(name, shapes)
-
-    return joint_of
+def _add_stage(tensors: dict[str, TensorEntry], entry: TensorEntry, stage: int) -> None:
+    """Adds a tensor of a stage; one that an earlier stage has too is a copy, which checks compare."""
+    if (known := tensors.get(entry.name)) is not None:
+        copy = Replica(entry.dtype, entry.fragments, f"stage {stage}", True)
+        entry = replace(known, replicas=(*known.replicas, copy))
+    tensors[entry.name] = entry
 
 
 def _catalog(
@@ -255,13 +256,8 @@ def read_nemo(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     for stage in range(pp):
         own = [ranks[stage, rank] for rank in range(tp)]
         numbers = {int(match[2]) for match in map(_LAYER.fullmatch, own[0].tensors) if match}
-        for entry in _join_ranks(own, _by_rules(rules), file):
-            name = _renumber(entry.name, before)
-            if (known := tensors.get(name)) is not None:
-                entry = replace(
-                    known, replicas=(*known.replicas, Replica(entry.dtype, entry.fragments, f"stage {stage}", True))
-                )
-            tensors[name] = replace(entry, name=name)
+        for entry in _join_ranks(own, rules.joint, file):
+            _add_stage(tensors, replace(entry, name=_renumber(entry.name, before)), stage)
         before += 1 + max(numbers, default=-1)
     evidence = Evidence("unknown", f"{_CONFIG!r} does not say how many layers there are", "num_layers in it")
     if layers is not None and before != layers:
@@ -322,12 +318,8 @@ def read_nxd(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         notes.append("Slices were joined by the rules 'transformers'; --tp-rules takes others.")
     tensors: dict[str, TensorEntry] = {}
     for stage in range(pp):
-        for entry in _join_ranks([ranks[stage, rank] for rank in range(tp)], _by_rules(rules), listing.directory.path):
-            if (known := tensors.get(entry.name)) is not None:
-                entry = replace(
-                    known, replicas=(*known.replicas, Replica(entry.dtype, entry.fragments, f"stage {stage}", True))
-                )
-            tensors[entry.name] = entry
+        for entry in _join_ranks([ranks[stage, rank] for rank in range(tp)], rules.joint, listing.directory.path):
+            _add_stage(tensors, entry, stage)
     evidence = Evidence(
         "unknown", "the files do not say over how many ranks the model was cut", "a config.json of the model"
     )
@@ -353,10 +345,7 @@ def _with_tensors(listing: Listing, name: str, state: Mapping[str, object]) -> d
 
 
 def _root(listing: Listing, name: str) -> Mapping[str, object]:
-    root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
+    root = root_of(listing, name)
     inner = root.get("model")
-    return (
-        inner
-        if isinstance(inner, Mapping) and not any(isinstance(value, TensorRef) for value in root.values())
-        else root
-    )
+    has_tensors = any(isinstance(value, TensorRef) for value in root.values())
+    return inner if isinstance(inner, Mapping) and not has_tensors else root

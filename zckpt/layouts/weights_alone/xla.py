@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError
 from zckpt.base.words import count
 from zckpt.containers import TensorRef, brief
-from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.containers.tensor_ref import as_shape, is_count
 from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor, whole
+from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor, root_of, whole
 
 _NONE = "no files of ranks with 'shard_metadata'"
 _MARK = "_fsdp_shard"
@@ -81,8 +81,8 @@ def facts(listing: Listing, name: str) -> RankFacts:
 def unread_states(listing: Listing) -> str:
     """Optimizer states of a save, which are not read, in words; empty if there are none."""
     names = list(_names_of_ranks(listing).values())
-    root = as_mapping(listing.open(names[0]).root, "its content", names[0])
-    return next((f"the entry {key!r} of {names[0]!r}" for key in map(str, root) if "optim" in key.lower()), "")
+    entries = map(str, root_of(listing, names[0]))
+    return next((f"the entry {key!r} of {names[0]!r}" for key in entries if "optim" in key.lower()), "")
 
 
 def _names_of_ranks(listing: Listing) -> dict[int, str]:
@@ -96,7 +96,12 @@ def _read_ranks(listing: Listing) -> list[ShardFile]:
     names = _names_of_ranks(listing)
     ranks = {number: _read_rank(listing, name) for number, name in names.items()}
     first = next(iter(ranks.values()))
-    world = _as_count(first.metadata.get("world_size"), "world_size", first.file)
+    world = first.metadata.get("world_size")
+    if not is_count(world):
+        raise CorruptError(
+            "its metadata have no usable world_size", file=first.file, found=brief(world), expected="a whole number",
+            remedy=COPY_AGAIN,
+        )  # fmt: skip
     for number, rank in ranks.items():
         said = (rank.metadata.get("rank"), rank.metadata.get("world_size"))
         if said != (number, world) or rank.model.keys() != first.model.keys():
@@ -110,14 +115,9 @@ def _read_ranks(listing: Listing) -> list[ShardFile]:
 
 
 def _read_rank(listing: Listing, name: str) -> ShardFile:
-    file = listing.files[name].path
-    root = as_mapping(listing.open(name).root, "its content", file)
-    return ShardFile(
-        file,
-        root,
-        as_mapping(root.get("model"), "'model'", file),
-        as_mapping(root.get("shard_metadata"), "'shard_metadata'", file),
-    )
+    file, root = listing.files[name].path, root_of(listing, name)
+    model, metadata = (as_mapping(root.get(key), repr(key), file) for key in ("model", "shard_metadata"))
+    return ShardFile(file, root, model, metadata)
 
 
 def _entries(ranks: Sequence[ShardFile], key: str) -> Iterator[TensorEntry]:
@@ -132,7 +132,7 @@ def _entries(ranks: Sequence[ShardFile], key: str) -> Iterator[TensorEntry]:
     prefix, rest = ".".join(words[:at]), ".".join(words[at:])
     try:
         said = first.metadata["shard_info"][prefix][rest]
-        shape = _as_shape(said["_orig_size"], first.file)
+        shape = as_shape(said["_orig_size"])
         name = ".".join(filter(None, (prefix, str(said["_orig_name"]))))
         inner = _inside(first, name, shape) if _FLAT in name else [(name, shape)]
     except (KeyError, TypeError, ValueError) as error:
@@ -153,7 +153,7 @@ def _inside(rank: ShardFile, name: str, shape: Shape) -> list[tuple[str, Shape]]
     """The parameters that lie in a flat one, in order."""
     names, shapes, numels = rank.metadata["flatten_info"][name]
     above = name.rpartition(".")[0]
-    found = [(f"{above}.{own}", _as_shape(one, rank.file)) for own, one in zip(names, shapes, strict=True)]
+    found = [(f"{above}.{own}", as_shape(one)) for own, one in zip(names, shapes, strict=True)]
     if [math.prod(one) for _, one in found] != list(numels) or sum(numels) != math.prod(shape):
         raise ValueError(f"{brief(numels)} elements in {math.prod(shape):,}")
     return found
@@ -191,21 +191,3 @@ def _bare(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _as_shape(value: object, file: str) -> Shape:
-    if not isinstance(value, list | tuple) or len(value) > MAX_DIMS:
-        raise ValueError(f"{brief(value)} instead of a shape")
-    return tuple(_as_count(one, "an extent", file) for one in value)
-
-
-def _as_count(value: object, what: str, file: str) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
-        raise CorruptError(
-            f"its metadata have no usable {what}",
-            file=file,
-            found=brief(value),
-            expected="a whole number",
-            remedy=COPY_AGAIN,
-        )
-    return value

@@ -18,7 +18,7 @@ from zckpt.containers import TensorRef, brief, enum_value, list_at, mapping_at
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.layouts.run.values import SCALER, missing_ranks, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count
+from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count, root_of
 from zckpt.layouts.save.origins import check_alike
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def read_shards(
 
 
 def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_unknown: bool) -> OptimizerShard:
-    file = listing.files[name].path
-    root = as_mapping(listing.open(name).root, "its content", file)
+    file, root = listing.files[name].path, root_of(listing, name)
     if "optimizer_state_dict" not in root:
         raise CorruptError(
             "is not an optimizer states file", file=file, found="no 'optimizer_state_dict'", remedy=COPY_AGAIN
