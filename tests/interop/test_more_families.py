@@ -247,6 +247,10 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         ({**good, "config": {"fixed": {**fixed, "model_type": "llama"}}}, "'llama', which zckpt has already"),
         ({**good, "tensors": [["x.{b}.weight", "blocks.{b}.nothing.weight"]]}, "blocks.{b}.nothing.weight"),
         ({**good, "tensors": [["x.weight", "blocks.{b}.mlp.up.weight"]]}, "x.weight"),
+        (
+            {**good, "tensors": [["x.{b}.weight", "blocks.{b}.mlp.up.weight", {"transposed": True}]]},
+            "no key 'transposed'",
+        ),
         ({"family": "mine"}, "no 'tensors'"),
     ):
         path = tmp_path / "mine.json"

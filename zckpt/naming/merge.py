@@ -14,7 +14,6 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import count, examples, join_words
-from zckpt.core import views
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
 from zckpt.core.recipes import Recipe, WeightedSum, derive_entry
@@ -26,6 +25,7 @@ from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, 
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
 from zckpt.naming.other_methods import CONV1D, SHARED, SUMS, MergedProduct, MergedVera, ScaledLines
 from zckpt.naming.rotations import rotate_rows
+from zckpt.naming.rows import transpose
 
 _ENDS = (*HEADS, *EMBEDDINGS)
 
@@ -408,15 +408,8 @@ def _copies(adapter: AdapterWeights, ties: Mapping[str, str]) -> Iterator[tuple[
             continue
         pairs = (factors.a, kept.a), (factors.b, kept.b)
         if factors.embedding != kept.embedding:
-            pairs = (factors.a, _transpose(kept.b)), (factors.b, _transpose(kept.a))
+            pairs = (factors.a, transpose(kept.b)), (factors.b, transpose(kept.a))
         yield from pairs
-
-
-def _transpose(entry: TensorEntry) -> TensorEntry:
-    """A matrix's transpose."""
-    rows, columns = entry.shape
-    fragments = views.transpose_fragments(entry.fragments, rows, columns, entry.dtype.itemsize)
-    return replace(entry, shape=(columns, rows), fragments=fragments, replicas=())
 
 
 def _trained_together(model: ModelTensors, adapter: AdapterWeights) -> dict[str, str]:

@@ -494,35 +494,20 @@ def parse_scheme(data: Mapping[str, Any]) -> Scheme:
 
 
 def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: str, on_the_hub: int) -> NamingRule:
-    parts = written["parts"]
-    when = {
-        fact: tuple(value) if isinstance(value, list) else (value,) for fact, value in written.get("when", {}).items()
+    """A rule, with what its line says under its fields' own names; raises ValueError for a key that no rule has."""
+    how: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in written.items()}
+    parts, flax = how.pop("parts"), {key: how.pop(key) for key in FlaxArray._fields if key in how}
+    when = {fact: tuple(value) if isinstance(value, list) else (value,) for fact, value in how.pop("when", {}).items()}
+    name = how.pop("name")
+    if unknown := sorted(how.keys() - NamingRule.__dataclass_fields__.keys()):
+        raise ValueError(f"tensors, {name!r}: no key {examples(unknown)}")
+    how |= {
+        "rows": how.get("rows", "joined").removeprefix("groups:"),
+        "optional": kind == "bias" or how.get("optional", False),
+        "names": tuple(text.replace("{kind}", kind) for text in names),
+        "parts": None if parts is None else tuple(text.replace("{kind}", kind) for text in parts),
     }
-    return NamingRule(
-        number,
-        tuple(text.replace("{kind}", kind) for text in names),
-        None if parts is None else tuple(text.replace("{kind}", kind) for text in parts),
-        kind,
-        written.get("rows", "joined").removeprefix("groups:"),
-        written.get("transpose", False),
-        written.get("pairs", ""),
-        tuple(written.get("shape", ())),
-        tuple(written.get("stack", ())),
-        written.get("vocabulary", False),
-        when,
-        kind == "bias" or written.get("optional", False),
-        written.get("note", ""),
-        written.get("beside", ""),
-        written.get("refused", ""),
-        written.get("tied", False),
-        written.get("zeros", ""),
-        written.get("plus", 0),
-        tuple(written.get("widths", ())),
-        written.get("some", False),
-        FlaxArray(**{key: written[key] for key in FlaxArray._fields if key in written}),
-        written.get("varies", False),
-        on_the_hub,
-    )
+    return NamingRule(number, kind=kind, when=when, flax=FlaxArray(**flax), on_the_hub=on_the_hub, **how)
 
 
 def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
