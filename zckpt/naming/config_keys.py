@@ -18,49 +18,23 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import join_words
 from zckpt.naming.schemes import family_of
+from zckpt.storage.json_files import read_table
 
-FREE = frozenset({
-    "_name_or_path", "add_bos_token", "add_eos_token", "architectures", "attention_dropout", "attn_pdrop", "auto_map",
-    "aux_loss_alpha", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
-    "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
-    "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size", "eos_token_id", "ep_size",
-    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "gradient_checkpointing", "hidden_dropout", "id2label", "init_std", "initializer_range", "is_decoder", "label2id",
-    "length_penalty", "max_length", "max_sequence_length", "min_length", "model_type", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "offset_alibi", "output_attentions",
-    "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "quantization_config", "remove_invalid_values", "reorder_and_upcast_attn", "repetition_penalty",
-    "resid_pdrop", "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
-    "seq_aux", "slow_but_exact", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
-    "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "typical_p", "unk_token_id", "use_bfloat16",
-    "use_cache",
-})  # fmt: skip
+_TABLES = {name: frozenset(keys) for name, keys in read_table(__file__).items()}
+
+FREE = _TABLES["free"]
 """Keys of any config without effect on what a model computes: numbers of tokens, what is random, what training adds, how
 text is made, forms of an answer, and how exactly it is computed."""
 
 _FREE_BEGINNINGS = ("_attn_implementation", "_commit_hash", "_experts_implementation", "_unsloth", "unsloth_")
 
-SHOWN = frozenset({
-    "attention_bias", "bias", "decoder_sparse_step", "ffn_hidden_size", "first_k_dense_replace", "head_dim", "hidden_size",
-    "intermediate_size", "kv_lora_rank", "mlp_bias", "mlp_only_layers", "moe_intermediate_size", "multi_query", "n_ctx",
-    "n_embd", "n_embed", "n_head", "n_inner", "n_layer", "n_positions", "n_routed_experts", "n_shared_experts",
-    "new_decoder_architecture", "num_attention_heads", "num_experts", "num_hidden_layers", "num_key_value_heads",
-    "num_kv_heads", "num_ln_in_parallel_attn", "num_local_experts", "num_mtp_layers", "num_nextn_predict_layers",
-    "parallel_attn", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "qkv_bias",
-    "shared_expert_intermediate_size", "tie_word_embeddings", "use_qk_norm", "v_head_dim", "vocab_size",
-})  # fmt: skip
+SHOWN = _TABLES["shown"]
 """Keys of any config that the tensors' shapes show, or that are facts of every model."""
 
-ROTARY = frozenset({
-    "original_max_position_embeddings", "partial_rotary_factor", "rope_local_base_freq", "rope_parameters", "rope_scaling",
-    "rope_theta", "rotary_emb_base", "rotary_pct",
-})  # fmt: skip
+ROTARY = _TABLES["rotary"]
 """Keys of rotary positions, which `rotary` reads; a model type has those that its class reads."""
 
-WINDOW = frozenset(
-    {"layer_types", "max_window_layers", "sliding_window", "sliding_window_pattern", "use_sliding_window"}
-)
+WINDOW = _TABLES["window"]
 """Keys of how far attention looks back, which `windows` reads."""
 
 

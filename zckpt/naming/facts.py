@@ -17,6 +17,7 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError, UsageError, ZckptError
 from zckpt.containers import Placeholder, enum_value
 from zckpt.core.catalog import Catalog
 from zckpt.naming.parts import parse_part_name
+from zckpt.storage.json_files import read_table
 from zckpt.storage.location import locate
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -24,42 +25,12 @@ _PLAIN = (str, int, float, bool, type(None))
 _MOST_BYTES = 1 << 20
 """The most bytes of a GPT-NeoX config file; real ones have a few thousand."""
 
-_KEYS = {
-    "query_heads": ("num_attention_heads", "n_head"),
-    "head_size": ("head_dim", "kv_channels"),
-    "query_rank": ("q_lora_rank",),
-    "key_value_rank": ("kv_lora_rank",),
-    "rotary_size": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-    "linear_key_heads": ("linear_num_key_heads",),
-    "linear_value_heads": ("linear_num_value_heads",),
-    "linear_key_size": ("linear_key_head_dim",),
-    "linear_value_size": ("linear_value_head_dim",),
-    "mamba_heads": ("mamba_num_heads", "mamba_n_heads"),
-    "mamba_head_size": ("mamba_head_dim", "mamba_d_head"),
-    "mamba_groups": ("n_groups", "mamba_n_groups", "mamba_num_groups"),
-    "mamba_state": ("ssm_state_size", "mamba_state_dim", "mamba_d_state"),
-}
+_TABLES = read_table(__file__)
+
+_KEYS: Mapping[str, Sequence[str]] = _TABLES["keys"]
 """Fact -> the keys for it in a config, or in the arguments of a run."""
 
-SHAPES = {
-    "vocabulary": ("embedding.weight", 0),
-    "hidden": ("embedding.weight", 1),
-    "positions": ("positions.weight", 0),
-    "intermediate": ("blocks.{b}.mlp.up.weight", 0),
-    "expert_intermediate": ("blocks.{b}.experts.{e}.up.weight", 0),
-    "shared_intermediate": ("blocks.{b}.shared.up.weight", 0),
-    "query_rows": ("blocks.{b}.attention.query.weight", 0),
-    "key_rows": ("blocks.{b}.attention.key.weight", 0),
-    "query_norm_rows": ("blocks.{b}.attention.query_norm.weight", 0),
-    "query_rank": ("blocks.{b}.attention.query_down.weight", 0),
-    "key_value_rank": ("blocks.{b}.attention.key_value_up.weight", 1),
-    "linear_filter": ("blocks.{b}.linear.query_filter.weight", 2),
-    "mamba_filter": ("blocks.{b}.mamba.input_filter.weight", 2),
-    "mamba_inner": ("blocks.{b}.mamba.input.weight", 0),
-    "index_heads": ("blocks.{b}.index.heads.weight", 0),
-    "index_size": ("blocks.{b}.index.key.weight", 0),
-    "latent_size": ("blocks.{b}.latent.enter.weight", 0),
-}
+SHAPES: Mapping[str, tuple[str, int]] = _TABLES["shapes"]
 """Fact -> a part, and the dimension of the part that equals the fact."""
 
 

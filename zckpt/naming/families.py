@@ -20,7 +20,7 @@ Source: Megatron-DeepSpeed, megatron/arguments.py; transformers 4, models/megatr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
@@ -30,53 +30,17 @@ from zckpt.naming.facts import SHAPES, Facts, flat_config
 from zckpt.naming.parts import parse_part_name
 from zckpt.naming.rotary import rope_conflicts, rope_scaling_of
 from zckpt.naming.schemes import Scheme
+from zckpt.storage.json_files import read_table
 
 _ACTIVATIONS = ("gelu_new", "relu", "silu", "gelu_pytorch_tanh")
 
-OFF: dict[str, tuple[object, ...]] = {
-    "activation_func_clamp_value": (),
-    "apply_layernorm_1p": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "attention_output_gate": (False,),
-    "attn_logit_softcapping": (),
-    "experimental_attention_variant": (),
-    "final_logit_softcapping": (),
-    "glu_linear_offset": (0,),
-    "heterogeneous_block_specs": (False,),
-    "heterogeneous_layers_config_encoded_json": (),
-    "heterogeneous_layers_config_path": (),
-    "hybrid_layer_pattern": (),
-    "hybrid_override_pattern": (),
-    "is_hybrid_model": (False,),
-    "layernorm_zero_centered_gamma": (False,),
-    "linear_attention_freq": (),
-    "mrope_section": (),
-    "multi_latent_attention": (False,),
-    "no_rope_freq": (),
-    "qk_l2_norm": (False,),
-    "quick_geglu": (False,),
-    "rotary_interleaved": (False,),
-    "sliding_window_width": (),
-    "softmax_type": ("vanilla",),
-    "squared_relu": (False,),
-    "use_mup": (False,),
-    "window_attn_skip_freq": (),
-    "window_size": (),
-}
+_TABLES = read_table(__file__)
+
+OFF: Mapping[str, Sequence[object]] = _TABLES["off"]
 """Arguments of a run that change what the model computes, and the values with which they change nothing; None is one always.
 Those of Megatron-LM and -Core, of NVIDIA's Bridge (caps of logits), and of GPT-NeoX (`sliding_window_width`, `use_mup`)."""
 
-OFF_WITH_EXPERTS: dict[str, tuple[object, ...]] = {
-    "moe_apply_probs_on_input": (False,),
-    "moe_latent_size": (),
-    "moe_router_force_load_balancing": (False,),
-    "moe_router_group_topk": (),
-    "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss", "none", "quantile", "seq_aux_loss"),
-    "moe_router_num_groups": (),
-    "moe_router_pre_softmax": (False,),
-    "moe_router_topk_limited_devices": (),
-    "moe_router_topk_scaling_factor": (1.0,),
-}
+OFF_WITH_EXPERTS: Mapping[str, Sequence[object]] = _TABLES["off with experts"]
 """As `OFF`, for arguments that count only in a model with experts."""
 
 _ALL_ATTENTION = ("flash", "global")
@@ -151,7 +115,7 @@ def _find_unmapped(family: Scheme, facts: Facts) -> list[str]:
     return wrong
 
 
-def _is_off(value: object, values: tuple[object, ...]) -> bool:
+def _is_off(value: object, values: Sequence[object]) -> bool:
     """Whether an argument changes nothing; a list of things that change nothing does not either."""
     return value is None or value in values or (isinstance(value, list | tuple) and all(one in values for one in value))
 

@@ -19,7 +19,7 @@ Source: Megatron-LM (core 0.14 - 0.20), megatron/training/{arguments,checkpointi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zckpt.base.errors import UnsupportedError
@@ -31,49 +31,19 @@ from zckpt.naming.families import model_types
 from zckpt.naming.parts import parse_part_name
 from zckpt.naming.rotary import rotary_arguments, rotary_of, unsaid_rotary
 from zckpt.naming.schemes import families, family_of, scheme
+from zckpt.storage.json_files import read_table
 
-_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
-_SAME = {
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
-    "seq_length": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
-    "norm_epsilon": _EPSILONS,
-    "layernorm_epsilon": _EPSILONS,
-    "init_method_std": ("initializer_range",),
-    "attention_dropout": ("attention_dropout", "attn_pdrop"),
-    "hidden_dropout": ("resid_pdrop", "hidden_dropout"),
-    "moe_router_topk": ("num_experts_per_tok", "num_experts_per_token"),
-    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
-    "q_lora_rank": ("q_lora_rank",),
-    "kv_lora_rank": ("kv_lora_rank",),
-    "qk_head_dim": ("qk_nope_head_dim",),
-    "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
-}
+_TABLES = read_table(__file__)
+
+_SAME: Mapping[str, Sequence[str]] = _TABLES["same"]
 """Argument -> keys of a config with the same value; the first that exists counts."""
 
-_ALWAYS: dict[str, object] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "ckpt_format": "torch_dist",
-    "no_save_optim": True,
-    "no_save_rng": True,
-    "consumed_train_samples": 0,
-    "consumed_valid_samples": 0,
-    "tokenizer_type": "HuggingFaceTokenizer",
-    "squared_relu": False,
-}
+_ALWAYS: dict[str, object] = _TABLES["always"]
 
 _QUERY_KEY_NORMS = {"blocks.{b}.attention.query_norm.weight", "blocks.{b}.attention.key_value_down_norm.weight"}
 
 _FUNCTIONS = ("activation_function", "activation", "hidden_act")
-_ACTIVATIONS: dict[str, dict[str, object]] = {
-    "gelu": {"activation": "gelu", "bias_gelu_fusion": False},
-    "gelu_fast": {"activation": "gelu", "bias_gelu_fusion": True},
-    "gelu_new": {"activation": "gelu_new", "bias_gelu_fusion": True},
-    "gelu_pytorch_tanh": {"activation": "gelu_pytorch_tanh", "bias_gelu_fusion": True},
-    "relu2": {"squared_relu": True},
-}
+_ACTIVATIONS: Mapping[str, dict[str, object]] = _TABLES["activations"]
 """Activation function of an MLP without a gate -> arguments: Megatron-Core has the exact GELU, and fused with its bias the one by
 tanh; `activation` is not an argument of Megatron's, and says to zckpt by which formula that one is rounded."""
 
@@ -108,17 +78,7 @@ _REMEDY = (
     "change what the model computes, pass a config.json without it with --config."
 )
 
-_NOT_TAKEN: dict[str, object] = {
-    "activation_func_clamp_value": None, "apply_residual_connection_post_layernorm": False, "beta_fast": 32, "beta_slow": 1,
-    "bias_gelu_fusion": True, "glu_linear_offset": 0.0, "kv_lora_rank": None, "moe_router_group_topk": None,
-    "moe_router_num_groups": None, "moe_shared_expert_gate": False, "mscale": 1.0, "mscale_all_dim": 0.0,
-    "multi_latent_attention": False, "norm_epsilon": 1e-5, "original_max_position_embeddings": 4096, "q_lora_rank": None,
-    "qk_head_dim": None, "qk_layernorm": False, "qk_pos_emb_head_dim": None, "quick_geglu": False, "rope_scaling_factor": 8.0,
-    "rope_type": None, "rotary_scaling_factor": 1.0, "rotary_seq_len_interpolation_factor": None, "softmax_type": "vanilla",
-    "use_rope_scaling": False, "v_head_dim": None, "window_attn_skip_freq": None, "window_size": None,
-    "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True,
-    "yarn_original_max_position_embeddings": 4096,
-}  # fmt: skip
+_NOT_TAKEN: Mapping[str, object] = _TABLES["not taken"]
 """Arguments that describe the model, and that Megatron-LM does not take from a checkpoint -> their defaults.
 Source: Megatron-LM (core 0.20), megatron/training/checkpointing.py `load_args_from_checkpoint`."""
 
@@ -268,7 +228,7 @@ def _rope_of(config: Mapping[str, Any], *, near: bool) -> tuple[dict[str, Any], 
     return whole, wrong
 
 
-def _read_arguments(keys: Mapping[str, tuple[str, ...]], config: Mapping[str, object]) -> dict[str, object]:
+def _read_arguments(keys: Mapping[str, Sequence[str]], config: Mapping[str, object]) -> dict[str, object]:
     return {
         argument: next(value for key in names if (value := config.get(key)) is not None)
         for argument, names in keys.items()

@@ -9,81 +9,17 @@ queries and keys with rotary positions lie in halves: in each head first the fir
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
-PARTS = {
-    "embedding": "vectors of the vocabulary",
-    "positions": "learned vectors of positions",
-    "embedding_norm": "norm of the embeddings, before the first block",
-    "final_norm": "norm after the last block",
-    "head": "from hidden values to the vocabulary; absent where it is the embedding",
-    "blocks.{b}.attention_norm": "norm before attention",
-    "blocks.{b}.attention_output_norm": "norm after attention, before the residual is added",
-    "blocks.{b}.mlp_norm": "norm before the MLP or the experts",
-    "blocks.{b}.mlp_output_norm": "norm after the MLP, before the residual is added",
-    "blocks.{b}.attention.query": "queries of all heads",
-    "blocks.{b}.attention.key": "keys of all key heads",
-    "blocks.{b}.attention.value": "values of all key heads",
-    "blocks.{b}.attention.output": "from the heads back to hidden values",
-    "blocks.{b}.attention.output_gate": "how much of each head's output counts, for each token",
-    "blocks.{b}.attention.query_norm": "norm of each head's queries",
-    "blocks.{b}.attention.key_norm": "norm of each head's keys",
-    "blocks.{b}.attention.query_down": "queries of low rank (MLA)",
-    "blocks.{b}.attention.query_down_norm": "norm of these",
-    "blocks.{b}.attention.query_up": "from these to the queries of all heads",
-    "blocks.{b}.attention.key_value_down": "keys and values of low rank, then the keys' rotary part (MLA)",
-    "blocks.{b}.attention.key_value_down_norm": "norm of those of low rank",
-    "blocks.{b}.attention.key_value_up": "from these to the keys and values of all heads",
-    "blocks.{b}.index.query": "queries of an index of tokens to look at (DSA), from those of low rank",
-    "blocks.{b}.index.key": "its keys",
-    "blocks.{b}.index.key_norm": "norm of these",
-    "blocks.{b}.index.heads": "how much each of its heads counts, for each token",
-    "blocks.{b}.linear.query": "queries of attention without a softmax (gated delta rule)",
-    "blocks.{b}.linear.key": "its keys",
-    "blocks.{b}.linear.value": "its values",
-    "blocks.{b}.linear.gate": "how much of its output counts",
-    "blocks.{b}.linear.beta": "how much of a key's value is replaced, for each head of values",
-    "blocks.{b}.linear.decay": "how much of the state is kept, for each head of values",
-    "blocks.{b}.linear.query_filter": "convolution of the queries with those before",
-    "blocks.{b}.linear.key_filter": "of the keys",
-    "blocks.{b}.linear.value_filter": "of the values",
-    "blocks.{b}.linear.norm": "norm of each head's output",
-    "blocks.{b}.linear.output": "from the heads back to hidden values",
-    "blocks.{b}.mamba.gate": "how much of the output of a layer of Mamba 2 counts",
-    "blocks.{b}.mamba.input": "its inputs",
-    "blocks.{b}.mamba.write": "what goes into its state (B)",
-    "blocks.{b}.mamba.read": "what is read from its state (C)",
-    "blocks.{b}.mamba.step": "how far its state moves, for each head (dt)",
-    "blocks.{b}.mamba.input_filter": "convolution of the inputs with those before",
-    "blocks.{b}.mamba.write_filter": "of what goes into the state",
-    "blocks.{b}.mamba.read_filter": "of what is read from it",
-    "blocks.{b}.mamba.norm": "norm of the output, by groups",
-    "blocks.{b}.mamba.output": "from the heads back to hidden values",
-    "blocks.{b}.mlp.gate": "the half of a gated MLP that goes through the activation function",
-    "blocks.{b}.mlp.up": "the other half; alone in an MLP without a gate",
-    "blocks.{b}.mlp.down": "from the MLP's values back to hidden values",
-    "blocks.{b}.router": "scores of the experts",
-    "blocks.{b}.latent.enter": "from hidden values to the fewer ones that routed experts take",
-    "blocks.{b}.latent.leave": "from what they give back to hidden values",
-    "blocks.{b}.experts.{e}.gate": "as mlp.gate, of one expert",
-    "blocks.{b}.experts.{e}.up": "as mlp.up",
-    "blocks.{b}.experts.{e}.down": "as mlp.down",
-    "blocks.{b}.shared.gate": "as mlp.gate, of the experts that take every token",
-    "blocks.{b}.shared.up": "as mlp.up",
-    "blocks.{b}.shared.down": "as mlp.down",
-    "blocks.{b}.shared_gate": "how much these experts count for a token",
-}
+from zckpt.storage.json_files import read_table
+
+_TABLES = read_table(__file__)
+
+PARTS: Mapping[str, str] = _TABLES["parts"]
 """Parts that have a weight, and often a bias: name without that suffix -> what it is."""
 
-BARE = {
-    "blocks.{b}.attention.sinks": "scores that each head's attention always has beside those of the tokens",
-    "blocks.{b}.linear.log_decay": "logarithm of each head's decay",
-    "blocks.{b}.linear.step_bias": "what is added to `decay` before it is used",
-    "blocks.{b}.mamba.log_decay": "logarithm of each head's decay",
-    "blocks.{b}.mamba.skip": "how much of each head's input goes past its state (D)",
-    "blocks.{b}.mamba.step_bias": "what is added to `step` before it is used",
-    "blocks.{b}.router.correction": "what is added to the router's scores to choose experts, and not to weigh them",
-}
+BARE: Mapping[str, str] = _TABLES["bare"]
 """Parts without a suffix: name -> what it is."""
 
 KINDS = ("weight", "bias")

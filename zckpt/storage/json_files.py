@@ -46,6 +46,13 @@ def read_json(path: str | os.PathLike[str], most_bytes: int, what: str) -> Any:
         ) from error  # fmt: skip
 
 
+def read_table(module: str) -> dict[str, Any]:
+    """What the JSON file of a module of zckpt's own says, which lies beside it under its name; `module`: its `__file__`."""
+    with open(f"{os.path.splitext(module)[0]}.json", "rb") as file:
+        tables: dict[str, Any] = json.load(file)
+    return tables
+
+
 def check_size(data: bytes, path: str, what: str) -> None:
     """Refuses a JSON document that would need too much memory: its lists, dicts, their items and the text itself.
     Raises UnsupportedError if it would.
