@@ -71,6 +71,13 @@ class Run(NamedTuple):
     """Elements from one element to the next in the store: 1 is dense, 0 is one element repeated."""
 
 
+class Box(NamedTuple):
+    """A box of a tensor: its offsets and sizes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class Block(NamedTuple):
     """The normal form of a fragment's geometry: as few rows as there can be, each of every `step`-th element of the store."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard, overload
 
 from zckpt.containers import TensorRef
 from zckpt.containers.tensor_ref import MAX_DIMS, is_count
+from zckpt.core.fragments import Box
 
 if TYPE_CHECKING:
     from zckpt.containers.records import RowKinds
@@ -47,13 +48,6 @@ class DcpChunk(NamedTuple):
     def numel(self) -> int:
         """Elements in it."""
         return math.prod(self.sizes)
-
-
-class Box(NamedTuple):
-    """A box of a tensor: its offsets and sizes."""
-
-    offsets: Shape
-    sizes: Shape
 
 
 class Boxes:

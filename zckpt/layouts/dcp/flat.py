@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
@@ -37,11 +36,8 @@ _HALF_BYTES = 2
 """Bytes of an element where the forward pass is in half precision and the parameters are not."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """The contents of a flat parameter: name -> the first element and the shape."""
-
-    inside: Mapping[str, tuple[int, Shape]]
+_Unit = Mapping[str, tuple[int, Shape]]
+"""The contents of a flat parameter: name -> the first element and the shape."""
 
 
 def units(model: DcpModel, listing: Listing, padded: AbstractSet[Path] = frozenset()) -> dict[str, _Unit]:
@@ -99,7 +95,7 @@ def _unit(
             fits.add(starts)
     if len(fits) == 1 and own:
         starts = next(iter(fits))
-        return _Unit({n: (at, shape) for (n, shape), at in zip(own.items(), starts, strict=True)})
+        return {n: (at, shape) for (n, shape), at in zip(own.items(), starts, strict=True)}
     if fits and own:
         raise UnsupportedError(
             f"the shapes do not say where the parameters in {name!r} begin", file=listing.directory,
@@ -156,7 +152,7 @@ def split_optimizer(optimizer: DcpOptimizer, inside: Mapping[str, _Unit], items:
         elif isinstance(item, TensorItem) and len(item.size) == 1:
             found += ((one.path, one) for _, one in _split_flat(item, unit, items, lambda n, rest=path[1:]: (n, *rest)))
         else:
-            found += (((n, *path[1:]), item) for n in unit.inside)
+            found += (((n, *path[1:]), item) for n in unit)
     settings = [(path, _names_in(path, item, inside)) for path, item in optimizer.settings]
     return DcpOptimizer(optimizer.key, found, settings)
 
@@ -166,7 +162,7 @@ def _names_in(path: Path, item: TensorItem | BytesItem, inside: Mapping[str, _Un
     value = item.place.value if isinstance(item, BytesItem) and isinstance(item.place, InertValue) else None
     if path[-1:] != ("params",) or not isinstance(value, list | tuple) or not isinstance(item, BytesItem):
         return item
-    names = [n for name in value for n in (inside[name].inside if name in inside else [name])]
+    names = [n for name in value for n in inside.get(name, (name,))]
     return replace(item, place=InertValue(names))
 
 
@@ -176,7 +172,7 @@ def _split_flat(
     """The parameters in a flat one. Raises UnsupportedError if a rank's vector is not dense."""
     parts = sorted((chunk.offsets[0], _ref(item, chunk, items)) for chunk in item.chunks if chunk.numel)
     at = 0
-    for name, (start, shape) in sorted(unit.inside.items(), key=lambda pair: pair[1][0]):
+    for name, (start, shape) in sorted(unit.items(), key=lambda pair: pair[1][0]):
         numel = math.prod(shape)
         while at < len(parts) and parts[at][0] + parts[at][1].numel <= start:
             at += 1

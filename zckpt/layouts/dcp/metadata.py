@@ -35,11 +35,11 @@ from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_DIMS, is_count
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
+from zckpt.core.fragments import Box
 from zckpt.layouts.dcp import DATA, METADATA, SAFETENSORS
 from zckpt.layouts.dcp.chunks import (
     FINISHERS,
     NOWHERE,
-    Box,
     Boxes,
     Chunks,
     DcpChunk,

@@ -10,20 +10,21 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError
 from zckpt.containers import TensorRef
 from zckpt.core.dtypes import DType
+from zckpt.core.fragments import Box
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.fsdp import pattern_of
 from zckpt.layouts.save.listing import Listing
 
 Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""Offsets and sizes of a part of a tensor."""
 
 _MOST_CELLS = 1 << 14
 
@@ -59,9 +60,9 @@ def gaps(size: Shape, boxes: Sequence[Box], *, of_several: bool = True) -> list[
     }
     cells = itertools.product(*(itertools.pairwise(marks) for marks in cuts))
     return [
-        (tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
+        Box(first, tuple(high - low for low, high in cell))
         for cell in cells
-        if tuple(low for low, _ in cell) not in taken
+        if (first := tuple(low for low, _ in cell)) not in taken
     ]
 
 
@@ -69,48 +70,33 @@ def _within(marks: Sequence[int], low: int, high: int) -> list[int]:
     return [mark for mark in marks if low <= mark < high]
 
 
-class LostFiles:
-    """The missing files of one kind; they take what is left of one tensor after another.
+@dataclass(slots=True)
+class GatheredTensor:
+    """A tensor, while the ranks' parts of it are collected.
 
-    Args:
-        listing: of the save.
-        names: rank -> file.
+    Attributes:
+        dtype: of its elements.
+        size: of the whole.
+        is_cut: whether it says which part a rank has.
+        boxes: a part -> where each rank that has it keeps it.
+        view: its own shape, where it was flattened before it was cut.
     """
-
-    def __init__(self, listing: Listing, names: Mapping[int, str]) -> None:
-        self.ranks = list(names)
-        self._listing = listing
-        self._names = names
-        self._ends = dict.fromkeys(names, 0)
-
-    def parts(self, name: str, size: Shape, dtype: DType, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, TensorRef]]:
-        """(part, rank, its place) of what the boxes leave; one rank takes all, several take one part each in their
-        order. Raises IncompleteError if there are more parts than ranks.
-        """
-        left = gaps(size, boxes, of_several=len(self.ranks) > 1)
-        if len(self.ranks) > 1 and len(left) > len(self.ranks):
-            raise IncompleteError(
-                f"it is not known which rank held which part of {name!r}",
-                found=f"{len(left):,} parts and {len(self.ranks)} ranks",
-                remedy="Copy the missing files here, or use another save.",
-            )
-        for box, rank in zip(left, itertools.cycle(self.ranks)):
-            ref = self._listing.absent_tensor(self._names[rank], self._ends[rank], dtype, box[1])
-            self._ends[rank] += ref.nbytes
-            yield box, rank, ref
-
-
-class Gathered(Protocol):
-    """A tensor while its parts are collected: its size, and for each part where each rank that has it keeps it."""
 
     dtype: DType
     size: Shape
     is_cut: bool
-    boxes: dict[Box, list[tuple[int, TensorRef]]]
+    boxes: dict[Box, list[tuple[int, TensorRef]]] = field(default_factory=dict[Box, "list[tuple[int, TensorRef]]"])
+    view: Shape | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Its own shape."""
+        return self.size if self.view is None else self.view
 
 
-def take_lost(listing: Listing, tensors: Mapping[Path, Gathered], optimizer: str) -> set[int]:
-    """Adds to tensors what must be in the files that are known to be missing.
+def take_lost(listing: Listing, tensors: Mapping[Path, GatheredTensor], optimizer: str) -> set[int]:
+    """Adds to tensors what must be in the files that are known to be missing: one rank takes all that others leave of a tensor,
+    several take a part each, in their order.
 
     Args:
         listing: of the save.
@@ -118,15 +104,28 @@ def take_lost(listing: Listing, tensors: Mapping[Path, Gathered], optimizer: str
         optimizer: that key.
 
     Returns:
-        The ranks of these files; errors as in `LostFiles.parts`.
+        The ranks of these files.
+
+    Raises:
+        IncompleteError: there are more parts than ranks.
     """
     if not listing.absent:
         return set()
-    kinds = {kind: lost_ranks(listing, pattern_of(listing), kind) for kind in ("model", "optim")}
-    lost = {kind: LostFiles(listing, names) for kind, names in kinds.items() if names}
+    lost = {kind: lost_ranks(listing, pattern_of(listing), kind) for kind in ("model", "optim")}
+    ends: Counter[str] = Counter()
     for path, held in tensors.items():
-        files = lost.get("optim" if path[0] == optimizer else "model")
-        if files is not None and held.is_cut:
-            for box, rank, ref in files.parts(join_path(path), held.size, held.dtype, list(held.boxes)):
-                held.boxes[box] = [(rank, ref)]
-    return {rank for files in lost.values() for rank in files.ranks}
+        names = lost["optim" if path[0] == optimizer else "model"]
+        if not names or not held.is_cut:
+            continue
+        left = gaps(held.size, list(held.boxes), of_several=len(names) > 1)
+        if len(left) > len(names) > 1:
+            raise IncompleteError(
+                f"it is not known which rank held which part of {join_path(path)!r}",
+                found=f"{len(left):,} parts and {len(names)} ranks",
+                remedy="Copy the missing files here, or use another save.",
+            )
+        for box, (rank, file) in zip(left, itertools.cycle(names.items())):
+            ref = listing.absent_tensor(file, ends[file], held.dtype, box.sizes)
+            ends[file] += ref.nbytes
+            held.boxes[box] = [(rank, ref)]
+    return {rank for names in lost.values() for rank in names}

@@ -18,24 +18,23 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base import words
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
-from zckpt.core.dtypes import DType
 from zckpt.core.evidence import Evidence
+from zckpt.core.fragments import Box
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.fsdp import ANY, NONE, VERL, pattern_of
-from zckpt.layouts.fsdp.lost import lost_ranks, take_lost
+from zckpt.layouts.fsdp.lost import GatheredTensor, lost_ranks, take_lost
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks, refuse_odd_values
 from zckpt.layouts.save.cut_tensors import CutTensor, KnownFacts, Shape, class_of, cut_tensor
@@ -119,31 +118,6 @@ class RankFile(NamedTuple):
     leaves: Iterable[tuple[Path, object]]
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """A tensor, while the ranks' parts of it are collected.
-
-    Attributes:
-        dtype: of its elements.
-        size: of the whole.
-        is_cut: whether it says which part a rank has.
-        boxes: offsets and sizes of a part -> where each rank that has it keeps it.
-        view: its own shape, where it was flattened before it was cut.
-    """
-
-    dtype: DType
-    size: Shape
-    is_cut: bool
-    boxes: dict[tuple[Shape, Shape], list[tuple[int, TensorRef]]] = field(
-        default_factory=dict[tuple[Shape, Shape], "list[tuple[int, TensorRef]]"]
-    )
-    view: Shape | None = None
-
-    @property
-    def shape(self) -> Shape:
-        return self.size if self.view is None else self.view
-
-
 class RankFiles:
     """The files of one save.
 
@@ -167,7 +141,7 @@ class RankFiles:
         self.mesh: Mapping[str, int] = {}
         self._runs: dict[Path, dict[int, TensorRef]] = {}
         self._flat: dict[Path, dict[int, TensorRef]] = {}
-        self._tensors: dict[Path, _Gathered] = {}
+        self._tensors: dict[Path, GatheredTensor] = {}
         self._values: dict[Path, object] = {}
         self._files: dict[Path, str] = {}
         self._contradiction: ZckptError | None = None
@@ -205,7 +179,7 @@ class RankFiles:
             if cut is None and path[0] == _MODEL and len(size) == 1 and FLAT.search(name):
                 self._flat.setdefault(path, {})[rank] = value  # type: ignore[assignment]
                 continue
-            held = self._tensors.setdefault(path, _Gathered(dtype, size, cut is not None))
+            held = self._tensors.setdefault(path, GatheredTensor(dtype, size, cut is not None))
             if (held.dtype, held.size, held.is_cut) != (dtype, size, cut is not None):
                 raise InconsistentError(
                     f"ranks do not agree on {name!r}", file=file, found=f"{dtype} {list(size)}",
@@ -215,7 +189,7 @@ class RankFiles:
                 self.mesh = cut.axes
             for offsets, ref in cut.boxes if cut else (((0,) * len(size), value),):
                 assert isinstance(ref, TensorRef)
-                held.boxes.setdefault((offsets, ref.shape), []).append((rank, ref))
+                held.boxes.setdefault(Box(offsets, ref.shape), []).append((rank, ref))
 
     def _find_contradiction(self, path: Path, value: object, file: str) -> ZckptError | None:
         """The error for a value of an optimizer that contradicts the form of its state dict, or the ranks before; None
@@ -416,17 +390,17 @@ def _files(listing: Listing) -> Iterator[RankFile]:
             yield RankFile(rank, listing.files[name].path, _walk_values(kind, root, len(kinds)))
 
 
-def _join_runs(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> _Gathered:
+def _join_runs(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> GatheredTensor:
     """The elements of a flattened tensor: each of `ranks` ranks has the next ones; others have copies.
 
     `shape` is the tensor's own; None for a vector when that is not known.
     """
     first = next(iter(runs.values()))
-    whole = _Gathered(first.dtype, (), True, view=shape)
+    whole = GatheredTensor(first.dtype, (), True, view=shape)
     at = 0
     for rank, ref in sorted(runs.items()):
         if rank < ranks and ref.numel:
-            whole.boxes[(at,), ref.shape] = [(rank, ref)]
+            whole.boxes[Box((at,), ref.shape)] = [(rank, ref)]
             at += ref.numel
     whole.size = (at,)
     if shape is None or at != math.prod(shape):

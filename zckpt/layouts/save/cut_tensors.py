@@ -26,6 +26,7 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, Unsup
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.containers.tensor_ref import as_shape
 from zckpt.core.dtypes import DType
+from zckpt.core.fragments import Box
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -71,13 +72,6 @@ class Placement(NamedTuple):
     split_factor: object = 1
 
 
-class CutPart(NamedTuple):
-    """The box of a tensor that a rank has: its first index and its size in each dimension."""
-
-    offsets: Shape
-    sizes: Shape
-
-
 def class_of(value: object) -> str:
     """The class name of an object, or of the subclass of Tensor that a function rebuilds; empty for other values."""
     if not isinstance(value, Placeholder):
@@ -116,7 +110,7 @@ class KnownFacts:
 
     def __init__(self) -> None:
         self._by_object: dict[tuple[str, int], tuple[object, Any]] = {}
-        self.parts: dict[tuple[object, ...], CutPart] = {}
+        self.parts: dict[tuple[object, ...], Box] = {}
 
     def of(self, kind: str, value: object, make: Callable[[Any], T]) -> T:
         """The facts that `make` finds in an object."""
@@ -213,16 +207,14 @@ class CutReader:
             part = self.known.parts[key] = self.part(size, placements, extents, coordinate, order)
         return self.cut(dtype, size, [(part, held["_local_tensor"])], axes)
 
-    def cut(
-        self, dtype: DType, size: Shape, parts: Sequence[tuple[CutPart, object]], axes: Mapping[str, int]
-    ) -> CutTensor:
+    def cut(self, dtype: DType, size: Shape, parts: Sequence[tuple[Box, object]], axes: Mapping[str, int]) -> CutTensor:
         """The tensor with these parts; raises if a part's elements do not have its size and dtype."""
         refs = [(part.offsets, self._elements(value, dtype, part.sizes)) for part, value in parts]
         return CutTensor(dtype, size, tuple(box for box in refs if box[1].numel or not math.prod(size)), axes)
 
     def part(
         self, size: Shape, placements: Sequence[Placement], extents: Shape, coordinate: Shape, order: Order = ()
-    ) -> CutPart:
+    ) -> Box:
         """The box that the rank at `coordinate` of a mesh of `extents` has of a tensor.
 
         Raises:
@@ -238,7 +230,7 @@ class CutReader:
             first = min(step * coordinate[mesh_dim], local[dim])
             offsets[dim] += first
             local[dim] = min(step, local[dim] - first)
-        return CutPart(tuple(offsets), tuple(local))
+        return Box(tuple(offsets), tuple(local))
 
     def _cuts(self, placements: Sequence[Placement], extents: Shape, dims: int, order: Order) -> list[tuple[int, int]]:
         """(dimension of the tensor, dimension of the mesh) of each cut, in the order in which they apply."""
@@ -270,13 +262,13 @@ class CutReader:
         state = value.state
         if not isinstance(state, tuple | list) or not isinstance(state[0], list | tuple):
             raise ValueError(f"its state is {brief(state)}")
-        parts: list[tuple[CutPart, object]] = []
+        parts: list[tuple[Box, object]] = []
         for shard in map(_attributes, state[0]):
             facts = _attributes(shard["metadata"])
             offsets, sizes = as_shape(facts["shard_offsets"]), as_shape(facts["shard_sizes"])
             if not len(offsets) == len(sizes) == len(size):
                 raise ValueError(f"a shard of {list(sizes)} at {list(offsets)} in {list(size)}")
-            parts.append((CutPart(offsets, sizes), shard["tensor"]))
+            parts.append((Box(offsets, sizes), shard["tensor"]))
         return self.cut(dtype, size, parts, {})
 
 

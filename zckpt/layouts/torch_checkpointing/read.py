@@ -29,12 +29,13 @@ from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import as_shape
 from zckpt.core.catalog import Catalog, Topology
 from zckpt.core.evidence import Evidence
+from zckpt.core.fragments import Box
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.fsdp.read import RankFile, RankFiles, leaves
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
-from zckpt.layouts.save.cut_tensors import CutPart, CutReader, CutTensor, Placement, Shape, class_of
+from zckpt.layouts.save.cut_tensors import CutReader, CutTensor, Placement, Shape, class_of
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.torch_checkpointing import ITEM, METADATA, NO_ITEM
@@ -289,7 +290,7 @@ class _Save:
         if said["type"] == "default_tensor_v1":
             pieces = zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True)
             parts = [
-                (CutPart(as_shape(offsets), as_shape(sizes)), value.box(as_shape(local), as_shape(sizes)))
+                (Box(as_shape(offsets), as_shape(sizes)), value.box(as_shape(local), as_shape(sizes)))
                 for offsets, local, sizes in pieces
             ]
             return reader.cut(value.dtype, size, parts, {})

@@ -14,8 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError
 from zckpt.base.words import count, examples
@@ -53,25 +52,6 @@ _COPY = "Copy the whole directory of the save again (--also DIR lays further dir
 
 Place = tuple[Store, int, int]
 """Bytes of a store: which, from where on, and how many."""
-
-
-class Leaf(NamedTuple):
-    """A leaf of the tree: its name, and the kind of value that it was."""
-
-    name: str
-    kind: str
-
-
-class Tree(NamedTuple):
-    """What `_METADATA` says.
-
-    Attributes:
-        leaves: names and kinds.
-        stores_zeros: whether chunks of zeros were stored too.
-    """
-
-    leaves: Sequence[Leaf]
-    stores_zeros: bool
 
 
 class SavedKeys:
@@ -153,12 +133,11 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         CorruptError: metadata cannot be read, or do not fit the files. UnsupportedError: arrays are stored in another way.
     """
     _check_finished(listing)
-    tree, keys = _read_tree(listing), SavedKeys(listing)
+    (leaves, stores_zeros), keys = _read_tree(listing), SavedKeys(listing)
     stored = sorted(
         name.removesuffix(f"/{end}") for name in keys.names for end in (zarr.V2, zarr.V3) if name.endswith(f"/{end}")
     )
-    leaves = {leaf.name: leaf for leaf in tree.leaves}
-    wanted = [leaf.name for leaf in tree.leaves if leaf.kind not in ("string", "None")]
+    wanted = [name for name, kind in leaves.items() if kind not in ("string", "None")]
     if lacking := sorted({*wanted} - {*stored}):
         raise IncompleteError(
             f"{count(len(lacking), 'array is', 'arrays are')} missing", file=listing.directory, found=f"no {examples(lacking)}",
@@ -170,14 +149,14 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             expected=f"those that {ORBAX!r} names", remedy=OTHER_SAVE,
         )  # fmt: skip
     states = [name for name in wanted if is_state(name)]
-    names = [name for name in wanted if leaves[name].kind not in _NO_ARRAYS and name not in {*states}]
-    tensors = _Arrays(listing, keys, tree, allow_unknown=allow_unknown)
+    names = [name for name in wanted if leaves[name] not in _NO_ARRAYS and name not in {*states}]
+    tensors = _Arrays(listing, keys, stores_zeros, allow_unknown=allow_unknown)
     found = {name: tensors.entry(name) for name in names}
-    rest = [leaf.name for leaf in tree.leaves if leaf.kind in _NO_ARRAYS and leaf.kind != "None"]
+    rest = [name for name, kind in leaves.items() if kind in _NO_ARRAYS and kind != "None" and not is_state(name)]
     notes = [*tensors.notes()]
     if states:
         notes.append(f"Optimizer states are left out: {count(len(states), 'array')}, such as {examples(states, 1)}.")
-    if rest := [name for name in rest if not is_state(name)]:
+    if rest:
         notes.append(f"Numbers and texts beside the arrays are left out: {examples(rest)}.")
     step = next((found for found in map(_STEP.fullmatch, _names_above(listing)) if found), None)
     source = Source("Orbax", listing.directory.path, listing.tag, ("Orbax", ""), notes=tuple(notes),
@@ -189,7 +168,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 def unread_states(listing: Listing) -> str:
     """Optimizer states of a save, which are not read, in words; empty if there are none."""
-    states = [leaf.name for leaf in _read_tree(listing).leaves if leaf.kind not in _NO_ARRAYS and is_state(leaf.name)]
+    states = [name for name, kind in _read_tree(listing)[0].items() if kind not in _NO_ARRAYS and is_state(name)]
     return f"{count(len(states), 'array')}, such as {examples(states, 1)}" if states else ""
 
 
@@ -210,7 +189,7 @@ def is_state(name: str) -> bool:
 def state_bytes(listing: Listing) -> Iterator[tuple[str, int]]:
     """(file, bytes) of each part of the optimizer's states."""
     keys = SavedKeys(listing)
-    states = {leaf.name for leaf in _read_tree(listing).leaves if is_state(leaf.name)}
+    states = set(filter(is_state, _read_tree(listing)[0]))
     for key in keys.names:
         if key.partition("/")[0] in states:
             store, _, nbytes = keys.place(key)
@@ -239,10 +218,11 @@ def _check_finished(listing: Listing) -> None:
         )  # fmt: skip
 
 
-def _read_tree(listing: Listing) -> Tree:
+def _read_tree(listing: Listing) -> tuple[dict[str, str], bool]:
+    """Name -> kind of value of each leaf, as `_METADATA` says it, and whether chunks of zeros were stored too."""
     file = listing.files[ORBAX].path if ORBAX in listing.files else ""
     said = as_mapping(read_json(file, _MOST_BYTES, "Orbax's metadata of a tree"), "its content", file)
-    leaves: list[Leaf] = []
+    leaves: dict[str, str] = {}
     try:
         for leaf in as_mapping(said.get("tree_metadata"), "'tree_metadata'", file).values():
             path = [str(key["key"]) for key in leaf["key_metadata"]]  # type: ignore[index]
@@ -252,15 +232,15 @@ def _read_tree(listing: Listing) -> Tree:
             name = ".".join(path)
             if any(not part or part in ("..", "/") or "\0" in part or "/" in part for part in path):
                 raise ValueError(f"a key {brief(name)}")
-            leaves.append(Leaf(name, str(value["value_type"])))
+            if name in leaves:
+                raise ValueError(f"{brief(name)} twice")
+            leaves[name] = str(value["value_type"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptError(
             "does not describe a tree", file=file, found=f"{type(error).__name__}: {error}"[:200],
             expected="'key_metadata' and 'value_metadata' of each leaf", remedy=COPY_AGAIN,
         ) from error  # fmt: skip
-    if len({leaf.name for leaf in leaves}) < len(leaves):
-        raise CorruptError("names an array twice", file=file, expected="a name for each", remedy=COPY_AGAIN)
-    return Tree(leaves, said.get("store_array_data_equal_to_fill_value") is True)
+    return leaves, said.get("store_array_data_equal_to_fill_value") is True
 
 
 class _Arrays:
@@ -269,13 +249,13 @@ class _Arrays:
     Args:
         listing: its files.
         keys: the keys in it.
-        tree: what they make up.
+        stores_zeros: whether chunks of zeros were stored too.
         allow_unknown: as for `read`.
     """
 
-    def __init__(self, listing: Listing, keys: SavedKeys, tree: Tree, *, allow_unknown: bool) -> None:
-        self._listing, self._keys, self._stores_zeros = listing, keys, tree.stores_zeros
-        self._may_lack = not tree.stores_zeros and (keys.is_store or allow_unknown)
+    def __init__(self, listing: Listing, keys: SavedKeys, stores_zeros: bool, *, allow_unknown: bool) -> None:
+        self._listing, self._keys, self._stores_zeros = listing, keys, stores_zeros
+        self._may_lack = not stores_zeros and (keys.is_store or allow_unknown)
         self._items = Items(listing, listing.files[ORBAX].path)
         self._scratch = UnpackedChunks()
         self._zeros: list[str] = []
