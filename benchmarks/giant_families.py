@@ -23,6 +23,8 @@ from typing import Any
 from measure import ROOT, ZCKPT, apart, watched
 
 RANKS = 64
+COUNTS = "counts.json"
+"""What a save holds: the process that measures imports no torch, since a child's peak memory starts from its parent's."""
 SIZES: dict[str, Any] = {
     "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
     "vocab_size": 129_280, "intermediate_size": 2048, "moe_intermediate_size": 2048, "max_position_embeddings": 4096,
@@ -112,6 +114,8 @@ def write(family: str, home: Path) -> None:
         os.close(fd)
     with (home / ".metadata").open("wb") as file:
         pickle.dump(Metadata(described, {name: (name,) for name in described}, stored), file)
+    counts = {"parameters": sum(map(math.prod, shapes.values())), "tensors": len(shapes), "chunks": len(stored)}
+    (home.parent / COUNTS).write_text(json.dumps(counts))
 
 
 def lay_out(home: Path, out: Path) -> None:
@@ -148,8 +152,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.work) as work:
             home, out = Path(work) / "ckpt", Path(work) / "out"
             apart("giant_families", "write", family, home)
-            _, shapes = model_of(family)
-            chunks = sum(-(-s[0] // -(-s[0] // RANKS)) if s else 1 for s in shapes.values())
+            counts = json.loads((Path(work) / COUNTS).read_text())
             try:
                 _, plan, _ = watched([*ZCKPT, "to-bf16", str(home), f"{work}/o", "--to", "hf", "--dry-run", "--json"])
                 apart("giant_families", "lay_out", home, out)
@@ -160,7 +163,7 @@ def main() -> None:
                 continue
             index = json.loads((out / "model.safetensors.index.json").read_text())
             cells = [
-                family, f"{sum(map(math.prod, shapes.values())):,}", f"{len(shapes):,}", f"{chunks:,}",
+                family, *(f"{number:,}" for number in counts.values()),
                 f"{plan.ru_utime + plan.ru_stime:.1f}", f"{plan.ru_maxrss / 1024:,.0f}", f"{len(index['weight_map']):,}",
                 f"{verify.ru_utime + verify.ru_stime:.1f}", f"{verify.ru_maxrss / 1024:,.0f}",
             ]  # fmt: skip
