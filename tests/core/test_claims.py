@@ -94,6 +94,20 @@ def test_a_catalog_made_of_a_checked_one_is_not_checked_again() -> None:
     assert found.select(lambda entry: entry.name == "a").claims is found.claims
 
 
+def test_the_same_elements_are_known_in_any_order_and_no_others() -> None:
+    held = [Claim(name, 0, 4, (Fragment(STORE, at, 0, 1),)) for at, name in ((0, "a"), (4, "b"), (8, "c"))]
+    claims = Claims(iter(held))
+    assert claims.include(iter(held)) and claims.include(held[::-1]) and claims.include(held[1:])
+    assert not claims.include([held[0], held[1]._replace(itemsize=2)])
+    assert not claims.include([*held, Claim("d", 0, 4, (Fragment(STORE, 12, 0, 1),))])
+
+
+def test_a_catalog_of_which_everything_is_kept_is_itself() -> None:
+    found = catalog(entry("a", 0), entry("b", 16))
+    assert found.rename(str) is found
+    assert found.select(lambda _: True) is found
+
+
 pitched = st.builds(
     lambda start, count, rows, gap: Fragment(STORE, 4 * start, 0, count, rows, count if rows > 1 else 0, count + gap),
     st.integers(0, 30), st.integers(1, 4), st.integers(1, 5), st.integers(0, 6),

@@ -242,6 +242,9 @@ class Phrases:
             return None
         head = class_head(machine, function, at)
         start = at - len(head)
+        for nbytes in self._lengths if head else ():
+            if (known := self._repeated.get(data[start : start + nbytes])) is not None:
+                return *known, start + nbytes, 0
         at += len(_BEGIN)
         state: dict[str, object] = {}
         memoized, cost = 2, _HOLDER_COST
@@ -282,7 +285,7 @@ class Phrases:
         return whole, memoized, end, cost
 
     def read_repeated(
-        self, machine: Machine, at: int, limit: int, number: int, needed: set[int]
+        self, machine: Machine, at: int, limit: int, number: int, needed: bytearray
     ) -> tuple[int, int, int]:
         """Texts from byte `at` on, each with an object behind it of the opcodes of an earlier one, which stands for both.
 
@@ -294,7 +297,7 @@ class Phrases:
             at: where a text begins.
             limit: behind this byte, no other begins.
             number: of the memo's next entry.
-            needed: the memo's numbers that are used again.
+            needed: for each of the memo's numbers, 1 if it is used again.
 
         Returns:
             Where they end, how many objects the memo does not keep, and their cost.
@@ -311,12 +314,12 @@ class Phrases:
             else:
                 break
             made, memoized = known
-            if data[end] != _MEMOIZE or not needed.isdisjoint(range(number + 1, number + 1 + memoized)):
+            if data[end] != _MEMOIZE or needed.find(1, number + 1, number + 1 + memoized) >= 0:
                 break
             text = data[at + 2 : end].decode("utf-8", "surrogatepass")
             cost += _TEXT_COST + (len(text) if text.isascii() else 4 * len(text))
             stack += text, made
-            if number in needed:
+            if needed.find(1, number, number + 1) >= 0:
                 memo[number] = text
             else:
                 dropped += 1

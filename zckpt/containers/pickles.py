@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError
@@ -100,7 +100,7 @@ def _run(machine: Machine, rows: RowKinds | None) -> object:
     at = machine.position
     phrases = Phrases() if machine.finishers else None
     records = None if rows is None else _records(machine, rows, phrases)
-    needed: set[int] | None = None
+    needed: bytearray | None = None
     dropped = 0  # objects that no opcode takes out of the memo, and that are not kept there
     cost = 0
     check_at = at + _STRIDE
@@ -118,8 +118,8 @@ def _run(machine: Machine, rows: RowKinds | None) -> object:
                     memo[number] = stack[-1]
                 else:
                     if needed is None:
-                        needed = _numbers_behind(data, at)
-                    if number in needed:
+                        needed = _used_behind(data, at, number)
+                    if needed.find(1, number, number + 1) >= 0:
                         memo[number] = stack[-1]
                     else:
                         dropped += 1
@@ -187,7 +187,7 @@ def _run(machine: Machine, rows: RowKinds | None) -> object:
                         stack.pop()
                         continue
                     said = phrases.read(machine, stack[-1], at)
-                    if said is not None and needed.isdisjoint(range(number, number + said[1])):
+                    if said is not None and needed.find(1, number, number + said[1]) < 0:
                         stack[-1], memoized, at, extra = said
                         dropped += memoized
                         cost += extra
@@ -255,16 +255,28 @@ _LONG_GET = re.compile(rb"j(?=(.{4}))", re.DOTALL)
 _LINE_GET = re.compile(rb"g(?=(\d{1,10})\n)")
 
 
-def _numbers_behind(data: bytes, at: int) -> set[int]:
-    """The memo's numbers that a pickle may still use behind byte `at`, and those of bytes in texts that look so.
+def _used_behind(data: bytes, at: int, number: int) -> bytearray:
+    """For each number of the memo up to `number` and behind, 1 if a pickle may still use it behind byte `at`; bytes in texts
+    may look so.
 
     Pickles of protocol 4 put nearly every object in the memo, and use few of them again. Those of large metadata would take more
     memory there than all that remains of them.
     """
     if entries_behind is not None:
-        return set(array("q", entries_behind(data, at)))
-    found = {int.from_bytes(number, "little") for number in set(_LONG_GET.findall(data, at))}
-    return found | set(map(int, _LINE_GET.findall(data, at)))
+        found: Iterable[int] = array("q", entries_behind(data, at))
+    else:
+        found = {int.from_bytes(number, "little") for number in set(_LONG_GET.findall(data, at))}
+        found |= set(map(int, _LINE_GET.findall(data, at)))
+    most = number + 1 + sum(data.count(opcode, at) for opcode in _MEMOIZING)
+    used = bytearray(most)
+    for one in found:
+        if one < most:
+            used[one] = 1
+    return used
+
+
+_MEMOIZING = (b"\x94", b"p", b"q", b"r")
+"""What puts an object into the memo: no number there is larger than all of these together."""
 
 
 _STRIDE = 1 << 12

@@ -143,7 +143,7 @@ class Records:
         self._box_ways: tuple[tuple[object, ...], _Ways] = ((), [])
         self.table: PlaceTable | None = None
 
-    def read(self, function: object, at: int, number: int, needed: set[int]) -> tuple[int, int, int] | None:
+    def read(self, function: object, at: int, number: int, needed: bytearray) -> tuple[int, int, int] | None:
         """The entries of a dict from a key of this class on, with its NEWOBJ before byte `at`: how many objects went into the
         memo, where they end, and the cost of what remains. The class is still on the stack. None if there are none.
         """
@@ -179,7 +179,7 @@ class Records:
             return None
         return known[1]
 
-    def _table(self, needed: set[int]) -> PlaceTable | None:
+    def _table(self, needed: bytearray) -> PlaceTable | None:
         """The table that stands for the dict that is being filled, ready to read rows; None where there can be none."""
         stack, marks = self._machine.stack, self._machine.marks
         keys, values = self._kinds.keys, self._kinds.values
@@ -199,7 +199,7 @@ class Records:
             table.rows.learn(*ways)
             self._learned = learned
         if not self._needed:
-            self._needed = array("q", sorted(needed)).tobytes()
+            self._needed = array("q", itertools.compress(itertools.count(), needed)).tobytes()
         begun = stack[marks[-1] : -1]
         del stack[marks[-1] : -1]
         table.update(zip(begun[::2], begun[1::2], strict=True))

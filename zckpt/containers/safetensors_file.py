@@ -19,8 +19,10 @@ Source: safetensors 0.8.0, src/tensor.rs (`Metadata::validate`, `SafeTensors::re
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any, Literal
 
 from zckpt.base import limits
@@ -176,26 +178,33 @@ def skeleton(
         if _is_aligned(wanted):
             ordered = [*wanted]
             break
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
-    relative: dict[str, int] = {}
+    header = io.BytesIO()  # of a million tensors, values for `json.dumps` take half a gigabyte
+    offsets: dict[str, int] = {}
     end = 0
-    for spec in ordered:
-        relative[spec.name], end = end, end + spec.nbytes
-        offsets = [relative[spec.name], end]
-        header[spec.name] = {"dtype": spec.dtype.name, "shape": list(spec.shape), "data_offsets": offsets}
     try:
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        named = json.dumps({"format": "pt", **(metadata or {}), **aliases}, ensure_ascii=False, separators=(",", ":"))
+        header.write(bytes(8) + f'{{"__metadata__":{named}'.encode())
+        for spec in ordered:
+            offsets[spec.name], start, end = end, end, end + spec.nbytes
+            shape = ",".join(map(str, spec.shape))
+            said = f'"dtype":"{spec.dtype.name}","shape":[{shape}],"data_offsets":[{start},{end}]'
+            header.write(f",{encode_basestring(spec.name)}:{{{said}}}".encode())
     except UnicodeEncodeError as error:
         raise UnsupportedError(
             "the name of a tensor is not Unicode text", found=ascii(error.object[error.start : error.end]),
             remedy="Write a .bin file instead (--format bin), or change the name with --rename.",
         ) from error  # fmt: skip
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
+    header.write(b"}")
+    nbytes = header.tell() - 8
+    if nbytes + -(8 + nbytes) % ALIGNMENT > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            "too many tensors for one safetensors file", found=f"a header of {len(text):,} bytes",
+            "too many tensors for one safetensors file", found=f"a header of {nbytes:,} bytes",
             expected=f"at most {MAX_HEADER_BYTES:,} bytes", remedy="Write more shards, with a smaller --max-shard-size.",
         )  # fmt: skip
-    start = 8 + len(text)
-    literal = len(text).to_bytes(8, "little") + text
-    return Skeleton(start + end, ((0, literal),), (), {name: start + offset for name, offset in relative.items()})
+    header.write(b" " * (-(8 + nbytes) % ALIGNMENT))
+    start = header.tell()
+    header.seek(0)
+    header.write((start - 8).to_bytes(8, "little"))
+    for name in offsets:
+        offsets[name] += start
+    return Skeleton(start + end, ((0, header.getvalue()),), (), offsets)

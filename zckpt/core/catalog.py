@@ -9,9 +9,11 @@ wrong places is found here too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
+from operator import eq
 from typing import Literal, get_args
 
 from zckpt.base.dataclass import dataclass
@@ -143,8 +145,7 @@ class TensorEntry:
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
             raise TypeError(f"role of {self.name!r} is {self.role!r}, not one of {sorted(_ROLES)}")
-        _put_in_order(self)
-        numel = self.numel
+        numel = _put_in_order(self)
         try:
             gap = first_gap(self.fragments, numel, self.dtype.itemsize)
         except InconsistentError as error:
@@ -190,15 +191,15 @@ def held_as_padding(padding: Iterable[Padding]) -> Iterator[Claim]:
 _WHOLE = {int}
 
 
-def _put_in_order(held: TensorPart | TensorEntry) -> None:
-    """Checks the shape, and that the fragments are inside their stores; sorts them and sets `flat`."""
-    if not isinstance(held.shape, tuple) or not set(map(type, held.shape)) <= _WHOLE:
+def _put_in_order(held: TensorPart | TensorEntry) -> int:
+    """Checks the shape, and that the fragments are inside their stores; sorts them and sets `flat`. Returns the elements."""
+    if not isinstance(held.shape, tuple) or not _WHOLE.issuperset(map(type, held.shape)):
         raise TypeError(f"shape of {held.name!r} is {held.shape!r}, not a tuple of int")
     if not isinstance(held.dtype, DType) or not isinstance(held.fragments, tuple):
         raise TypeError(
             f"{held.name!r} has dtype {held.dtype!r} and fragments {held.fragments!r:.80}, not a DType and a tuple"
         )
-    numel_of(held.shape, name=held.name)
+    numel = numel_of(held.shape, name=held.name)
     itemsize = held.dtype.itemsize
     flat = in_order = True
     last = 0
@@ -220,6 +221,7 @@ def _put_in_order(held: TensorPart | TensorEntry) -> None:
     if not in_order:
         object.__setattr__(held, "fragments", tuple(sorted(held.fragments, key=lambda fragment: fragment.start)))
     object.__setattr__(held, "flat", flat)
+    return numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +323,11 @@ class Catalog(Mapping[str, TensorEntry]):
                     found=f"a tensor {dropped!r}" if kept in self.tensors else f"no tensor {kept!r}",
                     expected=f"a tensor {kept!r}, and {dropped!r} only as another name of it",
                 )  # fmt: skip
-        held = [*held_by(self.tensors.items()), *held_as_padding(self.padding)]
-        if not self.claims.include(held):
-            object.__setattr__(self, "claims", Claims(held, self.views))
+        if not self.claims.include(self._held()):
+            object.__setattr__(self, "claims", Claims(self._held(), self.views))
+
+    def _held(self) -> Iterator[Claim]:
+        return itertools.chain(held_by(self.tensors.items()), held_as_padding(self.padding))
 
     def source_facts(self) -> dict[str, object]:
         """What an output records of its source, and of what proves that it is whole; no path and no host."""
@@ -362,6 +366,8 @@ class Catalog(Mapping[str, TensorEntry]):
 
         If it is true for a dropped name but not for the kept one, the dropped name becomes the kept one.
         """
+        if not self.aliases and all(map(keep, self.tensors.values())):
+            return self
         tensors: dict[str, TensorEntry] = {}
         aliases: dict[str, str] = {}
         names: dict[str, list[str]] = {}
@@ -378,16 +384,19 @@ class Catalog(Mapping[str, TensorEntry]):
         """The same tensors, with `new_name` applied to every name and alias. Raises InconsistentError if two names
         become the same.
         """
+        names = {name: new_name(name) for name in (*self.tensors, *self.aliases)}
+        if all(map(eq, names, names.values())):
+            return self
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self.tensors.items():
-            renamed = new_name(name)
+            renamed = names[name]
             if renamed in tensors:
                 raise InconsistentError(
                     f"two tensors would both be called {renamed!r}", file=self.source.path,
                     found=f"{name!r} and another tensor", remedy="Change --rename or --strip-prefix.",
                 )  # fmt: skip
             tensors[renamed] = replace_name(entry, renamed)
-        aliases = {new_name(dropped): new_name(kept) for dropped, kept in self.aliases.items()}
+        aliases = {names[dropped]: names[kept] for dropped, kept in self.aliases.items()}
         return replace(self, tensors=tensors, aliases={d: k for d, k in aliases.items() if d != k})
 
 

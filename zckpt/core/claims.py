@@ -75,14 +75,19 @@ class Claims:
         UnsupportedError: they are too scattered to compare.
     """
 
-    def __init__(self, held: Sequence[Claim] = (), views: Sequence[ByteSpan] = ()) -> None:
-        self._known = set(map(_identity, held))
-        self._kept = [own.fragments for own in held]  # kept alive, so that their `id` stays theirs
-        self._held = list(_with_sources(held))
+    def __init__(self, held: Iterable[Claim] = (), views: Sequence[ByteSpan] = ()) -> None:
+        self._owners: list[str] = []
+        self._copies, self._sizes = array("q"), array("q")
+        self._kept: list[Sequence[Fragment]] = []  # kept alive, so that their `id` stays theirs
+        for one in held:
+            self._owners.append(one.owner)
+            self._copies.append(one.copy)
+            self._sizes.append(one.itemsize)
+            self._kept.append(one.fragments)
         self._views: dict[Hashable, list[ByteSpan]] = {}
         for view in views:
             self._views.setdefault(_key(view.store), []).append(view)
-        spans, self._holed = _spans(self._held)
+        spans, self._holed = _spans(self._held())
         self._sorted: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
         for key in list(spans):
             own = spans.pop(key)
@@ -95,11 +100,14 @@ class Claims:
         for key, claims in self._claims_in(crossed).items():
             _check(claims, self._views.get(key, ()))
 
+    def _held(self) -> Iterator[Claim]:
+        return _with_sources(map(Claim, self._owners, self._copies, self._sizes, self._kept))
+
     def _claims_in(self, keys: set[Hashable]) -> dict[Hashable, list[_Claim]]:
         """The claims on some stores, sorted by their first byte."""
         found: dict[Hashable, list[_Claim]] = {key: [] for key in keys}
         if keys:
-            for own in self._held:
+            for own in self._held():
                 for fragment in own.fragments:
                     if fragment.numel and (claims := found.get(_key(fragment.store))) is not None:
                         claims += _claims(fragment, own)
@@ -112,7 +120,15 @@ class Claims:
 
         A tensor of a checked catalog may get several names later, for an output that cannot tie them.
         """
-        return self._known.issuperset(map(_identity, held))
+        known: set[int] | None = None
+        for at, own in enumerate(held):
+            if at < len(self._kept) and own.fragments is self._kept[at] and own.itemsize == self._sizes[at]:
+                continue  # nearly always: a catalog with the tensors of another one has them in its order
+            if known is None:
+                known = {id(fragments) * 1024 + size for fragments, size in zip(self._kept, self._sizes)}
+            if id(own.fragments) * 1024 + own.itemsize not in known:  # a tuple takes three times the memory
+                return False
+        return True
 
     def forget(self) -> None:
         """Frees the memory that only `unused` needs."""
@@ -131,11 +147,6 @@ class Claims:
             gap = _first_gap(starts, stops, span.start + base, span.stop + base)
             if gap is not None:
                 yield ByteSpan(span.store, gap[0] - base, gap[1] - base)
-
-
-def _identity(own: Claim) -> int:
-    """One number for the fragments and the bytes of an element: a tuple takes three times the memory."""
-    return id(own.fragments) * 1024 + own.itemsize
 
 
 def _with_sources(held: Iterable[Claim]) -> Iterator[Claim]:

@@ -94,21 +94,22 @@ class Chunks(Sequence[DcpChunk]):
     __slots__ = ("_boxes", "_files", "_places")
 
     def __init__(self, dims: int, chunks: Iterable[tuple[Shape, Shape, ItemPlace]]) -> None:
-        self._places = array("q")
+        places = array("q")
         self._files: list[str] = []
-        self._boxes = Boxes(dims, self._numbers(chunks))
+        self._boxes = Boxes(dims, self._numbers(chunks, places))
+        self._places = places.tobytes()
 
     @classmethod
     def of_columns(cls, boxes: Boxes, places: bytes, files: list[str]) -> Chunks:
         """Chunks in these boxes, at these places: a file's number in `files`, an offset and a length for each."""
         made = cls.__new__(cls)
-        made._boxes, made._places, made._files = boxes, array("q", places), files
+        made._boxes, made._places, made._files = boxes, places, files
         return made
 
-    def _numbers(self, chunks: Iterable[tuple[Shape, Shape, ItemPlace]]) -> Iterator[int]:
+    def _numbers(self, chunks: Iterable[tuple[Shape, Shape, ItemPlace]], held: array[int]) -> Iterator[int]:
         files: dict[str, int] = {}
         for offsets, sizes, place in chunks:
-            self._places.extend((files.setdefault(place.file, len(files)), place.offset, place.length))
+            held.extend((files.setdefault(place.file, len(files)), place.offset, place.length))
             yield from offsets
             yield from sizes
         self._files += files
@@ -131,7 +132,7 @@ class Chunks(Sequence[DcpChunk]):
 
     def places(self) -> Iterator[ItemPlace]:
         """Where the chunks with elements are: as `place` of each, without making the chunks."""
-        numbers, dims = iter(self._places), self._boxes.dims
+        numbers, dims = iter(array("q", self._places)), self._boxes.dims
         sizes = [iter(self._boxes.numbers[dim :: 2 * dims]) for dim in range(dims, 2 * dims)]
         for file, offset, length, *extents in zip(numbers, numbers, numbers, *sizes, strict=True):
             if 0 not in extents:
@@ -144,18 +145,19 @@ class Chunks(Sequence[DcpChunk]):
 
     def first(self) -> ItemPlace | None:
         """Where the first chunk with elements is; None if there is none."""
-        if len(self._places) == 3 and 0 not in self._boxes.numbers[self._boxes.dims :]:
-            file, offset, length = self._places
+        if len(self) == 1 and 0 not in self._boxes.numbers[self._boxes.dims :]:
+            file, offset, length = array("q", self._places)
             return ItemPlace(self._files[file], offset, length)
         return next(self.places(), None)
 
     def place_columns(self) -> tuple[array[int], array[int], array[int]]:
         """Where each is: the number of its file in `files`, an offset and a length."""
-        return self._places[::3], self._places[1::3], self._places[2::3]
+        places = array("q", self._places)
+        return places[::3], places[1::3], places[2::3]
 
     def are_one(self, size: Shape) -> bool:
         """Whether they are one chunk, which is all of a tensor of this size."""
-        return len(self._places) == 3 and tuple(self._boxes.numbers) == (0,) * len(size) + size
+        return len(self) == 1 and tuple(self._boxes.numbers) == (0,) * len(size) + size
 
     def are_rows(self, size: Shape) -> bool:
         """Whether they are all of the rows of a tensor of this size, one chunk after another."""
@@ -176,7 +178,7 @@ class Chunks(Sequence[DcpChunk]):
         return ChunkRows(self._files, *self.place_columns(), starts, counts)
 
     def _at(self, number: int) -> DcpChunk:
-        file, offset, length = self._places[3 * number : 3 * number + 3]
+        file, offset, length = memoryview(self._places).cast("q")[3 * number : 3 * number + 3]
         return DcpChunk(*self._boxes.at(number), ItemPlace(self._files[file], offset, length))
 
 

@@ -144,16 +144,16 @@ class Items:
             )
 
     def tensors(self, items: Mapping[str, TensorItem], roles: Mapping[str, Role]) -> dict[str, TensorEntry]:
-        """The tensors, put together from their chunks, by name. Raises IncompleteError, InconsistentError if the chunks
-        do not cover a tensor, or cover it twice; UnsupportedError if zckpt does not read a tensor of this kind, or in
-        millions of pieces.
+        """The tensors, put together from their chunks, by name; those without a role in `roles` are parameters. Raises
+        IncompleteError, InconsistentError if the chunks do not cover a tensor, or cover it twice; UnsupportedError if zckpt
+        does not read a tensor of this kind, or in millions of pieces.
         """
         cut = fragments_of_rows(items, self.listing, self._alike)
         self.open_all(item for name, item in items.items() if name not in cut)
         return {
-            name: TensorEntry(name, item.shape, item.dtype, roles[name], cut[name])
+            name: TensorEntry(name, item.shape, item.dtype, roles.get(name, "parameter"), cut[name])
             if name in cut
-            else self._tensor(name, item, roles[name])
+            else self._tensor(name, item, roles.get(name, "parameter"))
             for name, item in items.items()
         }
 

@@ -13,8 +13,9 @@ Source: torch/distributed/checkpoint/{metadata,filesystem,hf_storage,_nested_dic
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -188,8 +189,11 @@ class _Pickled:
         paths = root.state.get("planner_data")
         self.paths = paths if isinstance(paths, Mapping) and paths else None
         self._known: dict[int, tuple[DType, Shape, object]] = {}
-        found = {name: self._item(name, value) for name, value in self._described()}
-        items = {name: found.pop(name) for name in [*(self.paths or ())] if name in found} | found
+        described = self._described()
+        items: dict[str, TensorItem | BytesItem] = {}
+        for name in itertools.chain(self.paths or (), described):
+            if name not in items and name in described:
+                items[name] = self._item(name, described[name])
         version = root.state.get("version")
         version, beside = version if isinstance(version, str) else "", root.state.get("mcore_data")
         nested = self.paths is not None
@@ -212,14 +216,14 @@ class _Pickled:
             raise self.corrupt(f"{what} have impossible numbers", f"{list(value)!r:.200}")
         return tuple(value)
 
-    def _described(self) -> Iterator[tuple[str, object]]:
+    def _described(self) -> Mapping[str, object]:
         described = self.state.get("state_dict_metadata")
         if not isinstance(described, Mapping):
             raise self.corrupt("the metadata have no state dict", brief(described))
-        for name, value in described.items():
+        for name in described:
             if type(name) is not str:
                 raise self.corrupt("the name of an item is not a text", brief(name))
-            yield name, value
+        return described
 
     def _places(self, stored: object) -> Mapping[tuple[str, Shape | None], ItemPlace] | PlaceTable:
         """(name, offsets) -> the place of that chunk; offsets are None for bytes."""

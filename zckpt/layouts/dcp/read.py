@@ -221,7 +221,7 @@ def unread_in(save: DcpSave) -> str:
 
 
 def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role]:
-    """The roles of the tensors: parameters that an optimizer owns, other parameters, and buffers.
+    """The roles of the tensors that no optimizer owns, where one owns others: frozen parameters, and buffers.
 
     A save does not record buffers. Tensors that are not floating are taken for buffers, and so are floating ones without an
     optimizer that are whole while the trained ones are cut: FSDP cuts parameters, frozen or not, and no buffers.
@@ -232,30 +232,25 @@ def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role
     for name, item in items.items():
         if item.dtype.kind not in ("float", "complex"):
             roles[name] = "buffer"
-        elif not trained or name in trained:
-            roles[name] = "parameter"
-        else:
+        elif trained and name not in trained:
             roles[name] = "buffer" if cut and not whole and len(item.chunks) == 1 else "frozen"
     return roles
 
 
-def ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
+def ties(items: dict[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
     """Tensors by the first of their names, and the other names of those that share their places."""
-    by_place: dict[object, tuple[str, ...]] = {}
-    kept: dict[str, TensorItem] = {}
+    first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     for name, item in items.items():
         begins = _first_place(item.chunks)  # all chunks as a key would take a gigabyte
-        key = (item.size, item.dtype.name, begins)
-        alike = by_place.get(key, ()) if begins is not None else ()
-        first = next((other for other in alike if _same_chunks(items[other].chunks, item.chunks)), None)
-        if first is not None:
-            aliases[name] = first
-            continue
-        kept[name] = item
-        if begins is not None:
-            by_place[key] = (*alike, name)
-    return kept, aliases
+        key = hash((item.size, item.dtype.name, begins))  # and the place itself two hundred bytes
+        number = 0
+        while begins is not None and (other := first.setdefault(key if number == 0 else (key, number), name)) != name:
+            if _is_tied(items[other], item):
+                aliases[name] = other
+                break
+            number += 1
+    return {name: item for name, item in items.items() if name not in aliases} if aliases else items, aliases
 
 
 def _first_place(chunks: Sequence[DcpChunk]) -> object:
@@ -265,8 +260,11 @@ def _first_place(chunks: Sequence[DcpChunk]) -> object:
     return next((chunk.place for chunk in chunks if chunk.numel), None)
 
 
-def _same_chunks(some: Sequence[DcpChunk], others: Sequence[DcpChunk]) -> bool:
-    return len(some) == len(others) and all(map(eq, some, others))
+def _is_tied(one: TensorItem, other: TensorItem) -> bool:
+    """Whether two tensors are alike and have the same places."""
+    if (one.size, one.dtype.name, len(one.chunks)) != (other.size, other.dtype.name, len(other.chunks)):
+        return False
+    return all(map(eq, one.chunks, other.chunks))
 
 
 def _steps(save: DcpSave) -> int | None:

@@ -27,7 +27,7 @@ _EMBEDDINGS = ("embed", "wte", "shared")
 
 
 def tied_copies(
-    tensors: Mapping[str, TensorEntry], trained: AbstractSet[str], steps: int | None, listing: Listing
+    tensors: dict[str, TensorEntry], trained: AbstractSet[str], steps: int | None, listing: Listing
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors that are kept, each with its copies as replicas, and dropped name -> kept name.
 
@@ -37,8 +37,10 @@ def tied_copies(
         steps: that it has taken; None where the save does not say.
         listing: the save, beside which the model's config may be.
     """
-    kept, aliases = dict(tensors), dict[str, str]()
     pairs = [*_by_optimizer(tensors, trained if steps else frozenset()), *_by_config(tensors, trained, listing)]
+    if not pairs:
+        return tensors, {}
+    kept, aliases = dict(tensors), dict[str, str]()
     with ElementReader() as reader:
         for name, other in pairs:
             if {name, other} & aliases.keys() or name not in kept or other not in kept:

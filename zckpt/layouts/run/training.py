@@ -6,7 +6,8 @@ trainable parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Literal
 
@@ -14,7 +15,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Padding, TensorEntry, held_as_padding, held_by
-from zckpt.core.claims import Claims
+from zckpt.core.claims import Claim, Claims
 from zckpt.core.dtypes import F16, DType
 from zckpt.layouts.joining.slices import Joint
 from zckpt.layouts.run.values import is_plain
@@ -84,10 +85,12 @@ class Training:
 
     def __post_init__(self) -> None:
         """Checks that no two states are the same bytes. Raises InconsistentError if two are."""
+        if not self.claims.include(self._held()):
+            object.__setattr__(self, "claims", Claims(self._held()))
+
+    def _held(self) -> Iterator[Claim]:
         named = ((f"{state} of {name}", entry) for name, own in self.states.items() for state, entry in own.items())
-        held = [*held_by(named), *held_as_padding(self.padding)]
-        if not self.claims.include(held):
-            object.__setattr__(self, "claims", Claims(held))
+        return itertools.chain(held_by(named), held_as_padding(self.padding))
 
     def state(self, name: str, state: str) -> TensorEntry:
         """One state of a parameter. Raises InconsistentError if it has no state of that name, though other parameters
