@@ -7,6 +7,7 @@ serves the files of a directory at an address of this machine, as the bucket `bk
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import socketserver
@@ -29,6 +30,9 @@ KEYS = {
 """What clients need in their environment beside `AWS_ENDPOINT_URL`; nothing of this machine's own is asked."""
 
 
+_FAILED = "500 Internal Server Error"
+
+
 class S3Server:
     """Use as a context manager.
 
@@ -38,19 +42,22 @@ class S3Server:
     Attributes:
         requests: (method, path, query, Range header) of every request so far.
         sent: bytes of all answers to GET so far.
-        failing: is asked of each request whether to answer 500 instead.
+        failing: is asked of each request whether to answer 500 instead, or which other status, which it may name.
         losing: is asked of each request whether to answer 500 after it was carried out.
+        cutting: is asked of each request whether to close the connection after half of the answer.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.requests: list[tuple[str, str, str, str]] = []
         self.sent = 0
-        self.failing: Callable[[str, str, str], bool] = lambda method, path, query: False
+        self.failing: Callable[[str, str, str], bool | str] = lambda method, path, query: False
         self.losing: Callable[[str, str, str], bool] = lambda method, path, query: False
+        self.cutting: Callable[[str, str, str], bool] = lambda method, path, query: False
         self._app = DomainDispatcherApplication(create_backend_app)
         self._taken: dict[str, bytes] = {}
         self._server = _Server((host, 0), _Connection)
         self._server.app = self._answer
+        self._server.cuts = lambda *asked: self.cutting(*asked)
         self.url = f"http://{host}:{self._server.server_address[1]}"
 
     def __enter__(self) -> S3Server:
@@ -100,8 +107,8 @@ class S3Server:
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         method, path, query = (environ[key] for key in ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING"))
         self.requests.append((method, path, query, environ.get("HTTP_RANGE", "")))
-        if self.failing(method, path, query):
-            return self._failed(start_response)
+        if status := self.failing(method, path, query):
+            return self._failed(start_response, status if isinstance(status, str) else _FAILED)
         if self.losing(method, path, query):
             list(self._app(environ, lambda *answer: None))
             return self._failed(start_response)
@@ -121,9 +128,12 @@ class S3Server:
         start_response("206 Partial Content", [("Content-Range", place), ("Content-Length", str(len(part)))])
         return [part]
 
-    def _failed(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        start_response("500 Internal Server Error", [("Content-Length", "0")])
-        return [b""]
+    def _failed(self, start_response: Callable[..., Any], status: str = _FAILED) -> Iterable[bytes]:
+        """An answer with a status such as "503 SlowDown"; its word is S3's code of the error."""
+        code = status.partition(" ")[2]
+        text = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode() if status != _FAILED else b""
+        start_response(status, [("Content-Length", str(len(text))), ("Retry-After", "1")])
+        return [text]
 
 
 def _forget() -> None:
@@ -134,6 +144,7 @@ def _forget() -> None:
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
     app: Callable[..., Iterable[bytes]]
+    cuts: Callable[[str, str, str], bool]
 
 
 class _Connection(socketserver.StreamRequestHandler):
@@ -143,6 +154,10 @@ class _Connection(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._handle()
+
+    def _handle(self) -> None:
         while line := self.rfile.readline():
             method, target, _ = line.decode("latin-1").split()
             headers: dict[str, str] = {}
@@ -173,7 +188,11 @@ class _Connection(socketserver.StreamRequestHandler):
         if not any(line.lower().startswith("content-length:") for line in head):
             head.append(f"Content-Length: {len(answer)}")
         text = "".join(f"{line}\r\n" for line in (*head, "")).encode("latin-1")
-        self.wfile.write(text + (answer if method != "HEAD" else b""))
+        whole = text + (answer if method != "HEAD" else b"")
+        if self.server.cuts(method, environ["PATH_INFO"], query):
+            self.wfile.write(whole[: len(whole) // 2])
+            raise ConnectionAbortedError
+        self.wfile.write(whole)
 
 
 if __name__ == "__main__":

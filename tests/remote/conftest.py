@@ -31,7 +31,7 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         fs.rm("bkt", recursive=True)
     fs.mkdir("bkt")
     yield server
-    server.failing = server.losing = lambda method, path, query: False
+    server.failing = server.losing = server.cutting = lambda method, path, query: False
     memory = fsspec.filesystem("memory")
     if memory.exists("/m"):
         memory.rm("/m", recursive=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, causes_of, redact
+from zckpt.base.patterns import compile_late
 from zckpt.base.words import count
 from zckpt.storage.object_store import ObjectStore, find_store
 
@@ -70,6 +71,11 @@ Block = Union[bytes, "mmap.mmap"]
 
 _FORBIDDEN = {"PermissionError", "PermissionDeniedError", "UnauthenticatedError"}
 """Names of the exceptions that backends raise without permission."""
+
+_REFUSED = compile_late(
+    r"lacked the necessary privileges|lacked valid authentication|\b(Expired|Invalid)Token\b|^Forbidden:|, 401$"
+)
+"""What exceptions of other names say without permission: those of obstore's writer, of S3 for old keys, and of gcsfs."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -143,18 +149,19 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
         if not is_missing and (refusal := _hub_refusal(error, address)) is not None:
             raise refusal from error
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if is_missing or ("GenericError" in kinds and "NoSuchBucket" in str(error)):
+        said = str(error) if {"GenericError", "OSError", "HttpError", "RefreshError"} & kinds else ""
+        if is_missing or "NoSuchBucket" in said:
             raise NotACheckpointError(
                 "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",
                 remedy="Check the address.",
             ) from error  # fmt: skip
-        if _FORBIDDEN & kinds:
+        if _FORBIDDEN & kinds or _REFUSED.search(said):
             raise AccessError(
                 "the credentials do not allow this", file=redact(address), found=_line(error),
                 expected="credentials that may read it, and write it if it is an output",
                 remedy="Check the credentials that the backend finds in the environment.",
             ) from error  # fmt: skip
-        if _UNREACHED & kinds or ("GenericError" in kinds and "error sending request" in str(error)):
+        if _UNREACHED & kinds or "error sending request" in said:
             raise RemoteError(
                 "no connection to this address", file=redact(address), found=_line(error),
                 remedy="Check the network of this machine, its proxy (HTTPS_PROXY) and the store's endpoint; then try again.",
