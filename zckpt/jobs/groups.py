@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -389,26 +389,20 @@ class SigningKey:
     )
 
     def __post_init__(self) -> None:
-        if self.sign is not None:
-            from zckpt.output.signature import signer_of
-
-            signer_of(self.sign)
+        self.signing()
 
     def signing(self, provenance: Callable[[], Mapping[str, object]] = dict) -> Signing | None:
-        """The order to sign, with what `provenance` returns; None without a key. Errors as in `signature.signer_of`."""
+        """The order to sign, with what `provenance` returns; None without a key. Errors as in `signature.signing_with`."""
         if self.sign is None:
             return None
-        from zckpt.output.signature import Signing, signer_of
+        from zckpt.output.signature import signing_with
 
-        return Signing(signer_of(self.sign), provenance())
+        return replace(signing_with(self.sign), provenance=provenance())
 
     def known_as(self) -> str:
-        """The hint by which verifiers know the key; empty without one. Errors as in `signature.signer_of`."""
-        if self.sign is None:
-            return ""
-        from zckpt.output.signature import signer_of
-
-        return signer_of(self.sign).hint
+        """The hint by which verifiers know the key; empty without one. Errors as in `signature.signing_with`."""
+        signing = self.signing()
+        return "" if signing is None else signing.hint
 
 
 SHARED = (Reading, Selecting, Naming, Casting, Merging, Sharding, Publishing, Pacing, SigningKey)

@@ -98,7 +98,7 @@ class PlanFiles:
     def job(self) -> str:
         """The fingerprint of everything that the output's bytes depend on."""
         order = self._order
-        key = (order.signing.signer.hint,) if order.signing else ()
+        key = (order.signing.hint,) if order.signing else ()
         return fingerprint(order.plan, order.copies, order.overflow, order.single, self._options, *key)
 
     @cached_property

@@ -37,37 +37,58 @@ _IGNORED = (SIGNATURE, ".git", ".gitattributes", ".github", ".gitignore")
 
 
 @dataclass(frozen=True, slots=True)
-class Signer:
-    """A key that signs outputs.
+class Signing:
+    """An order to sign an output.
 
     Attributes:
-        path: of its file.
         hint: SHA-256 of the public key's PEM, by which verifiers know the key.
         key: the private key.
+        provenance: what the output is made from.
     """
 
-    path: str
     hint: str
     key: Any = field(repr=False)
+    provenance: Mapping[str, object] = field(default_factory=dict[str, object])
 
-    def bundle(self, name: str, digests: Mapping[str, str], provenance: Mapping[str, object]) -> bytes:
+    def of(
+        self, name: str, directory: str, paths: Iterable[str], known: Mapping[str, str], manifest: str, *, single: bool
+    ) -> bytes:
         """The signature's file.
 
         Args:
-            name: of the output's directory.
-            digests: path of each file in it -> SHA-256, in hexadecimal digits.
-            provenance: what the output was made from.
+            name: of the output.
+            directory: that its files are in until they get their names.
+            paths: of the files in it, without the manifest.
+            known: path -> SHA-256, of those that were hashed while they were written; the others are read again.
+            manifest: SHA-256 of the manifest.
+            single: whether the output is one file.
         """
-        statement = json.dumps(_statement(name, digests, provenance), ensure_ascii=False).encode()
+        digests = {path: known.get(path) or sha256_of(os.path.join(directory, path)) for path in paths}
+        return self.bundle(name, digests, manifest, single=single)
+
+    def bundle(self, name: str, digests: Mapping[str, str], manifest: str, *, single: bool = False) -> bytes:
+        """The signature's file.
+
+        Args:
+            name: of the output.
+            digests: path -> SHA-256 of its files, without the manifest.
+            manifest: SHA-256 of the manifest; "" where there is none.
+            single: whether the output is one file; its manifest is not signed then.
+        """
+        if single:
+            (digest,) = digests.values()
+            digests = {_ONE_FILE: digest}
+        elif manifest:
+            digests = {**digests, MANIFEST: manifest}
+        statement = json.dumps(_statement(name, digests, self.provenance), ensure_ascii=False).encode()
         signed = b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(statement), statement)
-        signature = self._signed(signed)
         bundle = {
             "mediaType": _BUNDLE,
             "verificationMaterial": {"publicKey": {"hint": self.hint}, "tlogEntries": []},
             "dsseEnvelope": {
                 "payload": b64encode(statement).decode(),
                 "payloadType": _PAYLOAD,
-                "signatures": [{"sig": b64encode(signature).decode(), "keyid": ""}],
+                "signatures": [{"sig": b64encode(self._signed(signed)).decode(), "keyid": ""}],
             },
         }
         return (json.dumps(bundle) + "\n").encode()
@@ -105,9 +126,10 @@ def _statement(name: str, digests: Mapping[str, str], provenance: Mapping[str, o
     }  # fmt: skip
 
 
-def signer_of(path: str | os.PathLike[str]) -> Signer:
-    """The key in a file. Raises AccessError if the file cannot be read, or its password is missing or wrong; UsageError
-    if it is not a private key of a kind that can sign; UnsupportedError if the package cryptography is not installed.
+def signing_with(path: str | os.PathLike[str]) -> Signing:
+    """An order to sign with the key in a file. Raises AccessError if the file cannot be read, or its password is missing
+    or wrong; UsageError if it is not a private key of a kind that can sign; UnsupportedError if the package cryptography
+    is not installed.
     """
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -149,7 +171,7 @@ def signer_of(path: str | os.PathLike[str]) -> Signer:
             remedy="Run: openssl ecparam -name prime256v1 -genkey -noout -out key.pem. Pass that file with --sign.",
         )  # fmt: skip
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return Signer(place, sha256(public).hexdigest(), key)
+    return Signing(sha256(public).hexdigest(), key)
 
 
 def sha256_of(path: str) -> str:
@@ -159,46 +181,3 @@ def sha256_of(path: str) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Signing:
-    """An order to sign an output.
-
-    Attributes:
-        signer: the key.
-        provenance: what the output is made from.
-    """
-
-    signer: Signer
-    provenance: Mapping[str, object] = field(default_factory=dict[str, object])
-
-    def of(
-        self, name: str, directory: str, paths: Iterable[str], known: Mapping[str, str], manifest: str, *, single: bool
-    ) -> bytes:
-        """The signature's file.
-
-        Args:
-            name: of the output.
-            directory: that its files are in until they get their names.
-            paths: of the files in it, without the manifest.
-            known: path -> SHA-256, of those that were hashed while they were written; the others are read again.
-            manifest: SHA-256 of the manifest.
-            single: whether the output is one file.
-        """
-        digests = {path: known.get(path) or sha256_of(os.path.join(directory, path)) for path in paths}
-        return self.bundle(name, digests, manifest, single=single)
-
-    def bundle(self, name: str, digests: Mapping[str, str], manifest: str, *, single: bool = False) -> bytes:
-        """The signature's file.
-
-        Args:
-            name: of the output.
-            digests: path -> SHA-256 of its files, without the manifest.
-            manifest: SHA-256 of the manifest; "" where there is none.
-            single: whether the output is one file; its manifest is not signed then.
-        """
-        if single:
-            (digest,) = digests.values()
-            return self.signer.bundle(name, {_ONE_FILE: digest}, self.provenance)
-        return self.signer.bundle(name, {**digests, **({MANIFEST: manifest} if manifest else {})}, self.provenance)
