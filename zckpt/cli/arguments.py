@@ -9,7 +9,7 @@ import typer
 
 from zckpt.base.dataclass import dataclass
 from zckpt.cli.output import Console
-from zckpt.jobs.groups import OUTPUT
+from zckpt.jobs.groups import OUTPUT, option
 
 output = partial(typer.Option, rich_help_panel=OUTPUT)
 
@@ -35,8 +35,8 @@ DryRun = Annotated[bool, output("--dry-run", help="Print what would be written, 
 class Shown:
     """What a command prints. It has no repr and no comparison, which would cost time whenever zckpt starts."""
 
-    as_json: Annotated[bool, output("--json", help="Print one JSON object on stdout.")] = False
-    quiet: Annotated[bool, output("--quiet", help="Print errors only.")] = False
+    as_json: bool = option(False, "--json", "flag", "Print one JSON object on stdout.", OUTPUT)
+    quiet: bool = option(False, "--quiet", "flag", "Print errors only.", OUTPUT)
 
     @property
     def console(self) -> Console:
@@ -48,9 +48,9 @@ class Shown:
 class ShownProgress(Shown):
     """As `Shown`, for commands that run for long and show their progress."""
 
-    progress_form: Annotated[
-        Literal["bar", "json"], output("--progress", help="A bar in a terminal, or JSON lines on stderr for programs.")
-    ] = "bar"
+    progress_form: Literal["bar", "json"] = option(
+        "bar", "--progress", ("bar", "json"), "A bar in a terminal, or JSON lines on stderr for programs.", OUTPUT
+    )
 
     @property
     def console(self) -> Console:  # noqa: D102

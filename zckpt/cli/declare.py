@@ -1,7 +1,7 @@
 """How a command is declared: the options of its job arrive as one value, and help shows them in groups.
 
 For the modules of commands. A parameter called `asked` stands for what the command's job can be asked, by `jobs.groups`. One
-with a dataclass as its type stands for its fields, each declared as typer has it: `Annotated[type, typer.Option(...)]`.
+with a dataclass as its type stands for its fields, which are declared as those of jobs are. Others are declared as typer has it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -124,7 +124,7 @@ def build_command(name: str) -> Any:
 
 @dataclasses.dataclass
 class _Option:
-    """An option of a job: the class that declares it, its field, and its declaration for typer."""
+    """An option: the class that declares it, its field, and its declaration for typer."""
 
     holder: type
     field: dataclasses.Field[Any]
@@ -138,13 +138,14 @@ def expand_groups(
     """The same function with the options of its job and of its groups as keyword parameters, for typer."""
     hints = get_type_hints(function, include_extras=True) if job is None else _hints_of(function)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-    options = [] if job is None else [_option_of(job, *one) for one in job.options() if one[1].name not in hidden]
+    options = [] if job is None else [_option_of(*one, job) for one in job.options() if one[1].name not in hidden]
+    own = {name: [_option_of(kind, field) for field in dataclasses.fields(kind)] for name, kind in groups.items()}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "asked" and job is not None:
             parameters += [one.parameter for one in options]
         elif name in groups:
-            parameters += _parameters_of(groups[name])
+            parameters += [one.parameter for one in own[name]]
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
 
@@ -152,7 +153,7 @@ def expand_groups(
     def call(**values: object) -> None:
         arguments = {name: value for name, value in values.items() if name in hints}
         for name, kind in groups.items():
-            arguments[name] = kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+            arguments[name] = kind(**{one.field.name: one.read(values[one.field.name]) for one in own[name]})
         if job is not None:
             arguments["asked"] = job.ask(**_fields_of(options, values))
         function(**arguments)
@@ -226,12 +227,12 @@ _KINDS: Mapping[str, tuple[Any, dict[str, Any], Callable[[Any], object]]] = {
 """Kind of value -> its type, its declaration for typer, and the function that gives its value for the job."""
 
 
-def _option_of(job: Job[Any], holder: type, field: dataclasses.Field[Any]) -> _Option:
-    """An option of a job as typer has it."""
+def _option_of(holder: type, field: dataclasses.Field[Any], job: Job[Any] | None = None) -> _Option:
+    """An option as typer has it, with the default and the words that a job has of its own."""
     said, of = field.metadata, field.metadata["of"]
-    own = job.words.get(field.name, ())
+    own = () if job is None else job.words.get(field.name, ())
     text, panel = own[0] if own else said["help"], own[1] if len(own) > 1 else said["panel"]
-    default: Any = job.usual.get(field.name, field.default)
+    default: Any = field.default if job is None else job.usual.get(field.name, field.default)
     if of in ("dtype", "precision") or isinstance(of, tuple):
         kind, more, read, default = _choice(of, default)
     else:
@@ -242,7 +243,7 @@ def _option_of(job: Job[Any], holder: type, field: dataclasses.Field[Any]) -> _O
         kind = kind | None
     told = {"metavar": said["metavar"], "help": text, "rich_help_panel": panel, **more, **said["more"]}
     annotated: Any = Annotated
-    annotation = annotated[kind, typer.Option(said["flag"], **told)]
+    annotation = annotated[kind, typer.Option(*said["flag"].split(), **told)]
     empty = inspect.Parameter.empty if default is dataclasses.MISSING else default
     parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=empty)
     return _Option(holder, field, parameter, read)
@@ -270,16 +271,3 @@ def _dtype(value: str | None) -> object:
     from zckpt.jobs.casting import to_dtype
 
     return None if value in (None, "keep") else to_dtype(value)
-
-
-@lru_cache
-def _parameters_of(kind: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    found: list[inspect.Parameter] = []
-    for field in dataclasses.fields(kind):
-        known = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = inspect.Parameter.empty if known is dataclasses.MISSING else known
-        found.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name], default=default)
-        )
-    return found

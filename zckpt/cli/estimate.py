@@ -7,7 +7,6 @@ lower room may import the trainer.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,51 +14,44 @@ import typer
 from zckpt.base.dataclass import dataclass
 from zckpt.cli.arguments import Shown
 from zckpt.cli.declare import command
-from zckpt.cli.texts import positive
+from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
     from zckpt.estimation.choices import Estimate
 
-_run = partial(typer.Option, rich_help_panel="Run")
-_memory = partial(typer.Option, rich_help_panel="Memory")
+_RUN = "Run"
+_MEMORY = "Memory"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PlannedRun:
     """The run that is estimated."""
 
-    gpus: Annotated[int, _run("--gpus", metavar="N", callback=positive, help="GPUs per node.")] = 1
-    nodes: Annotated[int, _run("--nodes", metavar="M", callback=positive, help="Nodes.")] = 1
-    config: Annotated[
-        str | None,
-        _run("--config", metavar="FILE.json", help="DeepSpeed's config: what it asks for is estimated too."),
-    ] = None
-    optimizer: Annotated[str, _run("--optimizer", metavar="NAME", help="Without --config.")] = "Adam"
-    micro_batch: Annotated[
-        int, _run("--micro-batch", metavar="N", callback=positive, help="Samples per GPU, where no config says it.")
-    ] = 1
-    accumulation: Annotated[
-        int, _run("--accumulation", metavar="N", callback=positive, help="Micro batches per step, likewise.")
-    ] = 1
-    seq_length: Annotated[
-        int | None,
-        _run(
-            "--seq-length", metavar="N", callback=positive,
-            help="Tokens of a sample; by default what the model was made for, at most 2,048.",
-        ),
-    ] = None  # fmt: skip
-    adapter: Annotated[
-        str | None,
-        _run("--adapter", metavar="DIR", help="LoRA adapter; by default the one beside the model's config."),
-    ] = None
+    gpus: int = option(1, "--gpus", "positive", "GPUs per node.", _RUN, metavar="N")
+    nodes: int = option(1, "--nodes", "positive", "Nodes.", _RUN, metavar="M")
+    config: str | None = option(
+        None, "--config", "text", "DeepSpeed's config: what it asks for is estimated too.", _RUN, metavar="FILE.json"
+    )
+    optimizer: str = option("Adam", "--optimizer", "text", "Without --config.", _RUN, metavar="NAME")
+    micro_batch: int = option(
+        1, "--micro-batch", "positive", "Samples per GPU, where no config says it.", _RUN, metavar="N"
+    )
+    accumulation: int = option(1, "--accumulation", "positive", "Micro batches per step, likewise.", _RUN, metavar="N")
+    seq_length: int | None = option(
+        None, "--seq-length", "positive", "Tokens of a sample; by default what the model was made for, at most 2,048.",
+        _RUN, metavar="N",
+    )  # fmt: skip
+    adapter: str | None = option(
+        None, "--adapter", "text", "LoRA adapter; by default the one beside the model's config.", _RUN, metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MemoryGiven:
     """The memory that is given."""
 
-    memory: Annotated[str | None, _memory("--memory", metavar="SIZE", help="Of a GPU, to say what fits.")] = None
-    cpu_memory: Annotated[str | None, _memory("--cpu-memory", metavar="SIZE", help="Of a node, likewise.")] = None
+    memory: str | None = option(None, "--memory", "text", "Of a GPU, to say what fits.", _MEMORY, metavar="SIZE")
+    cpu_memory: str | None = option(None, "--cpu-memory", "text", "Of a node, likewise.", _MEMORY, metavar="SIZE")
 
 
 def estimate(

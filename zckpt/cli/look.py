@@ -12,6 +12,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.cli.arguments import Shown, ShownProgress, output
 from zckpt.cli.declare import command
 from zckpt.jobs.declarations import DIFF, LOOK, VERIFY
+from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
     from zckpt.jobs.declarations import Asked
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from zckpt.jobs.states import NamedStates
     from zckpt.pictures.terminal import Line
 
-_checks = partial(typer.Option, rich_help_panel="Checks")
+_CHECKS = "Checks"
+_checks = partial(typer.Option, rich_help_panel=_CHECKS)
 Looked = Annotated[
     str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or a weights file.", show_default=False)
 ]
@@ -62,11 +64,10 @@ Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copie
 class Tolerance:
     """The tolerance within which values count as equal."""
 
-    atol: Annotated[
-        float | None,
-        _checks("--atol", metavar="X", min=0, help="Equal if |a - b| <= X + Y |b|; by default bit for bit."),
-    ] = None
-    rtol: Annotated[float | None, _checks("--rtol", metavar="Y", min=0, help="See --atol.")] = None
+    atol: float | None = option(
+        None, "--atol", "real", "Equal if |a - b| <= X + Y |b|; by default bit for bit.", _CHECKS, metavar="X", min=0
+    )
+    rtol: float | None = option(None, "--rtol", "real", "See --atol.", _CHECKS, metavar="Y", min=0)
 
     @property
     def words(self) -> str:

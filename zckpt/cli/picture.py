@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.cli.arguments import Checkpoint, Shown
 from zckpt.cli.declare import command
-from zckpt.cli.texts import positive
 from zckpt.jobs.declarations import LOOK
+from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
     from zckpt.cli.output import Console
     from zckpt.jobs.declarations import Asked
 
-_shown = partial(typer.Option, rich_help_panel="What to draw")
+_SHOWN = "What to draw"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Drawn:
     """What is drawn, and where it goes."""
 
-    html: Annotated[
-        str | None, _shown("--html", metavar="FILE", help="Write the map as one HTML file, which needs no network.")
-    ] = None
-    open_page: Annotated[
-        bool, _shown("--open", help="Show it in the browser; without --html, from a temporary file.")
-    ] = False
-    reshard: Annotated[
-        int | None,
-        _shown(
-            "--reshard",
-            metavar="N",
-            callback=positive,
-            help="Also draw what 'zckpt reshard --world-size N' would write.",
-        ),
-    ] = None
-    stage: Annotated[
-        int | None,
-        _shown("--stage", metavar="1|2|3", min=1, max=3, help="ZeRO stage for --reshard; by default CKPT's."),
-    ] = None
+    html: str | None = option(
+        None, "--html", "text", "Write the map as one HTML file, which needs no network.", _SHOWN, metavar="FILE"
+    )
+    open_page: bool = option(
+        False, "--open", "flag", "Show it in the browser; without --html, from a temporary file.", _SHOWN
+    )
+    reshard: int | None = option(
+        None, "--reshard", "positive", "Also draw what 'zckpt reshard --world-size N' would write.", _SHOWN, metavar="N"
+    )
+    stage: int | None = option(
+        None, "--stage", "number", "ZeRO stage for --reshard; by default CKPT's.", _SHOWN, metavar="1|2|3", min=1, max=3
+    )
 
 
 @command(

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import unquote
 
@@ -17,9 +16,8 @@ from zckpt.base.words import count, duration, rate, size
 from zckpt.cli.arguments import Checkpoint, ShownProgress, output
 from zckpt.cli.declare import command
 from zckpt.cli.output import Console
-from zckpt.cli.texts import size_in_bytes
 from zckpt.jobs.declarations import PUSH
-from zckpt.jobs.groups import WHAT
+from zckpt.jobs.groups import WHAT, option
 
 if TYPE_CHECKING:
     from zckpt.hub import PageTarget, PushReport, Ready
@@ -46,47 +44,41 @@ Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"] | None,
     typer.Option("--dtype", rich_help_panel=WHAT, help="By default what config.json says, or that of plain weights."),
 ]
-_page = partial(typer.Option, rich_help_panel="Page")
-_card = partial(typer.Option, rich_help_panel="Model card")
-_hub = partial(typer.Option, rich_help_panel="Hub")
+_PAGE = "Page"
+_CARD = "Model card"
+_HUB = "Hub"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PageOptions:
     """Where a push goes, and what it adds; the fields of `hub.PageTarget`."""
 
-    revision: Annotated[str, _page("--revision", metavar="REV", help="Branch; made if it does not exist.")] = "main"
-    private: Annotated[
-        bool | None, _page("--private/--public", help="Who sees a new page; by default only you.", show_default=False)
-    ] = None
-    create_pr: Annotated[bool, _page("--create-pr", help="Open a pull request instead of committing.")] = False
-    message: Annotated[str | None, _page("--message", metavar="TEXT", help="Of the commit.")] = None
-    path_in_repo: Annotated[str, _page("--path-in-repo", metavar="DIR", help="Directory in the repository.")] = ""
-    yes: Annotated[bool, _page("--yes", help="Go on if the repository holds files already.")] = False
-    no_card: Annotated[bool, _card("--no-card", help="Write no model card if CKPT has no README.md.")] = False
-    license: Annotated[str | None, _card("--license", metavar="NAME", help="As the hub names it: apache-2.0.")] = None
-    base_model: Annotated[
-        str | None, _card("--base-model", metavar="REPO_ID", help="The model that was trained further.")
-    ] = None
-    token: Annotated[
-        str | None, _hub("--token", metavar="TOKEN", help="By default the one you logged in with, or HF_TOKEN.")
-    ] = None
-    endpoint: Annotated[
-        str | None, _hub("--endpoint", metavar="URL", help="Address of the hub; by default HF_ENDPOINT.")
-    ] = None
-    scratch: Annotated[
-        str | None,
-        _hub("--scratch", metavar="DIR", help="For shards before they are sent; by default in the hub's cache."),
-    ] = None
-    max_scratch: Annotated[
-        int | None,
-        _hub(
-            "--max-scratch",
-            metavar="SIZE",
-            parser=size_in_bytes,
-            help="Most bytes there; by default two of the largest shard.",
-        ),
-    ] = None
+    revision: str = option("main", "--revision", "text", "Branch; made if it does not exist.", _PAGE, metavar="REV")
+    private: bool | None = option(
+        None, "--private/--public", "flag", "Who sees a new page; by default only you.", _PAGE, show_default=False
+    )
+    create_pr: bool = option(False, "--create-pr", "flag", "Open a pull request instead of committing.", _PAGE)
+    message: str | None = option(None, "--message", "text", "Of the commit.", _PAGE, metavar="TEXT")
+    path_in_repo: str = option("", "--path-in-repo", "text", "Directory in the repository.", _PAGE, metavar="DIR")
+    yes: bool = option(False, "--yes", "flag", "Go on if the repository holds files already.", _PAGE)
+    no_card: bool = option(False, "--no-card", "flag", "Write no model card if CKPT has no README.md.", _CARD)
+    license: str | None = option(None, "--license", "text", "As the hub names it: apache-2.0.", _CARD, metavar="NAME")
+    base_model: str | None = option(
+        None, "--base-model", "text", "The model that was trained further.", _CARD, metavar="REPO_ID"
+    )
+    token: str | None = option(
+        None, "--token", "text", "By default the one you logged in with, or HF_TOKEN.", _HUB, metavar="TOKEN"
+    )
+    endpoint: str | None = option(
+        None, "--endpoint", "text", "Address of the hub; by default HF_ENDPOINT.", _HUB, metavar="URL"
+    )
+    scratch: str | None = option(
+        None, "--scratch", "text", "For shards before they are sent; by default in the hub's cache.", _HUB,
+        metavar="DIR",
+    )  # fmt: skip
+    max_scratch: int | None = option(
+        None, "--max-scratch", "size", "Most bytes there; by default two of the largest shard.", _HUB, metavar="SIZE"
+    )
 
     def target(self, repo_id: str) -> PageTarget:
         """The target, in the form that `hub` takes."""

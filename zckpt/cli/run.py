@@ -9,7 +9,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Annotated, NoReturn
 
@@ -21,10 +20,10 @@ from zckpt.base.errors import UsageError
 from zckpt.cli import desk
 from zckpt.cli.declare import command
 from zckpt.cli.desk import python_format
-from zckpt.cli.texts import positive
+from zckpt.jobs.groups import option
 
-_here = partial(typer.Option, rich_help_panel="Processes")
-_there = partial(typer.Option, rich_help_panel="Several machines")
+_HERE = "Processes"
+_THERE = "Several machines"
 
 _LAUNCHERS = (
     "accelerate.commands.launch",
@@ -40,68 +39,55 @@ _LAUNCHERS = (
 class Launch:
     """The processes that are started, and where: options of `deepspeed` and of `torchrun`, by their names there."""
 
-    nproc: Annotated[
-        int | None,
-        _here(
-            "--nproc", "--num_gpus", "--num_accelerators", metavar="N", callback=positive,
-            help="Processes on each machine; by default one for each accelerator.",
-        ),
-    ] = None  # fmt: skip
-    nproc_per_node: Annotated[
-        str | None,
-        _here(
-            "--nproc_per_node",
-            "--nproc-per-node",
-            metavar="N",
-            help="As --nproc, and without --local_rank, as torchrun.",
-        ),
-    ] = None
-    include: Annotated[
-        str, _here("-i", "--include", metavar="NAME:SLOTS", help="Only these: host1@host2:0,2.", show_default=False)
-    ] = ""
-    exclude: Annotated[
-        str, _here("-e", "--exclude", metavar="NAME:SLOTS", help="All but these.", show_default=False)
-    ] = ""
-    no_local_rank: Annotated[
-        bool, _here("--no_local_rank", help="Do not pass --local_rank=N to SCRIPT, as deepspeed does.")
-    ] = False
-    hostfile: Annotated[
-        str | None, _there("-H", "--hostfile", metavar="FILE", help="Lines 'NAME slots=N'; ssh starts the others.")
-    ] = None
-    num_nodes: Annotated[
-        str | None, _there("--num_nodes", "--nnodes", metavar="N", help="Machines; of a hostfile the first N.")
-    ] = None
-    node_rank: Annotated[
-        int | None,
-        _there(
-            "--node_rank", "--node-rank", metavar="N", help="Start this machine alone, which has this number from 0."
-        ),
-    ] = None
-    master_addr: Annotated[
-        str | None, _there("--master_addr", "--master-addr", metavar="HOST", help="The first machine, where all meet.")
-    ] = None
-    master_port: Annotated[
-        int | None,
-        _there("--master_port", "--master-port", metavar="PORT", help="Of it there; on one machine a free one."),
-    ] = None
-    ssh_port: Annotated[int | None, _there("--ssh_port", metavar="PORT", help="Of ssh on the other machines.")] = None
-    venv_script: Annotated[
-        str | None, _there("--venv_script", metavar="FILE", help="A script to source first on the other machines.")
-    ] = None
-    dry_run: Annotated[bool, _there("-n", "--dry-run", help="Print the command for each machine.")] = False
-    no_ssh: Annotated[bool, _there("--no_ssh", hidden=True)] = False
-    no_ssh_check: Annotated[
-        bool, _there("--no_ssh_check", help="As without it: ssh is not tried before it starts a machine.")
-    ] = False
-    force_multi: Annotated[bool, _there("--force_multi", help="Start a machine by ssh if it is this one, too.")] = False
-    standalone: Annotated[
-        bool, _here("--standalone", help="This machine alone; a hostfile that lies in its usual place is not read.")
-    ] = False
-    quiet: Annotated[bool, _here("-q", "--quiet", help="As --log_level error.")] = False
-    log_level: Annotated[
-        str, _here("--log_level", metavar="LEVEL", help="info and debug print the commands that are started.")
-    ] = "warning"
-    local_rank: Annotated[int | None, _here("--local_rank", "--local-rank", hidden=True)] = None
+    nproc: int | None = option(
+        None, "--nproc --num_gpus --num_accelerators", "positive",
+        "Processes on each machine; by default one for each accelerator.", _HERE, metavar="N",
+    )  # fmt: skip
+    nproc_per_node: str | None = option(
+        None, "--nproc_per_node --nproc-per-node", "text", "As --nproc, and without --local_rank, as torchrun.", _HERE,
+        metavar="N",
+    )  # fmt: skip
+    include: str = option(
+        "", "-i --include", "text", "Only these: host1@host2:0,2.", _HERE, metavar="NAME:SLOTS", show_default=False
+    )
+    exclude: str = option("", "-e --exclude", "text", "All but these.", _HERE, metavar="NAME:SLOTS", show_default=False)
+    no_local_rank: bool = option(
+        False, "--no_local_rank", "flag", "Do not pass --local_rank=N to SCRIPT, as deepspeed does.", _HERE
+    )
+    hostfile: str | None = option(
+        None, "-H --hostfile", "text", "Lines 'NAME slots=N'; ssh starts the others.", _THERE, metavar="FILE"
+    )
+    num_nodes: str | None = option(
+        None, "--num_nodes --nnodes", "text", "Machines; of a hostfile the first N.", _THERE, metavar="N"
+    )
+    node_rank: int | None = option(
+        None, "--node_rank --node-rank", "number", "Start this machine alone, which has this number from 0.", _THERE,
+        metavar="N",
+    )  # fmt: skip
+    master_addr: str | None = option(
+        None, "--master_addr --master-addr", "text", "The first machine, where all meet.", _THERE, metavar="HOST"
+    )
+    master_port: int | None = option(
+        None, "--master_port --master-port", "number", "Of it there; on one machine a free one.", _THERE, metavar="PORT"
+    )
+    ssh_port: int | None = option(None, "--ssh_port", "number", "Of ssh on the other machines.", _THERE, metavar="PORT")
+    venv_script: str | None = option(
+        None, "--venv_script", "text", "A script to source first on the other machines.", _THERE, metavar="FILE"
+    )
+    dry_run: bool = option(False, "-n --dry-run", "flag", "Print the command for each machine.", _THERE)
+    no_ssh: bool = option(False, "--no_ssh", "flag", "", _THERE, hidden=True)
+    no_ssh_check: bool = option(
+        False, "--no_ssh_check", "flag", "As without it: ssh is not tried before it starts a machine.", _THERE
+    )
+    force_multi: bool = option(False, "--force_multi", "flag", "Start a machine by ssh if it is this one, too.", _THERE)
+    standalone: bool = option(
+        False, "--standalone", "flag", "This machine alone; a hostfile that lies in its usual place is not read.", _HERE
+    )
+    quiet: bool = option(False, "-q --quiet", "flag", "As --log_level error.", _HERE)
+    log_level: str = option(
+        "warning", "--log_level", "text", "info and debug print the commands that are started.", _HERE, metavar="LEVEL"
+    )
+    local_rank: int | None = option(None, "--local_rank --local-rank", "number", "", _HERE, hidden=True)
 
 
 @command(

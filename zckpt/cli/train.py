@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import MISSING, asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ from zckpt.cli.arguments import Shown
 from zckpt.cli.declare import command
 from zckpt.cli.output import Console
 from zckpt.cli.texts import positive
+from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
     from zckpt.runtime.train.metrics import Step
@@ -79,44 +80,40 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-_run = partial(typer.Option, rich_help_panel="Run")
+_RUN = "Run"
+_run = partial(typer.Option, rich_help_panel=_RUN)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RunOptions:
     """What is trained, on what and how long; the fields of `TrainingJob`."""
 
-    data: Annotated[str, _run("--data", metavar="FILE.txt", help="Text to train on.", show_default=False)]
-    out: Annotated[
-        str, _run("--out", metavar="DIR", help="For checkpoints, metrics.jsonl and loss.png.", show_default=False)
-    ]
-    steps: Annotated[
-        int,
-        _run("--steps", metavar="N", callback=positive, help="Optimizer steps in all.", show_default=False),
-    ]
-    model: Annotated[str, _run("--model", metavar="MODEL", help="tiny-gpt, a config.json, or a model's directory.")] = (
-        "tiny-gpt"
+    data: str = option(MISSING, "--data", "text", "Text to train on.", _RUN, metavar="FILE.txt", show_default=False)
+    out: str = option(
+        MISSING, "--out", "text", "For checkpoints, metrics.jsonl and loss.png.", _RUN, metavar="DIR",
+        show_default=False,
+    )  # fmt: skip
+    steps: int = option(
+        MISSING, "--steps", "positive", "Optimizer steps in all.", _RUN, metavar="N", show_default=False
     )
-    save_every: Annotated[
-        int | None,
-        _run("--save-every", metavar="N", callback=positive, help="Save a checkpoint every N steps."),
-    ] = None
-    resume: Annotated[bool, _run("--resume", help="Resume from the last checkpoint in DIR.")] = False
-    seed: Annotated[int, _run("--seed", metavar="N", help="For weights, data order and dropout.")] = 0
-    save_pretrained: Annotated[
-        str | None, _run("--save-pretrained", metavar="DIR", help="At the end, write the weights there too.")
-    ] = None
-    eval_data: Annotated[
-        str | None,
-        _run("--eval-data", metavar="FILE.txt", help="Text that is not trained on, for a loss and perplexity."),
-    ] = None
-    eval_every: Annotated[
-        int | None,
-        _run("--eval-every", metavar="N", callback=positive, help="Evaluate every N steps, not only at the end."),
-    ] = None
-    log_every: Annotated[
-        int, _run("--log-every", metavar="N", callback=positive, help="Print a line every N steps.")
-    ] = 10
+    model: str = option(
+        "tiny-gpt", "--model", "text", "tiny-gpt, a config.json, or a model's directory.", _RUN, metavar="MODEL"
+    )
+    save_every: int | None = option(
+        None, "--save-every", "positive", "Save a checkpoint every N steps.", _RUN, metavar="N"
+    )
+    resume: bool = option(False, "--resume", "flag", "Resume from the last checkpoint in DIR.", _RUN)
+    seed: int = option(0, "--seed", "number", "For weights, data order and dropout.", _RUN, metavar="N")
+    save_pretrained: str | None = option(
+        None, "--save-pretrained", "text", "At the end, write the weights there too.", _RUN, metavar="DIR"
+    )
+    eval_data: str | None = option(
+        None, "--eval-data", "text", "Text that is not trained on, for a loss and perplexity.", _RUN, metavar="FILE.txt"
+    )
+    eval_every: int | None = option(
+        None, "--eval-every", "positive", "Evaluate every N steps, not only at the end.", _RUN, metavar="N"
+    )
+    log_every: int = option(10, "--log-every", "positive", "Print a line every N steps.", _RUN, metavar="N")
 
 
 @command(

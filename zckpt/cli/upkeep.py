@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,13 +13,14 @@ from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, Shown, ShownPr
 from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
 from zckpt.jobs.declarations import PRUNE, SLIM
+from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
     from zckpt.jobs.declarations import Asked
     from zckpt.jobs.own_groups import Slim
     from zckpt.jobs.slim import PlannedSlim
 
-_rules = partial(typer.Option, rich_help_panel="Which saves stay")
+_RULES = "Which saves stay"
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory that holds the run's saves.", show_default=False)]
 Measured = Annotated[
     str, typer.Argument(metavar="RUN|CKPT", help="Directory of a run, or a checkpoint.", show_default=False)
@@ -33,21 +33,18 @@ Deep = Annotated[bool, output("--deep", help="Read every byte of the saves that 
 class Kept:
     """The rules for saves that stay."""
 
-    keep_last: Annotated[int | None, _rules("--keep-last", metavar="N", help="The N newest.")] = None
-    keep_every: Annotated[int | None, _rules("--keep-every", metavar="M", help="Those at a multiple of M steps.")] = (
-        None
+    keep_last: int | None = option(None, "--keep-last", "number", "The N newest.", _RULES, metavar="N")
+    keep_every: int | None = option(
+        None, "--keep-every", "number", "Those at a multiple of M steps.", _RULES, metavar="M"
     )
-    keep_best: Annotated[
-        list[str] | None,
-        _rules(
-            "--keep-best",
-            metavar="METRIC[:min|max]",
-            help="The best by a metric in trainer_state.json; repeatable. Less is better if its name ends in loss.",
-        ),
-    ] = None
-    incomplete: Annotated[
-        bool, _rules("--incomplete", help="Let incomplete saves go too, if a newer one is complete.")
-    ] = False
+    keep_best: Sequence[str] = option(
+        (), "--keep-best", "texts",
+        "The best by a metric in trainer_state.json; repeatable. Less is better if its name ends in loss.", _RULES,
+        metavar="METRIC[:min|max]",
+    )  # fmt: skip
+    incomplete: bool = option(
+        False, "--incomplete", "flag", "Let incomplete saves go too, if a newer one is complete.", _RULES
+    )
 
 
 @command(

@@ -51,7 +51,7 @@ def option(
 
     Args:
         default: its value where the option is not given; `MISSING` for an option that must be given.
-        flag: how it is called.
+        flag: how it is called; several names with spaces between them.
         of: what it takes: "text", "texts", "flag", "number", "positive", "real", "reals", "size", "renames", "dtype", or words.
         about: the sentence for `--help`.
         panel: the heading under which it stands there.
