@@ -18,37 +18,87 @@ ZCKPT_LANED Floats most_of(Floats a, Floats b) { return ZCKPT_LANES_MAX; }
 ZCKPT_LANED Floats sizes_of(Floats x) { return (Floats)((Ints)x & 0x7FFFFFFF); }
 
 ZCKPT_LANED Floats roots_of(Floats x) {
+#if ZCKPT_LANES == 16
+  return (Floats)_mm512_sqrt_ps((__m512)x);
+#else
   float held[kWide];
   std::memcpy(held, &x, sizeof held);
   for (float& each : held) each = __builtin_sqrtf(each);
   std::memcpy(&x, held, sizeof held);
   return x;
+#endif
+}
+
+// A sum by a multiplication by 1, so that units which only multiply share the work of those that add.
+ZCKPT_LANED Floats unit() {
+  Floats one = all_of(1);
+#if ZCKPT_LANES == 16
+  __asm__("" : "+v"(one));  // or it would become an addition again
+#endif
+  return one;
+}
+ZCKPT_LANED Floats plus(Floats a, Floats b, [[maybe_unused]] Floats one) {
+#if ZCKPT_LANES == 16
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)one, (__m512)b);
+#else
+  return a + b;
+#endif
 }
 
 // To whole numbers, halves to even, of numbers below 2^22.
-ZCKPT_LANED Floats whole(Floats x) { return (x + kRounder) - kRounder; }
+ZCKPT_LANED Floats whole(Floats x) {
+#if ZCKPT_LANES == 16
+  return (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  return (x + kRounder) - kRounder;
+#endif
+}
 
 // Number i of each group, for groups one after the other, from group `first` on. Where there are fewer groups than lanes, the last one fills
-// the others. Four numbers of four groups are turned at a time.
+// the others. Four numbers of each group are turned at a time.
 template <int kNumbers>
 ZCKPT_LANED void load_groups(const float* groups, int first, int have, Floats* x) {
-  for (int lane = 0; lane < kWide; lane += 4) {
-    const float* own[4];
-    for (int j = 0; j < 4; ++j) own[j] = groups + (first + lane + j < have ? first + lane + j : have - 1) * kNumbers;
-    for (int i = 0; i < kNumbers; i += 4) {
+  float padded[kWide * kNumbers];
+  const float* own = groups + first * kNumbers;
+  if (have - first < kWide) {
+    for (int lane = 0; lane < kWide; ++lane)
+      std::memcpy(padded + lane * kNumbers, groups + (first + lane < have ? first + lane : have - 1) * kNumbers, kNumbers * sizeof *padded);
+    own = padded;
+  }
+  for (int i = 0; i < kNumbers; i += 4) {
+#if ZCKPT_LANES == 16
+    __m512 rows[4];
+    for (int j = 0; j < 4; ++j) {
+      const float* row = own + j * kNumbers + i;
+      rows[j] = _mm512_castps128_ps512(_mm_loadu_ps(row));
+      rows[j] = _mm512_insertf32x4(rows[j], _mm_loadu_ps(row + 4 * kNumbers), 1);
+      rows[j] = _mm512_insertf32x4(rows[j], _mm_loadu_ps(row + 8 * kNumbers), 2);
+      rows[j] = _mm512_insertf32x4(rows[j], _mm_loadu_ps(row + 12 * kNumbers), 3);
+    }
+    const __m512d low_01 = (__m512d)_mm512_unpacklo_ps(rows[0], rows[1]), high_01 = (__m512d)_mm512_unpackhi_ps(rows[0], rows[1]);
+    const __m512d low_23 = (__m512d)_mm512_unpacklo_ps(rows[2], rows[3]), high_23 = (__m512d)_mm512_unpackhi_ps(rows[2], rows[3]);
+    x[i] = (Floats)_mm512_unpacklo_pd(low_01, low_23), x[i + 1] = (Floats)_mm512_unpackhi_pd(low_01, low_23);
+    x[i + 2] = (Floats)_mm512_unpacklo_pd(high_01, high_23), x[i + 3] = (Floats)_mm512_unpackhi_pd(high_01, high_23);
+#else
+    for (int lane = 0; lane < kWide; lane += 4) {
       Four rows[4];
-      for (int j = 0; j < 4; ++j) std::memcpy(&rows[j], own[j] + i, sizeof rows[j]);
+      for (int j = 0; j < 4; ++j) std::memcpy(&rows[j], own + (lane + j) * kNumbers + i, sizeof rows[j]);
       turn_four(rows);
       for (int j = 0; j < 4; ++j) std::memcpy(reinterpret_cast<char*>(x + i + j) + lane * 4, &rows[j], sizeof rows[j]);
     }
+#endif
   }
 }
 
 ZCKPT_LANED bool any_of(Ints is) {
+#if ZCKPT_LANES == 16
+  return _mm512_movepi32_mask((__m512i)is) != 0;
+#else
   int64_t held[kWide / 2], found = 0;
   std::memcpy(held, &is, sizeof held);
   for (const int64_t each : held) found |= each;
   return found != 0;
+#endif
 }
 
 ZCKPT_LANED void store_lanes(Floats x, int have, float* to) {
@@ -67,7 +117,7 @@ ZCKPT_LANED void search_ranges(const float* groups, const float* weights, int ha
   Floats x[kSets][kNumbers + 5], w[kSets][kNumbers + 9], code[kSets][kNumbers + 3];
   Floats least[kSets], most[kSets], sum_w[kSets], sum_x[kSets], sum_xx[kSets], range[kSets], scale[kSets], minimum[kSets], error[kSets], best[kSets], start[kSets];
   Ints flat[kSets], usual[kSets];
-  const Floats none = all_of(0), top = all_of(Trials::kTop);
+  const Floats none = all_of(0), top = all_of(Trials::kTop), one = unit();
   for (int s = 0; s < kSets; ++s) {
     load_groups<kNumbers>(groups, s * kWide, have, x[s]);
     if (weights) {
@@ -110,10 +160,10 @@ ZCKPT_LANED void search_ranges(const float* groups, const float* weights, int ha
     };
     if (any_of(outside)) {
       for (int i = 0; i < kNumbers; ++i)
-        for (int s = 0; s < kSets; ++s) add(s, i, most_of(least_of(whole(factor[s] * (x[s][i] - minimum[s])), top), none));
+        for (int s = 0; s < kSets; ++s) add(s, i, most_of(least_of(whole(factor[s] * plus(x[s][i], -minimum[s], one)), top), none));
     } else {
       for (int i = 0; i < kNumbers; ++i)
-        for (int s = 0; s < kSets; ++s) add(s, i, whole(factor[s] * (x[s][i] - minimum[s])));
+        for (int s = 0; s < kSets; ++s) add(s, i, whole(factor[s] * plus(x[s][i], -minimum[s], one)));
     }
     Floats apart[kSets], own[kSets], low[kSets], off_by[kSets] = {};
     Ints better[kSets], wanted = {};
@@ -190,11 +240,20 @@ ZCKPT_LANED void search_scales(const float* groups, const float* weights, int ha
     const int step = trial == 0 ? 0 : trial <= 9 ? trial - 10 : trial - 9;
     Floats own[kSets], sum_xl[kSets] = {}, sum_ll[kSets] = {};
     for (int s = 0; s < kSets; ++s) own[s] = -(static_cast<float>(kTop) + 0.1F * static_cast<float>(step)) / largest[s];
-    for (int i = 0; i < kNumbers; ++i)
-      for (int s = 0; s < kSets; ++s) {
-        const Floats code = most_of(least_of(whole(own[s] * x[s][i]), top), bottom);
-        sum_xl[s] += wx[s][i] * code, sum_ll[s] += w[s][i] * code * code;
-      }
+    const auto add = [&](auto cut) ZCKPT_LANES_FOR ZCKPT_PART {
+      for (int i = 0; i < kNumbers; ++i)
+        for (int s = 0; s < kSets; ++s) {
+          const Floats code = cut(whole(own[s] * x[s][i]));
+          sum_xl[s] += wx[s][i] * code, sum_ll[s] += w[s][i] * code * code;
+        }
+    };
+    // No number is larger than the largest, so that small steps lead to no code that must be cut off below, or at all.
+    if (step < -5)
+      add([](Floats code) ZCKPT_LANES_FOR ZCKPT_PART { return code; });
+    else if (step < 5)
+      add([&](Floats code) ZCKPT_LANES_FOR ZCKPT_PART { return least_of(code, top); });
+    else
+      add([&](Floats code) ZCKPT_LANES_FOR ZCKPT_PART { return most_of(least_of(code, top), bottom); });
     for (int s = 0; s < kSets; ++s) {
       if (trial == 0) {
         scale[s] = sum_ll[s] != 0 ? sum_xl[s] / sum_ll[s] : zero, best[s] = scale[s] * sum_xl[s], factor[s] = own[s];
