@@ -47,16 +47,26 @@ def make_directories(path: str) -> list[str]:
     return missing
 
 
-def replace_file(path: str, data: bytes) -> None:
-    """Makes a small file, or replaces one, in one step and durably; does nothing if it has these bytes already."""
+def replace_file(path: str, data: bytes, fresh: str = "", mode: int | None = None) -> None:
+    """Makes a small file, or replaces one, in one step and durably; does nothing if it has these bytes already.
+
+    Args:
+        path: of the file.
+        data: its bytes.
+        fresh: what the file is called until it is whole; by default its name with `.new` behind it.
+        mode: of the file; None for the usual one.
+    """
     with contextlib.suppress(OSError), open(path, "rb") as old:
         if old.read() == data:
             return
-    with open(f"{path}.new", "wb") as file:
+    fresh = fresh or f"{path}.new"
+    with open(fresh, "wb") as file:
         file.write(data)
         file.flush()
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         make_durable(file.fileno())
-    os.replace(f"{path}.new", path)
+    os.replace(fresh, path)
     sync(os.path.dirname(os.path.abspath(path)))
 
 

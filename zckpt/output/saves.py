@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection, Iterator
 from zckpt.base.errors import OutputError
 from zckpt.output import journal
 from zckpt.output.commit import Commit, inode, recover, seal_of
-from zckpt.output.durable import sync, sync_all, tree
+from zckpt.output.durable import replace_file, sync, sync_all, tree
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
-from zckpt.storage.fsync_queue import make_durable
 
 PREFIX = ".zckpt-"
 STAGED = "files"
@@ -121,19 +120,7 @@ class SaveStaging:
 
     def replace_file(self, name: str, data: bytes, mode: int | None = None) -> None:
         """Replaces a small file beside the tags in one step, durably; does nothing if it has these bytes already."""
-        path = os.path.join(self._directory, name)
-        with contextlib.suppress(OSError), open(path, "rb") as old:
-            if old.read() == data:
-                return
-        fresh = os.path.join(self._work.path, "new")
-        with open(fresh, "wb") as file:
-            file.write(data)
-            file.flush()
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            make_durable(file.fileno())
-        os.replace(fresh, path)
-        sync(self._directory)
+        replace_file(os.path.join(self._directory, name), data, os.path.join(self._work.path, "new"), mode)
 
     def remove(self, tags: Collection[str]) -> None:
         """Deletes other saves: renames each away from its tag first, so that a tag never names half a save. Raises

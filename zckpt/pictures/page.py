@@ -17,8 +17,7 @@ from importlib.resources import files
 
 from zckpt.base.errors import OutputError
 from zckpt.base.version import __version__
-from zckpt.output.durable import sync
-from zckpt.storage.fsync_queue import make_durable
+from zckpt.output.durable import replace_file
 
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
@@ -77,12 +76,7 @@ def write_page(path: str, content: str) -> None:
     check_place(path)
     staged = f"{path}.{os.urandom(4).hex()}.tmp"
     try:
-        with open(staged, "x", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            make_durable(file.fileno())
-        os.replace(staged, path)
-        sync(os.path.dirname(os.path.abspath(path)))
+        replace_file(path, content.encode(), staged)
     except BaseException:
         if os.path.exists(staged):
             os.unlink(staged)
