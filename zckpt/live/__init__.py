@@ -4,8 +4,19 @@
 module. Only this package, `drop_in` and `runtime` import torch at module level.
 """
 
-from zckpt.live import old_torch  # noqa: F401  # says so before the others fail
-from zckpt.live.delta import HeldWeights, export_delta
+import torch
+
+from zckpt.base.errors import UnsupportedError
+
+if not hasattr(torch, "accelerator"):  # torch 2.6 is the first that has it, and a public `fully_shard`
+    raise UnsupportedError(
+        "this torch is too old for models in memory and for the trainer",
+        found=f"torch {torch.__version__}",
+        expected="torch 2.6 or later",
+        remedy="Install it: pip install 'torch>=2.6'. Conversions between files need no torch.",
+    )
+
+from zckpt.live.delta import HeldWeights, export_delta  # imports of an older torch would fail
 from zckpt.live.export import consolidate, save_pretrained, small_files
 from zckpt.live.loading import LoadReport, load_into, move
 
