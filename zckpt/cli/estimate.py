@@ -7,6 +7,7 @@ lower room may import the trainer.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,7 +26,7 @@ _MEMORY = "Memory"
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PlannedRun:
-    """The run that is estimated."""
+    """The run that is estimated, and the memory that it has; the arguments of `estimate`."""
 
     gpus: int = option(1, "--gpus", "positive", "GPUs per node.", _RUN, metavar="N")
     nodes: int = option(1, "--nodes", "positive", "Nodes.", _RUN, metavar="M")
@@ -44,12 +45,6 @@ class PlannedRun:
     adapter: str | None = option(
         None, "--adapter", "text", "LoRA adapter; by default the one beside the model's config.", _RUN, metavar="DIR"
     )
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class MemoryGiven:
-    """The memory that is given."""
-
     memory: str | None = option(None, "--memory", "text", "Of a GPU, to say what fits.", _MEMORY, metavar="SIZE")
     cpu_memory: str | None = option(None, "--cpu-memory", "text", "Of a node, likewise.", _MEMORY, metavar="SIZE")
 
@@ -132,16 +127,11 @@ def estimate(
 def _print_estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model to be trained.", show_default=False)],
     planned: PlannedRun,
-    room: MemoryGiven,
     *,
     shown: Shown,
 ) -> None:
     """Prints an estimate; exit status 1 if it does not fit in the memory that was given."""
-    found = estimate(
-        model, gpus=planned.gpus, nodes=planned.nodes, config=planned.config, optimizer=planned.optimizer,
-        micro_batch=planned.micro_batch, accumulation=planned.accumulation, seq_length=planned.seq_length,
-        adapter=planned.adapter, memory=room.memory, cpu_memory=room.cpu_memory,
-    )  # fmt: skip
+    found = estimate(model, **asdict(planned))
     sink = shown.console
     sink.result(found.as_json, lambda: found.lines(sink.width))
     if not found.ok:
