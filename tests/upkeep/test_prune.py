@@ -344,7 +344,7 @@ def test_the_best_by_a_metric(tmp_path: Path) -> None:
     run = trainers_run(tmp_path, {10: 3.0, 20: 1.0, 30: 1.0, 40: float("nan"), 50: 2.0})
 
     def best(metric: str) -> list[str]:
-        return stay(prune(run, KeepRules(best=(metric_of(metric),))))[:-1]
+        return stay(prune(run, KeepRules(best=(metric,))))[:-1]
 
     assert best("eval_loss") == best("loss") == best("accuracy") == ["checkpoint-20"]
     assert best("eval_loss:max") == best("eval_accuracy:min") == ["checkpoint-10"]

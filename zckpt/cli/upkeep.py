@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zckpt.base.dataclass import dataclass
 from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, Shown, ShownProgress, output
 from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
 from zckpt.jobs.declarations import PRUNE, SLIM
-from zckpt.jobs.groups import option
+from zckpt.upkeep.keep_rules import KeepRules
 
 if TYPE_CHECKING:
     from zckpt.jobs.declarations import Asked
     from zckpt.jobs.own_groups import Slim
     from zckpt.jobs.slim import PlannedSlim
 
-_RULES = "Which saves stay"
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory that holds the run's saves.", show_default=False)]
 Measured = Annotated[
     str, typer.Argument(metavar="RUN|CKPT", help="Directory of a run, or a checkpoint.", show_default=False)
 ]
 Yes = Annotated[bool, output("--yes", help="Delete what goes. Without it, only print what would go.")]
 Deep = Annotated[bool, output("--deep", help="Read every byte of the saves that stay before any goes.")]
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Kept:
-    """The rules for saves that stay."""
-
-    keep_last: int | None = option(None, "--keep-last", "number", "The N newest.", _RULES, metavar="N")
-    keep_every: int | None = option(
-        None, "--keep-every", "number", "Those at a multiple of M steps.", _RULES, metavar="M"
-    )
-    keep_best: Sequence[str] = option(
-        (), "--keep-best", "texts",
-        "The best by a metric in trainer_state.json; repeatable. Less is better if its name ends in loss.", _RULES,
-        metavar="METRIC[:min|max]",
-    )  # fmt: skip
-    incomplete: bool = option(
-        False, "--incomplete", "flag", "Let incomplete saves go too, if a newer one is complete.", _RULES
-    )
 
 
 @command(
@@ -70,15 +50,11 @@ def du(run: Measured, shown: Shown) -> None:
     example="zckpt prune out/ --keep-last 3 --keep-best eval_loss --yes",
 )
 def prune(
-    run: Run, kept: Kept, asked: Asked[None], yes: Yes = False, deep: Deep = False, *, shown: ShownProgress
+    run: Run, rules: KeepRules, asked: Asked[None], yes: Yes = False, deep: Deep = False, *, shown: ShownProgress
 ) -> None:
     """Prints which saves stay and which go, and deletes these with --yes."""
-    from zckpt.upkeep.keep_rules import KeepRules
-    from zckpt.upkeep.metrics import metric_of
     from zckpt.upkeep.prune import prune
 
-    best = tuple(map(metric_of, kept.keep_best or ()))
-    rules = KeepRules(kept.keep_last, kept.keep_every, best, kept.incomplete)
     sink = shown.console
     with sink.progress(None, "prune") as progress:
         found = prune(run, rules, delete=yes, deep=deep, pace=asked.pacing.pace, progress=progress or False)

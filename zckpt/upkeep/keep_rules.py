@@ -10,40 +10,48 @@ from collections.abc import Mapping, Sequence
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
+from zckpt.jobs.groups import option
 from zckpt.layouts.run_saves import RunSave
-from zckpt.upkeep.metrics import Metric, best_of
+from zckpt.upkeep.metrics import Metric, best_of, metric_of
+
+_STAY = "Which saves stay"
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRules:
-    """What a user wants to keep.
+    """What a user wants to keep, as `zckpt prune` asks for it: rules for saves that stay."""
 
-    Attributes:
-        last: so many of the newest; None for no such rule.
-        every: those with a step that is a multiple of it; None for no such rule.
-        best: the best by each of these.
-        incomplete: whether incomplete saves that are older than the newest complete one may go too.
-    """
+    last: int | None = option(None, "--keep-last", "number", "The N newest.", _STAY, metavar="N")
+    every: int | None = option(None, "--keep-every", "number", "Those at a multiple of M steps.", _STAY, metavar="M")
+    best: Sequence[str] = option(
+        (), "--keep-best", "texts",
+        "The best by a metric in trainer_state.json; repeatable. Less is better if its name ends in loss.", _STAY,
+        metavar="METRIC[:min|max]",
+    )  # fmt: skip
+    incomplete: bool = option(
+        False, "--incomplete", "flag", "Let incomplete saves go too, if a newer one is complete.", _STAY
+    )
 
-    last: int | None = None
-    every: int | None = None
-    best: tuple[Metric, ...] = ()
-    incomplete: bool = False
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics that `best` names. Raises UsageError if one cannot be understood."""
+        return tuple(map(metric_of, self.best))
 
     def __post_init__(self) -> None:
-        """Checks the numbers. Raises UsageError if there is no rule, or one keeps nothing."""
+        """Checks the rules. Raises UsageError if there is no rule, or one keeps nothing or cannot be understood."""
         if self.last is None and self.every is None and not self.best:
             raise UsageError(
                 "no rule says which saves stay", expected="--keep-last, --keep-every or --keep-best",
                 remedy="Pass at least one of them, such as --keep-last 3.",
             )  # fmt: skip
-        for option, number in (("--keep-last", self.last), ("--keep-every", self.every)):
+        for flag, number in (("--keep-last", self.last), ("--keep-every", self.every)):
             if number is not None and number < 1:
                 raise UsageError(
-                    f"{option} takes a number from 1 on",
+                    f"{flag} takes a number from 1 on",
                     found=str(number),
-                    remedy=f"Correct {option}, or leave it out.",
+                    remedy=f"Correct {flag}, or leave it out.",
                 )
+        _ = self.metrics
 
 
 def reasons_to_stay(
@@ -82,7 +90,7 @@ def reasons_to_stay(
     for save in complete:
         if rules.every and save.step is not None and save.step % rules.every == 0:
             why[save.name].append(f"its step is a multiple of {rules.every:,}")
-    for metric in rules.best:
+    for metric in rules.metrics:
         known = {save.name: values[metric][save.name] for save in complete if save.name in values[metric]}
         if known:
             best = best_of(known, metric)
