@@ -2,6 +2,8 @@
 
     python benchmarks/giant_families.py [--work DIR] [--results FILE] [--only FAMILY]
 
+With `--only`, rows of other families stay as they are in the results.
+
 A model of transformers on the meta device says names and shapes, in memory as 64 ranks of `fully_shard` have them; torch's own
 classes describe the save (`torch.distributed.checkpoint`), and each rank's file has the headers of its parts and holes between
 them. `zckpt to-bf16 --to hf --dry-run` plans it. What would be written is then laid out as sparse files, which `zckpt verify
@@ -133,6 +135,10 @@ def lay_out(home: Path, out: Path) -> None:
             file.truncate(output.size)
 
 
+def _lines(page: Path) -> list[str]:
+    return page.read_text().splitlines() if page.exists() else []
+
+
 def main() -> None:
     """Writes, measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -141,7 +147,8 @@ def main() -> None:
     parser.add_argument("--only", choices=FAMILIES, action="append")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    rows = [
+    known = {row.split(" ")[1]: row for row in _lines(options.results) if row.startswith("| ")}
+    head = [
         f"Models of transformers with 61 layers and 256 experts as {RANKS} ranks of `fully_shard` save them, made by "
         "`benchmarks/giant_families.py`.", "",
         "| family | parameters | tensors | chunks | planned for the hub, CPU s | MiB | tensors there | verified, CPU s | MiB |",
@@ -167,13 +174,13 @@ def main() -> None:
                 f"{plan.ru_utime + plan.ru_stime:.1f}", f"{plan.ru_maxrss / 1024:,.0f}", f"{len(index['weight_map']):,}",
                 f"{verify.ru_utime + verify.ru_stime:.1f}", f"{verify.ru_maxrss / 1024:,.0f}",
             ]  # fmt: skip
-            rows.append(f"| {' | '.join(cells)} |")
-            print(rows[-1], printed.splitlines()[-1:], file=sys.stderr)
-    table = "\n".join(rows)
+            known[family] = f"| {' | '.join(cells)} |"
+            print(known[family], printed.splitlines()[-1:], file=sys.stderr)
+    table = "\n".join([*head, *(known[family] for family in FAMILIES if family in known)])
     print(table)
+    options.results.write_text(table + "\n")
     if failed:
         raise SystemExit("\n".join(failed))
-    options.results.write_text(table + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Saves of torch.distributed.checkpoint of up to 16,384 ranks and a million chunks: opened, inspected, planned.
+"""Saves of torch.distributed.checkpoint of up to 16,384 ranks and a million chunks or tensors: opened, inspected, planned.
 
     python benchmarks/many_chunks.py [--work DIR] [--results FILE] [--quick]
 
@@ -25,7 +25,7 @@ from measure import ROOT, ZCKPT, apart, watched
 
 SIZES = {
     "cut over all ranks": ((160, 64), (1600, 64), (16_384, 64)),
-    "each on one rank": ((16, 10_000), (160, 100_000)),
+    "each on one rank": ((16, 10_000), (160, 100_000), (160, 1_000_000)),
 }
 """Of each kind of save: ranks, and tensors."""
 WIDTH = 8
@@ -115,7 +115,9 @@ def main() -> None:
                 home = Path(work) / "ckpt"
                 apart("many_chunks", "write", kind, home, ranks, tensors)
                 cells = []
-                commands = {"inspect": ["inspect", str(home)], "plan": ["to-bf16", str(home), f"{work}/o", "--dry-run"]}
+                shards = ["--max-shard-size", "4MB"]  # a header of safetensors has at most 100 MB
+                plan = ["to-bf16", str(home), f"{work}/o", "--dry-run", *shards]
+                commands = {"inspect": ["inspect", str(home)], "plan": plan}
                 for what, command in commands.items():
                     _, usage, _ = watched([*ZCKPT, *command, "--json"])
                     seconds = usage.ru_utime + usage.ru_stime

@@ -173,11 +173,10 @@ def skeleton(
             remedy="Write a .bin file instead (--format bin).",
         )
     ordered = [*specs] if order == "as given" else sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    rising = sorted(specs, key=lambda spec: spec.dtype.itemsize)
-    for wanted in {"narrow first": (rising,), "as aligned": (specs, rising)}.get(order, ()):
-        if _is_aligned(wanted):
-            ordered = [*wanted]
-            break
+    if order in ("narrow first", "as aligned"):
+        rising = sorted(specs, key=lambda spec: spec.dtype.itemsize)
+        wanted = (specs, rising) if order == "as aligned" else (rising,)
+        ordered = next(([*one] for one in wanted if _is_aligned(one)), ordered)
     header = io.BytesIO()  # of a million tensors, values for `json.dumps` take half a gigabyte
     offsets: dict[str, int] = {}
     end = 0

@@ -13,6 +13,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, overload
 
 from zckpt.containers import TensorRef
@@ -51,13 +52,18 @@ class DcpChunk(NamedTuple):
 
 
 class Boxes:
-    """Boxes of a tensor of `dims` dimensions; one array holds the offsets and then the sizes of each."""
+    """Boxes of a tensor of `dims` dimensions; one array holds the offsets and then the sizes of each.
 
-    __slots__ = ("dims", "numbers")
+    `whole`: the tensor's size, if they are one box, which is all of the tensor.
+    """
+
+    __slots__ = ("dims", "numbers", "whole")
 
     def __init__(self, dims: int, numbers: Iterable[int] | bytes) -> None:
         self.dims = dims
         self.numbers = array("q", numbers)
+        is_one = len(self.numbers) == 2 * dims and not any(self.numbers[:dims])
+        self.whole = tuple(self.numbers[dims:]) if is_one else None
 
     def __len__(self) -> int:
         return len(self.numbers) // (2 * self.dims)
@@ -70,6 +76,10 @@ class Boxes:
         dims, first = self.dims, 2 * self.dims * number
         numbers = tuple(self.numbers[first : first + 2 * dims])
         return Box(numbers[:dims], numbers[dims:])
+
+
+_PLACE = Struct("3q")
+"""A file's number, an offset and a length."""
 
 
 class ChunkRows(NamedTuple):
@@ -145,10 +155,15 @@ class Chunks(Sequence[DcpChunk]):
 
     def first(self) -> ItemPlace | None:
         """Where the first chunk with elements is; None if there is none."""
-        if len(self) == 1 and 0 not in self._boxes.numbers[self._boxes.dims :]:
-            file, offset, length = array("q", self._places)
+        if (size := self._boxes.whole) is not None and 0 not in size:
+            file, offset, length = self.only_place()
             return ItemPlace(self._files[file], offset, length)
         return next(self.places(), None)
+
+    def only_place(self) -> tuple[int, int, int]:
+        """Where the only chunk is: as `place_columns`, without columns."""
+        file, offset, length = _PLACE.unpack(self._places)
+        return file, offset, length
 
     def place_columns(self) -> tuple[array[int], array[int], array[int]]:
         """Where each is: the number of its file in `files`, an offset and a length."""
@@ -157,7 +172,7 @@ class Chunks(Sequence[DcpChunk]):
 
     def are_one(self, size: Shape) -> bool:
         """Whether they are one chunk, which is all of a tensor of this size."""
-        return len(self) == 1 and tuple(self._boxes.numbers) == (0,) * len(size) + size
+        return self._boxes.whole == size
 
     def are_rows(self, size: Shape) -> bool:
         """Whether they are all of the rows of a tensor of this size, one chunk after another."""

@@ -82,6 +82,12 @@ class _Opened:
             if chunks.files is not files:
                 files = chunks.files
                 numbers = [self._files.setdefault(file, len(self._files)) for file in files]
+            if len(chunks) == 1:
+                file, offset, length = chunks.only_place()
+                self._file_of.append(numbers[file])
+                offsets.append(offset)
+                lengths.append(length)
+                continue
             places = chunks.place_columns()
             self._file_of.extend(map(numbers.__getitem__, places[0]))
             offsets += places[1]

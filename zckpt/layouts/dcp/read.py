@@ -64,12 +64,13 @@ def load(listing: Listing) -> DcpSave:
 
 def load_items(listing: Listing, metadata: Metadata, padded: AbstractSet[Path] = frozenset()) -> DcpSave:
     """Makes a save of these items; `padded`: paths of flat parameters that were plain vectors. Errors as in `read`."""
-    model = model_of(metadata, listing.options.key)
+    optimizers = optimizers_of(metadata)
+    model = model_of(metadata, listing.options.key, optimizers)
     items = Items(listing, metadata.file)
     inside = flat.units(model, listing, padded)
     model = flat.split_model(model, inside, items, listing)
     shapes = {name: item.shape for name, item in model.items.items()}
-    found = (flat.split_optimizer(optimizer, inside, items) for optimizer in optimizers_of(metadata).values())
+    found = (flat.split_optimizer(optimizer, inside, items) for optimizer in optimizers.values())
     states = [States(optimizer, items, shapes) for optimizer in found]
     if not states and (beside := _beside(listing)):
         other = read_metadata(beside)

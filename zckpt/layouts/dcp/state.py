@@ -112,11 +112,12 @@ def _parts_at(path: Path, part: str) -> Iterator[int]:
     return (at for at, key in enumerate(path) if key == part or (type(key) is str and key.startswith(part + ".")))
 
 
-def model_of(metadata: Metadata, key: str = "") -> DcpModel:
-    """The weights: those under `key`, or those under a key that names a model. Raises UsageError if there is nothing
-    under `key`; or there are several models, and no key; NotACheckpointError if there are no weights.
+def model_of(metadata: Metadata, key: str, optimizers: Mapping[str, DcpOptimizer]) -> DcpModel:
+    """The weights: those under `key`, or, if it is empty, those under a key that names a model; `optimizers`: of the save. Raises
+    UsageError if there is nothing under `key`, or there are several models, and no key; NotACheckpointError if there are no
+    weights.
     """
-    owned = {item.name for o in optimizers_of(metadata).values() for _, item in (*o.states, *o.settings)}
+    owned = {item.name for o in optimizers.values() for _, item in (*o.states, *o.settings)}
     paths = paths_of(metadata)
     tensors = {n: i for n, i in metadata.items.items() if isinstance(i, TensorItem) and n not in owned}
     if not tensors:
