@@ -79,6 +79,19 @@ def pack_quantized(bits: int, strategy: str, *, symmetric: bool = True) -> Calla
     return make
 
 
+def zeros_as_they_are(dice: Dice) -> Made:
+    """As compressed-tensors 0.8 wrote them: zero points are I8, one for each scale."""
+    rows, groups = dice.number(1, 40), dice.number(1, 5)
+    codes, scales = dice.below(16, rows, 16 * groups) - 8, dice.scales(rows, groups)
+    zeros = (dice.below(16, rows, groups) - 8).to(torch.int8)
+    stored = {
+        "weight_packed": pack_to_int32(codes.to(torch.int8), 4), "weight_scale": scales,
+        "weight_zero_point": zeros, "weight_shape": torch.tensor([rows, 16 * groups]),
+    }  # fmt: skip
+    wide = [one.repeat_interleave(16, 1).float() for one in (scales, zeros)]
+    return stored, "weight", (codes - wide[1]) * wide[0]
+
+
 def act_order(dice: Dice) -> Made:
     """As compressed-tensors 0.9.4 wrote it: column j is of group g_idx[j]."""
     rows, groups = dice.number(1, 40), dice.number(1, 5)
@@ -274,6 +287,64 @@ def torchao(kind: str) -> Callable[[Dice], Made]:
     return make
 
 
+def mistral(dice: Dice) -> Made:
+    """fp8 in Mistral's own form: a scale of the weight and one of the input, and one of the cache beside them."""
+    stored, _, numbers = naive("tensor", "float")(dice)
+    stored["qscale_weight"] = stored.pop("weight_scale").reshape(())
+    stored |= {"qscale_act": torch.ones(()), "kv_fake_quantizer.qscale_act": torch.ones(())}
+    return stored, "weight", numbers
+
+
+def modelopt_blocks(dice: Dice) -> Made:
+    """fp8 in blocks of 128 x 128 as ModelOpt exports it: with extents of 1 between those of the scales."""
+    down, across = dice.number(1, 3), dice.number(1, 4)
+    codes, scales = dice.bytes(128 * down, 128 * across), dice.scales(down, across, dtype=torch.float32)
+    codes = torch.where(codes & 127 == 127, 0, codes).view(E4M3)
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return {"weight": codes, "weight_scale": scales[:, None, :, None]}, "weight", codes.float() * wide
+
+
+def modelopt_of(group: int) -> Callable[[Dice], Made]:
+    def make(dice: Dice) -> Made:
+        rows, columns = dice.number(1, 20), group * dice.number(1, 9)
+        packed, scales = dice.bytes(rows, columns // 2), dice.scales(rows, columns // group, dtype=E4M3)
+        second = torch.rand((), generator=dice.torch) / 100
+        codes = torch.stack([packed & 15, packed >> 4], -1).reshape(rows, columns)
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        both = (scales.float() * second).repeat_interleave(group, -1)
+        return (
+            {"weight": packed, "weight_scale": scales, "weight_scale_2": second},
+            "weight",
+            table[codes.long()] * both,
+        )
+
+    return make
+
+
+def mlx_mode(mode: str) -> Callable[[Dice], Made]:
+    """Without biases: the bytes of scales are powers, or E4M3. Source: mlx 0.32, ops.cpp `fp_quantize`."""
+
+    def make(dice: Dice) -> Made:
+        bits, group = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[mode]
+        rows, across = dice.number(1, 40), dice.number(1, 5) * 2
+        packed, scales = (
+            dice.bytes(rows, across * group * bits // 8),
+            (60 + dice.below(60, rows, across)).to(torch.uint8),
+        )
+        if bits == 8:
+            packed = torch.where(packed & 127 == 127, 0, packed)
+            numbers = packed.view(E4M3).float()
+        else:
+            numbers = unpack_fp4_from_uint8(packed, rows, across * group, dtype=torch.float32)
+        factors = (
+            scales.view(E4M3).float() if mode == "nvfp4" else torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        )
+        stored = {"weight": packed.reshape(-1).view(torch.uint32).reshape(rows, -1), "scales": scales}
+        return stored, "weight", numbers * factors.repeat_interleave(group, -1)
+
+    return make
+
+
 def mlx(bits: int) -> Callable[[Dice], Made]:
     """Groups with a scale and a bias. Source: mlx 0.32, ops.cpp `dequantize`; tests/jobs/test_to_mlx.py compares with it."""
 
@@ -298,6 +369,7 @@ FORMS: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None]] = {
     "int3, packed, with zero points": (pack_quantized(3, "group", symmetric=False), None),
     "int6, packed": (pack_quantized(6, "group"), None),
     "int4 in another order": (act_order, None),
+    "int4 with zero points as they are": (zeros_as_they_are, None),
     "int8 by rows": (naive("channel"), None),
     "int8 by groups, with zero points": (naive("group", symmetric=False), None),
     "int8 of a tensor": (naive("tensor"), None),
@@ -307,6 +379,9 @@ FORMS: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None]] = {
     "mxfp8": (mxfp8, None),
     "modelopt": (modelopt, None),
     "modelopt, turned": (modelopt_turned, None),
+    "modelopt in groups of 32": (modelopt_of(32), {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8"}),
+    "fp8 by blocks of modelopt": (modelopt_blocks, {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}),
+    "fp8 of mistral": (mistral, None),
     "fp8 by blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "fp8 of a tensor": (naive("tensor", "float"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "gpt-oss": (gpt_oss, None),
@@ -324,6 +399,9 @@ FORMS: dict[str, tuple[Callable[[Dice], Made], dict[str, Any] | None]] = {
     "fp8 of torchao": (torchao("float"), None),
     "mlx of 4 bits": (mlx(4), {"bits": 4, "group_size": 32, "mode": "affine"}),
     "mlx of 6 bits": (mlx(6), {"bits": 6, "group_size": 64}),
+    "mlx's mxfp4": (mlx_mode("mxfp4"), {"bits": 4, "group_size": 32, "mode": "mxfp4"}),
+    "mlx's mxfp8": (mlx_mode("mxfp8"), {"bits": 8, "group_size": 32, "mode": "mxfp8"}),
+    "mlx's nvfp4": (mlx_mode("nvfp4"), {"bits": 4, "group_size": 16, "mode": "nvfp4"}),
 }
 COUNT = 200 if proofs.IS_WHOLE else 24
 

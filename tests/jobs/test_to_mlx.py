@@ -167,7 +167,7 @@ def test_a_model_of_mlx_is_a_source(tmp_path: Path) -> None:
         assert zckpt.verify(out, plain, progress=False).ok
         assert "MLX" in dict(zckpt.inspect_checkpoint(out).catalog.source.details)["quantized"]  # type: ignore[union-attr]
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 3, "group_size": 32}}))
+    (out / "config.json").write_text(json.dumps({**config, "quantization": {"bits": 3, "group_size": 32}}))
     with pytest.raises(InconsistentError, match=r"scales of tensor .* do not fit it"):
         zckpt.convert(out, tmp_path / "x", progress=False)
 

@@ -66,10 +66,14 @@ SAID: dict[str, dict[str, Any]] = {
     ),
     "int6, packed": packed("pack-quantized", num_bits=6, strategy="group", group_size=8),
     "int4 in another order": packed("pack-quantized", num_bits=4, strategy="group", group_size=16, actorder="group"),
+    "int4 with zero points as they are": packed(
+        "pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False
+    ),
     "int8 by rows": packed("int-quantized", num_bits=8, strategy="channel"),
     "int8 by groups, with zero points": packed("int-quantized", num_bits=8, strategy="group", symmetric=False),
     "int8 of a tensor": packed("int-quantized", num_bits=8, strategy="tensor"),
     "fp8 by groups": packed("float-quantized", num_bits=8, strategy="group", type="float"),
+    "fp8 of mistral": packed("float-quantized", num_bits=8, strategy="tensor", type="float"),
     "mxfp8": packed("mxfp8-quantized", num_bits=8, strategy="group", group_size=32, type="float"),
     "gptq of 2 bits": {"quant_method": "gptq", "bits": 2, "group_size": 32},
     "gpt-oss": {"quant_method": "mxfp4"},
@@ -122,7 +126,7 @@ def test_parts_that_are_not_what_they_were(tmp_path: Path, name: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("end", ["pre_quant_scale", "svdquant_lora_a"])
+@pytest.mark.parametrize("end", ["pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"])
 def test_weights_that_were_scaled_before_are_refused(tmp_path: Path, end: str) -> None:
     """The numbers of NVFP4 of AWQ and of SVDQuant are not the model's: inputs are scaled, or a product is added."""
     stored = {f"a_proj.{name}": tensor for name, tensor in FORMS["modelopt"][0](Dice(1))[0].items()}

@@ -82,6 +82,10 @@ FOUND: dict[str, tuple[str, Tensors]] = {
     "mlx": ("MLX's quantised tensors", {
         "weight": whole(16, 8, dtype=torch.uint32), "scales": floats(16, 1), "biases": floats(16, 1),
     }),
+    "mlx's mxfp4": ("MLX's quantised tensors", {"weight": whole(16, 8, dtype=torch.uint32), "scales": whole(16, 2)}),
+    "sparse": ("sparse weights of compressed-tensors", {
+        "compressed": floats(16, 16), "bitmask": whole(16, 4), "shape": torch.tensor([16, 32]),
+    }),
     "aqlm": ("AQLM", {"codes": whole(2, 8, 1, dtype=I8), "codebooks": floats(1, 256, 1, 8), "scales": floats(2, 1, 1, 1)}),
     "exl2": ("EXL2", {"q_weight": whole(8, 16, dtype=I32), "q_scale": whole(2, 2, dtype=I32)}),
     "exl3": ("EXL3", {"trellis": whole(1, 1, 64, dtype=torch.int16), "suh": floats(16, dtype=torch.float16)}),

@@ -134,3 +134,42 @@ def test_compressed_tensors_and_a_config_from_before_the_training(tmp_path: Path
     trained = written(tmp_path / "trained", {"a.weight": product.bfloat16()}, FP8)
     zckpt.convert(trained, tmp_path / "of", dtype="bf16", progress=False)
     assert "quantization_config" not in json.loads((tmp_path / "of" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("end", ["scale_weight", "weights_scaling_factor", "weight_scales", "scale"])
+def test_scales_of_another_name_are_not_left_out(tmp_path: Path, end: str) -> None:
+    """Numbers of fp8 with scales beside them are not the model's, whatever the scales are called."""
+    tensors = {"a.weight": torch.ones(4, 8).to(torch.float8_e4m3fn), f"a.{end}": torch.tensor(0.5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(zckpt.UnsupportedError, match="scales that zckpt does not know") as caught:
+        zckpt.convert(tmp_path, tmp_path / "out", progress=False)
+    assert caught.value.found == f"'a.{end}' beside 'a.weight'"
+
+
+def test_a_tensor_without_scales_among_others(tmp_path: Path) -> None:
+    codes = torch.ones(4, 8).to(torch.float8_e4m3fn)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.ones(4, 1), "b.weight": codes.clone()}
+    (source := tmp_path / "source").mkdir()
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(zckpt.IncompleteError, match="1 tensor of fp8 has no scales"):
+        zckpt.convert(source, tmp_path / "out", progress=False)
+    save_file({"b.weight": codes}, source / "model.safetensors")
+    zckpt.convert(source, tmp_path / "out", progress=False)
+
+
+def test_blocks_as_text(tmp_path: Path) -> None:
+    """As compressed-tensors wrote them before 0.11."""
+    codes, scales = torch.ones(100, 8).to(torch.float8_e4m3fn), torch.tensor([[1.0], [2.0], [3.0]])
+    (source := tmp_path / "source").mkdir()
+    save_file({"a.weight": codes, "a.weight_scale": scales}, source / "model.safetensors")
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "40x8"}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"g": {"weights": weights}},
+    }
+    (source / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": said}))
+    zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")["a.weight"]
+    assert torch.equal(found, scales.repeat_interleave(40, 0)[:100].expand(100, 8))
+    assert zckpt.verify(source, tmp_path / "out", progress=False).ok

@@ -91,6 +91,16 @@ def wider(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, tensor[..., :1]], -1)
 
 
+def of_text(text: str) -> torch.Tensor:
+    return torch.tensor([*text.encode()], dtype=torch.uint8)
+
+
+STATES = (
+    '{"shape": [true, 2], "blocksize": 64}', '{"shape": [2, 2], "blocksize": 64.5}', '{"shape": [2, 2], "blocksize": Infinity}',
+    '{"blocksize": 64, "shape": [2, 2], "nested_blocksize": 0, "nested_offset": 0}', "[" * 9000,
+    f'{{"nested_offset": 1{"0" * 400}, "shape": [2, 2], "blocksize": 64, "nested_blocksize": 256}}',
+)  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4}
 ZERO_POINTS = {"qzeros": lambda t: torch.full_like(t, -1)}
 HOSTILE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, str]] = {
     "modelopt, half the columns": (lambda: changed("modelopt", weight_scale=halved), None, "scales of tensor 'a.weight' do not"),
@@ -113,12 +123,21 @@ HOSTILE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, str]] = {
     ),
     "an absmax that is nan": (lambda: changed("nf4") | {"a.weight.absmax": torch.full_like(
         changed("nf4")["a.weight.absmax"], math.nan)}, None, "scales of tensor 'a.weight' hold"),
+    "groups of other sizes": (lambda: changed("gptq of 4 bits", 4, g_idx=torch.zeros_like), GPTQ, "are not of one size"),
+    "no groups in GPTQ": (lambda: changed("gptq of 4 bits", 4, g_idx=lambda t: t * 0 - 1), GPTQ, "names groups"),
+    "two scales": (
+        lambda: changed("fp8 of a tensor") | {"a.weight_scale_inv": torch.ones(1)}, None, "scales of tensor 'a.weight' do not",
+    ),
     "groups that there are not": (lambda: changed("gptq of 4 bits", g_idx=lambda t: t + 99), None, "names groups"),
     "zero points without a meaning": (
         lambda: changed("gptq of 4 bits", **ZERO_POINTS), {"quant_method": "gptq"}, "has no agreed meaning",
     ),
     "zero points of another shape": (lambda: changed("awq", qzeros=wider), None, "the zero points of tensor"),
     "two of a name": (lambda: changed("awq") | {"a.weight": torch.ones(2)}, None, "there are two"),
+    **{f"a state with {said[:30]}": (
+        lambda said=said: changed("fp4, twice") | {"a.weight.quant_state.bitsandbytes__fp4": of_text(said)}, None,
+        "cannot be read",
+    ) for said in STATES},
     "a state that is not a json": (
         lambda: changed("nf4") | {"a.weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)},
         None, "cannot be read",
@@ -145,7 +164,6 @@ def test_a_list_of_what_is_not_quantised_is_not_trusted(tmp_path: Path) -> None:
     check_equal(load_file(tmp_path / "out" / "model.safetensors"), numbers)
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4}
 TOLD: dict[str, tuple[int, str, dict[str, Any]]] = {
     "config.json, no version": (1, "config.json", GPTQ),
     "format, as transformers 5 has it": (2, "config.json", {**GPTQ, "format": "gptq_v2"}),
@@ -176,6 +194,36 @@ def test_what_zero_points_of_gptq_mean(tmp_path: Path, name: str) -> None:
     zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
     check_equal(load_file(tmp_path / "out" / "model.safetensors"), numbers)
     assert zckpt.verify(source, tmp_path / "out", progress=False).ok
+
+
+def test_two_files_that_say_otherwise_of_zero_points(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", make_all(gptq(4, 2), 3)[0], GPTQ)
+    (source / "quantize_config.json").write_text(json.dumps({**GPTQ, "checkpoint_format": "gptq_v2"}))
+    with pytest.raises(zckpt.InconsistentError, match="two files say otherwise of the zero points"):
+        zckpt.convert(source, tmp_path / "out", progress=False)
+
+
+def test_what_activations_need_is_no_tensor_of_plain_weights(tmp_path: Path) -> None:
+    """Scales and zero points of inputs, outputs and the cache, under all names that libraries have for them."""
+    ends = ("input_scale", "input_scale_ub", "output_scale", "k_scale", "kv_scale", "k_proj.k_bias")
+    more = {f"layers.0.{end}": torch.ones(1) for end in ends} | {
+        "layers.0.output_zero_point": torch.zeros(1).to(torch.int8)
+    }
+    more["layers.0.v_scale"] = torch.ones(4, 1, 1)
+    for name in ("fp8 of a tensor", "int8 by rows"):
+        stored, numbers = make_all(FORMS[name][0], 1)
+        source = write(tmp_path / name, stored | more, {"quant_method": "compressed-tensors"})
+        zckpt.convert(source, tmp_path / f"{name} out", dtype="fp32", progress=False)
+        check_equal(load_file(tmp_path / f"{name} out" / "model.safetensors"), numbers)
+
+
+def test_of_two_configs_mlx_takes_its_own(tmp_path: Path) -> None:
+    stored, numbers = make_all(FORMS["mlx of 4 bits"][0], 2)
+    source = write(tmp_path / "source", stored, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization": FORMS["mlx of 4 bits"][1]}))
+    zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
+    check_equal(load_file(tmp_path / "out" / "model.safetensors"), numbers)
 
 
 def test_the_defaults_are_those_of_transformers() -> None:

@@ -114,11 +114,19 @@ def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
         quantization = quantization_of(config)
     if quantization is None and any(entry.dtype.name in _CODES for entry in catalog.tensors.values()):
         quantization = _said_beside(place)
+    if quantization is not None and quantization.method == "gptq":
+        quantization = replace(quantization, otherwise=_other_version(quantization, _said_beside(place)))
     if quantization is None and not any(_may_be_packed(name, entry) for name, entry in catalog.tensors.items()):
         return Opened(catalog, place, quantization)
     from zckpt.quantized.packed import find_packed
 
     return Opened(catalog, place, quantization, find_packed(catalog, quantization))
+
+
+def _other_version(quantization: Quantization, other: Quantization | None) -> str:
+    """How a file beside config.json contradicts it on the zero points of GPTQ; empty if it does not."""
+    version = other.version_of_gptq if other is not None and other.is_explicit else ""
+    return f"{version!r} in a file beside it" if version not in ("", quantization.version_of_gptq) else ""
 
 
 def _may_be_packed(name: str, entry: TensorEntry) -> bool:

@@ -253,6 +253,7 @@ class Coded:
         zeros: the zero point of each block; None for none.
         order: the group of each column, where groups are not one behind the other; None where they are.
         groups: of columns, where `order` names them.
+        may_lack_order: whether groups follow each other where `order` is -1 everywhere.
         last: what the product is multiplied by, in a step of its own.
         biases: what is added to the product, for each block of a row; None for nothing.
     """
@@ -268,6 +269,7 @@ class Coded:
     groups: int = 0
     last: float = 1.0
     biases: TensorEntry | None = None
+    may_lack_order: bool = False
 
     @property
     def inputs(self) -> tuple[TensorEntry, ...]:
@@ -330,13 +332,19 @@ class Coded:
         if self.order is None:
             return None
         order: Any = tools.read(self.order, 0, self.order.numel)
-        if (order == -1).all():  # there is none
+        if self.may_lack_order and (order == -1).all():
             return np.arange(len(order)) * self.groups // max(1, len(order))
         if len(order) and not 0 <= int(order.min()) <= int(order.max()) < self.groups:
             raise CorruptError(
                 f"tensor {self.name!r} names groups that it does not have", file=file_of(self.order),
                 found=f"{int(order.min())} to {int(order.max())} in {self.order.name!r}",
                 expected=f"0 to {self.groups - 1}", remedy=COPY_AGAIN,
+            )  # fmt: skip
+        if len(order) and -(-len(order) // (most := int(np.bincount(order).max()))) != self.groups:
+            raise CorruptError(
+                f"the groups of tensor {self.name!r} are not of one size", file=file_of(self.order),
+                found=f"{most:,} of {len(order):,} columns in one of {self.groups:,} groups, by {self.order.name!r}",
+                expected=f"about {len(order) // self.groups:,}, as programs that quantise write it", remedy=COPY_AGAIN,
             )  # fmt: skip
         return order
 

@@ -38,6 +38,7 @@ class Quantization:
         is_read: whether zckpt reads such weights.
         block: rows and columns of a block that has a scale.
         facts: all that the config says.
+        otherwise: how another file beside it contradicts it; empty if none does.
     """
 
     method: str
@@ -45,6 +46,7 @@ class Quantization:
     is_read: bool
     block: tuple[int, int] = BLOCK
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    otherwise: str = ""
 
     @property
     def version_of_gptq(self) -> str:
@@ -81,6 +83,21 @@ class Quantization:
         return said if isinstance(said, int) else 0
 
     @property
+    def is_explicit(self) -> bool:
+        """Whether it says how zero points of GPTQ are stored."""
+        return bool(self.facts.get("checkpoint_format") or self.facts.get("format"))
+
+    @property
+    def groups_of_nvfp4(self) -> set[int]:
+        """The columns that a scale of ModelOpt's NVFP4 can be for.
+
+        Source: nvidia-modelopt 0.47, quantization/config.py (W4A8_NVFP4_FP8_CFG, NVFP4_MLP_WEIGHT_ONLY_CFG).
+        """
+        said = {self.facts.get("group_size"), *(weights.get("group_size") for weights in self.weights)}
+        usual = 32 if self.facts.get("quant_algo") == "W4A8_NVFP4_FP8" else 16
+        return said & {16, 32} or {usual}
+
+    @property
     def weights(self) -> list[Mapping[str, Any]]:
         """The settings of weights by compressed-tensors, for each group of modules."""
         groups = self.facts.get("config_groups")
@@ -94,7 +111,7 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     if config is None:
         return None
     places = (config, *(value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)))
-    said = next((place[key] for place in places for key in _KEYS if isinstance(place.get(key), dict)), None)
+    said = next((place[key] for place in places for key in _keys_of(place) if isinstance(place.get(key), dict)), None)
     if not said:
         return None
     method = str(said.get("quant_method") or "of an unnamed method")
@@ -111,6 +128,15 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
     return Quantization(method, method, is_read=False, facts=said)
 
 
+def _keys_of(config: Mapping[str, Any]) -> Sequence[str]:
+    """Keys of a quantisation, the one that holds first: MLX's own is before one that was kept from another form.
+
+    Source: mlx-lm 0.32, utils.py (`load_model`).
+    """
+    own = config.get("quantization")
+    return _KEYS[::-1] if isinstance(own, dict) and {"bits", "group_size"} <= own.keys() else _KEYS
+
+
 def quantization_of_modelopt(said: object) -> Quantization | None:
     """The quantisation in ModelOpt's `hf_quant_config.json`; None for fp8, which the tensors show, and for plain
     weights.
@@ -119,9 +145,9 @@ def quantization_of_modelopt(said: object) -> Quantization | None:
     """
     part = said.get("quantization") if isinstance(said, dict) else None
     algorithm = part.get("quant_algo") if isinstance(part, dict) else None
-    if not isinstance(algorithm, str) or algorithm.startswith("FP8"):
+    if not isinstance(part, dict) or not isinstance(algorithm, str) or algorithm.startswith("FP8"):
         return None
-    return Quantization("modelopt", f"ModelOpt ({algorithm})", is_read=False)
+    return Quantization("modelopt", f"ModelOpt ({algorithm})", is_read=False, facts=part)
 
 
 def quantization_of_gptq(said: object) -> Quantization | None:
@@ -145,6 +171,8 @@ OWN_FILES: Mapping[str, Callable[[object], Quantization | None]] = {
 
 
 def _pair(value: object) -> tuple[int, int] | None:
+    if isinstance(value, str):  # compressed-tensors before 0.11
+        value = [int(part) for part in value.split("x") if part.isdecimal()]
     match value:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns

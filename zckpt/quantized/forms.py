@@ -157,6 +157,14 @@ FORMS: tuple[PackedForm, ...] = (
         "MLX's quantised tensors", "weight", "U32", (("scales", FLOATS),), _by_rows, ("biases",),
         "mlx-lm (mlx_lm.convert --dequantize)", "mlx",
     ),
+    PackedForm(
+        "MLX's quantised tensors", "weight", "U32", (("scales", "U8"),), _by_rows,
+        by="mlx-lm (mlx_lm.convert --dequantize)", read="mlx",
+    ),
+    PackedForm(
+        "sparse weights of compressed-tensors", "bitmask", "U8", (("compressed", f"{FLOATS} {_FP8} I8"),),
+        others=("shape", "row_offsets"), by=_COMPRESSED,
+    ),
     PackedForm("AQLM", "codes", "I8 U8 I16", (("codebooks", FLOATS), ("scales", FLOATS)), by="AQLM"),
     PackedForm("EXL2", "q_weight", "I32", (("q_scale", "I32"),), others=("q_groups", "q_invperm", "q_perm", "q_scale_max")),
     PackedForm("EXL3", "trellis", "I16", (("suh|su", "F16 I16"),), others=("svh", "sv", "mcg", "mul1")),
@@ -175,7 +183,10 @@ FORMS: tuple[PackedForm, ...] = (
     PackedForm("Marlin", "B", "I32", (("s", FLOATS),), _as_marlin),
 )  # fmt: skip
 
-BESIDE_MODULE = ("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub")
+BESIDE_MODULE = (
+    *("input_scale", "input_global_scale", "input_zero_point", "input_scale_ub", "input_scale_inv", "activation_scale"),
+    *("output_scale", "output_zero_point", "qscale_act", "_weight_act_quant_scale", "_weight_act_quant_zero_point"),
+)
 """The tensors beside the weight of a module with quantised activations; plain weights have no use for them."""
 
 

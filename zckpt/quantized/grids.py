@@ -109,6 +109,10 @@ def grid_of(
     matrices, rows, columns = as_matrices(shape)
     number, lead = math.prod(scales), shape[:-2]
     blocks = Grid(matrices, rows, columns, *block)
+    if (
+        len(shape) == 2 and len(scales) == 4 and scales[1] == scales[3] == 1
+    ):  # as ModelOpt has them, with extents of 1 between
+        scales = scales[::2]
     if number == matrices and (number == 1 or scales[: len(lead)] == lead):
         return Grid(matrices, rows, columns, max(rows, 1), max(columns, 1))
     is_by_rows = scales in ((*lead, rows, 1), (*lead, rows))

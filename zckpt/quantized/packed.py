@@ -41,14 +41,15 @@ _INTEGERS = PackedForm("packed integers with scales", "weight", "", by="the libr
 
 _PART = PackedForm("codes without scales, or scales without codes", "", "", by="the library that wrote it")
 _SMOOTHED = PackedForm(
-    "NVFP4 of weights that were scaled or split before (pre_quant_scale, svdquant)", "", "", by="ModelOpt"
-)
+    "weights that were scaled or split before (pre_quant_scale, act_pre_scale, svdquant)", "", "",
+    by="the library that wrote it",
+)  # fmt: skip
 _LOST = re.compile(
     r"(.*?)(?:(weight_packed|weight_global_scale|weight_scale_2)|_?weight_(?:scale|scale_inv|shape|zero_point|g_idx|qdata)"
-    r"|qweight|qzeros|SCB|weight\.absmax|weight\.quant_map|(?<=_proj)_(?:blocks|scales))"
+    r"|qweight|qzeros|qscale_weight|SCB|weight\.absmax|weight\.quant_map|(?<=_proj)_(?:blocks|scales))"
 )
 """The names of parts of quantised weights; the first ones mean nothing beside a plain weight."""
-_BEFORE = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
+_BEFORE = (".pre_quant_scale", "_act_pre_scale", ":act_pre_scale", ".svdquant_lora_a", ".svdquant_lora_b")
 
 _WEIGHT = re.compile(r"(?:.*\.)?(?:q_?|packed_|int_|quantized_)?weight(?:_packed|_q|_quantized|_int[48])?")
 _INTO = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up"))

@@ -7,25 +7,29 @@ scales are not tensors any more. What zckpt cannot read is found by `packed`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError
+from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.recipes import derive_entry
 from zckpt.quantized.configs import BLOCK, Quantization
+from zckpt.quantized.forms import BESIDE_MODULE
 
 if TYPE_CHECKING:
     from zckpt.quantized.grids import Grid
 
 _SCALES = ("_scale_inv", "_scale", "_weight_scale")
-_OF_INPUTS = ("input_scale", "activation_scale", "input_scale_inv")
-"""Tensors beside a weight with the scale of its module's input; plain weights have no use for them."""
-_OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
+_OF_MISTRAL = "qscale_weight"
+"""The scale of a module's weight in Mistral's own form; vLLM 0.11, models/llama.py (`mistral_mapping`), multiplies by it."""
+_OF_CACHE = (
+    *(".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
+    *("_fake_quantizer.qscale_act", ".k_proj.k_bias", ".v_proj.v_bias"),
+)
 """Ends of names of the scales of quantised keys and values; plain weights have no use for them."""
 
 
@@ -56,10 +60,11 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
     for name, entry in catalog.tensors.items():
         if not is_fp8(entry.dtype) or name in packed:
             continue
-        beside = next((name + end for end in _SCALES if name + end in catalog.tensors), None)
-        if beside is None:
+        scaled_by = _scales_of(name, catalog)
+        if not scaled_by:
             bare.append(name)
             continue
+        beside = scaled_by[0]
         from zckpt.quantized.grids import grid_of
 
         scales = catalog.tensors[beside]
@@ -70,23 +75,65 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
         }
         if strategies and "tensor" not in strategies and scales.numel == 1 < math.prod(entry.shape[:-1]):
             grid = None
-        if grid is None or scales.dtype.kind != "float" or is_fp8(scales.dtype):
+        if grid is None or scales.dtype.kind != "float" or is_fp8(scales.dtype) or len(scaled_by) > 1:
+            more = "".join(f" and {other!r}" for other in scaled_by[1:])
             raise InconsistentError(
                 f"the scales of tensor {name!r} do not fit it", file=catalog.source.path,
-                found=f"{beside!r}, {scales.dtype} {list(scales.shape)}, for a tensor {list(entry.shape)}",
+                found=f"{beside!r}, {scales.dtype} {list(scales.shape)}{more}, for a tensor {list(entry.shape)}",
                 expected=f"floats: one, one for each row, or one for each block of {block[0]} x {block[1]} elements",
                 remedy="Copy the checkpoint again, with the config.json that belongs to it; if it is intact, dequantise it with "
                 "the library that wrote it.",
             )  # fmt: skip
         found[name] = Scaled(entry, scales, grid)
-    if bare and quantization is not None and quantization.is_read:
+    _check_bare(catalog, bare, quantization, found)
+    return found
+
+
+def _scales_of(name: str, catalog: Catalog) -> list[str]:
+    """The names of the scales of a tensor of fp8; a second one contradicts the first."""
+    names = [name + end for end in _SCALES]
+    if name.endswith("weight"):
+        names.append(name.removesuffix("weight") + _OF_MISTRAL)
+    return [one for one in names if one in catalog.tensors]
+
+
+def _check_bare(
+    catalog: Catalog, bare: Sequence[str], quantization: Quantization | None, found: Mapping[str, Scaled]
+) -> None:
+    """Checks that tensors of fp8 without known scales are plain numbers: that no scale of another name is beside them, and that
+    neither a config nor other tensors speak of scales.
+
+    Raises:
+        UnsupportedError: there are scales of another name.
+        IncompleteError: scales are missing.
+    """
+    if not bare:
+        return
+    used = {one.scales.name for one in found.values()}
+    modules = {name: name.rpartition(".")[0] for name in bare}
+    scaled: dict[str, str] = {}
+    for other in catalog.tensors:
+        module, _, last = other.rpartition(".")
+        if "scal" in last and other not in used and not other.endswith((*BESIDE_MODULE, *_OF_CACHE)):
+            scaled.setdefault(module, other)
+    if odd := [f"{scaled[module]!r} beside {name!r}" for name, module in modules.items() if module in scaled]:
+        raise UnsupportedError(
+            f"{count(len(odd), 'tensor of fp8 has', 'tensors of fp8 have')} scales that zckpt does not know",
+            file=catalog.source.path, found="; ".join(odd[:3]),
+            expected="weight_scale_inv, weight_scale or qscale_weight",
+            remedy="Dequantise the model with the library that wrote it, save it, and convert that.",
+        )  # fmt: skip
+    is_said = quantization is not None and quantization.is_read
+    lost = bare if is_said else [name for name in bare if found and len(catalog.tensors[name].shape) > 1]
+    if lost:
+        reason = (
+            f"config.json says {quantization.about}" if quantization and is_said else "other tensors of fp8 have them"
+        )
         raise IncompleteError(
-            f"{count(len(bare), 'tensor of fp8 has', 'tensors of fp8 have')} no scales", file=catalog.source.path,
-            found=examples(bare),
-            expected=f"weight_scale_inv or weight_scale beside each, since config.json says {quantization.about}",
+            f"{count(len(lost), 'tensor of fp8 has', 'tensors of fp8 have')} no scales", file=catalog.source.path,
+            found=examples(lost), expected=f"weight_scale_inv or weight_scale beside each, since {reason}",
             remedy=COPY_AGAIN,
         )  # fmt: skip
-    return found
 
 
 def is_fp8(dtype: DType) -> bool:
@@ -104,12 +151,11 @@ def plain(catalog: Catalog, found: Mapping[str, TensorEntry], gone: Collection[s
     """
     gone = {*gone} - found.keys()
     for name, entry in found.items():
-        gone.update(
-            name + end for end in _SCALES if is_fp8(catalog.tensors[name].dtype) and name + end in catalog.tensors
-        )
+        if is_fp8(catalog.tensors[name].dtype):
+            gone.update(_scales_of(name, catalog))
         module = entry.name.removesuffix("weight")
-        gone.update(module + end for end in _OF_INPUTS if module + end in catalog.tensors)
-    gone.update(name for name, entry in catalog.tensors.items() if entry.numel == 1 and name.endswith(_OF_CACHE))
+        gone.update(module + end for end in BESIDE_MODULE if module + end in catalog.tensors)
+    gone.update(name for name, entry in catalog.tensors.items() if name.endswith(_OF_CACHE) and _is_of_cache(entry))
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         if name not in gone:
@@ -123,6 +169,11 @@ def plain(catalog: Catalog, found: Mapping[str, TensorEntry], gone: Collection[s
         elif kept not in gone:
             aliases[other] = kept
     return replace(catalog, tensors=tensors, aliases=aliases)
+
+
+def _is_of_cache(entry: TensorEntry) -> bool:
+    """Whether a tensor is one number, one for each head, or a vector of numbers that are added."""
+    return entry.numel == 1 or entry.shape[1:] == (1, 1) or entry.name.endswith("_bias")
 
 
 def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:

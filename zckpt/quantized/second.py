@@ -160,6 +160,14 @@ def _e2m1(codes: Any, *, has_minus_zero: bool = True) -> Any:
     return np.where(codes >= 8, np.where((size == 0) & (not has_minus_zero), 0.0, -size), size)
 
 
+def _e4m3(codes: Any) -> Any:
+    import numpy as np
+
+    power, digits = codes >> 3 & 15, codes & 7
+    size = np.where(power == 0, np.ldexp(digits * 1.0, -9), np.ldexp(digits + 8.0, power - 10))
+    return np.where(codes & 127 == 127, np.nan, np.where(codes >= 128, -size, size))
+
+
 def _fp4(
     name: str, codes: TensorEntry, scales: TensorEntry, second: TensorEntry | None, group: int, divides: bool
 ) -> Made:
@@ -266,7 +274,10 @@ def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[
             else tools.read_floats(scales, 0, 1)
         )
         numbers = (codes - half).astype(np.float64)
-        if points is not None:
+        if points is not None and points.dtype.name == "I8":
+            zeros: Any = tools.read(points, first * per_row, last * per_row).astype(np.int64)
+            numbers -= zeros.reshape(-1, per_row)[:, group]
+        elif points is not None:
             tall = -(-height * bits // 32)
             held = _window(points, per_row, (first // height * tall, -(-last // height) * tall), (0, per_row), tools)
             row = np.arange(first, last) - first // height * height
@@ -280,9 +291,10 @@ def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[
 def _weight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
     """The numbers of elements with scales beside them, by name: one element a byte, or two."""
     name = entry.name
-    scales = next(
-        (tensors[name + end] for end in ("_scale_inv", "_scale", "_weight_scale") if name + end in tensors), None
-    )
+    beside = [name + end for end in ("_scale_inv", "_scale", "_weight_scale")] + [
+        f"{name[: -len('weight')]}qscale_weight"
+    ]
+    scales = next((tensors[one] for one in beside if one in tensors), None)
     is_fp8 = entry.dtype.kind == "float" and entry.dtype.itemsize == 1
     if scales is None or not (is_fp8 or entry.dtype.name in ("U8", "I8")):
         return None
@@ -293,7 +305,7 @@ def _weight(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str
         is_turned = len(entry.shape) > 2 and scales.shape[-2:] == (entry.shape[-2] // 8, entry.shape[-1])
         if is_turned and whole is not None:
             return _fp4_down(name, entry, scales, whole)
-        return _fp4(name, entry, scales, whole, 32 if whole is None else 16, divides=False)
+        return _fp4(name, entry, scales, whole, entry.numel * 2 // max(scales.numel, 1), divides=False)
     return _bytes(name, entry, scales, tensors.get(name + "_zero_point"), config)
 
 
@@ -309,7 +321,9 @@ def _bytes(
         (g["weights"]["block_structure"] for g in (config.get("config_groups") or {}).values()
          if g.get("weights") and g["weights"].get("block_structure")), (128, 128),
     )  # fmt: skip
+    block = [int(one) for one in block.split("x")] if isinstance(block, str) else block
     own = scales.shape[len(shape) - 2 :] if scales.numel > matrices else ()
+    own = own[::2] if len(own) == 4 else own
     if scales.dtype.name == "U8":
         tall, wide = 1, 32
     elif scales.numel in (1, matrices):
@@ -474,10 +488,11 @@ def _mlx(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, A
     import numpy as np
 
     scales, biases = tensors.get(stem + "scales"), tensors.get(stem + "biases")
-    if scales is None or biases is None or entry.dtype.name != "U32":
+    if scales is None or entry.dtype.name != "U32" or (biases is None) != (scales.dtype.name == "U8"):
         return None
     own = config.get(stem[:-1])
-    bits = int((own if isinstance(own, Mapping) else config)["bits"])
+    said = own if isinstance(own, Mapping) else config
+    bits = int(said["bits"]) if biases is not None else 8 if said["mode"] == "mxfp8" else 4
     words, across = entry.shape[-1], scales.shape[-1]
     columns = words * 32 // bits
 
@@ -485,13 +500,20 @@ def _mlx(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, A
         held: Any = tools.read(entry, first * words, last * words)
         codes = _bits(held.reshape(-1, words).T, 32, np.arange(columns) * bits, bits).T
         group = np.arange(columns) * across // columns
+        if biases is None:
+            powers: Any = (
+                tools.read(scales, first * across, last * across).astype(np.int64).reshape(-1, across)[:, group]
+            )
+            factors = _e4m3(powers) if said["mode"] == "nvfp4" else np.ldexp(1.0, powers - 127)
+            return (_e4m3(codes) if bits == 8 else _e2m1(codes)) * factors
         factors, more = (
             tools.read_floats(one, first * across, last * across).astype(np.float64).reshape(-1, across)[:, group]
             for one in (scales, biases)
         )
         return (codes * factors).astype(np.float32).astype(np.float64) + more
 
-    return entry.name, (*entry.shape[:-1], columns), (entry, scales, biases), columns, rows
+    inputs = (entry, scales, *(() if biases is None else (biases,)))
+    return entry.name, (*entry.shape[:-1], columns), inputs, columns, rows
 
 
 _ENDS: tuple[tuple[str, Callable[..., Made | None]], ...] = (

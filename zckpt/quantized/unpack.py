@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError
@@ -129,7 +130,11 @@ def _nvfp4(part: Part, known: Quantization, values: Values) -> Coded:
         return Coded(
             part.stem, (*lead, 2 * half, width), packing, e2m1(has_minus_zero=False), grid, BlockScales(scales, second)
         )
-    return _in_groups(part, part.stem, 4, e2m1(has_minus_zero=False), 16, part.beside[1])
+    across = scales.shape[-1] if scales.shape else 0
+    groups = sorted(
+        known.groups_of_nvfp4, key=lambda one: (not codes.shape or one * across != 2 * codes.shape[-1], one)
+    )
+    return _in_groups(part, part.stem, 4, e2m1(has_minus_zero=False), groups[0], second)
 
 
 def _nvfp4_divided(part: Part, known: Quantization, values: Values) -> Coded:
@@ -218,7 +223,9 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
     zeros = part.others.get("_zero_point")
     points = None
     _check_zeros(part, zeros, groups)
-    if zeros is not None:
+    if zeros is not None and (zeros.dtype, zeros.shape) == (I8, scales.shape):  # before 0.9
+        points = Zeros(Codes(zeros, 8, grid.down, grid.across, grid.across), 0, is_signed=True)
+    elif zeros is not None:
         whole = (*shape[:-2], -(-grid.down * bits // 32), grid.across)
         if zeros.shape != whole or zeros.dtype not in (I32, U32):
             raise _misfit(part, "zero points", zeros, f"{list(whole)}: {bits} bits, packed along the rows")
@@ -237,6 +244,7 @@ def _packed_integers(part: Part, known: Quantization, values: Values) -> Coded |
         points,
         order,
         grid.across,
+        may_lack_order=True,
     )
 
 
@@ -323,6 +331,12 @@ def _gptq(part: Part, known: Quantization, values: Values) -> Coded | None:
     version = known.version_of_gptq
     if version not in ("gptq", "gptq_v2", ""):
         return None
+    if known.otherwise:
+        raise InconsistentError(
+            f"two files say otherwise of the zero points of tensor {codes.name!r}", file=file_of(codes),
+            found=f"{version!r} in config.json, and {known.otherwise}", expected="one of them in both",
+            remedy="Leave the wrong one out of the directory: of GPTQModel's outputs, both say the same.",
+        )  # fmt: skip
     if zeros is not None and len(zeros.shape) == 2:
         bits = zeros.shape[1] * 32 // rows
     elif zeros is not None or not known.is_symmetric:
@@ -380,21 +394,26 @@ def _mlx(part: Part, known: Quantization, values: Values) -> Coded | None:
     codes, scales, biases = part.codes, part.beside[0], part.others.get("biases")
     own = known.facts.get(part.stem.removesuffix("."))
     said = own if isinstance(own, Mapping) else known.facts
-    bits, group = said.get("bits"), said.get("group_size")
-    if biases is None or said.get("mode", "affine") != "affine":
+    bits, group, mode = said.get("bits"), said.get("group_size"), said.get("mode", "affine")
+    if mode in _MLX_MODES and biases is None and scales.dtype == U8:
+        (bits, group, dtype), table = _MLX_MODES[mode], e2m1() if mode != "mxfp8" else floats_of_8_bits(F8_E4M3)
+        scales = replace(scales, dtype=dtype)
+    elif biases is None or mode != "affine" or scales.dtype.kind != "float":
         return None
+    else:
+        table = unsigned_codes(bits) if isinstance(bits, int) and 1 <= bits <= 8 else ()
     if not isinstance(bits, int) or not isinstance(group, int) or not 1 <= bits <= 8 or group < 1:
         return None
     *lead, words = codes.shape
     columns = words * 32 // bits
     if words * 32 % bits or columns % group or scales.shape != (*lead, columns // group):
         raise _misfit(part, "scales", scales, f"one for {group} columns of {bits} bits, as config.json says")
-    if (biases.shape, biases.dtype) != (scales.shape, scales.dtype):
+    if biases is not None and (biases.shape, biases.dtype) != (scales.shape, scales.dtype):
         raise _misfit(part, "biases", biases, f"{list(scales.shape)} of {scales.dtype}, as scales are")
     rows = math.prod(lead)
     packing, grid = Codes(codes, bits, rows, columns, words), Grid(1, rows, columns, 1, group)
     shape = (*lead, columns)
-    return Coded(codes.name, shape, packing, unsigned_codes(bits), grid, BlockScales(scales), biases=biases)
+    return Coded(codes.name, shape, packing, table, grid, BlockScales(scales), biases=biases)
 
 
 # ---- bitsandbytes ---------------------------------------------------------------------------------------------------------
@@ -406,13 +425,13 @@ def _bnb_4_bits(part: Part, known: Quantization, values: Values) -> Coded | None
         return None
     try:
         said = json.loads(bytes(values[part.codes.name]))
-        shape, size = tuple(int(extent) for extent in said["shape"]), int(said["blocksize"])
+        shape, size = tuple(map(_as_size, said["shape"])), _as_size(said["blocksize"])
         rows = -(-math.prod(shape) // size)
         nested = None
         if (of_scales := part.others.get(".nested_absmax")) is not None:
-            own = part.others[".nested_quant_map"]
-            nested = Nested(own, of_scales, int(said["nested_blocksize"]), float(said["nested_offset"]))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            own, step = part.others[".nested_quant_map"], _as_size(said["nested_blocksize"])
+            nested = Nested(own, of_scales, step, float(said["nested_offset"]))
+    except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise CorruptError(
             f"the state of tensor {part.stem!r} cannot be read", file=file_of(codes),
             found=f"{type(error).__name__}: {error}", expected="JSON with a shape and the size of blocks", remedy=COPY_AGAIN,
@@ -420,8 +439,6 @@ def _bnb_4_bits(part: Part, known: Quantization, values: Values) -> Coded | None
     width = codes.dtype.itemsize
     if (
         size % (2 * width)
-        or size < 1
-        or any(extent < 0 for extent in shape)
         or -(-math.prod(shape) // (2 * width)) * width != codes.nbytes
         or codes.dtype not in (U8, I8, BF16, F16, F32)
     ):
@@ -440,6 +457,13 @@ def _bnb_4_bits(part: Part, known: Quantization, values: Values) -> Coded | None
     return Coded(part.stem, shape, packing, table, Grid(1, rows, size, 1, size), BlockScales(scales, nested=nested))
 
 
+def _as_size(said: object) -> int:
+    """A size in a state. Raises ValueError if it is no whole number from 1 on."""
+    if type(said) is not int or said < 1:
+        raise ValueError(f"{said!r:.40} is no size")
+    return said
+
+
 def _bnb_int8(part: Part, known: Quantization, values: Values) -> Coded | None:
     told = part.others.get("weight_format")
     if told is not None and (told.name not in values or values[told.name].any()):
@@ -452,6 +476,16 @@ def _bnb_int8(part: Part, known: Quantization, values: Values) -> Coded | None:
     grid, packing = Grid(1, rows, columns, 1, max(1, columns)), Codes(codes, 8, rows, columns, columns)
     return Coded(codes.name, codes.shape, packing, signed_codes(8), grid, BlockScales(scales), last=_INTO_INT8)
 
+
+_MLX_MODES: Mapping[str, tuple[int, int, DType]] = {
+    "mxfp4": (4, 32, U8),
+    "mxfp8": (8, 32, U8),
+    "nvfp4": (4, 16, F8_E4M3),
+}
+"""Modes of MLX without biases -> bits of a code, columns of a scale, and what the bytes of scales are.
+
+Source: mlx 0.32.4, backend/cpu/quantized.cpp (`fp_quantize`).
+"""
 
 _READERS: Mapping[str, Reader] = {
     "nvfp4": _nvfp4, "nvfp4, divided": _nvfp4_divided, "mxfp4": _mxfp4, "mxfp8": _mxfp8, "gpt-oss": _gpt_oss,
