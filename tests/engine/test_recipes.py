@@ -21,6 +21,7 @@ from zckpt.base.errors import CorruptError, InconsistentError
 from zckpt.containers.gguf_file import PACKED, GgmlType
 from zckpt.core import plan as plans
 from zckpt.core.catalog import TensorEntry
+from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
 from zckpt.core.folds import DRAWS, Sparsity, Thinned, Tools
 from zckpt.core.fragments import Fragment
@@ -32,7 +33,7 @@ from zckpt.engine.choice import threads_for
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run
-from zckpt.engine.prefetch import Fetched, Span
+from zckpt.engine.prefetch import Fetched
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.naming import merged_matrix
@@ -556,7 +557,7 @@ def test_byproducts_are_computed_after_what_they_come_from(tmp_path: Path) -> No
         for name in ("scale 1", "weight 1", "scale 2", "weight 2")
     ]
     with Bringer("native", 2, give_back=False, spend=lambda _: None) as bringer:
-        spans = [Span(entry.fragments[0].store, 0, 400) for entry in entries]
+        spans = [ByteSpan(entry.fragments[0].store, 0, 400) for entry in entries]
         found = bringer.bring(spans, Fetched())
     assert [len(block) for block, _ in found] == [100] * 4
     assert sorted(done[:2]) == ["weight 1", "weight 2"]

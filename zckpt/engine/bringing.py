@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.base.errors import CastError, read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import touching
@@ -21,7 +22,7 @@ from zckpt.core.plan import Move, Plan
 from zckpt.core.recipes import DerivedStore, compute_bytes
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.batches import Batch, batches, span_bytes
-from zckpt.engine.prefetch import Fetched, Span, check_unchanged, moved_near
+from zckpt.engine.prefetch import Fetched, check_unchanged, moved_near
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles, will_need
 
@@ -86,7 +87,7 @@ class Bringer:
         """The same batch of moves, with its sources at hand."""
         return moved_near(batch, lambda spans: self.bring(spans, fetched))
 
-    def bring(self, spans: Sequence[Span], fetched: Fetched) -> Sequence[tuple[Any, int]]:
+    def bring(self, spans: Sequence[ByteSpan], fetched: Fetched) -> Sequence[tuple[Any, int]]:
         """Blocks that contain the spans, as `prefetch.Bring` says.
 
         Args:
@@ -105,7 +106,7 @@ class Bringer:
             worker.files.check_sources()
         check_unchanged({path: store for worker in self._all for path, store in worker.fetched.items()}.values())
 
-    def _computed(self, spans: Sequence[Span], fetched: Fetched) -> Sequence[tuple[Any, int]]:
+    def _computed(self, spans: Sequence[ByteSpan], fetched: Fetched) -> Sequence[tuple[Any, int]]:
         if len(spans) < 2 or self._threads < 2:
             return [self._worker().follow(span, fetched) for span in spans]
         if self._pool is None:
@@ -217,7 +218,7 @@ class _Worker:
             other.result()
         return [found[number] for number in range(len(found))]
 
-    def follow(self, span: Span, fetched: Fetched) -> tuple[Any, int]:
+    def follow(self, span: ByteSpan, fetched: Fetched) -> tuple[Any, int]:
         """The elements of a span, widened to whole units, and the byte at which these begin."""
         store = span.store
         if not isinstance(store, DerivedStore):
@@ -231,7 +232,7 @@ class _Worker:
     def _follow(self, store: DerivedStore, start: int, stop: int) -> tuple[Any, int]:
         return compute_bytes(store, start, stop, self)
 
-    def _bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
+    def _bring(self, spans: Sequence[ByteSpan]) -> Sequence[tuple[Any, int]]:
         self.fetched |= {span.store.path: span.store for span in spans if isinstance(span.store, FileStore)}
         held = self._held
         return _brought(spans, lambda derived: [self.follow(span, held) for span in derived], held)
@@ -270,7 +271,7 @@ class _Worker:
             )  # fmt: skip
 
 
-def _is_byproduct(span: Span) -> bool:
+def _is_byproduct(span: ByteSpan) -> bool:
     return isinstance(span.store, DerivedStore) and getattr(span.store.recipe, "is_byproduct", False)
 
 
@@ -293,7 +294,7 @@ def _direct(entry: TensorEntry, start: int, stop: int, to: MemoryStore, dtype: D
 
 
 def _brought(
-    spans: Sequence[Span], compute: Callable[[Sequence[Span]], Sequence[tuple[Any, int]]], fetched: Fetched
+    spans: Sequence[ByteSpan], compute: Callable[[Sequence[ByteSpan]], Sequence[tuple[Any, int]]], fetched: Fetched
 ) -> Sequence[tuple[Any, int]]:
     """What `Bringer.bring` returns; `compute` follows the recipes."""
     ranges = [fsspec_io.Range(s.store.path, s.start, s.stop) for s in spans if isinstance(s.store, FileStore)]
@@ -305,13 +306,13 @@ def _brought(
 def foresee(batch: Batch) -> list[fsspec_io.Range]:
     """The ranges of files on other machines that a batch of moves needs, as far as recipes say what they read."""
     return ranges_of_spans(
-        Span(move.src, move.src_offset, move.src_offset + span_bytes(move))
+        ByteSpan(move.src, move.src_offset, move.src_offset + span_bytes(move))
         for _, _, move in batch.moves
         if batch.is_distant(move.src)
     )
 
 
-def ranges_of_spans(spans: Iterable[Span]) -> list[fsspec_io.Range]:
+def ranges_of_spans(spans: Iterable[ByteSpan]) -> list[fsspec_io.Range]:
     """Collects the ranges of files that spans need, or that what is computed for them reads."""
     found: list[fsspec_io.Range] = []
     for span in spans:

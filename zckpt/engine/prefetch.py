@@ -15,9 +15,10 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from zckpt.base.errors import InconsistentError, redact
+from zckpt.core.claims import ByteSpan
 from zckpt.core.stores import FileStore, MemoryStore, Store
 from zckpt.engine.batches import Batch, span_bytes
 from zckpt.storage import fsspec_io
@@ -32,15 +33,7 @@ _MOST_AHEAD = 256
 """Batches that wait, at most."""
 
 
-class Span(NamedTuple):
-    """Bytes [start, stop) of a store that is not at hand."""
-
-    store: Store
-    start: int
-    stop: int
-
-
-Bring = Callable[[Sequence[Span]], Sequence[tuple[Any, int]]]
+Bring = Callable[[Sequence[ByteSpan]], Sequence[tuple[Any, int]]]
 """Returns, for each span, a block of bytes that contains it, and the byte of the store at which the block begins."""
 
 
@@ -144,7 +137,7 @@ def moved_near(batch: Batch, bring: Bring) -> Batch:
     distant = [move for _, _, move in batch.moves if batch.is_distant(move.src)]
     if not distant:
         return batch
-    brought = iter(bring([Span(m.src, m.src_offset, m.src_offset + span_bytes(m)) for m in distant]))
+    brought = iter(bring([ByteSpan(m.src, m.src_offset, m.src_offset + span_bytes(m)) for m in distant]))
     memory: dict[tuple[int, str], Store] = {}
     near = Batch(finished=batch.finished)
     for number, offset, data in batch.literals:

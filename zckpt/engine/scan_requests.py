@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Padding, TensorEntry
+from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import U8, DType
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import SLAB_BYTES, Move, route
 from zckpt.core.stores import FileStore, Store
 from zckpt.engine.batches import MOST_DISTANT_BYTES, MOST_MOVES, Batch
-from zckpt.engine.prefetch import Bring, Span, in_memory
+from zckpt.engine.prefetch import Bring, in_memory
 from zckpt.storage.descriptors import MOST_STORES
 
 NUMBERS, AGAINST, CRC_SOURCE, CRC_OTHER = 1, 2, 4, 8
@@ -152,7 +153,7 @@ def _nbytes(request: ScanRequest) -> int:
     )
 
 
-def _distant(request: ScanRequest) -> Iterator[Span]:
+def _distant(request: ScanRequest) -> Iterator[ByteSpan]:
     """What a request reads of stores that are not at hand: its source, then the other side."""
     move = request.move
     sides = [(move.src, move.src_offset, move.src_pitch, move.src_step, move.src_dtype)]
@@ -160,7 +161,9 @@ def _distant(request: ScanRequest) -> Iterator[Span]:
         sides.append((move.dst, move.dst_offset, move.dst_pitch, move.dst_step, move.dst_dtype))
     for store, offset, pitch, step, dtype in sides:
         if not store.at_hand:
-            yield Span(store, offset, offset + (move.rows - 1) * pitch + ((move.count - 1) * step + 1) * dtype.itemsize)
+            yield ByteSpan(
+                store, offset, offset + (move.rows - 1) * pitch + ((move.count - 1) * step + 1) * dtype.itemsize
+            )
 
 
 def _parts(request: ScanRequest) -> Iterator[ScanRequest]:
@@ -188,7 +191,7 @@ def _parts(request: ScanRequest) -> Iterator[ScanRequest]:
     yield from _parts(ScanRequest(second, request.how))
 
 
-def distant_spans(batch: ScanBatch) -> list[Span]:
+def distant_spans(batch: ScanBatch) -> list[ByteSpan]:
     """What a batch reads of stores that are not at hand, in order."""
     return [span for request in _requests_of(batch) for span in _distant(request)]
 
