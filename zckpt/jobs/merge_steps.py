@@ -14,9 +14,9 @@ from zckpt.base.errors import IncompleteError, InconsistentError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.core.evidence import Evidence
 from zckpt.jobs.groups import LoraMerge
-from zckpt.jobs.merged import lora_again, merged_with, open_base
+from zckpt.jobs.merged import lora_again, merge, open_base
 from zckpt.jobs.open import strip_wrappers
-from zckpt.jobs.working_model import WorkingModel, with_form
+from zckpt.jobs.working_model import WorkingModel
 from zckpt.naming.adapter_names import adapters_in, found_in
 
 RECORDED = "base"
@@ -106,17 +106,12 @@ class Merge:
         lora = self.lora or LoraMerge()
         if self.recorded is not None:
             lora = lora_again(opened, self.recorded, self.lora)
-        merge = merged_with(opened, bare, lora)
-        given_up = {**merge.given_up} | {name: "original" for name in bare if ".original_module." in name}
+        merged = merge(model, lora)
+        given_up = {name: "original" for name in bare if ".original_module." in name}
         if opened.packed is not None:
             given_up |= dict.fromkeys(bare.tensors.keys() - opened.without_packed(bare).tensors.keys(), "packed")
-        return replace(
-            model, catalog=merge.catalog, place=merge.place, config=merge.config, notes=(*model.notes, *merge.notes),
-            recorded=with_form(model.recorded, {"form": {"lora": dict(merge.recorded)}}),
-            given_up={**model.given_up, **given_up},
-            left_out=(*model.left_out, *(name for name in bare if found_in(name))),
-            made_from=merge.made_from, sources=merge.sources, copies=merge.copies, trained=merge.trained, is_merged=True,
-        )  # fmt: skip
+        left_out = (*model.left_out, *(name for name in bare if found_in(name)))
+        return replace(merged, given_up={**merged.given_up, **given_up}, left_out=left_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
@@ -30,7 +29,7 @@ from zckpt.jobs.adapters import (
 from zckpt.jobs.groups import Combination, LoraMerge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.trained import check_copies, trained_in, trained_with, without_copies
-from zckpt.layouts.places import Place
+from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare
@@ -43,41 +42,11 @@ _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE]
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """A checkpoint with adapters merged.
-
-    Attributes:
-        catalog: the merged model.
-        place: where its config is.
-        config: what its `config.json` is to say, where it changes; None for what it says.
-        notes: sentences for the user.
-        recorded: facts for the manifest.
-        copies: (location, name in the output) of tokenizer files and the like.
-        sources: catalogs with tensors that must not contradict themselves.
-        made_from: what beside the checkpoint it is made from: the base, and directories of adapters.
-        given_up: tensor of the checkpoint -> the rule of the ledger by which the model has another one in its place.
-        trained: the tensors that were trained.
-    """
-
-    catalog: Catalog
-    place: Place
-    config: Mapping[str, object] | None
-    notes: tuple[str, ...]
-    recorded: Mapping[str, object]
-    copies: tuple[tuple[Location, str], ...]
-    sources: tuple[Catalog, ...]
-    made_from: tuple[Opened, ...]
-    given_up: Mapping[str, str]
-    trained: tuple[TrainedTensor, ...]
-
-
-def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
-    """The checkpoint with adapters merged.
+def merge(model: WorkingModel, lora: LoraMerge) -> WorkingModel:
+    """The model with adapters merged.
 
     Args:
-        opened: the checkpoint.
-        catalog: its tensors, without what wrappers put into their names.
+        model: with the checkpoint's tensors, under the model's own names.
         lora: which adapters, on which base.
 
     Raises:
@@ -85,6 +54,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         IncompleteError: base weights are missing, or an adapter was never trained.
         ZckptError: another kind says what does not fit.
     """
+    opened, catalog = model.opened, model.catalog
     base = None if lora.base is None else open_base(lora.base)
     beside: Iterable[str] = ()
     if base is None:
@@ -117,9 +87,9 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     if base is None:
         _check_base(weights, adapters, opened)
     combined = _combine(with_files, lora)
-    model = merge_adapters(weights, combined, config, trained, opened.place.listing.directory.path)
-    check_copies(model.copies, adapters)
-    unused = {id(copy.fragments): "copy" for copy, _ in model.copies}
+    found = merge_adapters(weights, combined, config, trained, opened.place.listing.directory.path)
+    check_copies(found.copies, adapters)
+    unused = {id(copy.fragments): "copy" for copy, _ in found.copies}
     for adapter, kept in zip(adapters, with_files, strict=True):
         unused |= {id(entry.fragments): "base" for n, entry in adapter.tensors.items() if n not in kept.tensors}
     given_up |= {
@@ -127,8 +97,8 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     }
     mine = {one.name for one in adapters if one.file == opened.place.listing.directory.path}
     given_up |= {n: "adapter" for n in catalog if (it := found_in(n)) and it.adapter not in mine}
-    given_up |= {name: "class" for name, its in beneath.items() if its in model.dropped}
-    notes += model.notes
+    given_up |= {name: "class" for name, its in beneath.items() if its in found.dropped}
+    notes += found.notes
     recorded: list[object] = []
     for adapter, with_more in zip(adapters, with_files, strict=True):
         digest, begin_as_zeros, empty = looked_at(replace(adapter, beside=with_more.beside))
@@ -151,7 +121,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         inside = adapter.file == opened.place.listing.directory.path
         recorded.append({"in_checkpoint": inside, **_facts(adapter, digest)})
     said = join_words([repr(one.name) + ("" if one.weight == 1 else f" times {one.weight:g}") for one in adapters])
-    changed = [name for name in model.changed if name not in trained]
+    changed = [name for name in found.changed if name not in trained]
     notes.insert(0, f"Adapter {said}: merged into {count(len(changed), 'tensor')} of the base model.")
     home = (base or opened).place.home
     notes += (note for one in adapters if base or one.file not in mine for note in _other_base(one, home))
@@ -179,25 +149,27 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     views = tuple(view for one in read for view in one.views)
     whole = Catalog({}, opened.catalog.source, opened.catalog.evidence, views=views)
     sources = [weights, *(replace(whole, tensors=one.tensors) for one in adapters)]
-    merged = undo(model.catalog)
+    merged = undo(found.catalog)
     tensors, aliases = merged.tensors, merged.aliases
-    is_other = bool(model.untied or model.kind or model.rows is not None)
+    is_other = bool(found.untied or found.kind or found.rows is not None)
     changed_config = None
     if config is not None and is_other:
         changed_config = change_config(
-            config, untied=bool(model.untied), kind=model.kind, tensors=tensors, rows=model.rows
+            config, untied=bool(found.untied), kind=found.kind, tensors=tensors, rows=found.rows
         )
-    return Merged(
+    return replace(
+        model,
         catalog=replace(catalog, tensors=tensors, aliases=aliases, padding=(), views=views),
         place=place,
         config=changed_config,
-        notes=tuple(notes),
-        recorded=facts,
+        notes=(*model.notes, *notes),
+        recorded=with_form(model.recorded, {"form": {"lora": facts}}),
         copies=tuple((file, name) for name, file in sorted(copies.items())),
         sources=tuple(sources),
         made_from=(*([base] if base else []), *(one for one in others if one is not opened)),
-        given_up=given_up,
+        given_up={**model.given_up, **given_up},
         trained=tuple(_list_trained(adapters, with_files, trained, unused)),
+        is_merged=True,
     )
 
 
@@ -254,7 +226,7 @@ def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | No
 
     Args:
         opened: the checkpoint.
-        facts: that `Merged.recorded` has.
+        facts: that the manifest has of the merge.
         lora: the base and the adapters, where they are not in the checkpoint.
 
     Raises:
