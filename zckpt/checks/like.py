@@ -23,7 +23,7 @@ from zckpt.base.errors import (
     ZckptError,
 )
 from zckpt.base.words import count, examples
-from zckpt.checks.on_meta import Loaded, load_on_meta
+from zckpt.checks.on_meta import load_on_meta
 from zckpt.checks.verdict import Check
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.groups import Reading
@@ -114,9 +114,9 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
     return opened.catalog, Likeness(tuple(checks), loaded.by if good else "", tuple(notes), _facts(loaded, loads=good))
 
 
-def _facts(loaded: Loaded | None, *, loads: bool = False) -> dict[str, object]:
+def _facts(loaded: Misfits | None, *, loads: bool = False) -> dict[str, object]:
     """The facts for a program: every name; empty for weights that cannot be read."""
-    loaded = loaded or Loaded("", [], [], {}, [], [], "")
+    loaded = loaded or Misfits("", [], [], {})
     return {
         "loads": loads,
         "by": loaded.by,
@@ -206,7 +206,7 @@ def _list_stored(opened: Opened) -> dict[str, TensorEntry]:
 
 def _load(
     config: Mapping[str, Any] | None, tensors: Mapping[str, TensorEntry], opened: Opened, theirs: _Headers
-) -> Loaded:
+) -> Misfits:
     """The result of loading the tensors, by the best reference that there is."""
     packed = opened.packed is not None
     if config is not None and not packed and (loaded := load_on_meta(config, tensors)) is not None:
@@ -216,11 +216,11 @@ def _load(
         by = f"{_named_class(config) or 'a model'}, by MODEL's own weights"
         here = {name: entry.shape for name, entry in own.items()}
         tied = (config or {}).get("tie_word_embeddings") is not False
-        return _as_loaded(compare_shapes(here, known, by, tied=tied))
+        return compare_shapes(here, known, by, tied=tied)
     if config is not None and not packed:
         catalog = Catalog(dict(tensors), opened.catalog.source, opened.catalog.evidence)
         if (found := find_misfits(catalog, config)) is not None:
-            return _as_loaded(found)
+            return found
     raise UnsupportedError(
         "what tensors the model has is not known", file=opened.place.listing.directory,
         found=f"weights packed as {opened.packed.about}" if opened.packed else f"{_named_class(config) or 'no config'}",
@@ -229,16 +229,12 @@ def _load(
     )  # fmt: skip
 
 
-def _as_loaded(found: Misfits) -> Loaded:
-    return Loaded(*found[:4], [], [], found.error)
-
-
 def _named_class(config: Mapping[str, Any] | None) -> str:
     said = (config or {}).get("architectures")
     return str(said[0]) if isinstance(said, list) and said else str((config or {}).get("model_type") or "")
 
 
-def _as_checks(loaded: Loaded, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> list[Check]:
+def _as_checks(loaded: Misfits, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> list[Check]:
     """The checks for a result of loading."""
     hint = other_class(config, tensors)
     missing = sorted(loaded.missing)
@@ -331,7 +327,7 @@ def _check_config(opened: Opened, config: Mapping[str, Any] | None, tensors: Map
             f"its config.json says model_type {own.get('model_type')!r}, MODEL's {config.get('model_type')!r}"
         )
     loaded = load_on_meta(own, tensors)
-    if loaded is not None and any(loaded[1:5]):
+    if loaded is not None and any((loaded.missing, loaded.ignored, loaded.shapes, loaded.kinds)):
         wrong = [*loaded.missing, *loaded.ignored, *loaded.shapes, *loaded.kinds]
         problems.append(
             f"its own config.json, in which {examples(sorted(keys), 6)} differ, does not fit: {_few(wrong)}"
@@ -352,7 +348,7 @@ def _note_dtypes(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] |
     return [f"MODEL's config says {said}; the tensors are {has}. Loaders cast them."]
 
 
-def _not_here(names: Iterable[str], tensors: Mapping[str, TensorEntry], loaded: Loaded) -> list[str]:
+def _not_here(names: Iterable[str], tensors: Mapping[str, TensorEntry], loaded: Misfits) -> list[str]:
     """Tensors of MODEL's own weights that are missing here, and that the class does without."""
     if loaded.missing or loaded.ignored or loaded.error:
         return []

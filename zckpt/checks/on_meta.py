@@ -11,9 +11,10 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from zckpt.core.catalog import TensorEntry
+from zckpt.naming.fits import Misfits
 
 _LEFT_OUT = {
     "quantization_config", "auto_map", "kernel_config", "fusion_config", "distributed_config", "transformers_weights",
@@ -23,29 +24,7 @@ _LEFT_OUT = {
 """Keys of a config that change no tensor, or would make the loader fetch something."""
 
 
-class Loaded(NamedTuple):
-    """What a transformers class does with tensors.
-
-    Attributes:
-        by: the class and the library, as in "LlamaForCausalLM of transformers 5.23.0".
-        missing: tensors that it would initialise at random, by the hub's names where it has them.
-        ignored: tensors that it would not look at.
-        shapes: name -> (shape here, shape of the model), where they differ.
-        kinds: names of tensors that are numbers of another kind than the model's: integers for floats.
-        in_memory: names that a model has in memory, where the hub has others.
-        error: why it would stop; empty where it would not.
-    """
-
-    by: str
-    missing: list[str]
-    ignored: list[str]
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    kinds: list[str]
-    in_memory: list[str]
-    error: str
-
-
-def load_on_meta(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Loaded | None:
+def load_on_meta(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Misfits | None:
     """The result for the class that a config names; None where transformers is not installed, or cannot make it."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
@@ -53,7 +32,7 @@ def load_on_meta(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) 
         return _load(config, tensors)
 
 
-def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Loaded | None:
+def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Misfits | None:
     import torch
     import transformers
 
@@ -64,11 +43,11 @@ def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Load
     try:
         own = chosen.config_class.from_dict(_plain(config))
     except Exception as error:
-        return Loaded(by, [], [], {}, [], [], f"the config cannot be read: {_line(error)}")
+        return Misfits(by, [], [], {}, f"the config cannot be read: {_line(error)}")
     layers = getattr(own, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > 2 * len(tensors):  # it is not built, since it may be of any size
         found = f"the config has {layers:,} layers, and there are {len(tensors):,} tensors"
-        return Loaded(by, [], [], {}, [], [], found)
+        return Misfits(by, [], [], {}, found)
     own._attn_implementation = "eager"
     try:
         with torch.device("meta"):
@@ -76,7 +55,7 @@ def _load(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Load
     except ImportError:  # of a library that the class needs and that is not here, such as timm
         return None
     except Exception as error:
-        return Loaded(by, [], [], {}, [], [], f"no model can be made from the config: {_line(error)}")
+        return Misfits(by, [], [], {}, f"no model can be made from the config: {_line(error)}")
     memory: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     hub = _as_on_the_hub(model, memory)
     given = {name: _empty(entry) for name, entry in tensors.items()}
@@ -178,7 +157,7 @@ def _judge(
     given: Mapping[str, Any],
     info: Mapping[str, Any] | None,
     error: str,
-) -> Loaded:
+) -> Misfits:
     """The joint result of the loader, and of the names and shapes on the hub."""
     called = _called_as_on_the_hub(model, hub, given)
     one_of, there = _names_of_tied(memory), set(called.values())
@@ -191,9 +170,9 @@ def _judge(
     if info is None and not error:  # there is no loader to ask
         lacking = _without(lacking, model, "_keys_to_ignore_on_load_missing")
         surplus = [n for n in _without(surplus, model, "_keys_to_ignore_on_load_unexpected") if n not in in_memory]
-        return Loaded(by, lacking, surplus, shapes, kinds, in_memory, "")
+        return Misfits(by, lacking, surplus, shapes, "", kinds, in_memory)
     if info is None:
-        return Loaded(by, lacking, surplus, shapes, kinds, [], "" if lacking or surplus or shapes else error)
+        return Misfits(by, lacking, surplus, shapes, "" if lacking or surplus or shapes else error, kinds)
     missing, ignored = ({str(name) for name in info[key]} for key in ("missing_keys", "unexpected_keys"))
     mismatched = {str(name): (tuple(here), tuple(own)) for name, here, own in info["mismatched_keys"]}
     if not (missing or ignored or mismatched or error):
@@ -201,7 +180,7 @@ def _judge(
             f"{getattr(model, 'base_model_prefix', '')}."  # which it takes off, and then has two tensors of one name
         )
         twice = [name for name in surplus if name.startswith(prefix) and name.removeprefix(prefix) in given]
-        return Loaded(by, [], twice, {}, kinds, in_memory, "")
+        return Misfits(by, [], twice, {}, "", kinds, in_memory)
     if (mismatched or not missing <= hub.keys()) and lacking:  # it speaks of names in memory
         missing = set(lacking)
     if not ignored <= given.keys() and surplus:
@@ -209,7 +188,7 @@ def _judge(
     if not shapes and not missing:
         shapes = mismatched
     missing -= mismatched.keys() - set(lacking)
-    return Loaded(by, sorted(missing), sorted(ignored), shapes if mismatched else {}, kinds, [], error)
+    return Misfits(by, sorted(missing), sorted(ignored), shapes if mismatched else {}, error, kinds)
 
 
 def _without(names: Iterable[str], model: Any, patterns: str) -> list[str]:

@@ -6,7 +6,7 @@ For `checks.like`, where transformers is not there to say it, and for jobs that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,14 +48,16 @@ _SHAPES: dict[str, tuple[str, ...]] = {
 
 
 class Misfits(NamedTuple):
-    """What does not fit: of a family's model, or of names and shapes.
+    """What does not fit: of a family's model, of a transformers class, or of names and shapes.
 
     Attributes:
-        by: the family, and by what it is known.
-        missing: tensors that are not there.
+        by: the family or class, and by what it is known.
+        missing: tensors that are not there; a class would initialise them at random.
         ignored: tensors that have no place in it.
-        shapes: name of a tensor -> (shape of a part of it, shape that the config says).
-        error: why nothing can be said; empty if something can.
+        shapes: name of a tensor -> (shape here, or of a part of it; shape of the model).
+        error: why nothing can be said, or a loader would stop; empty if something can.
+        kinds: names of tensors that are numbers of another kind than the model's: integers for floats.
+        in_memory: names that a model has in memory, where the hub has others.
     """
 
     by: str
@@ -63,6 +65,8 @@ class Misfits(NamedTuple):
     ignored: list[str]
     shapes: dict[str, tuple[Shape, Shape]]
     error: str = ""
+    kinds: Sequence[str] = ()
+    in_memory: Sequence[str] = ()
 
     @property
     def note(self) -> str:
