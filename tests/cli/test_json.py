@@ -3,13 +3,16 @@
 import json
 import re
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from schemas import SCHEMAS, check, validator
 from typer.testing import CliRunner
 
 from zckpt.cli import app
+from zckpt.jobs.declarations import Job
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 CHECKPOINT = FIXTURES / "zero2" / "bf16_w2" / "checkpoint"
@@ -51,6 +54,21 @@ def test_commands_that_write(tmp_path: Path) -> None:
     assert len(manifests) >= 3
     for path in manifests:
         check("manifest", path.read_text())
+
+
+@pytest.mark.parametrize("words", [("to-fp8",), ("quantize", "--to", "int8"), ("to-mlx",), ("to-bf16",)])
+def test_the_time_of_a_command_has_its_planning_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    clock, plan = [0.0], Job.prepare
+
+    def slowly(job: Job[Any], *arguments: Any) -> Any:
+        clock[0] += 1000
+        return plan(job, *arguments)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Job, "prepare", slowly)
+    assert check("written", shown(words[0], LLAMA, tmp_path / "out", *words[1:]))["seconds"] == 1000
 
 
 def test_commands_that_look(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import field
 from functools import partial
 from typing import Annotated, Literal
 
@@ -37,6 +39,12 @@ class Shown:
 
     as_json: bool = option(False, "--json", "flag", "Print one JSON object on stdout.", OUTPUT)
     quiet: bool = option(False, "--quiet", "flag", "Print errors only.", OUTPUT)
+    began: float = field(init=False, default_factory=lambda: time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began, its planning included."""
+        return time.perf_counter() - self.began
 
     @property
     def console(self) -> Console:

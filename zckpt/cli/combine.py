@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,8 +47,7 @@ def average(
     ckpts: Checkpoints, out: Out, asked: Asked[Average], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes one model out of several checkpoints."""
-    began = time.perf_counter()
     planned = AVERAGE.prepare(ckpts, out, asked)
     words = words_of(planned, planned.dtype)
     what = f"{words.what}, of {count(len(planned.checkpoints), 'checkpoint')}"
-    finish(planned, replace(words, what=what), began, shown, dry_run=dry_run)
+    finish(planned, replace(words, what=what), shown, dry_run=dry_run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,14 +52,13 @@ def convert(ckpt: Checkpoint, out: Out, asked: Asked[None], dry_run: DryRun = Fa
 
 
 def _write(ckpt: str, out: str, asked: Asked[None], shown: ShownProgress, *, dry_run: bool) -> None:
-    began = time.perf_counter()
     if out.startswith("hf://"):
         from zckpt.cli import push
 
         push.to_page(ckpt, out, asked, shown.console, dry_run=dry_run)
     else:
         planned = CONVERT.prepare(ckpt, out, asked)
-        finish(planned, words_of(planned, name_of(asked.casting.dtype)), began, shown, dry_run=dry_run)
+        finish(planned, words_of(planned, name_of(asked.casting.dtype)), shown, dry_run=dry_run)
 
 
 @command(
@@ -74,9 +72,8 @@ def to_dcp(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Dcp], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes a torch.distributed.checkpoint directory."""
-    began = time.perf_counter()
     planned = TO_DCP.prepare(ckpt, out, asked)
-    finish(planned, words_of(planned, name_of(asked.casting.dtype)), began, shown, dry_run=dry_run)
+    finish(planned, words_of(planned, name_of(asked.casting.dtype)), shown, dry_run=dry_run)
 
 
 @command(
@@ -90,11 +87,10 @@ def to_mcore(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Megatron], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes a checkpoint of Megatron-Core."""
-    began = time.perf_counter()
     planned = TO_MCORE.prepare(ckpt, out, asked)
     words = words_of(planned, name_of(asked.casting.dtype))
     words = replace(words, use=lambda files: f"load it with --load {out.rstrip('/') or '/'} --use-checkpoint-args")
-    finish(planned, words, began, shown, dry_run=dry_run)
+    finish(planned, words, shown, dry_run=dry_run)
 
 
 @command(
@@ -112,7 +108,6 @@ def to_peft(
     def more(report: Report) -> dict[str, object]:
         return {"untrained": list(report.untrained)} if isinstance(report, AdapterReport) else {}
 
-    began = time.perf_counter()
     planned = TO_PEFT.prepare(ckpt, out, asked)
     dtype = SHORT_NAMES[asked.casting.dtype or F32]
     what = f"adapter {planned.adapter!r}, {count(len(planned.catalog), 'tensor')} as {dtype}"
@@ -120,7 +115,7 @@ def to_peft(
     words = Words(
         what, lambda files: f"load it with PeftModel.from_pretrained(base, {out.rstrip('/') or '/'!r})", facts
     )
-    finish(planned, words, began, shown, carry_out, more, dry_run=dry_run)
+    finish(planned, words, shown, carry_out, more, dry_run=dry_run)
 
 
 def name_of(dtype: DType | None) -> str:

@@ -139,7 +139,10 @@ def expand_groups(
     hints = get_type_hints(function, include_extras=True) if job is None else _hints_of(function)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
     options = [] if job is None else [_option_of(*one, job) for one in job.options() if one[1].name not in hidden]
-    own = {name: [_option_of(kind, field) for field in dataclasses.fields(kind)] for name, kind in groups.items()}
+    own = {
+        name: [_option_of(kind, one) for one in dataclasses.fields(kind) if one.metadata]
+        for name, kind in groups.items()
+    }
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "asked" and job is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,10 +35,9 @@ def to_gguf(
     ckpt: Checkpoint, out: OutGguf, asked: Asked[Gguf], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes GGUF files."""
-    began = time.perf_counter()
     planned, kind = TO_GGUF.prepare(ckpt, out, asked), asked.own.type
     first = planned.plan.files[0][0].path
     path = planned.out if planned.order.single else f"{planned.out.rstrip('/')}/{first}"
     what = f"{count(len(planned.catalog), 'tensor')} as {kind}"
     words = Words(what, lambda files: f"run it with llama-cli -m {path}", {"type": kind})
-    finish(planned, words, began, shown, dry_run=dry_run)
+    finish(planned, words, shown, dry_run=dry_run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from zckpt.base.words import count
@@ -27,7 +26,6 @@ def to_mlx(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[Mlx], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes the model in MLX's form."""
-    began = time.perf_counter()
     planned = TO_MLX.prepare(ckpt, out, asked)
     dtype = name_of(planned.asked.casting.dtype)
     form = dtype if asked.own.bits is None else f"{asked.own.bits} bits and {dtype}"
@@ -35,4 +33,4 @@ def to_mlx(
     facts: dict[str, object] = {"dtype": dtype, "bits": asked.own.bits}
     place = planned.out.rstrip("/") or "/"
     words = Words(what, lambda files: f"run it with mlx_lm.generate --model {place}", facts)
-    finish(planned, words, began, shown, dry_run=dry_run)
+    finish(planned, words, shown, dry_run=dry_run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from zckpt.base.words import count
@@ -48,13 +47,12 @@ def quantize(
 
 
 def _write(planned: PlannedFp8, asked: Asked[Fp8 | Quantize], form: str, dry_run: bool, shown: Shown) -> None:
-    began = time.perf_counter()
     scheme, dtype = asked.own.scheme, name_of(asked.casting.dtype)
     number = len(planned.quantisers) + planned.carried
     what = f"{count(number, 'matrix', 'matrices')} as {form}, {count(planned.others, 'other tensor')} as {dtype}"
     facts: dict[str, object] = {"dtype": dtype, "scheme": scheme, "quantized": number}
     words = Words(what, lambda files: f"{_lossless(planned)}load it with {_loader(planned)}", facts)
-    finish(planned, words, began, shown, more=lambda report: _more(planned), dry_run=dry_run)
+    finish(planned, words, shown, more=lambda report: _more(planned), dry_run=dry_run)
 
 
 def _loader(planned: PlannedFp8) -> str:

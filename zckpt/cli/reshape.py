@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,6 @@ def reshard(
     """Writes a checkpoint of another shape."""
     from zckpt.core.dtypes import SHORT_NAMES
 
-    began = time.perf_counter()
     planned = RESHARD.prepare(ckpt, out, asked)
     target = planned.target
     facts: dict[str, object] = {
@@ -40,7 +38,7 @@ def reshard(
         "world_size": asked.own.world_size,
     }  # fmt: skip
     what = f"ZeRO-{target.stage} for {count(asked.own.world_size, 'rank')} in {SHORT_NAMES[target.precision]}, tag {target.tag}"
-    finish(planned, Words(what, partial(_resuming, planned.out), facts), began, shown, dry_run=dry_run)
+    finish(planned, Words(what, partial(_resuming, planned.out), facts), shown, dry_run=dry_run)
 
 
 @command(
@@ -53,14 +51,13 @@ def to_universal(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes a universal checkpoint."""
-    began = time.perf_counter()
     planned = TO_UNIVERSAL.prepare(ckpt, out, asked)
     target = planned.target
     facts: dict[str, object] = {
         "tag": target.tag, "precision": target.precision.torch_name, "resume": how_to_resume(planned),
     }  # fmt: skip
     what = f"a universal checkpoint of {count(len(planned.catalog), 'tensor')}, tag {target.tag}"
-    finish(planned, Words(what, lambda files: _loading(planned, files), facts), began, shown, dry_run=dry_run)
+    finish(planned, Words(what, lambda files: _loading(planned, files), facts), shown, dry_run=dry_run)
 
 
 @command(
@@ -74,7 +71,6 @@ def to_states(
     ckpt: Checkpoint, out: OutDirectory, asked: Asked[None], dry_run: DryRun = False, *, shown: ShownProgress
 ) -> None:
     """Writes optimizer states."""
-    began = time.perf_counter()
     planned = TO_STATES.prepare(ckpt, out, asked)
     what = f"{count(len(planned.catalog), 'optimizer state')}"
     loader = f"safetensors.torch.load_file('{planned.out.rstrip('/')}/optimizer_states.safetensors')"
@@ -82,7 +78,7 @@ def to_states(
     finish(
         planned,
         Words(what, lambda files: f"load them with {several if any('-of-' in f for f in files) else loader}"),
-        began, shown, dry_run=dry_run,
+        shown, dry_run=dry_run,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,11 +76,10 @@ def slim(
     """Writes a smaller save."""
     from zckpt.jobs.slim import describe_plan, execute
 
-    began = time.perf_counter()
     planned = SLIM.prepare(ckpt, out, asked)
     facts: dict[str, object] = {"dropped": dict(planned.dropped), "saved_bytes": planned.saved_bytes}
     words = Words(describe_plan(planned), _loading_hint(planned, tuple(asked.own.drop)), facts)
-    finish(planned, words, began, shown, execute, dry_run=dry_run)
+    finish(planned, words, shown, execute, dry_run=dry_run)
 
 
 def _loading_hint(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:

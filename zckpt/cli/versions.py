@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -66,7 +65,7 @@ def delta(
     """Writes a delta."""
     from zckpt.jobs.delta import execute
 
-    began, sink = time.perf_counter(), shown.console
+    sink = shown.console
     job = DELTA.prepare(old, new, out, asked)
     if dry_run:
         sink.notes(job.notes)
@@ -75,7 +74,7 @@ def delta(
     with sink.progress(job.nbytes, "compare") as progress:
         report = execute(job, progress, lambda note: sink.notes([note]))
     sink.notes(report.notes)
-    seconds = time.perf_counter() - began
+    seconds = shown.seconds
     sink.result(
         lambda: {
             "out": job.out.path,
@@ -142,7 +141,7 @@ def apply(paths: Chain, asked: Asked[None], dry_run: DryRun = False, *, shown: S
             "an argument is missing", found=count(len(paths), "path"), expected="OLD, at least one DELTA, and OUT",
             remedy="Run zckpt apply OLD DELTA OUT.",
         )  # fmt: skip
-    began, sink = time.perf_counter(), shown.console
+    sink = shown.console
     old, *deltas, out = paths
     job = APPLY.prepare(old, deltas, out, asked)
     if dry_run:
@@ -154,7 +153,7 @@ def apply(paths: Chain, asked: Asked[None], dry_run: DryRun = False, *, shown: S
     what = f"version {job.version}, {count(report.tensors, 'tensor')}, each with its checksum"
     tensors = [entry.name for _, entry in job.pairs]
     words = Words(what, lambda files: f"load it with {loading_line(job.out.path, tensors)}", {"version": job.version})
-    show(sink, job.out.path, words, report, time.perf_counter() - began)
+    show(sink, job.out.path, words, report, shown.seconds)
 
 
 def _apply_plan(job: PlannedApply) -> dict[str, object]:

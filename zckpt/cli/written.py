@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +40,6 @@ P = TypeVar("P", bound="Planned")
 def finish(
     planned: P,
     words: Words,
-    began: float,
     shown: Shown,
     execute: Callable[[P, Callable[[int], None] | None, Callable[[str], None]], Report] | None = None,
     more: Callable[[Report], dict[str, object]] = lambda report: {},
@@ -53,7 +51,6 @@ def finish(
     Args:
         planned: the job.
         words: how to speak of it.
-        began: when the command began, by `time.perf_counter`.
         shown: what to print.
         execute: what carries it out; None for `jobs.planned.execute`.
         more: facts of the report, for `--json`.
@@ -69,7 +66,7 @@ def finish(
 
     with sink.progress(planned.plan.bytes_written, "write") as progress:
         report = (execute or jobs.execute)(planned, progress, lambda note: sink.notes([note]))
-    show(sink, planned.out, words, report, time.perf_counter() - began, more)
+    show(sink, planned.out, words, report, shown.seconds, more)
 
 
 def show(
