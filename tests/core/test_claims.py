@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt.base.errors import InconsistentError, UnsupportedError
-from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
+from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, replace_name
 from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import F32
 from zckpt.core.evidence import LIVE
@@ -100,6 +100,17 @@ def test_the_same_elements_are_known_in_any_order_and_no_others() -> None:
     assert claims.include(iter(held)) and claims.include(held[::-1]) and claims.include(held[1:])
     assert not claims.include([held[0], held[1]._replace(itemsize=2)])
     assert not claims.include([*held, Claim("d", 0, 4, (Fragment(STORE, 12, 0, 1),))])
+
+
+def test_a_tensor_under_another_name_is_the_same_and_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = TensorEntry(
+        "a", (2, 2), F32, "buffer", (Fragment(STORE, 0, 0, 1, 2, 2, 1), Fragment(STORE, 8, 1, 1, 2, 2, 1))
+    )
+    again = TensorEntry("b", one.shape, one.dtype, one.role, one.fragments)
+    monkeypatch.setattr(TensorEntry, "__post_init__", None)
+    named = replace_name(one, "b")
+    assert named == again and named.flat is again.flat is False and named.fragments is one.fragments
+    assert replace_name(one, "a") is one
 
 
 def test_a_catalog_of_which_everything_is_kept_is_itself() -> None:

@@ -256,8 +256,8 @@ _LINE_GET = re.compile(rb"g(?=(\d{1,10})\n)")
 
 
 def _used_behind(data: bytes, at: int, number: int) -> bytearray:
-    """For each number of the memo up to `number` and behind, 1 if a pickle may still use it behind byte `at`; bytes in texts
-    may look so.
+    """For each number of the memo up to `number` and behind, 1 if a pickle may still use it behind byte `at`, up to the last of
+    these; bytes in texts may look so.
 
     Pickles of protocol 4 put nearly every object in the memo, and use few of them again. Those of large metadata would take more
     memory there than all that remains of them.
@@ -268,7 +268,7 @@ def _used_behind(data: bytes, at: int, number: int) -> bytearray:
         found = {int.from_bytes(number, "little") for number in set(_LONG_GET.findall(data, at))}
         found |= set(map(int, _LINE_GET.findall(data, at)))
     most = number + 1 + sum(data.count(opcode, at) for opcode in _MEMOIZING)
-    used = bytearray(most)
+    used = bytearray(max((one for one in found if one < most), default=-1) + 1)
     for one in found:
         if one < most:
             used[one] = 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from operator import eq
 from typing import Literal, get_args
 
@@ -401,5 +401,14 @@ class Catalog(Mapping[str, TensorEntry]):
 
 
 def replace_name(entry: TensorEntry, name: str) -> TensorEntry:
-    """The same tensor under another name; the same object if the name is its own."""
-    return entry if entry.name == name else replace(entry, name=name)
+    """The same tensor under another name; the same object if the name is its own. Its places are not checked again."""
+    if entry.name == name:
+        return entry
+    named = object.__new__(TensorEntry)
+    for one in _FIELDS:
+        object.__setattr__(named, one, getattr(entry, one))
+    object.__setattr__(named, "name", name)
+    return named
+
+
+_FIELDS = tuple(one.name for one in fields(TensorEntry))

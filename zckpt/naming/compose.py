@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.naming.decompose import in_pairs, same
 from zckpt.naming.facts import Facts, with_parts
 from zckpt.naming.parts import fill_template, parse_part_name
@@ -117,7 +117,7 @@ def _made_by(
     """The tensors that a rule makes from the parts in `held`, which it removes; those in `whole` that it took apart stay."""
     if rule.is_of_many:
         for part, name in [(part, name) for part in held if (name := rule.name_of_many(part)) is not None]:
-            yield _Made((2, -1, rule.number, -1), rule, -1, replace(held.pop(part)[-1, -1], name=name))
+            yield _Made((2, -1, rule.number, -1), rule, -1, replace_name(held.pop(part)[-1, -1], name))
         return
     own = [held.get(template) for template in templates]
     there = [parts for parts in own if parts]
@@ -146,7 +146,7 @@ def _made_by(
             return entry
         parts = [held_.pop(at) for held_ in there]
         if rule.is_plain:
-            return replace(parts[0], name=name) if parts[0].name != name else parts[0]
+            return replace_name(parts[0], name)
         return _fuse_parts(name, parts, rule, facts)
 
     if not rule.stack:

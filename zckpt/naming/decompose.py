@@ -66,12 +66,15 @@ class Decomposed:
         return {name: "form" if note else "buffer" for name, note in self.dropped.items()}
 
 
-def decompose_with_origins(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
+def decompose_with_origins(
+    catalog: Catalog, scheme: Scheme, facts: Facts, fits: Mapping[str, Fit | None] | None = None
+) -> Decomposed:
     """Takes the tensors of a writer's scheme apart into the parts of the model; says where each comes from and what was
-    left out. Raises UnsupportedError if no rule takes some tensors; InconsistentError if a tensor's rows do not fit the
-    facts, or two tensors that are one part have different shapes; UsageError if a fact that is needed is not known.
+    left out. `fits`: the rules that take each tensor, where they are known. Raises UnsupportedError if no rule takes some
+    tensors; InconsistentError if a tensor's rows do not fit the facts, or two tensors that are one part have different shapes;
+    UsageError if a fact that is needed is not known.
     """
-    fits = _all_fit(catalog, scheme)
+    fits = _all_fit(catalog, scheme, fits or scheme.fits(catalog.tensors))
     facts = _complete_facts(catalog, scheme, fits, facts)
     facts, notes = _with_vocabulary(catalog, scheme, fits, facts)
     tensors: dict[str, TensorEntry] = {}
@@ -143,16 +146,16 @@ def same(first: TensorEntry, other: TensorEntry) -> TensorEntry:
     return replace(first, replicas=(*first.replicas, copy))
 
 
-def _all_fit(catalog: Catalog, scheme: Scheme) -> dict[str, Fit]:
-    """The rules that take each tensor, and each alias. Raises UnsupportedError if no rule takes some tensors."""
-    fits = scheme.fits(catalog.tensors)
-    left = [name for name, fit in fits.items() if fit is None]
+def _all_fit(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit | None]) -> dict[str, Fit]:
+    """The rules that take each tensor. Raises UnsupportedError if no rule takes some tensors."""
+    found = {name: fit for name, fit in fits.items() if fit is not None}
+    left = [name for name in fits if name not in found]
     if left:
         raise UnsupportedError(
             f"some tensors have no place in the scheme {scheme.name}", file=catalog.source.path, found=examples(left),
             remedy="Leave them out with --exclude, or leave out --to.",
         )  # fmt: skip
-    return {name: fit for name, fit in fits.items() if fit is not None}
+    return found
 
 
 def _rule_of(name: str, fit: Fit, facts: Facts) -> NamingRule:

@@ -121,7 +121,7 @@ def _misfits_of_family(catalog: Catalog, config: Mapping[str, Any]) -> Misfits |
     if facts.get("tied") is None and config.get("tie_word_embeddings") is False:
         facts = facts.having(tied=False)
     try:
-        found = decompose_with_origins(known, family, facts)
+        found = decompose_with_origins(known, family, facts, fits if known is catalog else None)
         facts = with_parts(found.facts, found.parts)
     except ZckptError as error:
         return Misfits(by, [], [name for name in fits if fits[name] is None], {}, str(error))

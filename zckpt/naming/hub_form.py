@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.overlaps import reorder_rows
 from zckpt.core.views import rows_of_strided
 
@@ -120,7 +120,7 @@ def _entry(name: str, view: torch.Tensor, catalog: Catalog, origin: Mapping[int,
         raise ValueError(f"{examples([name])} is computed from others")
     shape = tuple(view.shape)
     if shape == source.shape and view.is_contiguous() and view.storage_offset() == 0:
-        return replace(source, name=name)
+        return replace_name(source, name)
     rows = rows_of_strided(int(view.storage_offset()), shape, view.stride())
     replicas = tuple(
         replace(replica, fragments=reorder_rows(replica.fragments, rows, replica.dtype.itemsize))

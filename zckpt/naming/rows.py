@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
-from zckpt.core.catalog import Replica, TensorEntry
+from zckpt.core.catalog import Replica, TensorEntry, replace_name
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Block, ComputedStore, Fragment
 from zckpt.core.overlaps import place, reorder_rows, shift, split_at
@@ -40,6 +40,8 @@ def move_rows(entry: TensorEntry, name: str, shape: Shape, move: Renumber) -> Te
 
 def split_rows(entry: TensorEntry, pieces: Sequence[tuple[str, Shape]]) -> list[TensorEntry]:
     """A tensor's pieces, which lie end to end: their names and shapes are given."""
+    if len(pieces) == 1 and pieces[0][1] == entry.shape:
+        return [replace_name(entry, pieces[0][0])]
     bounds = [0, *itertools.accumulate(math.prod(shape) for _, shape in pieces)]
     own = split_at(entry.fragments, bounds, entry.dtype.itemsize)
     if not entry.replicas:
@@ -82,7 +84,7 @@ def group_rows(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEn
     """
     first = parts[0]
     if len(parts) == 1:
-        return first if first.name == name else replace(first, name=name)
+        return replace_name(first, name)
     rest = first.shape[1:]
     for part in parts[1:]:
         if part.dtype != first.dtype or part.shape[1:] != rest or not part.shape:
