@@ -11,13 +11,13 @@ from urllib.parse import unquote
 
 import typer
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count, duration, rate, size
 from zckpt.cli.arguments import Checkpoint, ShownProgress, output
 from zckpt.cli.declare import command
 from zckpt.cli.output import Console
 from zckpt.jobs.declarations import PUSH
-from zckpt.jobs.groups import WHAT, option
+from zckpt.jobs.groups import WHAT
+from zckpt.jobs.own_groups import PageOptions
 
 if TYPE_CHECKING:
     from zckpt.hub import PageTarget, PushReport, Ready
@@ -44,49 +44,6 @@ Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"] | None,
     typer.Option("--dtype", rich_help_panel=WHAT, help="By default what config.json says, or that of plain weights."),
 ]
-_PAGE = "Page"
-_CARD = "Model card"
-_HUB = "Hub"
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class PageOptions:
-    """Where a push goes, and what it adds; the fields of `hub.PageTarget`."""
-
-    revision: str = option("main", "--revision", "text", "Branch; made if it does not exist.", _PAGE, metavar="REV")
-    private: bool | None = option(
-        None, "--private/--public", "flag", "Who sees a new page; by default only you.", _PAGE, show_default=False
-    )
-    create_pr: bool = option(False, "--create-pr", "flag", "Open a pull request instead of committing.", _PAGE)
-    message: str | None = option(None, "--message", "text", "Of the commit.", _PAGE, metavar="TEXT")
-    path_in_repo: str = option("", "--path-in-repo", "text", "Directory in the repository.", _PAGE, metavar="DIR")
-    yes: bool = option(False, "--yes", "flag", "Go on if the repository holds files already.", _PAGE)
-    no_card: bool = option(False, "--no-card", "flag", "Write no model card if CKPT has no README.md.", _CARD)
-    license: str | None = option(None, "--license", "text", "As the hub names it: apache-2.0.", _CARD, metavar="NAME")
-    base_model: str | None = option(
-        None, "--base-model", "text", "The model that was trained further.", _CARD, metavar="REPO_ID"
-    )
-    token: str | None = option(
-        None, "--token", "text", "By default the one you logged in with, or HF_TOKEN.", _HUB, metavar="TOKEN"
-    )
-    endpoint: str | None = option(
-        None, "--endpoint", "text", "Address of the hub; by default HF_ENDPOINT.", _HUB, metavar="URL"
-    )
-    scratch: str | None = option(
-        None, "--scratch", "text", "For shards before they are sent; by default in the hub's cache.", _HUB,
-        metavar="DIR",
-    )  # fmt: skip
-    max_scratch: int | None = option(
-        None, "--max-scratch", "size", "Most bytes there; by default two of the largest shard.", _HUB, metavar="SIZE"
-    )
-
-    def target(self, repo_id: str) -> PageTarget:
-        """The target, in the form that `hub` takes."""
-        from zckpt.hub import MESSAGE, PageTarget
-
-        given = asdict(self)
-        given |= {"message": self.message or MESSAGE, "card": not given.pop("no_card")}
-        return PageTarget(repo_id, **given)
 
 
 @command(
@@ -110,14 +67,14 @@ def push(
     """Pushes a checkpoint, or shows what would be pushed."""
     if page.endpoint:
         os.environ["HF_ENDPOINT"] = page.endpoint  # before huggingface_hub is imported, which reads it then
-    from zckpt.hub import load
+    from zckpt.hub import PageTarget, load
 
     if not os.path.exists(ckpt) and os.path.isdir(repo_id):
         from zckpt.jobs.swapped import check_order
 
         check_order(ckpt, repo_id)
     planned = load(ckpt, dtype, asked)
-    carry_out(planned, page.target(repo_id), shown.console, dry_run=dry_run)
+    carry_out(planned, PageTarget(repo_id, **asdict(page)), shown.console, dry_run=dry_run)
 
 
 def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *, dry_run: bool) -> None:
@@ -162,7 +119,8 @@ def to_page(source: str, out: str, asked: Asked[None], sink: Console, *, dry_run
             "a page gets shards in safetensors, and no single file or .bin", file=out,
             remedy="Give the page, or a directory in it.",
         )  # fmt: skip
-    target = PageTarget(found["repo"], unquote(found["revision"] or "main"), path, yes=asked.publishing.overwrite)
+    revision, overwrite = unquote(found["revision"] or "main"), asked.publishing.overwrite
+    target = PageTarget(found["repo"], revision=revision, path_in_repo=path, yes=overwrite)
     carry_out(CONVERT.prepare(source, "", asked.having(format=None)), target, sink, dry_run=dry_run)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from zckpt.base.progress import Progress, watch_progress
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, cargo_of, shards_of
-from zckpt.hub.target import MESSAGE, PageTarget
+from zckpt.hub.target import PageTarget
 from zckpt.hub.transfer import PushReport, Ready, execute, prepare
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.convert import PlannedConversion
@@ -21,6 +21,7 @@ from zckpt.jobs.declarations import PUSH, Asked
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.opened import dequantise
 from zckpt.jobs.options import Options
+from zckpt.jobs.own_groups import MESSAGE
 from zckpt.layouts.save.companions import read_config
 
 __all__ = [
@@ -93,8 +94,9 @@ def push_to_hub(
         >>> zckpt.push_to_hub("run", "me/my-model", dtype="bf16").url  # doctest: +SKIP
     """
     target = PageTarget(
-        repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint,
-        None if scratch is None else os.fspath(scratch), max_scratch, card, license, base_model,
+        repo_id, revision=revision, path_in_repo=path_in_repo, private=private, create_pr=create_pr, message=message, yes=yes,
+        token=token, endpoint=endpoint, scratch=None if scratch is None else os.fspath(scratch), max_scratch=max_scratch,
+        no_card=not card, license=license, base_model=base_model,
     )  # fmt: skip
     asked = (options or Options()).split(PUSH, tag=tag, also=also)
     prepared = load(os.fspath(source), dtype, asked)

@@ -9,30 +9,18 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
+from zckpt.jobs.own_groups import MESSAGE, PageOptions
 
-MESSAGE = "Upload weights with zckpt"
 
-
-@dataclass(frozen=True, slots=True)
-class PageTarget:
-    """Where to push, and how: the arguments of the same names of `zckpt.push_to_hub`. `repo_id`: as given;
-    `checks.check` adds the owner where it is missing.
-    """
+@dataclass(frozen=True)
+class PageTarget(PageOptions):
+    """Where to push, and how. `repo_id`: as given; `checks.check` adds the owner where it is missing."""
 
     repo_id: str
-    revision: str = "main"
-    path_in_repo: str = ""
-    private: bool | None = None
-    create_pr: bool = False
-    message: str = MESSAGE
-    yes: bool = False
-    token: str | None = None
-    endpoint: str | None = None
-    scratch: str | None = None
-    max_scratch: int | None = None
-    card: bool = True
-    license: str | None = None
-    base_model: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.message:
+            object.__setattr__(self, "message", MESSAGE)
 
     @property
     def label(self) -> str:

@@ -110,7 +110,7 @@ def prepare(
     hub = Hub(target.token, target.endpoint, tell)
     with quietly():
         target, page = checks.check(hub, target, ask=not dry_run)
-    if target.card and not any(file.name == "README.md" for file in cargo.files):
+    if not target.no_card and not any(file.name == "README.md" for file in cargo.files):
         text = card(cargo, target.repo_id, target.license, target.base_model)
         written = SmallFile("README.md", len(text), text, "the model card, written by zckpt")
         cargo = replace(cargo, small=(*cargo.small, written))

@@ -361,3 +361,39 @@ class MergedWith:
         return (
             None if self.base is None and not self.adapter else LoraMerge(base=self.base, adapters=tuple(self.adapter))
         )
+
+
+MESSAGE = "Upload weights with zckpt"
+_PAGE, _CARD, _HUB = "Page", "Model card", "Hub"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions:
+    """Where a push goes, and what it adds; attributes as arguments of `push_to_hub`, but `no_card` for `card`."""
+
+    revision: str = option("main", "--revision", "text", "Branch; made if it does not exist.", _PAGE, metavar="REV")
+    private: bool | None = option(
+        None, "--private/--public", "flag", "Who sees a new page; by default only you.", _PAGE, show_default=False
+    )
+    create_pr: bool = option(False, "--create-pr", "flag", "Open a pull request instead of committing.", _PAGE)
+    message: str = option(MESSAGE, "--message", "text", "Of the commit.", _PAGE, metavar="TEXT", show_default=False)
+    path_in_repo: str = option("", "--path-in-repo", "text", "Directory in the repository.", _PAGE, metavar="DIR")
+    yes: bool = option(False, "--yes", "flag", "Go on if the repository holds files already.", _PAGE)
+    no_card: bool = option(False, "--no-card", "flag", "Write no model card if CKPT has no README.md.", _CARD)
+    license: str | None = option(None, "--license", "text", "As the hub names it: apache-2.0.", _CARD, metavar="NAME")
+    base_model: str | None = option(
+        None, "--base-model", "text", "The model that was trained further.", _CARD, metavar="REPO_ID"
+    )
+    token: str | None = option(
+        None, "--token", "text", "By default the one you logged in with, or HF_TOKEN.", _HUB, metavar="TOKEN"
+    )
+    endpoint: str | None = option(
+        None, "--endpoint", "text", "Address of the hub; by default HF_ENDPOINT.", _HUB, metavar="URL"
+    )
+    scratch: str | None = option(
+        None, "--scratch", "text", "For shards before they are sent; by default in the hub's cache.", _HUB,
+        metavar="DIR",
+    )  # fmt: skip
+    max_scratch: int | None = option(
+        None, "--max-scratch", "size", "Most bytes there; by default two of the largest shard.", _HUB, metavar="SIZE"
+    )
