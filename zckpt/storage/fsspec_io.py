@@ -69,7 +69,7 @@ _UNREACHED = {
 Block = Union[bytes, "mmap.mmap"]
 """Bytes of a file; a slice of them is bytes."""
 
-_FORBIDDEN = {"PermissionError", "PermissionDeniedError", "UnauthenticatedError"}
+_FORBIDDEN = {"PermissionError", "PermissionDeniedError", "UnauthenticatedError", "RefreshError"}
 """Names of the exceptions that backends raise without permission."""
 
 _REFUSED = compile_late(
@@ -149,7 +149,7 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
         if not is_missing and (refusal := _hub_refusal(error, address)) is not None:
             raise refusal from error
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        said = str(error) if {"GenericError", "OSError", "HttpError", "RefreshError"} & kinds else ""
+        said = str(error) if {"GenericError", "OSError", "HttpError"} & kinds else ""
         if is_missing or "NoSuchBucket" in said:
             raise NotACheckpointError(
                 "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",

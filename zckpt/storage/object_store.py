@@ -1,8 +1,9 @@
-"""Buckets of S3, through obstore where it is installed: the operations that `fsspec_io` and `uploads` need, under fsspec's names.
+"""Buckets of S3 and Google, through obstore where it is installed: the operations that `fsspec_io` and `uploads` need, under
+fsspec's names.
 
-obstore's requests run on threads of its own, without Python. s3fs has one Python thread for all of them, takes twice the
-processor time for each byte, and 1.5 s to import (docs/push.md has the figures). What obstore cannot be told, such as
-fsspec's own configuration, is left to s3fs.
+obstore's requests run on threads of its own, without Python. s3fs and gcsfs have one Python thread for all of them, which takes
+twice the processor time for each byte; gcsfs sends the parts of a file one after the other (docs/push.md has the figures). What
+obstore cannot be told, such as fsspec's own configuration, is left to these.
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ if TYPE_CHECKING:
 _STALLS = "30s"
 """The time after which a request that moves no byte has failed."""
 
-_OTHERS_SETTINGS = re.compile(r"FSSPEC_(S3|S3A)(_.*)?|FSSPEC_CONFIG_DIR")
+_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+
+_OTHERS_SETTINGS = {
+    "s3": re.compile(r"FSSPEC_(S3|S3A)(_.*)?|FSSPEC_CONFIG_DIR"),
+    "gs": re.compile(r"FSSPEC_(GS|GCS)(_.*)?|FSSPEC_CONFIG_DIR|GCSFS_.*|STORAGE_EMULATOR_HOST"),
+}
 """Names of variables in the environment that say what obstore would not know."""
+
+_GOOGLE_KEYS = re.compile(r"GOOGLE_(SERVICE_ACCOUNT(_PATH|_KEY)?|BEARER_TOKEN)")
+"""Names of variables in which obstore finds keys by itself."""
+
+_SETTINGS = ("AWS_", "FSSPEC_", "GOOGLE_", "GCSFS_", "STORAGE_", "CLOUDSDK_", "GCE_")
 
 _FILES = {"endpoint_url", "services", "s3"}
 """Keys of a profile in AWS's own files that say how S3 is reached."""
@@ -103,10 +114,10 @@ def find_store(address: str) -> tuple[ObjectStore, str] | None:
     """The bucket of an address, and the path that `ObjectStore` takes; None where fsspec is asked."""
     kind, _, path = address.partition("://")
     bucket = path.partition("/")[0]
-    if kind.lower() not in ("s3", "s3a") or not bucket or "?" in path or not _is_installed():
+    if (kind := kind.lower()) not in _KINDS or not bucket or "?" in path or not _is_installed():
         return None
-    told = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(("AWS_", "FSSPEC_"))))
-    store = _open(bucket, os.getpid(), told)
+    told = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS)))
+    store = _open(_KINDS[kind], bucket, os.getpid(), told)
     return None if store is None else (store, path)
 
 
@@ -118,20 +129,25 @@ def _is_installed() -> bool:
 
 
 @functools.lru_cache(64)
-def _open(bucket: str, process: int, told: tuple[tuple[str, str], ...]) -> ObjectStore | None:
+def _open(kind: str, bucket: str, process: int, told: tuple[tuple[str, str], ...]) -> ObjectStore | None:
     """The bucket as the environment says it is reached; `process`, because obstore's threads do not outlive a fork."""
     global _owner
     if (
         _owner not in (0, process)
-        or any(_OTHERS_SETTINGS.fullmatch(name) for name, _ in told)
+        or any(_OTHERS_SETTINGS[kind].fullmatch(name) for name, _ in told)
         or _has_fsspec_settings()
     ):
         return None
-    from datetime import timedelta
+    store = (_open_s3 if kind == "s3" else _open_google)(bucket, dict(told))
+    if store is None:
+        return None
+    _owner = process
+    return ObjectStore(bucket, store, kind)
 
+
+def _open_s3(bucket: str, environment: dict[str, str]) -> Any:
     from obstore.store import S3Store
 
-    environment = dict(told)
     keys, region = None, environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     if "AWS_PROFILE" in environment or not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= environment.keys():
         found = _keys_of_botocore()
@@ -146,23 +162,68 @@ def _open(bucket: str, process: int, told: tuple[tuple[str, str], ...]) -> Objec
         if region.startswith("cn-"):
             return None
         region = bucket_region(HTTPSConnection(f"s3.{region}.amazonaws.com", timeout=5), bucket) or region
-    client: dict[str, Any] = {
-        "allow_http": True, "timeout": "1h", "read_timeout": _STALLS, "connect_timeout": "10s",
-    }  # fmt: skip
+    client = _client_options()
     if (bundle := environment.get("AWS_CA_BUNDLE")) and not (endpoint or "").startswith("http:"):
         with open(bundle, "rb") as file:
             client["root_certificate"] = file.read()
-    _owner = process
-    tries = environment.get("AWS_MAX_ATTEMPTS", "")
     options: dict[str, Any] = {"region": region, "endpoint": endpoint, "credential_provider": keys}
-    store = S3Store(
+    return S3Store(
         bucket, **{name: value for name, value in options.items() if value}, client_options=cast("Any", client),
-        retry_config={
-            "max_retries": max(0, int(tries) - 1) if tries.isdigit() else 3, "retry_timeout": timedelta(seconds=100),
-            "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 3},
-        },
+        retry_config=_retries(environment.get("AWS_MAX_ATTEMPTS", "")),
     )  # fmt: skip
-    return ObjectStore(bucket, store)
+
+
+def _open_google(bucket: str, environment: dict[str, str]) -> Any:
+    from obstore.store import GCSStore
+
+    options: dict[str, Any] = {}
+    if not any(map(_GOOGLE_KEYS.fullmatch, environment)):
+        keys = _keys_of_google()
+        if keys is None:
+            return None
+        options["credential_provider"] = keys
+    return GCSStore(bucket, **options, client_options=cast("Any", _client_options()), retry_config=_retries())
+
+
+def _client_options() -> dict[str, Any]:
+    return {"allow_http": True, "timeout": "1h", "read_timeout": _STALLS, "connect_timeout": "10s"}
+
+
+def _retries(tries: str = "") -> Any:
+    from datetime import timedelta
+
+    return {
+        "max_retries": max(0, int(tries) - 1) if tries.isdigit() else 3, "retry_timeout": timedelta(seconds=100),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 3},
+    }  # fmt: skip
+
+
+def _keys_of_google() -> Callable[[], Any] | None:
+    """What gives the tokens of the credentials that Google's own client finds; None where gcsfs should be asked."""
+    try:
+        import google.auth
+        from google.auth.exceptions import DefaultCredentialsError
+        from google.auth.transport.requests import Request
+    except ImportError:
+        return None
+    from datetime import datetime, timedelta, timezone
+
+    try:
+        found, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
+    except DefaultCredentialsError:
+        return None
+
+    def keys() -> dict[str, Any]:
+        if not found.valid:
+            found.refresh(Request())
+        until = (
+            found.expiry.replace(tzinfo=timezone.utc)
+            if found.expiry
+            else datetime.now(timezone.utc) + timedelta(minutes=10)
+        )
+        return {"token": found.token, "expires_at": until}
+
+    return keys
 
 
 _owner = 0
