@@ -95,9 +95,32 @@ def test_the_images_side_is_what_the_converter_writes(name: str, tmp_path: Path)
     assert not zckpt.verify(model, out, progress=False).ok
     with pytest.raises(zckpt.UnsupportedError, match="no projector file"):
         zckpt.to_gguf(FIXTURES / "llama" / "model", tmp_path / "y.gguf", mmproj=True, progress=False)
-    (model / "preprocessor_config.json").unlink()
-    with pytest.raises(zckpt.IncompleteError, match="how images are prepared"):
+    needed, words = ("params.json", "the sizes of the model") if name.endswith("_own") else (
+        "preprocessor_config.json", "how images are prepared"
+    )  # fmt: skip
+    (model / needed).unlink()
+    with pytest.raises(zckpt.IncompleteError, match=words):
         zckpt.to_gguf(model, tmp_path / "y.gguf", mmproj=True, progress=False)
+
+
+def test_what_mistrals_own_form_must_say(tmp_path: Path) -> None:
+    """A projector that llama.cpp does not have is named, a number that is left to the tokenizer is looked for there."""
+    model = Path(shutil.copytree(SEEING / "mistral3_own" / "model", tmp_path / "model"))
+    said = json.loads((model / "params.json").read_text())
+    for key, value, words in (
+        ("mm_projector_id", "another", "vision_config.mm_projector_id: 'another'"),
+        ("num_hidden_layers", 2, "not the blocks that the config says"),
+        ("rope_theta", None, "no rope_theta in vision_config"),
+    ):
+        (model / "params.json").write_text(
+            json.dumps({**said, "vision_encoder": {**said["vision_encoder"], key: value}})
+        )
+        with pytest.raises(zckpt.ZckptError, match=words):
+            zckpt.to_gguf(model, tmp_path / "x.gguf", mmproj=True, progress=False)
+    (model / "tekken.json").unlink()
+    (model / "params.json").write_text(json.dumps(said))
+    with pytest.raises(zckpt.IncompleteError, match="number of a token that the images' side needs"):
+        zckpt.to_gguf(model, tmp_path / "x.gguf", mmproj=True, progress=False)
 
 
 def test_what_the_config_of_the_images_side_leaves_out(tmp_path: Path) -> None:

@@ -182,9 +182,10 @@ class WriteNames:
         from zckpt.naming.writers import GGUF, name_for_writer, naming_of
 
         if self.recorded.get("mmproj"):
-            from zckpt.naming.gguf_vision import vision_as_read
+            from zckpt.naming.gguf_vision import config_of_vision, vision_as_read
 
-            config = self.recorded.get("config") or read_config(model.place.home) or {}
+            config = self.recorded.get("config") or read_config(model.place.home)
+            config = config_of_vision(model.catalog.tensors, model.place.home, config)
             tensors = vision_as_read(model.catalog.tensors, config, str(self.recorded["type"]), model.place.home)
             dropped = names_unread(model.catalog, tensors)
             catalog = replace(model.catalog, tensors=tensors, aliases={}, padding=())

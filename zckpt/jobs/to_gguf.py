@@ -32,7 +32,7 @@ from zckpt.layouts.save.companions import companions, config_of
 from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import add_frequency_factors, digest_of, mixed_of, vocabulary_rows
-from zckpt.naming.gguf_vision import vision_of, vision_parameters, vision_tensors
+from zckpt.naming.gguf_vision import config_of_vision, vision_of, vision_parameters, vision_tensors
 from zckpt.naming.writers import GGUF, SchemeNames, name_for_writer
 from zckpt.output.publish import check_output
 from zckpt.storage.location import Location, locate
@@ -171,7 +171,7 @@ def _prepare_vision(
     """Plans the file of the images' side of a model."""
     own, path = asked.own, opened.place.home.path
     given = config_of(own.config) if isinstance(own.config, str) else own.config
-    config = opened.config(given) or {}
+    config = config_of_vision(stripped.tensors, opened.place.home, opened.config(given))
     vision_of(config, path)
     typed = list(
         vision_tensors(select(stripped, asked.selecting, asked.naming).tensors, config, own.type, opened.place.home)

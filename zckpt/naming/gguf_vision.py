@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -34,6 +34,10 @@ _MOST_BYTES = 16 << 20
 """The most bytes of the config of a preprocessor."""
 _MOST_TOKENIZER_BYTES = 1 << 28
 _BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)")
+_PARAMS = "params.json"
+_MISTRAL = "mistral (params.json)"
+_OF_MISTRAL = "vision_language_adapter.w_in.weight"
+"""A tensor that a model has in Mistral's own form alone."""
 _CONVERTER = "Convert it to transformers' form with to-bf16, and that with llama.cpp's convert_hf_to_gguf.py --mmproj."
 
 
@@ -183,6 +187,34 @@ _RULES: Mapping[str, Callable[[Any, VisionFamily, Any], Any]] = {
 """What a description calls a rule -> its function, of what the config says, the model, and `by`."""
 
 
+def config_of_vision(tensors: Collection[str], home: Location, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The config for `vision_of`; of a model in Mistral's own form, what its `params.json` says.
+
+    Args:
+        tensors: names of the model's.
+        home: the model's directory.
+        config: what was given, or is beside it; also a `params.json` itself.
+
+    Raises:
+        IncompleteError: there is no `params.json` beside such a model.
+    """
+    if _OF_MISTRAL not in tensors:
+        return config or {}
+    if not isinstance((config or {}).get("vision_encoder"), Mapping):
+        if not (home / _PARAMS).is_file():
+            raise IncompleteError(
+                "nothing says the sizes of the model", file=str(home), found="names of Mistral's own form, and no params.json",
+                expected="params.json beside the model", remedy="Copy the model's own file there, or name it with --config.",
+            )  # fmt: skip
+        said = read_json((home / _PARAMS).path, _MOST_BYTES, "a params.json")
+        config = said if isinstance(said, Mapping) else {}
+    tower = (config or {}).get("vision_encoder")
+    return {
+        **(config or {}), "model_type": _MISTRAL, "text_config": {"hidden_size": (config or {}).get("dim")},
+        **({"vision_config": {"mm_projector_id": "", **tower}} if isinstance(tower, Mapping) else {}),
+    }  # fmt: skip
+
+
 def vision_of(config: Mapping[str, Any], path: str, images: Mapping[str, Any] | None = None) -> VisionFamily:
     """The kind of a model. Raises UnsupportedError if it is none that sees, or one that zckpt does not know."""
     names, odd = kinds_by_model().get(str(config.get("model_type")), ()), list[str]()
@@ -225,7 +257,7 @@ def vision_tensors(
     found: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         bare = name.removeprefix("model.")
-        if (word := said.get("word")) and bare.endswith(word["of"]) and (number := _word(home, word["token"])):
+        if (word := said.get("word")) and bare.endswith(word["of"]) and (number := _number_of(family, word, home)):
             found[word["name"]] = _row_of(entry, word["name"], number)
         if not bare.startswith(tuple(said["take"])) or any(part in name for part in said.get("leave", ())):
             continue
@@ -300,12 +332,21 @@ def _check_tensors(family: VisionFamily, found: Mapping[str, TensorEntry], count
         )  # fmt: skip
 
 
+def _number_of(family: VisionFamily, word: Mapping[str, str], home: Location) -> int:
+    """The number of a token: as the config says it, where it does, or else as the tokenizer's files do."""
+    said = family.at(word["from"]) if "from" in word else None
+    return said if isinstance(said, int) and said >= 0 else _word(home, word["token"])
+
+
 def _word(home: Location, token: str) -> int:
     """The number of a token. Raises IncompleteError if no file of the tokenizer says it."""
-    for file in ("tokenizer_config.json", "tokenizer.json"):
+    for file in ("tokenizer_config.json", "tokenizer.json", "tekken.json"):
         if (home / file).is_file():
             said = read_json((home / file).path, _MOST_TOKENIZER_BYTES, "a tokenizer's file")
             listed = {str(one.get("id")): one for one in said.get("added_tokens") or ()}
+            listed |= {
+                str(one.get("rank")): {"content": one.get("token_str")} for one in said.get("special_tokens") or ()
+            }
             for number, one in {**(said.get("added_tokens_decoder") or {}), **listed}.items():
                 if one.get("content") == token and str(number).isdecimal():
                     return int(number)
@@ -392,7 +433,8 @@ def vision_parameters(config: Mapping[str, Any], file_type: int) -> Callable[[gg
     """
 
     def add(writer: gguf.GGUFWriter, directory: Path) -> None:
-        family = vision_of(config, "", _preprocessor(directory))
+        is_said = "is" in vision_of(config, "").said["keys"]["clip.vision.image_mean"]
+        family = vision_of(config, "", {} if is_said else _preprocessor(directory))
         writer.add_file_type(file_type)
         for key, asked in family.said["keys"].items():
             if (value := family.value(key)) is not None:

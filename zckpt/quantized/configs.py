@@ -95,7 +95,7 @@ class Quantization:
         """
         said = {self.facts.get("group_size"), *(weights.get("group_size") for weights in self.weights)}
         usual = 32 if self.facts.get("quant_algo") == "W4A8_NVFP4_FP8" else 16
-        return said & {16, 32} or {usual}
+        return {size for size in (16, 32) if size in said} or {usual}
 
     @property
     def weights(self) -> list[Mapping[str, Any]]:
