@@ -401,6 +401,23 @@ def test_a_source_is_opened_once_and_read_as_often_as_it_must_be(
         read.clear(), opened.clear()
 
 
+def test_the_disk_reads_matrices_while_those_before_are_quantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first ones, which nothing precedes; those that servers join are read together."""
+    from zckpt.engine import bringing
+
+    source, asked = model(tmp_path / "source", torch.bfloat16), list[tuple[int, int]]()
+    monkeypatch.setattr(bringing, "will_need", lambda fd, offset, nbytes: asked.append((offset, nbytes)))
+    zckpt.quantize(source, tmp_path / "out", to="nvfp4", progress=False)
+    with (source / "model.safetensors").open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    places = {name: (8 + size + header[name]["data_offsets"][0], 2 * math.prod(SHAPES[name])) for name in LINEAR}
+    first = {name for name in LINEAR if "mlp." in name}
+    assert sorted(asked) == sorted(place for name, place in places.items() if name not in first)
+
+
 def test_a_scale_of_scales_is_found_once() -> None:
     """What cannot be read is asked for again; then each part is read once, whoever asks."""
     entry = derive_entry("w", (4, 1 << 19), F32, None)  # type: ignore[arg-type] - nobody follows the recipe

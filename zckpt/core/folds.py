@@ -323,6 +323,9 @@ class Tools(Protocol):
         For what belongs to whole tensors: who needs it waits meanwhile. Errors are those of `work`.
         """
 
+    def expect(self, entries: Iterable[TensorEntry]) -> None:
+        """Lets the disk begin to read tensors that are read soon, as far as they lie on one."""
+
 
 def read_numbers(entry: TensorEntry, start: int, stop: int, tools: Tools) -> Floats | Halves:
     """Elements [start, stop) of a tensor, for loops that take bf16 as it is: half as many bytes pass through memory."""

@@ -41,8 +41,15 @@ void strip_of_any(const Strip& s) {
 
 constexpr size_t kEights = 2, kSixteens = kPanel / 16;  // vectors in a row of a tile
 
+// The tile below, which no processor foresees: its rows lie far apart.
+ZCKPT_INLINE void fetch_below(const float* total, size_t pitch, size_t high, size_t wide) {
+  for (size_t i = high; i < 2 * high; ++i)
+    for (size_t j = 0; j < wide; j += 16) __builtin_prefetch(total + i * pitch + j, 1);
+}
+
 template <int kHigh>
 ZCKPT_AVX2 void tile_of_eights(const float* left, const float* right, size_t rank, float scaling, float* total, size_t pitch) {
+  fetch_below(total, pitch, kHigh, 8 * kEights);
   __m256 sum[kHigh][kEights];
   for (auto& row : sum)
     for (auto& one : row) one = _mm256_setzero_ps();
@@ -64,6 +71,7 @@ ZCKPT_AVX2 void tile_of_eights(const float* left, const float* right, size_t ran
 
 template <int kHigh>
 ZCKPT_AVX512 void tile_of_sixteens(const float* left, const float* right, size_t rank, float scaling, float* total, size_t pitch, const __mmask16* masks) {
+  fetch_below(total, pitch, kHigh, 16 * kSixteens);
   __m512 sum[kHigh][kSixteens];
   for (auto& row : sum)
     for (auto& one : row) one = _mm512_setzero_ps();

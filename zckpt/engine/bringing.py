@@ -36,10 +36,12 @@ except ImportError:  # pragma: no cover - depends on the build
     native_run = None  # type: ignore[assignment]
 
 _MOST_FILES = 64
-"""The least bytes at which zckpt reads ahead itself; the system reads smaller parts ahead well enough."""
+"""The most files that a thread keeps open."""
 _WINDOW = 1 << 20
 _LEAST_AHEAD = 2 << 20
 """What is read in smaller parts, the system reads ahead well enough."""
+_MOST_EXPECTED = 32 << 20
+"""The most bytes of expected tensors that the disk is asked for at once."""
 
 
 class Bringer:
@@ -241,7 +243,19 @@ class _Worker:
         """Lets the disk read the next part of a tensor that is read part by part."""
         size, first = entry.dtype.itemsize, start + 2 * (stop - start) if start else start
         last = stop + 2 * (stop - start)
-        if (stop - start) * size < _LEAST_AHEAD or first >= entry.numel:
+        if (stop - start) * size >= _LEAST_AHEAD:
+            self._begin_to_read(entry, first, min(last, entry.numel))
+
+    def expect(self, entries: Iterable[TensorEntry]) -> None:
+        left = _MOST_EXPECTED
+        for entry in entries:
+            if entry.flat and left > 0:
+                self._begin_to_read(entry, 0, min(entry.numel, left // entry.dtype.itemsize))
+            left -= entry.nbytes
+
+    def _begin_to_read(self, entry: TensorEntry, first: int, last: int) -> None:
+        size = entry.dtype.itemsize
+        if first >= last:
             return
         for f in touching(entry.fragments, first, last, flat=True):
             if isinstance(f.store, FileStore) and f.store.at_hand:

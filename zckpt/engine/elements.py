@@ -111,6 +111,9 @@ class _Tools:
     def each(self, work: Callable[[Part, Tools], Found], parts: Iterable[Part]) -> list[Found]:
         return [work(part, self) for part in parts]
 
+    def expect(self, entries: Iterable[TensorEntry]) -> None:
+        """Reads nothing before it is asked for."""
+
 
 def elements(entry: TensorEntry, start: int, stop: int) -> Wanted:
     """Elements [start, stop) of a tensor."""

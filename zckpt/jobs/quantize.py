@@ -10,6 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from zckpt.base.dataclass import dataclass
@@ -494,6 +495,8 @@ def _seconds(
         of = [powers[name] for name in group if name in powers]
         entries = tuple(powers[name].numbers if name in powers else catalog.tensors[name] for name in group)
         found |= dict.fromkeys(group, Second(entries, tuple(of) if len(of) == len(group) else ()))
+    for one, following in pairwise(dict.fromkeys(found[name] for name in catalog.tensors if name in found)):
+        one.following = following
     return found
 
 

@@ -6,6 +6,7 @@ For `quantise`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,12 +40,16 @@ class Second:
     Args:
         entries: these tensors.
         powers: their powers of two, if all are of MXFP4; the scale of scales is then one too, and the largest scale 2^8.
+
+    Attributes:
+        following: the one that is probably asked for next; the disk reads its tensors while these ones are quantised.
     """
 
     def __init__(self, entries: tuple[TensorEntry, ...], powers: tuple[Powers, ...] = ()) -> None:
         self.entries = entries
         self.powers = powers
         self.inputs = (*entries, *(one.scales for one in powers))
+        self.following: Second | None = None
         self._lock = Lock()
         self._value: float | None = None
 
@@ -52,12 +57,18 @@ class Second:
         """It. The tensors are read when it is asked for the first time."""
         with self._lock:
             if self._value is None:
-                wholes = [one.scales for one in self.powers] or self.entries
+                wholes = self._wholes
                 parts = [(number, at) for number, entry in enumerate(wholes) for at in range(0, entry.numel, _AT_ONCE)]
                 tops = tools.each(lambda part, tools: self._top_of(*part, tools), parts)
                 top = next(filter(math.isnan, tops), max(tops, default=0.0))
                 self._value = math.ldexp(1.0, min(127, 9 - math.frexp(top)[1])) if self.powers else second_of(top)
+                if self.following is not None:
+                    tools.expect(self.following._wholes)
             return self._value
+
+    @property
+    def _wholes(self) -> Sequence[TensorEntry]:
+        return [one.scales for one in self.powers] or self.entries
 
     def _top_of(self, number: int, at: int, tools: Tools) -> float:
         """The largest magnitude or power of a part of a tensor."""
