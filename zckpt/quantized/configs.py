@@ -93,7 +93,7 @@ class Quantization:
 
         Source: nvidia-modelopt 0.47, quantization/config.py (W4A8_NVFP4_FP8_CFG, NVFP4_MLP_WEIGHT_ONLY_CFG).
         """
-        said = {self.facts.get("group_size"), *(weights.get("group_size") for weights in self.weights)}
+        said: set[Any] = {self.facts.get("group_size"), *(weights.get("group_size") for weights in self.weights)}
         usual = 32 if self.facts.get("quant_algo") == "W4A8_NVFP4_FP8" else 16
         return {size for size in (16, 32) if size in said} or {usual}
 
