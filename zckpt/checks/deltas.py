@@ -122,14 +122,9 @@ def _differences(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
 
 
 def _wrong(delta: DeltaDirectory, name: str) -> Iterator[str]:
-    where = delta.changed[name]
-    with where.file.open() as file:
-
-        def read(nbytes: int, at: int) -> bytes:
-            return file.read(where.offset + at, min(nbytes, where.nbytes - at))
-
+    with delta.open_difference(name) as read:
         said = frame_bytes(read(_HEADER_BYTES, 0))
-        frame = difference(read, where.file.path, name)
+        frame = difference(read, delta.changed[name].file.path, name)
         first = frame.take(4) if delta.form.encoding == "overwrite" else b""
         found = len(first) + frame.drain()
     if said is not None and found != said:

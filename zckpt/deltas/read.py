@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
 
@@ -58,15 +58,18 @@ class DeltaDirectory:
     names: tuple[str, ...] = ()
 
     @contextmanager
-    def decoder(self, name: str, entry: TensorEntry, dtype: DType) -> Iterator[Decoder]:
-        """The decoder of a changed tensor; `dtype` is that of its bytes."""
+    def open_difference(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
+        """What reads the compressed difference of a changed tensor, given how many bytes at most and the offset in it."""
         where = self.changed[name]
         with where.file.open() as file:
+            yield lambda nbytes, at: file.read(where.offset + at, min(nbytes, where.nbytes - at))
 
-            def read(nbytes: int, at: int) -> bytes:
-                return file.read(where.offset + at, min(nbytes, where.nbytes - at))
-
-            yield decoder_of(self.form.encoding, entry.numel * dtype.itemsize, read, where.file.path, name)
+    @contextmanager
+    def decoder(self, name: str, entry: TensorEntry, dtype: DType) -> Iterator[Decoder]:
+        """The decoder of a changed tensor; `dtype` is that of its bytes."""
+        nbytes, path = entry.numel * dtype.itemsize, self.changed[name].file.path
+        with self.open_difference(name) as read:
+            yield decoder_of(self.form.encoding, nbytes, read, path, name)
 
     def digest_of(self, name: str) -> str | None:
         """The checksum of a tensor in the new version; None if the delta does not have it."""
