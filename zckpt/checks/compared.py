@@ -6,7 +6,6 @@ For `verify`. What only some outputs need is imported for them alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt import layouts
@@ -186,11 +185,7 @@ def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterato
     for a, b in pairs:
         own, other = a.own_copy, b.own_copy
         if own is not None and other is not None and own.dtype == other.dtype:
-            of, to = (
-                replace(entry, dtype=copy.dtype, fragments=copy.fragments, replicas=())
-                for entry, copy in ((a, own), (b, other))
-            )
-            yield f"the model's own weight {b.name!r}", of, to
+            yield f"the model's own weight {b.name!r}", a.as_in(own), b.as_in(other)
 
 
 def _replay_steps(

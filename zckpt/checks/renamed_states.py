@@ -25,10 +25,8 @@ def has_renamed_states(form: object) -> TypeGuard[Mapping[str, Any]]:
 def own_weights(catalog: Catalog) -> Catalog:
     """The tensors, with the model's own weights in place of the optimizer's fp32 ones where there are both."""
     tensors = {
-        name: entry if (own := entry.own_copy) is None
-        else replace(entry, dtype=own.dtype, fragments=own.fragments, replicas=())
-        for name, entry in catalog.tensors.items()
-    }  # fmt: skip
+        name: entry if (own := entry.own_copy) is None else entry.as_in(own) for name, entry in catalog.tensors.items()
+    }
     return replace(catalog, tensors=tensors)
 
 

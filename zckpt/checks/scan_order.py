@@ -133,8 +133,7 @@ class ScanOrder:
     def _pair_requests(self, number: int, entry: TensorEntry) -> Iterator[ScanRequest]:
         """A tensor against its copy, and once more for each further copy."""
         for index, replica in enumerate(entry.replicas):
-            copy = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
-            yield from comparisons(replace(entry, replicas=()), copy, self.number_of(number, index))
+            yield from comparisons(replace(entry, replicas=()), entry.as_in(replica), self.number_of(number, index))
 
     def leave_out(self, early: Mapping[str, tuple[EarlyFile, list[tuple[int, int]]]]) -> None:
         """Leaves out what reading files early has found. `early`: path -> what was seen of it, and (start, stop) of the

@@ -174,6 +174,10 @@ class TensorEntry:
         """The module's own weight beside the master weight, if it is a replica; None otherwise."""
         return next((replica for replica in self.replicas if not replica.rank), None)
 
+    def as_in(self, copy: Replica) -> TensorEntry:
+        """The tensor as one of its replicas holds it: in that one's dtype and places, without others."""
+        return replace(self, dtype=copy.dtype, fragments=copy.fragments, replicas=())
+
 
 def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Claim]:
     """The claims of tensors and their replicas."""

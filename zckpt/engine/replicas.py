@@ -50,8 +50,7 @@ def _ranges_to_compare(entry: TensorEntry, replica: Replica) -> Iterator[tuple[i
     if replica.dtype != entry.dtype and entry.numel > _PART:  # the C++ finds where to begin
         from zckpt.engine.independent import differences
 
-        copy = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
-        found = differences([(replace(entry, replicas=()), copy)])
+        found = differences([(replace(entry, replicas=()), entry.as_in(replica))])
         first = found[0].first if found else entry.numel
     return ((start, min(start + _PART, entry.numel)) for start in range(first, entry.numel, _PART))
 

@@ -140,7 +140,7 @@ def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
     for dropped, kept in catalog.aliases.items():
         entry = catalog.tensors[kept]
         if (copy := entry.own_copy) is not None:
-            entry = replace(entry, dtype=copy.dtype, fragments=copy.fragments, replicas=())
+            entry = entry.as_in(copy)
         yield dropped, entry
 
 

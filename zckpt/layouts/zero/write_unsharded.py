@@ -8,7 +8,6 @@ Source: DeepSpeed 0.19.8, runtime/engine.py `_common_checkpoint_state`; runtime/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32
@@ -34,7 +33,7 @@ def lay_out(catalog: Catalog, training: Training, tag: str, world_size: int) -> 
     for name, entry in catalog.tensors.items():
         weight = entry
         for replica in entry.replicas:
-            weight = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
+            weight = entry.as_in(replica)
         module[name] = file.tensor(weight)
     module |= {dropped: module[kept] for dropped, kept in catalog.aliases.items()}
     root: dict[str, object] = {
