@@ -77,16 +77,7 @@ def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[O
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[TargetWorld]
 ) -> PlannedReshard[ZeroTarget]:
-    """Plans a resharding. Writes nothing.
-
-    Args:
-        checkpoint: any form of a ZeRO checkpoint.
-        out: the directory for the new one: a tag directory, `latest`, and what is beside the old one.
-        asked: its options.
-
-    Raises:
-        ZckptError: one of its kinds says what is wrong.
-    """
+    """Plans a resharding; arguments as for `reshard`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened, training = opened_run(source, place, asked)
     target, laid = laid_out(opened, training, asked.own)

@@ -111,18 +111,7 @@ def slim(
 
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Slim]) -> PlannedSlim:
-    """Plans a smaller save. Writes nothing.
-
-    Args:
-        checkpoint: of DeepSpeed, torch.distributed.checkpoint, rank files of FSDP, or torch files of weights.
-        out: the directory for the new one.
-        asked: what you want to leave out.
-
-    Raises:
-        UnsupportedError: the layout cannot be made smaller.
-        UsageError: the checkpoint does not hold what you want to leave out, or there is nothing to leave out.
-        ZckptError: another kind says what is wrong.
-    """
+    """Plans a smaller save; arguments and errors as for `slim`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened = open_asked(source, asked)
     check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=protected_places(opened, source))

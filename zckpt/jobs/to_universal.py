@@ -26,16 +26,7 @@ _ACCELERATE = re.compile(r"pytorch_model(?:_\d+)?")
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[object]
 ) -> PlannedReshard[UniversalTarget]:
-    """Plans a conversion. Writes nothing.
-
-    Args:
-        checkpoint: any form of a ZeRO checkpoint.
-        out: the directory for the new one: `<tag>_universal/`, `latest_universal`, and what lies beside the old one.
-        asked: which save is read, and how the output is written.
-
-    Raises:
-        ZckptError: one of its kinds says what is wrong.
-    """
+    """Plans a conversion; arguments as for `to_universal`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened, training = opened_run(source, place, asked)
     if opened.catalog.source.layout == "universal":
