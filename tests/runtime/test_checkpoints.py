@@ -8,6 +8,8 @@ import logging
 import random
 import runpy
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from descriptors import FILES, open_below
+from hangs import HANG_S
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import Dataset, IterableDataset
@@ -123,6 +126,27 @@ def test_a_wrapped_model_is_loaded(before: str, stage: int, tmp_path: Path) -> N
             other = start(FORMS[loaded](), config(stage))
             other.load_checkpoint(tmp_path / saved, **options)
             assert train(other, 1, 2) == wanted[:1]
+
+
+FIRST_LOADS = """
+import sys
+from torch import nn
+from zckpt import runtime
+for stage in (2, 3):
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD"}}
+    engine = runtime.initialize(model=nn.Linear(4, 4), config=config)[0]
+    before = set(sys.modules)
+    engine.load_checkpoint(f"{sys.argv[1]}/{stage}")
+    more = sorted(name for name in set(sys.modules) - before if name.startswith("zckpt"))
+    assert not more, more
+"""
+
+
+def test_a_first_load_imports_nothing(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        engine = start(nn.Linear(4, 4), config(stage, optimizer={"type": "SGD"}))
+        engine.save_checkpoint(tmp_path / str(stage))
+    subprocess.run([sys.executable, "-c", FIRST_LOADS, tmp_path], check=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -146,7 +146,9 @@ def _getter(names: Any) -> Callable[[Any], Any]:
 
 def _equal(compared: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     def __eq__(self: Any, other: Any) -> Any:
-        return compared(self) == compared(other) if other.__class__ is self.__class__ else NotImplemented
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return self is other or compared(self) == compared(other)
 
     return __eq__
 

@@ -57,14 +57,17 @@ class Batch:
 
     def add(self, move: Move, nbytes: int) -> None:
         """Adds a move, which counts for `nbytes`."""
-        self.moves.append((self.number(move.src), self.number(move.dst), move))
+        src = move.src
+        self.moves.append((self.number(src), self.number(move.dst), move))
         self.nbytes += nbytes
-        if isinstance(move.src, DerivedStore) and not self.is_distant(move.src):
-            for entry in move.src.recipe.inputs:
+        if type(src) is FileStore and not src.is_remote:
+            return
+        if self.is_distant(src):
+            self.distant_bytes += span_bytes(move)
+        elif isinstance(src, DerivedStore):
+            for entry in src.recipe.inputs:
                 for fragment in entry.fragments:
                     self.number(fragment.store)
-        if self.is_distant(move.src):
-            self.distant_bytes += span_bytes(move)
 
     def is_distant(self, store: Store) -> bool:
         """Whether a store's bytes must be brought into memory first; what engines compute while they read need not."""
@@ -124,10 +127,9 @@ def span_bytes(move: Move) -> int:
 
 def stores_of(move: Move) -> int:
     """The most stores that a batch may have to name for a move."""
-    own = 2
-    if isinstance(move.src, DerivedStore) and move.src.steps:
-        own += sum(len(entry.fragments) for entry in move.src.recipe.inputs)
-    return min(own, MOST_STORES)
+    if not isinstance(move.src, DerivedStore) or not move.src.steps:
+        return 2
+    return min(2 + sum(len(entry.fragments) for entry in move.src.recipe.inputs), MOST_STORES)
 
 
 def packed_store(store: Store, fds: tuple[int, int]) -> bytes:
@@ -141,22 +143,9 @@ def packed_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> bytes:
 
 
 def _pack_move(src: int, dst: int, m: Move) -> bytes:
-    a, b = m.src_dtype, m.dst_dtype
-    steps = (m.src_pitch, m.dst_pitch, m.src_step * a.itemsize, m.dst_step * b.itemsize)
-    return _MOVE.pack(
-        src,
-        dst,
-        m.src_offset,
-        m.dst_offset,
-        m.count,
-        m.rows,
-        *steps,
-        m.tensor,
-        a.number,
-        b.number,
-        a.swap(m.src.byteorder),
-        0,
-    )
+    store, at, _, to, count, a, b, tensor, rows, src_pitch, dst_pitch, src_step, dst_step, _, _ = m
+    steps = (src_pitch, dst_pitch, src_step * a.itemsize, dst_step * b.itemsize)
+    return _MOVE.pack(src, dst, at, to, count, rows, *steps, tensor, a.number, b.number, a.swap(store.byteorder), 0)
 
 
 def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False, summed: bool = True) -> Iterator[Batch]:
@@ -211,28 +200,32 @@ class _Cutter:
 
     def ends_before(self, move: Move) -> bool:
         """Whether the batch is large enough, and can end here."""
-        if id(move.dst) in self._skipped:
-            return False
         batch = self.batch
-        # Nothing is torn apart without need: slices that interleave want to meet in one window.
-        apart = move.tensor != self._tensor or (move.dst is self._last and move.dst_offset >= self._reach)
+        known = len(batch.stores)
+        few = known + 2 <= MOST_STORES and not isinstance(move.src, DerivedStore)
+        too_many = not few and known + stores_of(move) > MOST_STORES
         is_full = (
             len(batch.moves) >= MOST_MOVES
             or batch.distant_bytes >= MOST_DISTANT_BYTES
             or (batch.finished and batch.nbytes >= LEAST_BYTES)
         )
-        whole = apart or len(batch.moves) >= 8 * MOST_MOVES
-        return bool(whole and is_full) or len(batch.stores) + stores_of(move) > MOST_STORES
+        if not (too_many or is_full) or id(move.dst) in self._skipped:
+            return False
+        # Nothing is torn apart without need: slices that interleave want to meet in one window.
+        apart = move.tensor != self._tensor or (move.dst is self._last and move.dst_offset >= self._reach)
+        return too_many or apart or len(batch.moves) >= 8 * MOST_MOVES
 
     def add(self, move: Move) -> None:
         """Adds a move; its file is finished if the move is its last."""
         place = id(move.dst)
         if place in self._skipped:
             return
-        self._reach = max(_end(move), self._reach if move.dst is self._last else 0)
-        self._tensor, self._last = move.tensor, move.dst
-        self._attend(move.dst, move.dst_offset)
         nbytes = move.count * move.rows * move.dst_dtype.itemsize
+        end = move.dst_offset + nbytes if move.rows == move.dst_step == 1 else _end(move)
+        self._reach = end if move.dst is not self._last or end > self._reach else self._reach
+        self._tensor, self._last = move.tensor, move.dst
+        if self._literals or place not in self.batch.numbers:
+            self._attend(move.dst, move.dst_offset)
         self.batch.add(move, nbytes)
         if place in self.unfinished:
             self._missing[place] -= nbytes

@@ -37,6 +37,9 @@ BUFFER_BYTES = 16 << 20
 
 _ALIGNMENT = 64
 
+_FEW = 4
+"""So many fragments of a tensor are looked at one after another."""
+
 _MEMORY = MemoryStore(0, 1 << 62)
 """All memory of this process: places in it are addresses. One store, however many tensors a batch fills."""
 
@@ -186,6 +189,11 @@ class _Room(NamedTuple):
         )
 
 
+_dense = Move._make  # half the time of `Move`
+_ONE_ROW = (1, 0, 0, 1, 1)
+"""Rows, pitches and steps of a dense run."""
+
+
 class _Filling(Plan):
     """A plan with rooms in place of destinations; of a file's own rows, moves are made without a part for each room."""
 
@@ -193,17 +201,20 @@ class _Filling(Plan):
         """As `Plan.moves`."""
         pairs: Sequence[tuple[TensorEntry, _Room]] = self.pairs  # type: ignore[assignment]
         for number, (entry, room) in enumerate(pairs):
-            if not entry.flat or not all(type(one.store) is FileStore and one.store.at_hand for one in entry.fragments):
+            held = entry.fragments
+            if not entry.flat or not all(type(one.store) is FileStore and one.store.at_hand for one in held):
                 for move in Plan((), ((entry, room.part(entry)),)).moves():
                     yield None if move is None else move._replace(tensor=number)
                 continue
             dtype, address, start, count = room[1:]
-            for one in touching(entry.fragments, start, start + count, flat=True):
+            for one in touching(held, start, start + count, flat=True) if len(held) > _FEW else held:
                 first, stop = max(one.start, start), min(one.start + one.count, start + count)
                 if first < stop:
                     at = one.byte_offset + (first - one.start) * entry.dtype.itemsize
                     to = address + (first - start) * dtype.itemsize
-                    yield Move(one.store, at, _MEMORY, to, stop - first, entry.dtype, dtype, number, start=first)
+                    yield _dense(
+                        (one.store, at, _MEMORY, to, stop - first, entry.dtype, dtype, number, *_ONE_ROW, first, 0)
+                    )
 
 
 def _run(plan: Plan) -> set[str]:

@@ -236,6 +236,8 @@ def views_of(refs: Iterable[TensorRef]) -> Iterator[ByteSpan]:
         if ref.numel:
             storages.setdefault((ref.store.path, ref.storage_byte_offset), {})[ref.place] = ref
     for held in storages.values():
+        if len(held) == 1 and next(iter(held.values())).is_contiguous:
+            continue
         first: TensorRef | None = None
         stop, count = 0, 0
         for ref in sorted(held.values(), key=lambda ref: ref.byte_offset):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry, Topology
@@ -62,6 +63,13 @@ def load(
     listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None
 ) -> Save | None:
     """The files of one model-parallel rank of a ZeRO run; None without ZeRO. Arguments and errors as in `zero12.load`."""
+    if model is not None:
+        return _load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
+    what = f"ZeRO of rank {mp_rank}, allow_unknown {allow_unknown}"
+    return listing.once(what, partial(_load, listing, mp_rank, allow_unknown=allow_unknown, model=None))
+
+
+def _load(listing: Listing, mp_rank: int, *, allow_unknown: bool, model: ModelStates | None) -> Save | None:
     save: Save
     if listing.shards("model", mp_rank):
         save = zero3.load(listing, mp_rank, allow_unknown=allow_unknown)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError
@@ -46,6 +47,14 @@ class Zero12Save:
     model: ModelStates
     shards: list[OptimizerShard]
     world_size: int
+    known: list[_Group] = field(default_factory=list["_Group"], init=False, repr=False, compare=False)
+
+    @property
+    def groups(self) -> list[_Group]:
+        """The groups, found once. Raises InconsistentError if the lengths of their vectors do not add up."""
+        if not self.known:
+            self.known[:] = _groups(self)
+        return self.known
 
     @property
     def stage(self) -> int:
@@ -107,12 +116,14 @@ class _Group:
     offsets: list[int]
     total: int
     size: int
+    pieces: list[tuple[VectorRun, ...]]
 
     def alignment(self) -> Iterator[VectorRun]:
         """The padding between the parameters."""
         stops = (offset + math.prod(shape) for shape, offset in zip(self.shapes.values(), self.offsets, strict=True))
         for stop, start in zip(stops, [*self.offsets, self.total][1:], strict=True):
-            yield from flat_pieces(stop, start - stop, self.size)
+            if stop < start:
+                yield from flat_pieces(stop, start - stop, self.size)
 
     def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[VectorRun]:
         """The elements that fill up the group, so that all ranks share it evenly; states may have them where masters do
@@ -136,9 +147,8 @@ class _Group:
     ) -> Iterator[TensorEntry]:
         """The parameters in vectors with the layout of the masters: the masters, a state, or replicas."""
         dtype = vectors[0].dtype
-        for (name, shape), offset in zip(self.shapes.items(), self.offsets, strict=True):
-            pieces = flat_pieces(offset, math.prod(shape), self.size)
-            fragments = (fragment_of(vectors[p.index], p, p.start, files[p.index]) for p in pieces)
+        for (name, shape), pieces in zip(self.shapes.items(), self.pieces, strict=True):
+            fragments = [fragment_of(vectors[p.index], p, p.start, files[p.index]) for p in pieces]
             replicas = () if model is None else replicas_of(name, shape, model)
             yield TensorEntry(name, shape, dtype, "parameter", tuple(fragments), replicas)
 
@@ -148,17 +158,20 @@ def _groups(save: Zero12Save) -> Iterator[_Group]:
         paddings = save.shards[0].alignment_paddings
         if paddings is not None:
             paddings = (_group_paddings(paddings, number, len(shapes), save.shards[0]),)
-        offsets, total = flat_offsets([math.prod(shape) for shape in shapes.values()], paddings and paddings[0])
+        numels = [math.prod(shape) for shape in shapes.values()]
+        offsets, total = flat_offsets(numels, paddings and paddings[0])
         _check_lengths(number, len(shapes), total, save)
         # See the note in `partition`: rank 0's vector is full, or holds all.
-        yield _Group(number, shapes, offsets, total, save.shards[0].vectors[number].numel)
+        size = save.shards[0].vectors[number].numel
+        pieces = [tuple(flat_pieces(offset, numel, size)) for offset, numel in zip(offsets, numels, strict=True)]
+        yield _Group(number, shapes, offsets, total, size, pieces)
 
 
 def masters(save: Zero12Save) -> dict[str, TensorEntry]:
     """Trainable parameters by name, with the module's own weights as replicas."""
     found: dict[str, TensorEntry] = {}
     files = [shard.file for shard in save.shards]
-    for group in _groups(save):
+    for group in save.groups:
         for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files, save.model):
             found[entry.name] = entry
     return found
@@ -172,7 +185,7 @@ def training(save: Zero12Save) -> Training:
     padding: list[Padding] = []
     states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
     first = save.shards[0]
-    for group in _groups(save):
+    for group in save.groups:
         names = tuple(per_element(first.states[group.number]))
         for state in names:
             vectors = [state_vector(shard, group.number, state) for shard in save.shards]
@@ -217,7 +230,7 @@ def padding(save: Zero12Save) -> Iterator[Padding]:
 
     DeepSpeed fills them with zeros, in masters and gradients; so no step of an optimizer such as Adam changes them.
     """
-    for group in _groups(save):
+    for group in save.groups:
         yield from _padding(group, save.shards, None)
         for name in _ADAM:
             if all(name in per_element(shard.states[group.number]) for shard in save.shards):

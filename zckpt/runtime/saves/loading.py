@@ -23,7 +23,11 @@ from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.base.words import count
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
+from zckpt.layouts.joining import rules
+from zckpt.layouts.run import agreement
 from zckpt.layouts.save.listing import Listing, list_files
+from zckpt.layouts.zero import read as zero_read
+from zckpt.layouts.zero import zero12
 from zckpt.runtime.random_state import set_rng_state
 from zckpt.runtime.saves.nodes import Want, gather_indexes
 from zckpt.runtime.saves.plain_values import from_inert
@@ -38,6 +42,7 @@ from zckpt.storage.location import locate
 from zckpt.team.meeting import Attempt, Meetings
 
 _log = logging.getLogger("zckpt.runtime")
+_NEEDED = (agreement, rules, zero12, zero_read)  # they are imported before a script takes the time of a load
 
 _UNCHANGED = "Nothing was changed."
 _UNDEFINED = "A part of the run's state was replaced and a part was not: load a checkpoint again before you train on."
@@ -49,6 +54,7 @@ States = Sequence[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, 
 """By parameter, the tensors of its states, which become the optimizer's when they are filled, and its numbers."""
 
 
+@pause_collections()  # until what was read of the files is freed: a collection would look at all of it
 def load(
     run: TrainingRun, meetings: Meetings, directory: str, tag: str | None, options: LoadOptions
 ) -> tuple[str, dict[str, Any]]:
@@ -62,7 +68,7 @@ def load(
         ZckptError: another kind says what is wrong with it, here or on another rank, and what has become of the run.
     """
     saved: SavedRun | None = None
-    with pause_collections(), ExitStack() as stack:
+    with ExitStack() as stack:
         with Attempt() as tried:
             saved, fill, place = _open(run, directory, tag, options, stack)
             wanted, states = _room(run, saved)
