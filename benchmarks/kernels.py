@@ -10,6 +10,7 @@ as it can be where its rate is that of a copy, or 3 GB/s if that is less.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 
 from zckpt import _core
 from zckpt.core.folds import MatrixBlocks, NumberGrid
+from zckpt.deltas.decode import XorDecoder, difference
+from zckpt.deltas.encode import _FRAME as FRAME
 from zckpt.engine.kernels import kernels_of
 from zckpt.engine.kernels_ggml import TYPES
 from zckpt.engine.kernels_to_ggml import KINDS
@@ -31,14 +34,15 @@ HEAD = """# Loops over elements
 Written by `python benchmarks/kernels.py`: one thread, {mib} MiB of fp32 numbers in memory, the median of {rounds} rounds. The
 rate is of the fp32 side (of bf16, what the numbers would take as fp32); "copy" is what a copy of it moves in the same
 rounds. A LoRA merge of rank r takes 2 r operations a number, so that at rank 64 it is arithmetic that limits it, and not
-memory. So it is for k-quants: of each number of Q4_K 21 scales are tried, with 10 operations each, or 12 where codes are cut
-off, and 6 for the error, which nine trials of ten need; all in ggml's order, so none can be fused: 16 numbers take 350
-operations with AVX-512, and two of them begin in a cycle. {machine}.
+memory. So it is for k-quants: of each number of Q4_K 21 scales are tried, with 9 operations each, or 11 where codes are cut
+off, and 6 for the error, which nine trials of ten need; all in ggml's order, so none can be fused: 16 numbers take 330
+operations with AVX-512, and two of them begin in a cycle. Rates of a difference are of one version's bytes, and `apply` takes
+it apart with libzstd. {machine}. The load average was {load:.0f} when it ended.
 
 | loop | GB/s | copy, GB/s | part |
 | --- | --- | --- | --- |
 """
-ROUNDS, COLUMNS = 7, 4096
+ROUNDS, COLUMNS, PIECE = 7, 4096, 1 << 20
 KERNELS = kernels_of("native")
 
 
@@ -81,6 +85,8 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
             np.uint16
         )
         found[f"difference (deltas), {part:.0%} of bf16 numbers changed"] = partial(_difference, x, after)
+        frame = FRAME + x.nbytes.to_bytes(8, "little") + _difference(x, after)
+        found[f"apply (deltas), {part:.0%} of bf16 numbers changed"] = partial(_apply, x.copy().view(np.uint8), frame)
     matter = random.random(COLUMNS, np.float32)
     for kind, (size, each, _) in TYPES.items():
         packed = np.zeros(numel // each * size, np.uint8)
@@ -96,8 +102,15 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
     return found
 
 
-def _difference(before: NDArray[np.float32], after: NDArray[np.uint16]) -> None:
-    _core.difference(before.ctypes.data, after.ctypes.data, before.nbytes, 2, ends=True)
+def _difference(before: NDArray[np.float32], after: NDArray[np.uint16]) -> bytes:
+    return _core.difference(before.ctypes.data, after.ctypes.data, before.nbytes, 2, ends=True)[0]
+
+
+def _apply(data: NDArray[np.uint8], frame: bytes) -> None:
+    decoder = XorDecoder(difference(lambda count, at: frame[at : at + count], "delta", "w"))
+    for at in range(0, len(data), PIECE):
+        decoder.renew(data[at : at + PIECE])
+    decoder.end()
 
 
 def main() -> None:
@@ -122,7 +135,7 @@ def main() -> None:
         rate, copy = (4e-9 * numel / statistics.median(seconds) for seconds in (taken, copied))
         lines.append(f"| {name} | {rate:.1f} | {copy:.1f} | {rate / copy:.0%} |")
         print(lines[-1], flush=True)
-    head = HEAD.format(mib=asked.mib, rounds=ROUNDS, machine=machine())
+    head = HEAD.format(mib=asked.mib, rounds=ROUNDS, machine=machine(), load=os.getloadavg()[0])
     asked.results.write_text(head + "\n".join(lines) + "\n")
 
 
