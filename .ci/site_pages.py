@@ -40,6 +40,7 @@ PAGES = {
     "benchmarks/results_words.md": "project/results_words.md",
     "benchmarks/results_kernels.md": "project/results_kernels.md",
     "benchmarks/results_many_chunks.md": "project/results_many_chunks.md",
+    "benchmarks/results_giant_families.md": "project/results_giant_families.md",
     "benchmarks/results_mounts.md": "project/results_mounts.md",
 }
 """File of the repository -> page of the site."""

@@ -146,8 +146,9 @@ for a trillion parameters: [Very large models, planned](../benchmarks/results_gi
 [A save on many ranks, planned](../benchmarks/results_exchange.md); several machines behind slow links:
 [Several machines at one conversion](../benchmarks/results_machines.md); what ranks say to agree:
 [What ranks say to agree](../benchmarks/results_words.md); every loop over elements alone:
-[Loops over elements](../benchmarks/results_kernels.md); a million chunks of torch.distributed.checkpoint:
-[Many chunks](../benchmarks/results_many_chunks.md); four processes on one slow mount:
+[Loops over elements](../benchmarks/results_kernels.md); a million chunks or tensors of torch.distributed.checkpoint:
+[Many chunks](../benchmarks/results_many_chunks.md); mixtures of experts of each family, at the size of DeepSeek-V3:
+[Large mixtures of experts, planned](../benchmarks/results_giant_families.md); four processes on one slow mount:
 [One mount that limits each request](../benchmarks/results_mounts.md).
 """
 

@@ -1,8 +1,10 @@
 """What every command prints with --json, and zckpt.json, is as docs/schemas says, and no field is there that it does not name."""
 
+import io
 import json
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from schemas import SCHEMAS, check, validator
 from typer.testing import CliRunner
 
 from zckpt.cli import app
+from zckpt.cli.output import Console
 from zckpt.jobs.declarations import Job
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
@@ -24,6 +27,27 @@ def shown(*words: object, status: int = 0) -> str:
     result = CliRunner().invoke(app, [*map(str, words), "--json"])
     assert result.exit_code == status, result.output
     return result.stdout
+
+
+class Counted(io.StringIO):
+    """A stream that knows the longest text that it was given at once."""
+
+    longest = 0
+
+    def write(self, text: str) -> int:
+        self.longest = max(self.longest, len(text))
+        return super().write(text)
+
+
+def test_long_results_are_printed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream copies what it is given, and the facts of a million tensors have a hundred million letters."""
+    facts: dict[str, object] = {"names": ["x" * 1000] * 5000}
+    stream = Counted()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        Console(as_json=True).result(lambda: facts, lambda: ())
+    assert json.loads(stream.getvalue()) == facts and stream.getvalue().endswith("}\n")
+    assert stream.longest <= 1 << 20 < len(stream.getvalue())
 
 
 def test_commands_that_write(tmp_path: Path) -> None:

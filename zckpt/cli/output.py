@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from zckpt.pictures.terminal import Line
 
 
+_PIECE = 1 << 20
+"""Characters that are printed at a time: a stream copies them, and the facts of a million tensors have a hundred million."""
+
+
 class Console:
     """Where a command prints. Of several processes at one job, only the first prints.
 
@@ -56,7 +60,9 @@ class Console:
         """
         try:
             if self.as_json:
-                sys.stdout.write(json.dumps(facts()) + "\n")
+                text = json.dumps(facts())
+                sys.stdout.writelines(text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+                sys.stdout.write("\n")
             elif not self.quiet:
                 sys.stdout.writelines(f"{escape_controls(line)}\n" for line in lines())
             sys.stdout.flush()
