@@ -15,8 +15,12 @@ from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError
 from zckpt.storage import fsspec_io, object_store, uploads
 from zckpt.storage.uploads import Upload
 
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # it asks Google itself which kind a bucket is
-gcsfs = pytest.importorskip("gcsfs")
+_KINDS = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
+os.environ[_KINDS] = "false"  # otherwise Google itself is asked which kind a bucket is
+try:
+    gcsfs = pytest.importorskip("gcsfs")
+finally:
+    del os.environ[_KINDS]
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 
