@@ -116,10 +116,12 @@ class HubServer:
         store: where large files are sent to and fetched from; another host, as far as a client can see.
         tokens: access token -> what whoami answers.
         repos: "user/name" -> repository.
+        buckets: "user/name" -> name -> (hash by which Xet knows it, bytes) of the files of a bucket.
         log: (method, path, bytes received, status or 0) of each request that ended.
         auth: (host, path, Authorization header) of each request.
         sent: sha256 -> bytes of it received, over all attempts.
         part_bytes: larger files are asked for in parts of this size.
+        spool: where a client keeps the files that it sends to a bucket.
         page: entries in one page of a tree.
         tick_bytes: received between two ticks.
         xet: address of a Xet store that clients are sent to; empty for none.
@@ -137,6 +139,8 @@ class HubServer:
         self.sent: dict[str, int] = {}
         self.faults: list[Fault] = []
         self.links: dict[str, tuple[str, int, str, int]] = {}
+        self.buckets: dict[str, dict[str, tuple[str, bytes]]] = {}
+        self.spool = root
         self.part_bytes, self.page, self.xet, self.keep = 1 << 40, 1000, "", True
         self.checks = True
         self.tick_bytes = 64 << 10
@@ -601,6 +605,55 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X_Xet_Cas_Url": self.hub.xet, "X_Xet_Access_Token": "xet", "X_Xet_Token_Expiration": "9999999999"}
         raise Answer(200, facts, **headers)
 
+    def bucket(self, name: str) -> dict[str, tuple[str, bytes]]:
+        if name not in self.hub.buckets:
+            raise Answer(404, {"error": "no such bucket"}, X_Error_Code="RepoNotFound")
+        return self.hub.buckets[name]
+
+    def bucket_info(self, name: str) -> None:
+        files = self.bucket(name)
+        facts = {"private": True, "createdAt": "2026-01-01T00:00:00.000Z", "totalFiles": len(files)}
+        raise Answer(200, {"id": name, "size": sum(len(data) for _, data in files.values()), **facts})
+
+    def bucket_tree(self, name: str, path: str) -> None:
+        top = path.strip("/") + "/" if path.strip("/") else ""
+        deep = self.query.get("recursive", "").lower() == "true"
+        files = {known: file for known, file in self.bucket(name).items() if known.startswith(top) or known == top[:-1]}
+        folders = {top + known[len(top) :].split("/")[0] for known in files if "/" in known[len(top) :]}
+        found: list[dict[str, Any]] = [
+            {"type": "file", "path": known, "size": len(data), "xetHash": digest, "uploadedAt": "2026-01-01T00:00:00.000Z"}
+            for known, (digest, data) in files.items() if deep or "/" not in known[len(top) :]
+        ]  # fmt: skip
+        raise Answer(200, found + [{"type": "directory", "path": one} for one in sorted(folders) if not deep])
+
+    def bucket_batch(self, name: str) -> None:
+        files = self.bucket(name)
+        for line in b"".join(self.body()).splitlines():
+            asked = json.loads(line)
+            if asked["type"] == "deleteFile":
+                files.pop(asked["path"], None)
+            else:
+                files[asked["path"]] = asked["xetHash"], self._from_xet(asked["xetHash"])
+        raise Answer(200, {"success": True, "processed": 1, "succeeded": 1, "failed": []})
+
+    def _from_xet(self, digest: str) -> bytes:
+        """The bytes of a file that was sent: the store is locked by who writes to it, so they are looked for at the sender's."""
+        import hf_xet
+
+        found = [path for path in self.hub.spool.iterdir() if hf_xet.hash_files([str(path)])[0].hash == digest]
+        return found[0].read_bytes()
+
+    def bucket_resolve(self, name: str, path: str) -> None:
+        files = self.bucket(name)
+        if path not in files:
+            raise Answer(404, b"Entry not found", X_Error_Code="EntryNotFound")
+        self._send(files[path][1], ETag=f'"{files[path][0]}"')
+
+    def bucket_token(self, name: str) -> None:
+        self.bucket(name)
+        headers = {"X_Xet_Cas_Url": self.hub.xet, "X_Xet_Access_Token": "xet", "X_Xet_Token_Expiration": "9999999999"}
+        raise Answer(200, {"accessToken": "xet", "exp": 9_999_999_999, "casUrl": self.hub.xet}, **headers)
+
 
 def entry(path: str, blob: Blob) -> dict[str, Any]:
     lfs = {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 134}} if blob.sha256 else {}
@@ -635,5 +688,10 @@ ROUTES = [
     ("GET|HEAD", rf"/{_NAME}/resolve/{_REVISION}/(?P<path>.+)", "resolve"),
     ("GET|HEAD", r"/cdn/(?P<sha>\w+)", "cdn"),
     ("GET", rf"/api/models/{_NAME}/discussions", "discussions"),
+    ("GET", rf"/api/buckets/{_NAME}", "bucket_info"),
+    ("GET", rf"/api/buckets/{_NAME}/tree(?P<path>/.*)?", "bucket_tree"),
+    ("POST", rf"/api/buckets/{_NAME}/batch", "bucket_batch"),
+    ("GET", rf"/api/buckets/{_NAME}/xet-(?:write|read)-token", "bucket_token"),
+    ("GET|HEAD", rf"/buckets/{_NAME}/resolve/(?P<path>.+)", "bucket_resolve"),
     ("GET", rf"/api/models/{_NAME}/xet-(?:write|read)-token/.*", "xet_token"),
 ]

@@ -18,7 +18,7 @@ CHECKPOINT = ROOT.parent / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
 MODULES = 140
 """Modules of zckpt that `to-bf16` of a small ZeRO-3 save imports; that is the aim."""
 
-FUNCTIONS = 914
+FUNCTIONS = 915
 """Functions of zckpt that it runs, lambdas and comprehensions counted too; a few depend on the turn in which threads come."""
 
 CODE = """
@@ -52,7 +52,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 574,
-    "lines": 105_352,
+    "lines": 105_376,
     "lines of the trainer": 15_700,
     "classes": 802,
     "functions named by one participle": 0,

@@ -11,6 +11,7 @@ from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
 from zckpt.jobs.declarations import CONVERT, TO_DCP, TO_MCORE, TO_PEFT
+from zckpt.storage.fsspec_io import is_page
 
 if TYPE_CHECKING:
     from zckpt.jobs.convert import PlannedConversion
@@ -52,7 +53,7 @@ def convert(ckpt: Checkpoint, out: Out, asked: Asked[None], dry_run: DryRun = Fa
 
 
 def _write(ckpt: str, out: str, asked: Asked[None], shown: ShownProgress, *, dry_run: bool) -> None:
-    if out.startswith("hf://"):
+    if is_page(out):
         from zckpt.cli import push
 
         push.to_page(ckpt, out, asked, shown.console, dry_run=dry_run)

@@ -30,6 +30,7 @@ from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
 from zckpt.output.publish import check_output
+from zckpt.storage.fsspec_io import is_page
 from zckpt.storage.location import Location, locate
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def prepare(
         opened: the checkpoint, where it is open already.
     """
     source, place = locate(checkpoint), locate(out)
-    if place.path.lower().startswith("hf://"):
+    if is_page(place.path):
         raise UsageError(
             "OUT cannot be a page of the hub here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
         )

@@ -54,6 +54,7 @@ from zckpt.quantized.quantise import (
 )
 from zckpt.quantized.second_scale import Powers, Second
 from zckpt.quantized.targets import TARGETS, Target, order_of
+from zckpt.storage.fsspec_io import is_page
 from zckpt.storage.location import Location, locate
 
 
@@ -247,7 +248,7 @@ def open_model_for(
 ) -> OpenModel:
     """Opens a checkpoint for a job that writes a directory with a config; `why` says what is wrong if there is none."""
     source, place = locate(checkpoint), locate(out)
-    if place.path.lower().startswith("hf://") or place.name.endswith((".safetensors", ".bin", ".pt")):
+    if is_page(place.path) or place.name.endswith((".safetensors", ".bin", ".pt")):
         raise UsageError(
             "the output must be a directory", file=place, expected="a directory, which holds config.json beside the weights",
             remedy="Write to a directory, and load or push it as a whole.",

@@ -35,6 +35,7 @@ from zckpt.naming.gguf_tensors import add_frequency_factors, digest_of, mixed_of
 from zckpt.naming.gguf_vision import config_of_vision, vision_of, vision_parameters, vision_tensors
 from zckpt.naming.writers import GGUF, SchemeNames, name_for_writer
 from zckpt.output.publish import check_output
+from zckpt.storage.fsspec_io import is_page
 from zckpt.storage.location import Location, locate
 
 SUFFIX = ".gguf"
@@ -208,7 +209,7 @@ def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
 
 def _is_single(out: Location) -> bool:
     """Whether OUT is one file. Raises UsageError if it has the suffix of something else, or is a page of the hub."""
-    if out.path.lower().startswith("hf://"):
+    if is_page(out.path):
         raise UsageError(
             "OUT cannot be a page of the hub here",
             file=out,

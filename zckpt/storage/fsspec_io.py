@@ -47,6 +47,8 @@ _NAMING = (
     "VersionId",
     "version_id",
     "blob_id",
+    "xet_hash",
+    "uploaded_at",
     "md5Hash",
     "LastModified",
     "last_modified",
@@ -69,7 +71,13 @@ _UNREACHED = {
 Block = Union[bytes, "mmap.mmap"]
 """Bytes of a file; a slice of them is bytes."""
 
-_FORBIDDEN = {"PermissionError", "PermissionDeniedError", "UnauthenticatedError", "RefreshError"}
+_FORBIDDEN = {
+    "PermissionError",
+    "PermissionDeniedError",
+    "UnauthenticatedError",
+    "RefreshError",
+    "XetAuthenticationError",
+}
 """Names of the exceptions that backends raise without permission."""
 
 _REFUSED = compile_late(
@@ -150,7 +158,7 @@ def as_zckpt_errors(address: str) -> Iterator[None]:
             raise refusal from error
         kinds = {kind.__name__ for kind in type(error).__mro__}
         said = str(error) if {"GenericError", "OSError", "HttpError"} & kinds else ""
-        if is_missing or "NoSuchBucket" in said:
+        if is_missing or "NoSuchBucket" in said or "HfUriError" in kinds:
             raise NotACheckpointError(
                 "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",
                 remedy="Check the address.",
@@ -195,6 +203,11 @@ def token_owner() -> str:
         return f"the token of {token_source()}, of {HfApi().whoami(token=token)['name']}"
     except Exception:  # wrong, expired, or the hub does not say
         return f"the token of {token_source()}, which the hub does not know"
+
+
+def is_page(address: str) -> bool:
+    """Whether an address leads to a repository of the hub, where an output is a page; buckets of the hub are stores."""
+    return address.lower().startswith("hf://") and not address.lower().startswith("hf://buckets/")
 
 
 def is_hidden_at_hub(address: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,10 @@ class Upload:
             return self._fs.open_parts(self._target, part, max(2, SENT_BYTES // part))
         if hasattr(self._fs, "call_s3"):
             return _PartsByS3fs(self._fs, self._target, part, max(2, _SENT_BY_S3FS // part))
+        if self._fs.protocol == "hf":
+            from huggingface_hub.utils import disable_progress_bars
+
+            disable_progress_bars()
         part = max(PART_BYTES, least)
         try:
             return self._fs.open(self._target, "wb", block_size=part)
@@ -105,6 +110,8 @@ class Upload:
         finally:
             with contextlib.suppress(Exception):
                 self._file.closed = True  # otherwise its destructor would complete the upload
+            with contextlib.suppress(Exception):
+                os.remove(self._file.temp_file.name)  # of the hub's client, which sends a file once it is whole
         if self._target != self._path:
             with contextlib.suppress(Exception):
                 self._file.close()
