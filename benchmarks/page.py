@@ -61,7 +61,7 @@ TITLES = {
         "From and to a store that limits each request",
         "An S3 server on loopback gives 1 MB/s to each request and waits 30 ms before each answer, as object stores do. The "
         "limit is what 32 parallel requests of 8 MiB take for the same bytes; both begin with the start of a program. zckpt has "
-        "40 requests under way where it reads, and 33 where it writes. The hub is the tests', and sends readers on to it.",
+        "40 requests under way where it reads, and 33 where it writes (by s3fs 30). The hub is the tests', and sends readers on to it.",
     ),
     "dcp": ("torch.distributed.checkpoint", "A save of two ranks, sharded as `fully_shard` does."),
     "rank files": (
@@ -170,8 +170,8 @@ def write(results: dict[str, Any], path: Path) -> None:
             if name == "fp8 and GGUF":
                 model = f" {min(found['layers'], 22)} layers of 2,048."
             told = f"{found['machine']}; {rounds} round{'s' * (rounds != 1)}; {found['when']}.{model}{able}"
-            if found.get("load_before", 0) > _BUSY:
-                told += " Other jobs ran on the machine at the same time: times are long, and only those of one row compare."
+            if (load := found.get("load_before", 0)) > _BUSY:
+                told += f" Other jobs ran at the same time (load {load:.0f}): times are long, and only those of one row compare."
             parts.append(f"## {title}\n\n{about} {told}\n\n{table(found)}\n")
     parts.append(_large(results))
     path.write_text("\n".join(parts))
