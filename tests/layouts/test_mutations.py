@@ -224,7 +224,7 @@ Change = Callable[[Mapping[str, Any]], Any]
 
 
 def states(reader: Callable[..., Any], change: Change) -> Plant:
-    """What a family's reader says of states, changed; those of other families, which read the output, are right."""
+    """What a family's reader, or its kind of save, says of states, changed; those of other families are right."""
 
     def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def states(reader: Callable[..., Any], change: Change) -> Plant:
 
         return faulty
 
-    return lambda p: p.function(reader, wrong)
+    return lambda p: p.method(reader, "training", wrong) if isinstance(reader, type) else p.function(reader, wrong)
 
 
 def states_swapped(found: Mapping[str, Any]) -> Any:
@@ -256,7 +256,7 @@ def moments_exchanged(found: Mapping[str, Any]) -> Any:
     return {name: dict(zip(own, reversed(list(own.values())), strict=True)) for name, own in found.items()}
 
 
-READERS = {"zero3": zero3.training, "autoep": zero3.training, "zero0": unsharded_training.training_of}
+READERS = {"zero3": zero3.Zero3Save, "autoep": zero3.Zero3Save, "zero0": unsharded_training.training_of}
 
 
 def state_vectors_of_the_first(p: Planter) -> None:
@@ -753,7 +753,7 @@ def cases() -> Iterator[Case]:
         "zero0 fp32": "zero0/fp32", "tensor-parallel": "tensor/zero1_tp2_dp2",
         "pipeline": "pipeline/zero1_pp2_dp2", "moe": "moe/zero2_w2",
     }.items():  # fmt: skip
-        reader = READERS.get(family.partition(" ")[0], zero12.training)
+        reader = READERS.get(family.partition(" ")[0], zero12.Zero12Save)
         for fault, change in STATES.items():
             yield Case(family, fixture, fault, states(reader, change), run=True)
     for family, fixture in {"zero2": "zero2/groups_w3", "zero3": "zero3/sub_groups_w2"}.items():

@@ -92,7 +92,7 @@ class MixtureReader:
         found: dict[str, TensorEntry] = {}
         slices: dict[str, dict[int, TensorEntry]] = {}
         for part in self.parts:
-            for name, entry in zero.masters_of(part.save).items():
+            for name, entry in part.save.masters().items():
                 if part.rank is not None and self._is_stacked(name):
                     slices.setdefault(name, {})[part.rank] = entry
                 else:
@@ -149,8 +149,8 @@ class MixtureReader:
         if self.save is None:
             catalog = assemble(self.model, masters, source, topology, frozen={})
             return unsharded.frozen_without_master(catalog, trained) if trained else catalog
-        frozen = zero.frozen_of(replace(self.save, model=self.model))
-        padding = (pad for part in self.parts for pad in zero.padding_of(part.save))
+        frozen = replace(self.save, model=self.model).frozen()
+        padding = (pad for part in self.parts for pad in part.save.padding())
         return assemble(self.model, masters, source, topology, frozen, padding)
 
     def _state_names(self) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ class MixtureReader:
         """What the run needs beside its weights; of slices, the first model-parallel rank's."""
         if self.save is None:
             return self.training_of(self.mp_ranks[0])
-        held = [(part, zero.training_of(part.save)) for part in self.parts]
+        held = [(part, part.save.training()) for part in self.parts]
         states: dict[str, Mapping[str, TensorEntry]] = {}
         slices: dict[str, dict[str, dict[int, TensorEntry]]] = {}
         groups: dict[int, ParameterGroup] = {}

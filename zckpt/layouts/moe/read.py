@@ -158,7 +158,7 @@ class Split(model_parallel.ParallelSave):
         if isinstance(dense, zero3.Zero3Save):
             zero3.check_lengths(dense)
         catalog = zero.catalog_of(dense, Source("", self.listing.directory.path), self.topology)
-        return ModelSlice(catalog, save.model, lambda: zero.training_of(dense), dense)
+        return ModelSlice(catalog, save.model, dense.training, dense)
 
     def _check_none(self, rank: int) -> None:
         """Checks that a stage without experts has no files of experts."""

@@ -162,7 +162,7 @@ class ParallelSave:
         save = zero.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
         if save is not None:
             catalog = zero.catalog_of(save, source, self.topology)
-            return ModelSlice(catalog, save.model, lambda: zero.training_of(save), save)
+            return ModelSlice(catalog, save.model, save.training, save)
         if model.is_zero():
             size = model.ranks("dp_world_size") or 1
             own = unsharded.own_weights(model)

@@ -6,12 +6,11 @@ data-parallel rank; ZeRO-1 and -2 have one model file; all have optimizer files 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry, Topology
+from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates
 from zckpt.layouts.zero import zero3
@@ -54,9 +53,9 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
     rules = None if isinstance(save, Zero3Save) else rules_of_checkpoint(save.model)
     if rules is None:
-        return training_of(save)
+        return save.training()
     shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
-    return replace(training_of(save), joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()})
+    return replace(save.training(), joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()})
 
 
 def load(
@@ -80,42 +79,10 @@ def _load(listing: Listing, mp_rank: int, *, allow_unknown: bool, model: ModelSt
     else:
         return None
     if has_unknown_weights(save.model):
-        save = replace(save, model=match_by_values(save.model, masters_of(save)))
+        save = replace(save, model=match_by_values(save.model, save.masters()))
     return save
 
 
 def catalog_of(save: Save, source: Source, topology: Topology) -> Catalog:
     """The catalog of one model-parallel rank's files."""
-    return assemble(save.model, masters_of(save), source, topology, frozen_of(save), padding_of(save))
-
-
-def masters_of(save: Save) -> dict[str, TensorEntry]:
-    """Trainable parameters by name."""
-    if isinstance(save, Zero3Save):
-        return zero3.masters(save)
-    from zckpt.layouts.zero import zero12
-
-    return zero12.masters(save)
-
-
-def frozen_of(save: Save) -> dict[str, TensorEntry] | None:
-    """Frozen parameters by name; None where they are whole in the model file."""
-    return zero3.frozen(save) if isinstance(save, Zero3Save) else None
-
-
-def padding_of(save: Save) -> Iterator[Padding]:
-    """The elements of the masters that belong to no parameter."""
-    if isinstance(save, Zero3Save):
-        return zero3.padding(save)
-    from zckpt.layouts.zero import zero12
-
-    return zero12.padding(save)
-
-
-def training_of(save: Save) -> Training:
-    """What the run needs beside its weights. Raises IncompleteError for a rank without a state that others have."""
-    if isinstance(save, Zero3Save):
-        return zero3.training(save)
-    from zckpt.layouts.zero import zero12
-
-    return zero12.training(save)
+    return assemble(save.model, save.masters(), source, topology, save.frozen(), save.padding())

@@ -66,6 +66,61 @@ class Zero12Save:
         """The optimizer that wrote the files: the ZeRO optimizers name their stage, the bf16 optimizer does not."""
         return "zero" if "zero_stage" in self.shards[0].root else "bf16"
 
+    def frozen(self) -> None:
+        """Frozen parameters are whole in the model file."""
+
+    def masters(self) -> dict[str, TensorEntry]:
+        """Trainable parameters by name, with the module's own weights as replicas."""
+        found: dict[str, TensorEntry] = {}
+        files = [shard.file for shard in self.shards]
+        for group in self.groups:
+            for entry in group.entries([shard.vectors[group.number] for shard in self.shards], files, self.model):
+                found[entry.name] = entry
+        return found
+
+    def padding(self) -> Iterator[Padding]:
+        """The elements of the masters and of Adam's moments that belong to no parameter, vector by vector; all are zero.
+
+        DeepSpeed fills them with zeros, in masters and gradients; so no step of an optimizer such as Adam changes them.
+        """
+        for group in self.groups:
+            yield from _padding(group, self.shards, None)
+            for name in _ADAM:
+                if all(name in per_element(shard.states[group.number]) for shard in self.shards):
+                    yield from _padding(group, self.shards, name)
+
+    def training(self) -> Training:
+        """What the run needs beside its weights. Raises IncompleteError if a rank's file does not have a state that others
+        have.
+        """
+        groups: list[ParameterGroup] = []
+        padding: list[Padding] = []
+        states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in self.model.param_shapes for name in shapes}
+        first = self.shards[0]
+        for group in self.groups:
+            names = tuple(per_element(first.states[group.number]))
+            for state in names:
+                vectors = [state_vector(shard, group.number, state) for shard in self.shards]
+                for entry in group.entries(vectors, [shard.file for shard in self.shards]):
+                    states[entry.name][state] = entry
+                padding += _padding(group, self.shards, state)
+            order = tuple(group.shapes)
+            if self.form == "zero" and self.model.zero_config.get("round_robin_gradients"):
+                order = tuple(in_original_order(order, self.world_size))
+            groups.append(group_of(order, first, group.number, group.number))
+        return Training(
+            groups=tuple(groups),
+            states=states,
+            scaler=scaler_of(first),
+            model=self.model.rest,
+            precision=precision_of(self.model),
+            form=self.form,
+            raw=first.root,
+            padding=tuple(padding),
+            state_names=self.model.state_names,
+            also_frozen=self.model.also_frozen,
+        )
+
 
 def load(
     listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None
@@ -167,49 +222,6 @@ def _groups(save: Zero12Save) -> Iterator[_Group]:
         yield _Group(number, shapes, offsets, total, size, pieces)
 
 
-def masters(save: Zero12Save) -> dict[str, TensorEntry]:
-    """Trainable parameters by name, with the module's own weights as replicas."""
-    found: dict[str, TensorEntry] = {}
-    files = [shard.file for shard in save.shards]
-    for group in save.groups:
-        for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files, save.model):
-            found[entry.name] = entry
-    return found
-
-
-def training(save: Zero12Save) -> Training:
-    """What the run needs beside its weights. Raises IncompleteError if a rank's file does not have a state that others
-    have.
-    """
-    groups: list[ParameterGroup] = []
-    padding: list[Padding] = []
-    states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
-    first = save.shards[0]
-    for group in save.groups:
-        names = tuple(per_element(first.states[group.number]))
-        for state in names:
-            vectors = [state_vector(shard, group.number, state) for shard in save.shards]
-            for entry in group.entries(vectors, [shard.file for shard in save.shards]):
-                states[entry.name][state] = entry
-            padding += _padding(group, save.shards, state)
-        order = tuple(group.shapes)
-        if save.form == "zero" and save.model.zero_config.get("round_robin_gradients"):
-            order = tuple(in_original_order(order, save.world_size))
-        groups.append(group_of(order, first, group.number, group.number))
-    return Training(
-        groups=tuple(groups),
-        states=states,
-        scaler=scaler_of(first),
-        model=save.model.rest,
-        precision=precision_of(save.model),
-        form=save.form,
-        raw=first.root,
-        padding=tuple(padding),
-        state_names=save.model.state_names,
-        also_frozen=save.model.also_frozen,
-    )
-
-
 def _group_paddings(
     paddings: tuple[tuple[int, ...], ...], number: int, expected: int, shard: OptimizerShard
 ) -> tuple[int, ...]:
@@ -223,18 +235,6 @@ def _group_paddings(
 
 
 _ADAM = ("exp_avg", "exp_avg_sq")
-
-
-def padding(save: Zero12Save) -> Iterator[Padding]:
-    """The elements of the masters and of Adam's moments that belong to no parameter, vector by vector; all are zero.
-
-    DeepSpeed fills them with zeros, in masters and gradients; so no step of an optimizer such as Adam changes them.
-    """
-    for group in save.groups:
-        yield from _padding(group, save.shards, None)
-        for name in _ADAM:
-            if all(name in per_element(shard.states[group.number]) for shard in save.shards):
-                yield from _padding(group, save.shards, name)
 
 
 def _padding(group: _Group, shards: Sequence[OptimizerShard], state: str | None) -> Iterator[Padding]:

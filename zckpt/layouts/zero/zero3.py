@@ -67,6 +67,106 @@ class Zero3Save:
     shard_size: int
     stage: ClassVar[int] = 3
 
+    def masters(self) -> dict[str, TensorEntry]:
+        """Trainable parameters by name; under MiCS, those of further groups of ranks are replicas."""
+        size, lengths = self.shard_size, _sub_groups(self.shards)
+        found: dict[str, TensorEntry] = {}
+        for place in _places(self):
+            copies = [
+                tuple(_pieces(place, self.shards[first : first + size], lengths[first : first + size]))
+                for first in range(0, len(self.shards), size)
+            ]
+            dtype = self.shards[0].vectors[0].dtype
+            replicas = tuple(Replica(dtype, copy, f"MiCS group {number}") for number, copy in enumerate(copies[1:], 1))
+            found[place.name] = TensorEntry(place.name, place.shape, dtype, "parameter", copies[0], replicas)
+        return found
+
+    def frozen(self) -> dict[str, TensorEntry]:
+        """Frozen parameters by name: each rank's model file holds a piece, and the last may be padded or short. Raises
+        IncompleteError if a rank does not hold its piece.
+        """
+        shapes, shard_size = self.model.frozen_shapes, self.shard_size
+        models = {rank: read_model_states(self.listing, name) for rank, name in self.names.items()} if shapes else {}
+        found: dict[str, TensorEntry] = {}
+        for name, shape in shapes.items():
+            pieces: list[tuple[TensorRef, range]] = []
+            for rank in range(shard_size):
+                held = partition_of(math.prod(shape), shard_size, rank)
+                ref = models[rank].frozen_fragments.get(name)
+                if ref is None or ref.numel < len(held) or not ref.is_contiguous:
+                    if all(name not in model.frozen_fragments for model in models.values()):
+                        break  # saved without frozen parameters
+                    if ref is not None and ref.shape == () and len(held) > 1:
+                        raise _on_nvme(name, models[rank])
+                    raise IncompleteError(
+                        f"part of the frozen parameter {name!r} is missing",
+                        file=models[rank].file,
+                        found="no elements" if ref is None else f"{ref.numel:,} elements",
+                        expected=f"{len(held):,} elements on rank {rank}",
+                        remedy="Copy that file again, or choose another tag.",
+                    )
+                pieces.append((ref, held))
+            else:
+                dtypes = {ref.dtype for ref, _ in pieces}
+                if len(dtypes) != 1:
+                    raise InconsistentError(
+                        f"parts of the frozen parameter {name!r} have several dtypes", file=models[0].file,
+                        found=examples(dtype.name for dtype in dtypes), remedy=OTHER_SAVE,
+                    )  # fmt: skip
+                fragments = tuple(Fragment(r.store, r.byte_offset, h.start, len(h)) for r, h in pieces if len(h))
+                found[name] = TensorEntry(name, shape, dtypes.pop(), "frozen", fragments)
+        return found
+
+    def padding(self) -> Iterator[Padding]:
+        """The elements of the masters behind the last piece of each parameter, and at the end of swap files: arbitrary values."""
+        lengths = _sub_groups(self.shards)
+        for place in _places(self):
+            for first in range(0, len(self.shards), self.shard_size):
+                group = slice(first, first + self.shard_size)
+                yield from _padding(place, self.shards[group], lengths[group])
+        for vector in (vector for shard in self.shards for vector in shard.vectors):
+            yield from tail_of(vector)
+
+    def training(self) -> Training:
+        """What the run needs beside its weights. Raises IncompleteError if a rank's file does not have a state that others
+        have.
+        """
+        shards = self.shards[: self.shard_size]
+        first = shards[0]
+        lengths = _sub_groups(shards)
+        owned = owners(first)
+        names: list[list[str]] = [[] for _ in range(1 + max(owned.values(), default=0))]
+        states: dict[str, dict[str, TensorEntry]] = {}
+        padding: list[Padding] = []
+        sub_group = 0
+        for place in _places(self):
+            sub_group = next((piece.index for piece in lengths[0].pieces(place.offset, 1)), sub_group)
+            names[owned.get(sub_group, 0)].append(place.name)
+            states[place.name] = {}
+            for state in per_element(first.states[sub_group]):
+                dtype = state_vector(first, sub_group, state).dtype
+                fragments = tuple(_pieces(place, shards, lengths, state))
+                states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
+                padding += _padding(place, shards, lengths, state)
+        padding += _copies(self)
+        vectors = (ref for shard in self.shards for own in shard.states for ref in per_element(own).values())
+        padding += (tail for vector in vectors for tail in tail_of(vector))
+        firsts = {owner: number for number, owner in reversed(owned.items())}
+        groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
+        from zckpt.layouts.run.training import Training
+
+        return Training(
+            groups=groups,
+            states=states,
+            scaler=scaler_of(first),
+            model=self.model.rest,
+            precision=precision_of(self.model),
+            raw=first.root,
+            padding=tuple(padding),
+            state_names=self.model.state_names,
+            also_frozen=self.model.also_frozen,
+        )
+
 
 def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Zero3Save:
     """The files of one model-parallel rank; arguments and errors as in `zero12.load`."""
@@ -144,21 +244,6 @@ def _sub_groups(shards: Sequence[OptimizerShard]) -> list[SubGroups]:
     return SubGroups.of_ranks([vector.numel for vector in shard.vectors] for shard in shards)
 
 
-def masters(save: Zero3Save) -> dict[str, TensorEntry]:
-    """Trainable parameters by name; under MiCS, those of further groups of ranks are replicas."""
-    size, lengths = save.shard_size, _sub_groups(save.shards)
-    found: dict[str, TensorEntry] = {}
-    for place in _places(save):
-        copies = [
-            tuple(_pieces(place, save.shards[first : first + size], lengths[first : first + size]))
-            for first in range(0, len(save.shards), size)
-        ]
-        dtype = save.shards[0].vectors[0].dtype
-        replicas = tuple(Replica(dtype, copy, f"MiCS group {number}") for number, copy in enumerate(copies[1:], 1))
-        found[place.name] = TensorEntry(place.name, place.shape, dtype, "parameter", copies[0], replicas)
-    return found
-
-
 def _pieces(
     place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
 ) -> Iterator[Fragment]:
@@ -169,17 +254,6 @@ def _pieces(
         shard, held = shards[rank], partition_of(numel, len(shards), rank)
         for piece in lengths[rank].pieces(place.offset, len(held)):
             yield fragment_of(_vector(shard, piece.index, state), piece, held.start + piece.start, shard.file)
-
-
-def padding(save: Zero3Save) -> Iterator[Padding]:
-    """The elements of the masters behind the last piece of each parameter, and at the end of swap files: arbitrary values."""
-    lengths = _sub_groups(save.shards)
-    for place in _places(save):
-        for first in range(0, len(save.shards), save.shard_size):
-            group = slice(first, first + save.shard_size)
-            yield from _padding(place, save.shards[group], lengths[group])
-    for vector in (vector for shard in save.shards for vector in shard.vectors):
-        yield from tail_of(vector)
 
 
 def _padding(
@@ -211,47 +285,6 @@ def _vector(shard: OptimizerShard, number: int, state: str | None) -> TensorRef:
     return shard.vectors[number] if state is None else state_vector(shard, number, state)
 
 
-def training(save: Zero3Save) -> Training:
-    """What the run needs beside its weights. Raises IncompleteError if a rank's file does not have a state that others
-    have.
-    """
-    shards = save.shards[: save.shard_size]
-    first = shards[0]
-    lengths = _sub_groups(shards)
-    owned = owners(first)
-    names: list[list[str]] = [[] for _ in range(1 + max(owned.values(), default=0))]
-    states: dict[str, dict[str, TensorEntry]] = {}
-    padding: list[Padding] = []
-    sub_group = 0
-    for place in _places(save):
-        sub_group = next((piece.index for piece in lengths[0].pieces(place.offset, 1)), sub_group)
-        names[owned.get(sub_group, 0)].append(place.name)
-        states[place.name] = {}
-        for state in per_element(first.states[sub_group]):
-            dtype = state_vector(first, sub_group, state).dtype
-            fragments = tuple(_pieces(place, shards, lengths, state))
-            states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
-            padding += _padding(place, shards, lengths, state)
-    padding += _copies(save)
-    vectors = (ref for shard in save.shards for own in shard.states for ref in per_element(own).values())
-    padding += (tail for vector in vectors for tail in tail_of(vector))
-    firsts = {owner: number for number, owner in reversed(owned.items())}
-    groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
-    from zckpt.layouts.run.training import Training
-
-    return Training(
-        groups=groups,
-        states=states,
-        scaler=scaler_of(first),
-        model=save.model.rest,
-        precision=precision_of(save.model),
-        raw=first.root,
-        padding=tuple(padding),
-        state_names=save.model.state_names,
-        also_frozen=save.model.also_frozen,
-    )
-
-
 def owners(shard: OptimizerShard) -> dict[int, int]:
     """Sub-group -> parameter group, as the wrapped optimizer lists them."""
     listed = [group.get("params") for group in shard.settings]
@@ -269,40 +302,3 @@ def _on_nvme(name: str, model: ModelStates) -> IncompleteError:
         remedy="Take the frozen weights from the model that the run began with: save again with "
         "exclude_frozen_parameters=True, or with offload_param on 'cpu'.",
     )  # fmt: skip
-
-
-def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
-    """Frozen parameters by name: each rank's model file holds a piece, and the last may be padded or short. Raises
-    IncompleteError if a rank does not hold its piece.
-    """
-    shapes, shard_size = save.model.frozen_shapes, save.shard_size
-    models = {rank: read_model_states(save.listing, name) for rank, name in save.names.items()} if shapes else {}
-    found: dict[str, TensorEntry] = {}
-    for name, shape in shapes.items():
-        pieces: list[tuple[TensorRef, range]] = []
-        for rank in range(shard_size):
-            held = partition_of(math.prod(shape), shard_size, rank)
-            ref = models[rank].frozen_fragments.get(name)
-            if ref is None or ref.numel < len(held) or not ref.is_contiguous:
-                if all(name not in model.frozen_fragments for model in models.values()):
-                    break  # saved without frozen parameters
-                if ref is not None and ref.shape == () and len(held) > 1:
-                    raise _on_nvme(name, models[rank])
-                raise IncompleteError(
-                    f"part of the frozen parameter {name!r} is missing",
-                    file=models[rank].file,
-                    found="no elements" if ref is None else f"{ref.numel:,} elements",
-                    expected=f"{len(held):,} elements on rank {rank}",
-                    remedy="Copy that file again, or choose another tag.",
-                )
-            pieces.append((ref, held))
-        else:
-            dtypes = {ref.dtype for ref, _ in pieces}
-            if len(dtypes) != 1:
-                raise InconsistentError(
-                    f"parts of the frozen parameter {name!r} have several dtypes", file=models[0].file,
-                    found=examples(dtype.name for dtype in dtypes), remedy=OTHER_SAVE,
-                )  # fmt: skip
-            fragments = tuple(Fragment(r.store, r.byte_offset, h.start, len(h)) for r, h in pieces if len(h))
-            found[name] = TensorEntry(name, shape, dtypes.pop(), "frozen", fragments)
-    return found
