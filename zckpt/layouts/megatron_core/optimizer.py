@@ -12,18 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count
-from zckpt.containers import mapping_at
+from zckpt.containers import list_at, mapping_at
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem
 from zckpt.layouts.megatron_core.contents import MegatronItems, plain_name
 from zckpt.layouts.megatron_core.run_state import MegatronRun
-from zckpt.layouts.run.training import ParameterGroup
-
-_MEGATRONS_OWN = re.compile(r"params|.*_mult|is_.*|default_config|(?:max|min)_lr|pre_.*|step|param_.*")
-"""Settings of a group that only Megatron-Core's schedules read."""
+from zckpt.layouts.run.training import ParameterGroup, kept_settings
 
 _LAYERS = re.compile(r"\blayers\.(?!\d)")
 _EXPERTS = re.compile(r"\bexperts\.experts\.(?!\d)")
@@ -32,29 +28,19 @@ _SETTINGS = ("optimizer", "param_to_group_meta")
 _ENDS_OF_MODEL = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A group of the common state."""
+_Settings = Mapping[str, object]
+"""What a group says of itself."""
 
-    settings: Mapping[str, object]
 
-    def takes(self, name: str, is_vector: bool, experts_apart: bool) -> bool:
-        """Whether a parameter is in the group, by Megatron-Core's rule; `experts_apart`: whether there are groups of
-        experts.
-        """
-        own = self.settings
-        of_experts = experts_apart and bool(_EXPERT.search(name))
-        if "is_expert_parallel" in own and bool(own["is_expert_parallel"]) != of_experts:
-            return False
-        if own.get("is_decoupled_lr") and not name.endswith(_ENDS_OF_MODEL):
-            return False
-        decays = own.get("wd_mult")
-        return not isinstance(decays, int | float) or (decays == 0) == is_vector
-
-    def kept(self) -> dict[str, object]:
-        """The settings that any optimizer has."""
-        kept = {key: value for key, value in self.settings.items() if not _MEGATRONS_OWN.fullmatch(key)}
-        return {**kept, "weight_decay": 0.0} if self.settings.get("wd_mult") == 0 else kept
+def _takes(group: _Settings, name: str, is_vector: bool, experts_apart: bool) -> bool:
+    """Whether a parameter is in the group, by Megatron-Core's rule; `experts_apart`: whether there are groups of experts."""
+    of_experts = experts_apart and bool(_EXPERT.search(name))
+    if "is_expert_parallel" in group and bool(group["is_expert_parallel"]) != of_experts:
+        return False
+    if group.get("is_decoupled_lr") and not name.endswith(_ENDS_OF_MODEL):
+        return False
+    decays = group.get("wd_mult")
+    return not isinstance(decays, int | float) or (decays == 0) == is_vector
 
 
 def parameter_groups(
@@ -67,15 +53,15 @@ def parameter_groups(
     """The groups that own a save's parameters, with their settings and the step; `beside`: settings of groups that are
     not in the common state. Raises UnsupportedError if they do not say which group a parameter is in.
     """
-    groups = [*_groups(run), *map(_Group, beside)]
+    groups = [*_groups(run), *beside]
     members: list[list[str]] = [[] for _ in groups]
-    apart = any(group.settings.get("is_expert_parallel") for group in groups)  # not where one rank has all experts
+    apart = any(group.get("is_expert_parallel") for group in groups)  # not where one rank has all experts
     for name in held.weights:
         if name not in states:
             continue
         is_vector = name.endswith(".bias") or len(held.weights[name].shape) - _count_stacked(name) <= 1
-        taking = [number for number, group in enumerate(groups) if group.takes(name, is_vector, apart)]
-        decoupled = [number for number in taking if groups[number].settings.get("is_decoupled_lr")]
+        taking = [number for number, group in enumerate(groups) if _takes(group, name, is_vector, apart)]
+        decoupled = [number for number in taking if groups[number].get("is_decoupled_lr")]
         if len(taking := decoupled or taking) != 1:
             raise UnsupportedError(
                 f"does not say which parameter group {name!r} is in", file=file,
@@ -83,11 +69,8 @@ def parameter_groups(
                 expected="the groups that Megatron-Core makes by itself", remedy="Convert the weights alone (to-fp32).",
             )  # fmt: skip
         members[taking[0]].append(name)
-    made: list[ParameterGroup] = []
-    for group, names in zip(groups, members, strict=True):
-        if names:
-            made.append(_make_group(states, group, names, group.settings.get("step", _common_step(run))))
-    return made
+    pairs = zip(groups, members, strict=True)
+    return [_make_group(states, own, names, own.get("step", _common_step(run))) for own, names in pairs if names]
 
 
 def named_groups(held: MegatronItems, metadata: Metadata, items: Items) -> list[ParameterGroup]:
@@ -100,30 +83,27 @@ def named_groups(held: MegatronItems, metadata: Metadata, items: Items) -> list[
             own.setdefault(plain_name(str(item.path[2])), {})[str(item.path[3])] = item
     items.open_all(item for settings in own.values() for item in settings.values())
     items.open_all(held.steps.values())
-    groups: dict[str, tuple[_Group, object, list[str]]] = {}
+    groups: dict[str, tuple[_Settings, object, list[str]]] = {}
     for name, settings in own.items():
         if name in held.states:
-            group = _Group({key: items.value(item) for key, item in settings.items()})
-            step = items.value(held.steps[name]) if name in held.steps else group.settings.get("step", 0)
-            groups.setdefault(repr(sorted(group.settings.items())), (group, step, []))[2].append(name)
+            group = {key: items.value(item) for key, item in settings.items()}
+            step = items.value(held.steps[name]) if name in held.steps else group.get("step", 0)
+            groups.setdefault(repr(sorted(group.items())), (group, step, []))[2].append(name)
     return [_make_group(held.states, group, names, step) for group, step, names in groups.values()]
 
 
 def _make_group(
-    states: Mapping[str, Mapping[str, object]], group: _Group, names: list[str], step: object
+    states: Mapping[str, Mapping[str, object]], group: _Settings, names: list[str], step: object
 ) -> ParameterGroup:
     kinds = dict.fromkeys(state for name in names for state in states[name] if state != "param")
-    return ParameterGroup(tuple(names), group.kept(), {"step": step}, tuple(kinds))
+    return ParameterGroup(tuple(names), kept_settings(group), {"step": step}, tuple(kinds))
 
 
-def _groups(run: MegatronRun) -> Iterator[_Group]:
+def _groups(run: MegatronRun) -> Iterator[_Settings]:
     """The groups of all optimizers of the common state."""
     for own in run.optimizers():
-        inner = own.get("optimizer", own)
-        listed = inner.get("param_groups") if isinstance(inner, Mapping) else None
-        for group in listed if isinstance(listed, list) else ():
-            if isinstance(group, Mapping):
-                yield _Group({str(key): value for key, value in group.items()})
+        listed = list_at(own.get("optimizer", own), "param_groups")
+        yield from (group for group in listed if isinstance(group, Mapping))
 
 
 def _common_step(run: MegatronRun) -> object:

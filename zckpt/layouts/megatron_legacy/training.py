@@ -18,11 +18,8 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.layouts.megatron_legacy import MODEL, OPTIMIZER
 from zckpt.layouts.megatron_legacy.masters import group_facts
 from zckpt.layouts.megatron_legacy.read import LegacySave
-from zckpt.layouts.run.training import ParameterGroup, Training
+from zckpt.layouts.run.training import ParameterGroup, Training, kept_settings
 from zckpt.layouts.save.listing import Listing
-
-_MEGATRONS_OWN = re.compile(r"params|.*_mult|is_.*|(?:max|min)_lr|pre_.*|step|start_.*|end_.*|default_config")
-"""Settings of a group that only Megatron's schedules read."""
 
 _EXPERT = re.compile(r".*\.(?:experts|local_experts)\..+")
 _KEPT = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
@@ -113,15 +110,10 @@ def _groups(save: LegacySave, trained: Mapping[str, TensorEntry]) -> list[Parame
             )  # fmt: skip
         members[taking[0]].append(name)
     return [
-        ParameterGroup(tuple(names), _settings(group), {"step": _step(save, group)}, tuple(save.state_names()))
+        ParameterGroup(tuple(names), kept_settings(group), {"step": _step(save, group)}, tuple(save.state_names()))
         for group, names in zip(facts, members, strict=True)
         if names
     ]
-
-
-def _settings(group: Mapping[str, object]) -> dict[str, object]:
-    kept = {key: value for key, value in group.items() if not _MEGATRONS_OWN.fullmatch(str(key))}
-    return {**kept, "weight_decay": 0.0} if group.get("wd_mult") == 0 else kept
 
 
 def _step(save: LegacySave, group: Mapping[str, object]) -> object:

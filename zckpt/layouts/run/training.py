@@ -7,6 +7,7 @@ trainable parameters.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Literal
@@ -135,3 +136,13 @@ def client_state(root: Mapping[str, object], steps: int | None) -> dict[str, obj
     """
     rest = {key: value for key, value in root.items() if value is not None and is_plain(value)}
     return {**rest, "global_steps": steps or 0, "skipped_steps": 0, "ds_version": "0.19.8"}
+
+
+_MEGATRONS_OWN = re.compile(r"params|.*_mult|is_.*|default_config|(?:max|min)_lr|(?:pre|param|start|end)_.*|step")
+"""Settings of a group that only Megatron's schedules read."""
+
+
+def kept_settings(group: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a group of Megatron's that any optimizer has."""
+    kept = {str(key): value for key, value in group.items() if not _MEGATRONS_OWN.fullmatch(str(key))}
+    return {**kept, "weight_decay": 0.0} if group.get("wd_mult") == 0 else kept
