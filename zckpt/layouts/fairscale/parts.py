@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.containers import Placeholder, TensorRef, mapping_at
-from zckpt.core.catalog import Catalog, Role, Source, TensorEntry, Topology
+from zckpt.containers import Placeholder, mapping_at
+from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.core.evidence import OWN_INDEX, Evidence, weakest
 from zckpt.layouts.fairscale import SHARD, WHOLE_PART, WHOLE_SHARED, files, states
 from zckpt.layouts.fairscale.read import EXPERT, step_in
@@ -23,7 +23,7 @@ from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import as_mapping, flatten, root_of, whole
+from zckpt.layouts.save.module_states import as_mapping, flatten, own_tensors, root_of
 
 _RULES = "metaseq"
 _UNREAD = "The optimizer's states are not read: files that are not sharded do not name them."
@@ -110,10 +110,8 @@ def _parts_evidence(parts: Iterable[Listing]) -> Evidence:
     """What says how many parts the model has: `model_parallel_size` of metaseq's and fairseq's settings."""
     parts = list(parts)
     for name in parts[0].files:
-        root = parts[0].open(name).root
-        settings = root if isinstance(root, Mapping) else {}
         for key in ("cfg", "args"):
-            if _parallel_size(settings.get(key)) == len(parts):
+            if _parallel_size(parts[0].entry(name, key)) == len(parts):
                 return Evidence("metadata", f"model_parallel_size in {key!r} of the files")
     return Evidence("unknown", "the files do not say how many parts the model has", "the run's model_parallel_size")
 
@@ -214,20 +212,7 @@ def _of_file(listing: Listing, name: str) -> tuple[dict[str, TensorEntry], dict[
     refs = flatten(as_mapping(root_of(listing, name).get("model"), "its entry 'model'", path), [])
     if not refs:
         raise CorruptError("holds no tensors", file=path, found="an empty 'model'", remedy=COPY_AGAIN)
-    tensors: dict[str, TensorEntry] = {}
-    aliases: dict[str, str] = {}
-    places: dict[object, str] = {}
-    for own, ref in refs.items():
-        kept = places.setdefault(ref.place, own) if ref.numel else own
-        if kept != own:
-            aliases[own] = kept
-        else:
-            tensors[own] = whole(own, ref, _role(ref))
-    return tensors, aliases
-
-
-def _role(ref: TensorRef) -> Role:
-    return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
+    return own_tensors(refs)
 
 
 def _source(listing: Listing, name: str, notes: tuple[str, ...]) -> Source:

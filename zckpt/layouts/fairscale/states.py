@@ -10,7 +10,6 @@ checkpoint_utils.py (`_merge_flat_fsdp_opt_state`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
@@ -23,10 +22,10 @@ from zckpt.layouts.fairscale.read import Held, Rank, holders, metadata_in, read_
 from zckpt.layouts.run.agreement import parameter_groups
 from zckpt.layouts.run.numbering import positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
-from zckpt.layouts.run.values import keep_alike, refuse_odd_values
+from zckpt.layouts.run.values import is_vector, keep_alike, refuse_odd_values
 from zckpt.layouts.run.vectors import unflatten
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import whole
+from zckpt.layouts.save.module_states import whole, with_frozen
 from zckpt.layouts.save.origins import other_kind
 
 _NUMBERED = "a 'state' and 'param_groups' with the parameters of the files, in their order"
@@ -72,10 +71,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         if optimizer is not None:
             states = optimizer.names
             trained = {name for numbers in optimizer.groups for number in numbers for name in held[number].shapes}
-            tensors = {
-                n: replace(e, role="frozen") if e.role == "parameter" and n not in trained else e
-                for n, e in tensors.items()
-            }
+            tensors = with_frozen(tensors, trained)
     source = Source(
         layout="fairscale", path=listing.directory.path, tag=listing.tag, framework=("FairScale", ""),
         global_steps=step_in(ranks[0].root), optimizer_states=states, notes=notes,
@@ -199,13 +195,9 @@ def _optimizer(ranks: Sequence[Rank], held: Sequence[Held]) -> _Optimizer | None
     at = {key: position for position, key in enumerate(keys)}
     of_held = [{n: own.get(at[one.key], {}) for n, one in enumerate(held)} for own in states]
     names = tuple(dict.fromkeys(
-        name for own in of_held for values in own.values() for name, value in values.items() if _is_vector(value)
+        name for own in of_held for values in own.values() for name, value in values.items() if is_vector(value)
     ))  # fmt: skip
     return _Optimizer(spread, settings, of_held, names)
-
-
-def _is_vector(value: object) -> bool:
-    return isinstance(value, TensorRef) and bool(value.shape)
 
 
 def _number_states(
@@ -269,7 +261,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         for number in numbers:
             one = held[number]
             for state, first in optimizer.states[min(one.used)][number].items():
-                if not _is_vector(first):
+                if not is_vector(first):
                     keep_alike(shared, state, first, one.key, listing.directory.path)
                     continue
                 refs = {rank: _state_of(optimizer, ranks, rank, number, one, state) for rank in one.used}

@@ -30,7 +30,7 @@ from zckpt.layouts.plain import read as plain
 from zckpt.layouts.run.agreement import steps_of
 from zckpt.layouts.run.numbering import Extent, positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
-from zckpt.layouts.run.values import keep_alike, missing_ranks, refuse_odd_values
+from zckpt.layouts.run.values import is_vector, keep_alike, missing_ranks, refuse_odd_values
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.model_shapes import MAKE, is_sorted, own_name, read_shapes
 from zckpt.layouts.save.module_states import Shape, as_mapping, whole
@@ -54,7 +54,7 @@ class _Optimizer:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The states that each element has."""
-        each = (kind for own in self.states.values() for kind, value in own.items() if _is_vector(value))
+        each = (kind for own in self.states.values() for kind, value in own.items() if is_vector(value))
         return tuple(dict.fromkeys(each))
 
 
@@ -110,7 +110,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         kinds: dict[str, None] = {}
         for name in names:
             for kind, value in optimizer.states.get(name, {}).items():
-                if isinstance(value, TensorRef) and value.shape == catalog.tensors[name].shape and _is_vector(value):
+                if isinstance(value, TensorRef) and value.shape == catalog.tensors[name].shape and value.shape:
                     states.setdefault(name, {})[kind] = whole(name, value, "parameter")
                     kinds[kind] = None
                 elif isinstance(value, TensorRef) and (value.numel != 1 or (value.shape and kind != "step")):
@@ -135,10 +135,6 @@ def _files(listing: Listing) -> OptimizerFiles:
     if files is None:
         raise InconsistentError("its files have changed while they were read", file=listing.directory)
     return files
-
-
-def _is_vector(value: object) -> bool:
-    return isinstance(value, TensorRef) and bool(value.shape)
 
 
 # -- names for numbers -----------------------------------------------------------------------------------------------

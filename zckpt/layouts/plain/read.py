@@ -15,15 +15,15 @@ from zckpt.base.errors import (
     ZckptError,
 )
 from zckpt.base.words import examples
-from zckpt.containers import Container, TensorRef
-from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
+from zckpt.containers import Container
+from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.claims import ByteSpan
 from zckpt.core.evidence import BY_MANIFEST, LEFT_OUT, OWN_INDEX, Evidence
 from zckpt.layouts.plain import rank_parts
 from zckpt.layouts.plain.files import chosen_index, match, size_in_index, weight_files
 from zckpt.layouts.plain.state_dict import composers_prefix, composers_state, left_out_of, model_in
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import views_of, whole
+from zckpt.layouts.save.module_states import own_tensors, views_of
 from zckpt.layouts.save.weight_files import files_counted_with
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
@@ -47,7 +47,6 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     prefix = ""
     for shard in names:
         container = listing.open(shard)
-        by_place: dict[object, str] = {}
         if not allow_unknown and not listing.part:
             _refuse_part(container, listing.files[shard].path, named=listing.directory == listing.files[shard])
         state = model_in(container, listing.files[shard].path, notes, listing.options.key)
@@ -55,12 +54,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             raise _same_names(listing, names[: names.index(shard) + 1], again)
         prefix = prefix or composers_prefix(container.root)
         views += views_of(state.values())
-        for tensor, ref in state.items():
-            kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
-            if kept == tensor:
-                tensors[tensor] = whole(tensor, ref, _role(ref))
-            else:
-                aliases[tensor] = kept
+        entries, tied = own_tensors(state)
+        tensors |= entries
+        aliases |= tied
         said = container.metadata if container.kind == "safetensors" else {}
         aliases.update({d: k for d, k in said.items() if k in tensors and d not in tensors and d != "format"})
     if not allow_unknown:
@@ -124,10 +120,6 @@ def _same_names(listing: Listing, files: Sequence[str], tensors: Sequence[str]) 
         remedy="They are slices of ranks, or models of their own. Join slices with the program that wrote them; give one file "
         "with --as-part where it is a model.",
     )  # fmt: skip
-
-
-def _role(ref: TensorRef) -> Role:
-    return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
 
 
 def left_out(listing: Listing) -> list[str]:

@@ -23,7 +23,7 @@ from zckpt.base.words import count, examples
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief, list_at
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.run.training import ParameterGroup
-from zckpt.layouts.run.values import SCALER, number_in, step_of
+from zckpt.layouts.run.values import SCALER, is_vector, number_in, step_of
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import whole
 
@@ -189,7 +189,7 @@ def _read_statement(name: str, rank: str, outer: Mapping[str, object]) -> _Said:
         groups[topic] = {**_binding(settings), **({} if step is None else {"step": step})}
         own[topic] = {k: _plain(v) for k, v in settings.items() if k not in (*BINDING, "params", "step")}
         for at, state in enumerate(states):
-            single = {k: _plain(v) for k, v in state.items() if k != "step" and not _is_vector(v)}
+            single = {k: _plain(v) for k, v in state.items() if k != "step" and not is_vector(v)}
             own[f"{topic}, state {at}"] = single
     scaler = {k: _plain(outer[k]) for k in (*SCALER, *_OF_SCALE) if k in outer and k != _OF_LAST_STEP}
     return _Said(name, rank, scaler, groups, own)
@@ -223,10 +223,6 @@ def _steps(places: Sequence[Mapping[str, object]]) -> list[int]:
 
 def _binding(settings: Mapping[str, object]) -> dict[str, object]:
     return {key: _plain(value) for key, value in settings.items() if key in BINDING}
-
-
-def _is_vector(value: object) -> bool:
-    return isinstance(value, TensorRef) and bool(value.shape)
 
 
 def _plain(value: object) -> object:

@@ -14,6 +14,7 @@ from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef, list_at, mapping_at
 from zckpt.core.claims import ByteSpan, Claims
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
+from zckpt.layouts.save.module_states import label_of
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
 _WRAPPED = ("base_optimizer_state", "optimizer_state_dict")
@@ -88,8 +89,7 @@ def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, ob
 
 def _swap_file(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> TensorRef | None:
     """The swap file that a vector names, as one tensor; None if it is not there."""
-    label = (ref.attributes or {}).get("ds_id")
-    name = listing.swap_file(*rank, label) if isinstance(label, str) else ""
+    name = listing.swap_file(*rank, label) if (label := label_of(ref)) else ""
     if name not in listing.files:
         return None
     store = listing.files[name].store()

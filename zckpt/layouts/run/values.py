@@ -19,6 +19,11 @@ SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Entries of an optimizer file that are the loss scaler and what is kept beside it."""
 
 
+def is_vector(value: object) -> bool:
+    """Whether a state is a tensor with dimensions, and no single number."""
+    return isinstance(value, TensorRef) and bool(value.shape)
+
+
 def step_of(value: object) -> int | None:
     """A step counter as a whole number, whether it is a number or a tensor of one element; None for anything else."""
     if isinstance(value, TensorRef):

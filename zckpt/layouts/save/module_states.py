@@ -8,8 +8,8 @@ Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from zckpt.base import limits
@@ -224,6 +224,34 @@ def whole(
 ) -> TensorEntry:
     """A tensor that one file holds whole, perhaps recorded under another shape with as many elements."""
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
+
+
+def own_tensors(refs: Mapping[str, TensorRef]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors that one file holds, and the further names of those that have several."""
+    tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    places: dict[object, str] = {}
+    for name, ref in refs.items():
+        kept = places.setdefault(ref.place, name) if ref.numel else name
+        if kept == name:
+            tensors[name] = whole(name, ref, "parameter" if ref.dtype.kind in ("float", "complex") else "buffer")
+        else:
+            aliases[name] = kept
+    return tensors, aliases
+
+
+def with_frozen(tensors: Mapping[str, TensorEntry], trained: Container[str]) -> dict[str, TensorEntry]:
+    """The tensors; parameters that are not trained are frozen."""
+    return {
+        name: replace(entry, role="frozen") if entry.role == "parameter" and name not in trained else entry
+        for name, entry in tensors.items()
+    }
+
+
+def label_of(value: object) -> str:
+    """The `ds_id` that DeepSpeed's swapper gave a vector, by which its file is called; empty for any other value."""
+    label = (value.attributes or {}).get("ds_id") if isinstance(value, TensorRef) else None
+    return label if isinstance(label, str) else ""
 
 
 def views_of(refs: Iterable[TensorRef]) -> Iterator[ByteSpan]:

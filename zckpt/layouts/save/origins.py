@@ -16,7 +16,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, brief, list_at, mapping_at, value_at
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import SHARD_NAME, Listing
-from zckpt.layouts.save.module_states import root_of
+from zckpt.layouts.save.module_states import label_of, root_of
 
 APART_S = 600
 """Ranks write at the same time: a file ten minutes older or younger than the rest was not written with them."""
@@ -92,20 +92,15 @@ def _find_swap_files(listing: Listing, name: str, state: Mapping[str, object]) -
     match = SHARD_NAME.fullmatch(name)
     states = mapping_at(state, "optimizer_state_dict", "state")
     for number, vector in enumerate(list_at(state, "fp32_flat_groups")):
-        labels = {key: _label(value) for key, value in mapping_at(states, number).items()}
+        labels = {key: label_of(value) for key, value in mapping_at(states, number).items()}
         swapped = [label for key, label in labels.items() if label.startswith(f"{key}-")]
-        label = _label(vector)
+        label = label_of(vector)
         if match is None or not label:
             continue
         master = listing.swap_file(int(match["dp"]), int(match["mp"]), label)
         if swapped or (isinstance(vector, TensorRef) and not vector.numel and master in listing.files):
             yield master
         yield from (listing.swap_file(int(match["dp"]), int(match["mp"]), label) for label in swapped)
-
-
-def _label(value: object) -> str:
-    label = (value.attributes or {}).get("ds_id") if isinstance(value, TensorRef) else None
-    return label if isinstance(label, str) else ""
 
 
 def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:

@@ -37,7 +37,7 @@ from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.save.companions import is_own
 from zckpt.layouts.save.listing import SWAP_NAME, SWAPPED, Listing
-from zckpt.layouts.save.module_states import ModelStates
+from zckpt.layouts.save.module_states import ModelStates, label_of
 from zckpt.layouts.zero.optimizer_states import OptimizerShard
 from zckpt.layouts.zero.partition import partition_numel
 
@@ -66,7 +66,7 @@ def with_swapped(
         UnsupportedError: the optimizer file does not name the swap file.
     """
     swapped = [number for number in range(len(shard.vectors)) if _is_swapped(number, shard, model)]
-    named = any(_label(shard.vectors[number]) or shard.vectors[number].numel for number in swapped)
+    named = any(label_of(shard.vectors[number]) or shard.vectors[number].numel for number in swapped)
     if not swapped or (not named and len(model.param_shapes) != len(shard.vectors)):  # no vectors, of no elements
         return shard
     if len(model.param_shapes) != len(shard.vectors):
@@ -88,7 +88,7 @@ def with_swapped(
         vectors[number] = files.vector(vectors[number], "", _dtype_of_masters(model))
         own = dict(states[number])
         for name, value in own.items():
-            if isinstance(value, TensorRef) and (label := _label(value)).startswith(f"{name}-"):
+            if isinstance(value, TensorRef) and (label := label_of(value)).startswith(f"{name}-"):
                 try:
                     own[name] = files.vector(value, name, value.dtype)
                 except IncompleteError as error:  # the weights are there all the same
@@ -97,17 +97,11 @@ def with_swapped(
     return replace(shard, vectors=tuple(vectors), states=tuple(states), absent=absent)
 
 
-def _label(vector: TensorRef) -> str:
-    """The `ds_id` of a vector; empty if it has none."""
-    label = (vector.attributes or {}).get("ds_id")
-    return label if isinstance(label, str) else ""
-
-
 def _is_swapped(number: int, shard: OptimizerShard, model: ModelStates) -> bool:
     """Whether the elements of a sub-group are in swap files, whatever the optimizer file has; see [Note: swap files]."""
     vector = shard.vectors[number]
     states = shard.states[number].items()
-    if not vector.numel or any(isinstance(v, TensorRef) and _label(v).startswith(f"{n}-") for n, v in states):
+    if not vector.numel or any(isinstance(v, TensorRef) and label_of(v).startswith(f"{n}-") for n, v in states):
         return True
     block = value_at(model.config, "aio", "block_size")
     least = max(_LEAST_BYTES, block if isinstance(block, int) else 0)
@@ -147,7 +141,7 @@ class _SwapFiles:
         """The elements of the masters, or of a state, that a tensor of the optimizer file stands for. Raises
         IncompleteError, UnsafeError, UnsupportedError as in `with_swapped`.
         """
-        label = _label(stands_for)
+        label = label_of(stands_for)
         if not _LABEL.fullmatch(label):
             raise UnsupportedError(
                 f"does not say which swap file holds sub-group {self.number}", file=self.shard.file,

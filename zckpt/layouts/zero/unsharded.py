@@ -24,7 +24,7 @@ from zckpt.engine.elements import ElementReader
 from zckpt.engine.replicas import first_difference
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole
+from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole, with_frozen
 from zckpt.layouts.zero.assembly import assemble, source_of
 
 
@@ -81,11 +81,7 @@ def lost_masters(weights: Mapping[str, TensorEntry], world_size: int) -> str:
 
 def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) -> Catalog:
     """The catalog of a run with masters; parameters without a master are frozen."""
-    tensors = {
-        name: replace(entry, role="frozen") if entry.role == "parameter" and name not in masters else entry
-        for name, entry in catalog.tensors.items()
-    }
-    return replace(catalog, tensors=tensors)
+    return replace(catalog, tensors=with_frozen(catalog.tensors, masters))
 
 
 def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
