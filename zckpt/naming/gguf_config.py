@@ -16,19 +16,14 @@ from typing import Any
 from zckpt.base.errors import CorruptError, UsageError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.engine.elements import ElementReader, elements
+from zckpt.naming.families import architecture_of
 from zckpt.naming.gguf_keys import BLOCKS_OF_27B, SUMS_OF_EXPERTS
+from zckpt.naming.gguf_metadata import ARCHITECTURES
 from zckpt.naming.gguf_tensors import FACTORS, llama3_factors
+from zckpt.naming.schemes import family_of
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-}  # fmt: skip
-_TYPES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}  # fmt: skip
-"""llama.cpp's architecture -> `model_type`."""
+_TYPES = {architecture: kind for kind, architecture in reversed(ARCHITECTURES.items())}
+"""llama.cpp's architecture -> the first `model_type` that is written so."""
 
 _KNOWN_SCALINGS = tuple(
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -61,9 +56,10 @@ def config_of_gguf(catalog: Catalog, metadata: Mapping[str, object], family: str
         kind = "mixtral" if experts else family if family == "mistral" else kind
     heads, hidden = read.number("attention.head_count", least=1), read.number("embedding_length")
     size = read.number("attention.key_length", hidden // heads)
+    known = family_of(kind)
     config: dict[str, object] = {
         "model_type": kind,
-        "architectures": [_CLASSES[kind]],
+        "architectures": [] if known is None else [architecture_of(known)],
         "vocab_size": _rows(catalog),
         "hidden_size": hidden,
         "intermediate_size": read.number("feed_forward_length"),

@@ -115,22 +115,6 @@ def where_there(
     return found
 
 
-def _no_states(listing: Listing) -> str:
-    return ""
-
-
-def _no_digests(listing: Listing) -> Mapping[str, str]:
-    return {}
-
-
-def _no_files(listing: Listing) -> Mapping[str, list[str]]:
-    return {}
-
-
-def _no_names(listing: Listing) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family of saves.
@@ -204,13 +188,13 @@ class Family:
     every_rank: bool = True
     facts: Callable[[Listing, str], RankFacts] | None = None
     records: Callable[[Listing], Iterator[tuple[str, list[Record] | ZckptError]]] | None = None
-    named_data: Callable[[Listing], Mapping[str, list[str]]] = _no_files
+    named_data: Callable[[Listing], Mapping[str, list[str]]] = lambda listing: {}
     reads_absent: bool = False
-    unread_states: Callable[[Listing], str] = _no_states
+    unread_states: Callable[[Listing], str] = lambda listing: ""
     state_bytes: Callable[[Listing], Iterator[tuple[str, int]]] | None = None
-    left_out: Callable[[Listing], list[str]] = _no_names
-    beside: Callable[[Listing], list[str]] = _no_names
-    digests: Callable[[Listing], Mapping[str, str]] = _no_digests
+    left_out: Callable[[Listing], list[str]] = lambda listing: []
+    beside: Callable[[Listing], list[str]] = lambda listing: []
+    digests: Callable[[Listing], Mapping[str, str]] = lambda listing: {}
     holds_run: bool = True
     keeps_model_files: bool = False
     apart: str = ""
