@@ -28,7 +28,7 @@ from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import SHAPES, Facts, flat_config
 from zckpt.naming.parts import parse_part_name
-from zckpt.naming.rotary import rope_conflicts, rope_scaling_of
+from zckpt.naming.rotary import argument_of, rope_conflicts, rope_scaling_of
 from zckpt.naming.schemes import Scheme
 from zckpt.storage.json_files import read_table
 
@@ -164,7 +164,7 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
     if arguments.get("norm") == "rmsnorm":  # GPT-NeoX has an epsilon for each kind of norm
         arguments = {name: value for name, value in arguments.items() if name != "layernorm_epsilon"}
     for key, (names, default) in data.get("args", {}).items():
-        config[key] = next((arguments[name] for name in names if arguments.get(name) is not None), default)
+        config[key] = argument_of(arguments, default, *names)
     for key, name in data.get("layers", {}).items():
         config[key] = _each_layer(arguments.get(name), facts.number("blocks"))
     if "activation" in data and arguments:
@@ -192,7 +192,7 @@ def _value(value: Any, arguments: Mapping[str, object]) -> Any:
         return {key: _value(inner, arguments) for key, inner in value.items()}
     if isinstance(value, list) and value[:1] == ["arg"]:
         names = value[1] if isinstance(value[1], list) else [value[1]]
-        return next((arguments[name] for name in names if arguments.get(name) is not None), value[2])
+        return argument_of(arguments, value[2], *names)
     return value
 
 

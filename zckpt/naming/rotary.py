@@ -162,22 +162,22 @@ def rope_scaling_of(arguments: Mapping[str, object], latent: bool) -> dict[str, 
         factor = arguments["rotary_seq_len_interpolation_factor"]
         return {"rope_type": "linear", "factor": float(factor) if isinstance(factor, int) else factor}
     if kinds[0] == "llama3":
-        return {"rope_type": "llama3", "factor": _argument(arguments, 8.0, "rope_scaling_factor"), **_LLAMA3}
+        return {"rope_type": "llama3", "factor": argument_of(arguments, 8.0, "rope_scaling_factor"), **_LLAMA3}
     prefix = "" if latent else "yarn_"
     found = {
         "rope_type": "yarn",
-        "factor": _argument(
+        "factor": argument_of(
             arguments, 1.0, *(() if latent else ("yarn_rotary_scaling_factor",)), "rotary_scaling_factor"
         ),
-        "original_max_position_embeddings": _argument(arguments, 4096, f"{prefix}original_max_position_embeddings"),
-        "beta_fast": _argument(arguments, 32.0, f"{prefix}beta_fast"),
-        "beta_slow": _argument(arguments, 1.0, f"{prefix}beta_slow"),
+        "original_max_position_embeddings": argument_of(arguments, 4096, f"{prefix}original_max_position_embeddings"),
+        "beta_fast": argument_of(arguments, 32.0, f"{prefix}beta_fast"),
+        "beta_slow": argument_of(arguments, 1.0, f"{prefix}beta_slow"),
     }
-    mscale, every = _argument(arguments, 1.0, "mscale"), _argument(arguments, 0.0, "mscale_all_dim")
+    mscale, every = argument_of(arguments, 1.0, "mscale"), argument_of(arguments, 0.0, "mscale_all_dim")
     if latent or (mscale and every):
         found |= {"mscale": mscale, "mscale_all_dim": every}
     if not latent:
-        found["truncate"] = _argument(arguments, True, "yarn_correction_range_round_to_int")
+        found["truncate"] = argument_of(arguments, True, "yarn_correction_range_round_to_int")
     return found
 
 
@@ -188,7 +188,7 @@ def rope_conflicts(arguments: Mapping[str, object], latent: bool, allowed: Seque
         return [f"{' and '.join(kinds)} (rotary positions that are scaled in two ways)"]
     found = [f"{kind} (rotary positions that are scaled so)" for kind in kinds if kind not in allowed]
     if kinds == ["yarn"] and not found:
-        mscale, every = _argument(arguments, 1.0, "mscale"), _argument(arguments, 0.0, "mscale_all_dim")
+        mscale, every = argument_of(arguments, 1.0, "mscale"), argument_of(arguments, 0.0, "mscale_all_dim")
         if not every and mscale != 1:
             found.append(f"mscale {mscale} (without mscale_all_dim)")
     return found
@@ -209,5 +209,6 @@ def _kinds(arguments: Mapping[str, object], latent: bool) -> list[str]:
     return found
 
 
-def _argument(arguments: Mapping[str, object], otherwise: object, *names: str) -> Any:
+def argument_of(arguments: Mapping[str, object], otherwise: object, *names: str) -> Any:
+    """The first of several arguments of a run that it gives."""
     return next((arguments[name] for name in names if arguments.get(name) is not None), otherwise)

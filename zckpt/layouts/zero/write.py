@@ -139,10 +139,6 @@ class _ZeroWriter:
     def _order(self, names: Sequence[str]) -> Sequence[str]:
         return names
 
-    def file(self, path: str) -> TorchFile:
-        """A file that is being laid out."""
-        return TorchFile(path)
-
     def listed(self) -> list[Sequence[str]]:
         """The parameters as in `param_shapes`: grouped by flat vectors."""
         return [group.names for group in self.groups]
@@ -232,14 +228,14 @@ class _Stage12(_ZeroWriter):
         yield self.optim_file(rank)
 
     def model_file(self) -> Plan:
-        file = self.file(f"{self.target.tag}/mp_rank_00_model_states.pt")
+        file = TorchFile(f"{self.target.tag}/mp_rank_00_model_states.pt")
         module = {name: self.weight(file, entry) for name, entry in self.catalog.tensors.items()}
         module |= {dropped: module[kept] for dropped, kept in self.catalog.aliases.items()}
         return file.finish(self.model_root(file, 0, module, {name: module[name] for name in self.frozen}))
 
     def optim_file(self, rank: int) -> Plan:
         target = self.target
-        file = self.file(target.file_of(rank, "optim"))
+        file = TorchFile(target.file_of(rank, "optim"))
         states: dict[int, object] = {}
         masters, end_paddings, paddings, mappings = [], [], [], []
         for number, group in enumerate(self.groups):
@@ -323,7 +319,7 @@ class _Stage3(_ZeroWriter):
 
     def model_file(self, rank: int) -> Plan:
         target = self.target
-        file = self.file(target.file_of(rank, "model"))
+        file = TorchFile(target.file_of(rank, "model"))
         module: dict[str, object] = {}
         fragments: dict[str, object] = {}
         empty: dict[DType, TensorSpec] = {}  # the placeholders
@@ -341,7 +337,7 @@ class _Stage3(_ZeroWriter):
 
     def optim_file(self, rank: int) -> Plan:
         target = self.target
-        file = self.file(target.file_of(rank, "optim"))
+        file = TorchFile(target.file_of(rank, "optim"))
         masters: list[TensorSpec] = []
         states: dict[int, object] = {}
         groups: list[object] = []
