@@ -18,7 +18,7 @@ Source: megatron/core/optimizer/__init__.py `_get_param_groups`, optimizer.py `F
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import NamedTuple
 
@@ -262,19 +262,23 @@ def _agree(held: RankTensor, fragments: tuple[Fragment, ...], reader: ElementRea
 
 def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
     """The masters in lists; see [Note: groups]."""
-    kept = rank.root.get("optimizer")
-    states = [state for state in (kept if isinstance(kept, list) else [kept]) if isinstance(state, Mapping)]
+    states = optimizers_in(rank.root)
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
     problems: list[str] = []
     lists = [(state, list_at(_masters_in(state))) for state in states]
-    every = [group for state in states for group in group_facts(state)]
-    apart = {key for key in ("is_expert_parallel", "is_decoupled_lr") if any(group.get(key) for group in every)}
+    apart = apart_in(group for state in states for group in group_facts(state))
     for state, groups in lists:
         facts = group_facts(state)
         if groups and len(facts) != len(groups):
             return None
         for own, refs in zip(facts, groups):
-            members = list(_members(rank, own, apart))
+            members = [
+                index
+                for index, held in enumerate(rank.tensors)
+                if not held.is_buffer
+                and held.ref.dtype.itemsize == 2
+                and takes(own, apart, held.local, held.ref.shape, is_expert=held.expert)
+            ]
             refs_here = [ref for ref in list_at(refs) if isinstance(ref, TensorRef)]
             if [ref.shape for ref in refs_here] != [rank.tensors[index].ref.shape for index in members]:
                 return None
@@ -313,15 +317,22 @@ def group_facts(state: Mapping[str, object]) -> list[Mapping[str, object]]:
     return [group for group in list_at(state, "optimizer", "param_groups") if isinstance(group, Mapping)]
 
 
-def _members(rank: TensorsOfRank, group: Mapping[str, object], apart: set[str]) -> Iterator[int]:
-    """The half-precision parameters of a group, in order; `apart`: what sets groups apart beside weight decay."""
-    for index, held in enumerate(rank.tensors):
-        if held.is_buffer or held.ref.dtype.itemsize != 2:
-            continue
-        own = {
-            "wd_mult": not (held.local.endswith(".bias") or len(held.ref.shape) == 1),
-            "is_expert_parallel": held.expert and "is_expert_parallel" in apart,
-            "is_decoupled_lr": held.local.endswith(_SHARED) and "is_decoupled_lr" in apart,
-        }
-        if all(bool(group.get(key, key == "wd_mult")) == value for key, value in own.items()):
-            yield index
+def optimizers_in(root: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """The states of a rank's optimizers, of which there may be several."""
+    kept = root.get("optimizer")
+    return [state for state in (kept if isinstance(kept, list) else [kept]) if isinstance(state, Mapping)]
+
+
+def apart_in(groups: Iterable[Mapping[str, object]]) -> set[str]:
+    """What sets groups apart beside weight decay."""
+    return {key for group in groups for key in ("is_expert_parallel", "is_decoupled_lr") if group.get(key)}
+
+
+def takes(group: Mapping[str, object], apart: set[str], name: str, shape: tuple[int, ...], *, is_expert: bool) -> bool:
+    """Whether Megatron puts a parameter in a group."""
+    own = {
+        "wd_mult": not (name.endswith(".bias") or len(shape) == 1),
+        "is_expert_parallel": is_expert and "is_expert_parallel" in apart,
+        "is_decoupled_lr": name.endswith(_SHARED) and "is_decoupled_lr" in apart,
+    }
+    return all(bool(group.get(key, key == "wd_mult")) == value for key, value in own.items())

@@ -16,7 +16,7 @@ from zckpt.base.words import count, examples
 from zckpt.containers import list_at, mapping_at
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.layouts.megatron_legacy import MODEL, OPTIMIZER
-from zckpt.layouts.megatron_legacy.masters import group_facts
+from zckpt.layouts.megatron_legacy.masters import apart_in, group_facts, optimizers_in, takes
 from zckpt.layouts.megatron_legacy.read import LegacySave
 from zckpt.layouts.run.training import ParameterGroup, Training, kept_settings
 from zckpt.layouts.save.listing import Listing
@@ -81,27 +81,12 @@ def _groups(save: LegacySave, trained: Mapping[str, TensorEntry]) -> list[Parame
     """The groups with their parameters, in the order of the model. Raises UnsupportedError if a parameter is in none of
     them, or in several.
     """
-    kept = save.root.get("optimizer")
-    facts = [
-        group
-        for own in (kept if isinstance(kept, list) else [kept])
-        if isinstance(own, Mapping)
-        for group in group_facts(own)
-    ]
+    facts = [group for state in optimizers_in(save.root) for group in group_facts(state)]
     members: list[list[str]] = [[] for _ in facts]
-    apart = {key for key in ("is_expert_parallel", "is_decoupled_lr") if any(group.get(key) for group in facts)}
+    apart = apart_in(facts)
     for name, entry in trained.items():
-        own = {
-            "wd_mult": not (name.endswith(".bias") or len(entry.shape) == 1),
-            "is_expert_parallel": "is_expert_parallel" in apart and _EXPERT.fullmatch(name) is not None,
-            "is_decoupled_lr": "is_decoupled_lr" in apart
-            and name.endswith(("word_embeddings.weight", "output_layer.weight")),
-        }
-        taking = [
-            number
-            for number, group in enumerate(facts)
-            if all(bool(group.get(k, k == "wd_mult")) == v for k, v in own.items())
-        ]
+        expert = _EXPERT.fullmatch(name) is not None
+        taking = [n for n, group in enumerate(facts) if takes(group, apart, name, entry.shape, is_expert=expert)]
         if len(taking) != 1:
             raise UnsupportedError(
                 f"does not say which parameter group {name!r} is in", file=save.listing.directory,
