@@ -30,8 +30,8 @@ from zckpt.layouts.save.second import (
     cut_evenly,
     fields_of,
     hold_slice,
-    join_path,
-    leaves_of,
+    tensors_in,
+    vectors_in,
 )
 
 _FILE = re.compile(
@@ -150,7 +150,8 @@ def _states_of(root: Mapping[str, object], stored: Mapping[str, TensorRef]) -> d
     """Stored parameter -> its states: the optimizer counts those of the file that are trained; their lengths tell which."""
     optimizer = next((fields_of(v) for v in root.values() if {"state", "param_groups"} <= fields_of(v).keys()), {})
     own = [
-        _vectors(value) for _, value in sorted(fields_of(optimizer.get("state")).items(), key=lambda item: int(item[0]))
+        vectors_in(value)
+        for _, value in sorted(fields_of(optimizer.get("state")).items(), key=lambda item: int(item[0]))
     ]
     lengths = [next((ref.numel for ref in vectors.values()), -1) for vectors in own]
     keys = [*stored]
@@ -159,10 +160,6 @@ def _states_of(root: Mapping[str, object], stored: Mapping[str, TensorRef]) -> d
     if first is None or last is None or first != [len(keys) - 1 - at for at in reversed(last)]:
         return {}
     return {keys[at]: vectors for at, vectors in zip(first, own, strict=True)}
-
-
-def _vectors(state: object) -> dict[str, TensorRef]:
-    return {name: ref for name, ref in fields_of(state).items() if isinstance(ref, TensorRef) and ref.shape}
 
 
 def _find_in_order(wanted: Sequence[int], there: Sequence[int]) -> list[int] | None:
@@ -211,7 +208,7 @@ def _renumber_expert(name: str, rank: int, experts: Mapping[str, int]) -> str:
 def _slice(name: str, shape: Shape, part: int, parts: int) -> Slice:
     """The part of a tensor that one tensor-parallel rank holds, by metaseq's names."""
     if not shape or parts == 1:
-        return Slice(shape or (1,), 0, [(0, shape[0] if shape else 1, 0)], shape[0] if shape else 1)
+        return cut_evenly(shape or (1,), 0, 0, 1)
     if "layer_norm" not in name and "embed_positions" not in name:
         if "qkv_proj" in name:
             return cut_evenly(shape, 0, part, parts, 3)
@@ -219,7 +216,7 @@ def _slice(name: str, shape: Shape, part: int, parts: int) -> Slice:
             return cut_evenly(shape, 0, part, parts)
         if re.search(r"(?:fc2|out_proj)\.weight", name):
             return cut_evenly(shape, 1, part, parts)
-    return Slice(shape, 0, [(0, shape[0], 0)], shape[0])
+    return cut_evenly(shape, 0, 0, 1)
 
 
 def _tensors(root: Mapping[str, object]) -> dict[str, TensorRef]:
@@ -227,7 +224,7 @@ def _tensors(root: Mapping[str, object]) -> dict[str, TensorRef]:
     inner = next((root[key] for key in ("model", "state_dict", "model_state_dict", "weights") if key in root), root)
     if inner is root:
         return {name: ref for name, ref in root.items() if isinstance(ref, TensorRef)}
-    return {join_path(path): ref for path, ref in leaves_of(inner) if isinstance(ref, TensorRef)}
+    return tensors_in(inner)
 
 
 def _shape(value: object) -> Shape:

@@ -28,9 +28,8 @@ from zckpt.layouts.save.second import (
     fields_of,
     hold_box,
     hold_whole,
-    join_path,
-    leaves_of,
     rows_of,
+    tensors_in,
     view_as,
 )
 
@@ -139,8 +138,7 @@ def _number(key: str) -> int:
 
 
 def _tensors(root: object) -> dict[str, TensorRef]:
-    found = ((join_path(path), value) for path, value in leaves_of(root))
-    return {n: v for n, v in found if isinstance(v, TensorRef) and not n.endswith("_extra_state")}
+    return {name: ref for name, ref in tensors_in(root).items() if not name.endswith("_extra_state")}
 
 
 def _is_gated(chunk: Mapping[str, TensorRef]) -> bool:

@@ -28,12 +28,12 @@ from zckpt.layouts.save.second import (
     HeldRun,
     SecondLook,
     Shape,
+    as_sequence,
     fields_of,
     hold_box,
-    join_path,
-    leaves_of,
     mapping,
     shapes_of,
+    tensors_in,
 )
 from zckpt.layouts.zero.second import (
     FILE,
@@ -127,9 +127,8 @@ def _experts(listing: Listing, tp: int) -> dict[tuple[int, int, int], list[Mappi
     """(stage, layer, expert) -> what each tensor rank that has a file of it holds."""
     found: dict[tuple[int, int, int], list[Mapping[str, TensorRef]]] = {}
     for match in sorted((m for m in map(_EXPERT.fullmatch, listing.files) if m), key=lambda m: int(m[3])):
-        tensors = ((join_path(path), ref) for path, ref in leaves_of(listing.open(match[0]).root))
-        own = {name: ref for name, ref in tensors if isinstance(ref, TensorRef)}
-        found.setdefault((int(match[3]) // tp, int(match[1]), int(match[2])), []).append(own)
+        own = found.setdefault((int(match[3]) // tp, int(match[1]), int(match[2])), [])
+        own.append(tensors_in(listing.open(match[0]).root))
     return found
 
 
@@ -158,8 +157,7 @@ def _stage_3(listing: Listing) -> SecondLook:
     for number, shapes in enumerate(shapes_of(roots[0])):
         teams: dict[tuple[int, ...], None] = {}
         for rank in states:
-            listed = rank.get("ds_zero_partition_groups")
-            entries = [mapping(e) for e in listed] if isinstance(listed, list | tuple) else []
+            entries = map(mapping, as_sequence(rank.get("ds_zero_partition_groups")))
             own = next((e.get("partition_ranks") for e in entries if e.get("sub_group") == number), None)
             teams[tuple(own) if isinstance(own, list | tuple) else tuple(range(len(states)))] = None
         at: dict[tuple[int, ...], int] = dict.fromkeys(teams, 0)
@@ -181,8 +179,7 @@ def _stage_3(listing: Listing) -> SecondLook:
 
 def _first_expert(model: Mapping[str, object], name: str) -> int:
     """The first expert that a rank has in the layer of a stack."""
-    listed = model.get("ds_autoep_layers")
-    layers = [mapping(layer) for layer in listed] if isinstance(listed, list | tuple) else []
+    layers = map(mapping, as_sequence(model.get("ds_autoep_layers")))
     firsts = (
         layer.get("global_expert_start") for layer in layers if name.startswith(f"{layer.get('expert_key_prefix')}.")
     )

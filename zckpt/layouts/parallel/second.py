@@ -26,11 +26,11 @@ from zckpt.layouts.save.second import (
     StoredRows,
     as_number,
     as_sequence,
+    cut_evenly,
     fields_of,
     hold_elements,
     hold_slice,
-    join_path,
-    leaves_of,
+    tensors_in,
 )
 from zckpt.layouts.zero.second import FILE, RankTensors, tensors_of
 
@@ -122,7 +122,7 @@ def cuts_of(
     name: str, shapes: Sequence[Shape], rules: Mapping[str, object], patterns: Patterns, *, is_buffer: bool
 ) -> Sequence[Slice | Blocks]:
     """The place of each tensor-parallel rank's slice in the whole."""
-    whole = [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
+    whole = [cut_evenly(shape or (1,), 0, 0, 1) for shape in shapes]
     if len(shapes) == 1 or (is_buffer and len(set(shapes)) == 1):
         return whole
     if (entry := _affine(name, rules, patterns)) is not None:
@@ -157,7 +157,7 @@ def _cuts_by(given: Sequence[Mapping[str, object]], name: str, shapes: Sequence[
     """The cuts by the first rule that matches a name."""
     rule = next((rule for rule in given if re.match(str(rule["match"]), name)), {"join": "replicated"})
     if len(shapes) == 1 or rule["join"] in ("replicated", "mean", "sum"):
-        return [Slice(shape or (1,), 0, [(0, (shape or (1,))[0], 0)], (shape or (1,))[0]) for shape in shapes]
+        return [cut_evenly(shape or (1,), 0, 0, 1) for shape in shapes]
     dim, said, number = as_number(rule["join"]), as_sequence(rule.get("widths")), rule.get("parts", 1)
     extent = sum(shape[dim] for shape in shapes)
     sizes = [as_number(own) for own in as_sequence(number)] or [extent // as_number(number)] * as_number(number)
@@ -238,12 +238,8 @@ def _blocks(rank: Mapping[str, object]) -> Blocks:
 
 def layers_in(listing: Listing) -> dict[tuple[int, int], dict[str, TensorRef]]:
     """(layer, tensor rank) -> its tensors under local names."""
-    found: dict[tuple[int, int], dict[str, TensorRef]] = {}
-    for match in map(_LAYER.fullmatch, listing.files):
-        if match:
-            tensors = ((join_path(path), ref) for path, ref in leaves_of(listing.open(match[0]).root))
-            found[int(match[1]), int(match[2])] = {n: ref for n, ref in tensors if isinstance(ref, TensorRef)}
-    return found
+    matches = (match for match in map(_LAYER.fullmatch, listing.files) if match)
+    return {(int(match[1]), int(match[2])): tensors_in(listing.open(match[0]).root) for match in matches}
 
 
 def add_layers(found: RankTensors, layers: Mapping[int, Mapping[str, TensorRef]]) -> None:

@@ -344,3 +344,13 @@ def leaves_of(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
 def join_path(path: Iterable[str | int]) -> str:
     """A path with dots."""
     return ".".join(map(str, path))
+
+
+def tensors_in(value: object) -> dict[str, TensorRef]:
+    """The tensors in nested mappings and lists of mappings, by their paths."""
+    return {join_path(path): ref for path, ref in leaves_of(value) if isinstance(ref, TensorRef)}
+
+
+def vectors_in(state: object) -> dict[str, TensorRef]:
+    """What lies beside a master, element by element: an optimizer's state of it without the numbers of steps."""
+    return {str(name): ref for name, ref in fields_of(state).items() if isinstance(ref, TensorRef) and ref.shape}

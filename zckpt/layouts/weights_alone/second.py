@@ -27,11 +27,10 @@ from zckpt.layouts.save.second import (
     hold_box,
     hold_elements,
     hold_whole,
-    join_path,
-    leaves_of,
     mapping,
     rows_of,
     shape_of,
+    tensors_in,
 )
 
 
@@ -322,8 +321,7 @@ def find_nxd(listing: Listing) -> SecondLook:
 
 def _tensors_in(root: object) -> dict[str, TensorRef]:
     inner = mapping(root).get("model")
-    leaves = leaves_of(inner if isinstance(inner, Mapping) else root)
-    return {join_path(path): value for path, value in leaves if isinstance(value, TensorRef)}
+    return tensors_in(inner if isinstance(inner, Mapping) else root)
 
 
 def _concatenate(

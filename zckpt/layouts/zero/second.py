@@ -26,16 +26,17 @@ from zckpt.layouts.save.second import (
     SecondLook,
     Shape,
     StoredRows,
+    as_sequence,
     hold_elements,
     hold_whole,
-    join_path,
-    leaves_of,
     listed_in,
     mapping,
     names_in_lists,
     shape_of,
     shapes_of,
     shared_in,
+    tensors_in,
+    vectors_in,
 )
 
 FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
@@ -162,9 +163,7 @@ def tensors_of(listing: Listing, mp: int) -> RankTensors:
 def add_module(found: RankTensors, roots: Iterable[Mapping[str, object]], *, is_partitioned: bool) -> None:
     """Adds what model files hold whole, under the names in DeepSpeed's lists, or else those of the state dict."""
     for root in roots:
-        module = root.get("module")
-        leaves = leaves_of(module) if isinstance(module, Mapping) else ()
-        tensors = {join_path(path): ref for path, ref in leaves if isinstance(ref, TensorRef)}
+        tensors = tensors_in(mapping(root.get("module")))
         listed, kept = listed_in(root), {*shared_in(root).values()}
         loose = {name: ref for name, ref in tensors.items() if listed and name not in listed and name not in kept}
         lacking = {name: shape for name, shape in listed.items() if name not in tensors}
@@ -274,19 +273,13 @@ def vectors_of(rank: Mapping[str, object]) -> Line:
     """A rank's masters, each with its states."""
     vectors = next((rank[key] for key in _FLAT if key in rank), None)
     base = rank.get("base_optimizer_state", rank.get("optimizer_state_dict"))
-    states: list[object] = list(base) if isinstance(base, list | tuple) else []
+    states = as_sequence(base)
     if isinstance(base, Mapping):
-        held, groups = mapping(base.get("state")), base.get("param_groups")
-        numbers = [n for g in (groups if isinstance(groups, list) else ()) for n in mapping(g).get("params") or ()]  # type: ignore[attr-defined]
-        states = [held.get(n) for n in numbers] or list(held.values())
-    listed = list(vectors) if isinstance(vectors, list | tuple) else []
-    refs = [
-        v for held in listed for v in (held if isinstance(held, list | tuple) else [held]) if isinstance(v, TensorRef)
-    ]
-    return [
-        (ref, {str(n): v for n, v in mapping(state).items() if isinstance(v, TensorRef) and v.shape})
-        for ref, state in itertools.zip_longest(refs, states[: len(refs)])
-    ]
+        held = mapping(base.get("state"))
+        numbers = [n for g in as_sequence(base.get("param_groups")) for n in as_sequence(mapping(g).get("params"))]
+        states = [held.get(n) for n in numbers] or list(held.values())  # type: ignore[call-overload]
+    refs = [v for held in as_sequence(vectors) for v in as_sequence(held) or [held] if isinstance(v, TensorRef)]
+    return [(ref, vectors_in(state)) for ref, state in itertools.zip_longest(refs, states[: len(refs)])]
 
 
 def _weights(root: Mapping[str, object], optimizer: Mapping[str, object]) -> Line:
@@ -294,10 +287,7 @@ def _weights(root: Mapping[str, object], optimizer: Mapping[str, object]) -> Lin
     states, groups, seen = mapping(optimizer.get("state")), optimizer.get("param_groups"), _parameters(root)
     if not isinstance(groups, list) or len(groups) != 1 or len(states) != len(seen):
         return []
-    return [
-        (ref, {str(n): v for n, v in mapping(state).items() if isinstance(v, TensorRef) and v.shape})
-        for ref, state in zip(seen.values(), states.values(), strict=True)
-    ]
+    return [(ref, vectors_in(state)) for ref, state in zip(seen.values(), states.values(), strict=True)]
 
 
 def _parameters(root: Mapping[str, object]) -> dict[str, TensorRef]:
@@ -331,8 +321,7 @@ def _of_shapes(
     order.
     """
     held = next((optimizer[key] for key in _FLAT if key in optimizer), None)
-    groups = [group for group in held if isinstance(group, list | tuple)] if isinstance(held, list | tuple) else []
-    numbers = [number for number, group in enumerate(groups) for _ in group]
+    numbers = [number for number, group in enumerate(as_sequence(held)) for _ in as_sequence(group)]
     found: dict[str, list[VectorPart]] = {}
     for shape in {ref.shape for ref in weights.values()} if len(numbers) == len(masters) else ():
         names = [name for name, ref in weights.items() if ref.shape == shape]
@@ -363,7 +352,7 @@ def optimizer_of(listing: Listing, name: str) -> Mapping[str, object]:
         )
 
     flat, base = held.get("fp32_flat_groups"), mapping(held.get("optimizer_state_dict"))
-    vectors = list(flat) if isinstance(flat, list | tuple) else []
+    vectors = list(as_sequence(flat))
     states: dict[object, object] = dict(mapping(base.get("state")).items())
     for number, vector in enumerate(vectors):
         own = mapping(states.get(number))
