@@ -318,7 +318,7 @@ def group_facts(state: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def optimizers_in(root: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """The states of a rank's optimizers, of which there may be several."""
+    """The states of a rank's optimizers: of one, or of several in a list."""
     kept = root.get("optimizer")
     return [state for state in (kept if isinstance(kept, list) else [kept]) if isinstance(state, Mapping)]
 
