@@ -7,6 +7,7 @@ scales are not tensors any more. What zckpt cannot read is found by `packed`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -97,6 +98,9 @@ def _scales_of(name: str, catalog: Catalog) -> list[str]:
     return [one for one in names if one in catalog.tensors]
 
 
+_SCALE = re.compile("scal(e|ing)")
+
+
 def _check_bare(
     catalog: Catalog, bare: Sequence[str], quantization: Quantization | None, found: Mapping[str, Scaled]
 ) -> None:
@@ -114,7 +118,7 @@ def _check_bare(
     scaled: dict[str, str] = {}
     for other in catalog.tensors:
         module, _, last = other.rpartition(".")
-        if "scal" in last and other not in used and not other.endswith((*BESIDE_MODULE, *_OF_CACHE)):
+        if _SCALE.search(last) and other not in used and not other.endswith((*BESIDE_MODULE, *_OF_CACHE)):
             scaled.setdefault(module, other)
     if odd := [f"{scaled[module]!r} beside {name!r}" for name, module in modules.items() if module in scaled]:
         raise UnsupportedError(
