@@ -61,7 +61,8 @@ TITLES = {
         "From and to a store that limits each request",
         "An S3 server on loopback gives 1 MB/s to each request and waits 30 ms before each answer, as object stores do. The "
         "limit is what 32 parallel requests of 8 MiB take for the same bytes; both begin with the start of a program. zckpt has "
-        "40 requests under way where it reads, and 33 where it writes (by s3fs 30). The hub is the tests', and sends readers on to it.",
+        "40 requests under way where it reads, and 33 where it writes (by s3fs 30). The hub is the tests', and sends readers on "
+        "to it.",
     ),
     "dcp": ("torch.distributed.checkpoint", "A save of two ranks, sharded as `fully_shard` does."),
     "rank files": (
