@@ -117,6 +117,8 @@ def test_what_mistrals_own_form_must_say(tmp_path: Path) -> None:
         )
         with pytest.raises(zckpt.ZckptError, match=words):
             zckpt.to_gguf(model, tmp_path / "x.gguf", mmproj=True, progress=False)
+    with pytest.raises(zckpt.UnsupportedError, match="is a model that sees in Mistral's own form"):
+        zckpt.convert(model, tmp_path / "x", options=zckpt.Options(form=zckpt.Form(to="hf")), progress=False)
     (model / "tekken.json").unlink()
     (model / "params.json").write_text(json.dumps(said))
     with pytest.raises(zckpt.IncompleteError, match="number of a token that the images' side needs"):

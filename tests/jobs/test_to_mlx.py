@@ -255,3 +255,10 @@ def test_a_head_that_the_class_ties_goes_where_the_config_says_nothing(kind: str
     (source / "config.json").write_text(json.dumps(config))
     zckpt.to_mlx(source, tmp_path / "out", bits=4, progress=False)
     assert not any(name.startswith("lm_head") for name in MLX.tensors(tmp_path / "out"))
+
+
+def test_a_quantised_model_is_quantised_again(tmp_path: Path) -> None:
+    """What zckpt makes of a model of MLX has names of the source's parts, and is no copy of it."""
+    zckpt.to_mlx(model(tmp_path / "model", "llama"), tmp_path / "4", bits=4, group_size=32, progress=False)
+    zckpt.to_mlx(tmp_path / "4", tmp_path / "8", bits=8, group_size=64, progress=False)
+    assert zckpt.verify(tmp_path / "4", tmp_path / "8", progress=False).ok

@@ -101,6 +101,21 @@ STATES = (
     f'{{"nested_offset": 1{"0" * 400}, "shape": [2, 2], "blocksize": 64, "nested_blocksize": 256}}',
 )  # fmt: skip
 GPTQ = {"quant_method": "gptq", "bits": 4}
+OF_SHAPE: dict[str, Callable[[Dice, int, int], Tensors]] = {
+    "fp8 of mistral": lambda dice, rows, columns: {
+        "weight": torch.randn(rows, columns, generator=dice.torch).to(torch.float8_e4m3fn),
+        "qscale_weight": torch.rand((), generator=dice.torch),
+    },
+    "gptq of 4 bits": lambda dice, rows, columns: {
+        "qweight": dice.below(1 << 31, columns // 8, rows).int(), "scales": torch.rand(columns // 32, rows).half(),
+        "qzeros": torch.full((columns // 32, rows // 8), 0x77777777).int(), "g_idx": torch.arange(columns).int() // 32,
+    },
+    "mlx's mxfp4": lambda dice, rows, columns: {
+        "weight": dice.below(1 << 31, rows, columns // 8).to(torch.uint32),
+        "scales": (110 + dice.below(9, rows, columns // 32)).to(torch.uint8),
+    },
+}  # fmt: skip
+"""Of a form: what is stored of a matrix of a shape."""
 ZERO_POINTS = {"qzeros": lambda t: torch.full_like(t, -1)}
 HOSTILE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, str]] = {
     "modelopt, half the columns": (lambda: changed("modelopt", weight_scale=halved), None, "scales of tensor 'a.weight' do not"),
@@ -279,3 +294,36 @@ def test_bits_by_shapes_or_else_as_the_config_says(tmp_path: Path) -> None:
             for name in groups:
                 found.pop(name.replace("g_idx", "weight")), numbers.pop(name.replace("g_idx", "weight"))
         check_equal(found, numbers)
+
+
+@pytest.mark.parametrize("name", ["fp8 of mistral", "gptq of 4 bits", "mlx's mxfp4"])
+def test_numbers_are_rounded_once_on_the_way_to_gguf(tmp_path: Path, name: str) -> None:
+    """They were rounded to bf16 before, and verify said so."""
+    dice, stored = Dice(1), dict[str, torch.Tensor]()
+    shapes = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (64, 64), "self_attn.v_proj": (64, 64)}
+    shapes |= {
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_proj": (96, 64),
+        "mlp.up_proj": (96, 64),
+        "mlp.down_proj": (64, 96),
+    }
+    for module, shape in shapes.items():
+        stored |= {f"model.layers.0.{module}.{end}": tensor for end, tensor in OF_SHAPE[name](dice, *shape).items()}
+    stored |= {f"model.{end}.weight": torch.rand(64) for end in ("norm", "layers.0.input_layernorm")}
+    stored |= {"model.embed_tokens.weight": torch.rand(40, 64), "lm_head.weight": torch.rand(40, 64)}
+    source = write(tmp_path / "source", stored | {"model.layers.0.post_attention_layernorm.weight": torch.rand(64)})
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 40,
+        "quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}, "quantization_config": FORMS[name][1],
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value}))
+    zckpt.convert(source, tmp_path / "plain", dtype="fp32", progress=False)
+    files = [tmp_path / "a.gguf", tmp_path / "b.gguf"]
+    for one, out in zip((source, tmp_path / "plain"), files, strict=True):
+        zckpt.to_gguf(one, out, type="f32", tokenizer="none", model_name="x", progress=False)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert zckpt.verify(source, files[0], progress=False).ok
+    if name == "mlx's mxfp4":  # powers of two stay as they are
+        zckpt.quantize(source, tmp_path / "nvfp4", to="nvfp4", progress=False)
+        assert zckpt.verify(source, tmp_path / "nvfp4", progress=False).ok

@@ -48,7 +48,7 @@ def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest 
         from zckpt.layouts.gguf.blocks import read_again
 
         return read_again(catalog)
-    was_made = facts is not None and RECORDED in facts.options
+    was_made = facts is not None and not facts.options.keys().isdisjoint((RECORDED, "mlx"))
     dtypes = [entry.dtype for entry in output.tensors.values()]
     opened = opened_as_stored(catalog, place)
     codes = () if opened.packed is None else opened.packed.members

@@ -20,7 +20,7 @@ from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_GGUF, Asked
 from zckpt.jobs.left_out import find_left_out
-from zckpt.jobs.open import Opened, open_asked, strip_wrappers
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Gguf
 from zckpt.jobs.planned import Report, carry_out, protected_places
@@ -104,7 +104,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     source, place = locate(checkpoint), locate(out)
     single = _is_single(place)
     library()
-    opened = open_asked(source, asked)
+    opened = open_catalog(source, asked.reading)  # quantised numbers in fp32: they are rounded once, to the type
     if METADATA in opened.catalog.extras:
         raise UnsupportedError(
             "is GGUF already",

@@ -543,6 +543,14 @@ def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
     nearest = min(order, key=lambda name: [*map(scheme(name).fitter(names), asked(scheme(name)))].count(None))
     left = [name for name, fit in scheme(nearest).fits(names).items() if fit is None]
     of_all = len(left) == len(names)
+    if any(name.startswith("vision_language_adapter.") for name in left):
+        raise UnsupportedError(
+            "is a model that sees in Mistral's own form, which zckpt does not rename", file=path, found=examples(left),
+            expected="transformers' names, or the text model alone",
+            remedy="Convert it with transformers' convert_mistral3_weights_to_hf.py or convert_pixtral_weights_to_hf.py. For the "
+            "text model alone, pass its config.json with --config, and --exclude 'vision_*' --exclude 'patch_merger.*' "
+            "--exclude 'pre_mm_*'. to-gguf --mmproj writes the images' side.",
+        )  # fmt: skip
     writers = ", ".join(name for name in schemes() if not name.startswith("hf-"))
     raise UnsupportedError(
         "no scheme of names takes its tensors" if of_all else f"some tensors have no place in the scheme {nearest}",

@@ -233,7 +233,7 @@ def powers_again(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     if len(recipes) != 1 or not isinstance(recipes[0], RowsAgain) or len(recipes[0].inputs) != 2:
         return None
     codes, scales = recipes[0].inputs
-    if codes.dtype.name != "U8" or scales.dtype.name != "U8":
+    if scales.dtype.name != "U8" or scales.numel * 32 != entry.numel or codes.nbytes * 2 != entry.numel:
         return None
     if len(codes.shape) < 4:
         return entry, scales
