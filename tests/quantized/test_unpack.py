@@ -327,3 +327,11 @@ def test_numbers_are_rounded_once_on_the_way_to_gguf(tmp_path: Path, name: str) 
     if name == "mlx's mxfp4":  # powers of two stay as they are
         zckpt.quantize(source, tmp_path / "nvfp4", to="nvfp4", progress=False)
         assert zckpt.verify(source, tmp_path / "nvfp4", progress=False).ok
+
+
+def test_a_stack_of_mxfp4_that_is_not_turned_is_no_crash(tmp_path: Path) -> None:
+    dice, name = Dice(1), "model.layers.0.mlp.experts.gate_up_proj"
+    stored = {name: dice.bytes(3, 64, 96), f"{name}_scale": (110 + dice.below(9, 3, 64, 6)).to(torch.uint8)}
+    source = write(tmp_path / "source", stored | {"model.layers.0.self_attn.q_proj.weight": torch.rand(64, 64)})
+    zckpt.quantize(source, tmp_path / "out", to="nvfp4", progress=False)
+    assert zckpt.verify(source, tmp_path / "out", progress=False).ok

@@ -391,7 +391,9 @@ def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntr
 
 
 def powers_of(entry: TensorEntry) -> Powers | None:
-    """What a tensor of MXFP4 is computed from; None for another one. Stacks of gpt-oss are turned, as their blocks lie."""
+    """What a tensor of MXFP4 is computed from; None for another one. Stacks of gpt-oss are turned, as their blocks lie; of
+    other stacks nothing is kept.
+    """
     recipe = _recipe_of(entry)
     if not isinstance(recipe, Coded) or recipe.factors.entry.dtype != U8 or recipe.table != e2m1():
         return None
@@ -399,7 +401,7 @@ def powers_of(entry: TensorEntry) -> Powers | None:
     if recipe.factors.second is not None or recipe.factors.nested is not None:
         return None
     if not recipe.codes.downwards:
-        return Powers(entry, scales)
+        return Powers(entry, scales) if len(entry.shape) == 2 else None
     (*lead, columns, rows), matrices = entry.shape, recipe.grid.matrices
     codes, scales = (turn(one, matrices, columns // each, rows) for one, each in ((codes, 2), (scales, 32)))
     across = entry.numel // 32
