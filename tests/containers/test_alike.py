@@ -18,10 +18,13 @@ import pytest
 import torch
 
 from zckpt.base.errors import ZckptError
-from zckpt.containers import AlikePickles, NumpyArray, Placeholder, StorageRef, TensorRef, open_container, torch_zip
+from zckpt.containers import NumpyArray, Placeholder, StorageRef, TensorRef, open_container, torch_zip
+from zckpt.containers.alike import AlikePickles
 from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import Input, open_input
 from zckpt.core.stores import FileStore
+from zckpt.layouts.save.listing import Listing
+from zckpt.storage.location import locate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -104,6 +107,19 @@ def test_ranks_of_one_save(tmp_path: Path) -> None:
     assert [root["at"][0] for root in roots] == [0, 1, 2, 3]  # type: ignore[index]
     assert [root["uneven"].shape for root in roots] == [(300, 2)] * 3 + [(290, 2)]  # type: ignore[index]
     assert [root["w"].store.path for root in roots] == [str(file) for file in files]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(2, 0), (3, 3)])
+def test_two_files_are_read_one_by_one(
+    ranks: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Counted] = []
+    monkeypatch.setattr("zckpt.containers.alike.AlikePickles", lambda ahead: made.append(Counted(ahead)) or made[-1])
+    names = [write(tmp_path / f"rank{n}.pt", n, 300, 257).name for n in range(ranks)]
+    listing = Listing(locate(tmp_path), "", {name: locate(tmp_path / name) for name in names})
+    listing.open_alike(names)
+    assert sum(one.made for one in made) == together
+    assert [listing.entry(name, "at")[0] for name in names] == list(range(ranks))  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

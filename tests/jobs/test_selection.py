@@ -12,8 +12,10 @@ import zckpt
 from zckpt.base.errors import UsageError
 from zckpt.integrations.weights import WeightsOptions
 from zckpt.jobs.declarations import TO_DCP, TO_MCORE
+from zckpt.jobs.groups import Selecting
+from zckpt.jobs.open import open_catalog
 from zckpt.jobs.options import Options
-from zckpt.jobs.selection import common_prefix
+from zckpt.jobs.selection import common_prefix, select
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLAMA = ("layers.0.mlp.up_proj.weight", "embed_tokens.weight", "norm.weight")
@@ -55,6 +57,12 @@ def test_the_prefix_that_is_found_is_said_and_recorded(tmp_path: Path) -> None:
     named = tmp_path / "named.safetensors"
     zckpt.convert(checkpoint, named, options=Options(strip_prefix="base_model.model."))
     assert load_file(named).keys() == found.keys()
+
+
+def test_all_of_a_catalog_is_the_catalog_itself() -> None:
+    catalog = open_catalog(FIXTURES / "zero3" / "bf16_w2" / "checkpoint").catalog
+    assert select(catalog, Selecting()) is catalog
+    assert 0 < len(select(catalog, Selecting(exclude=["*.bias"]))) < len(catalog)
 
 
 def test_wishes_that_match_nothing_are_said(tmp_path: Path) -> None:

@@ -7,18 +7,21 @@ if these are damaged. Opening a file reads its index only, runs none of its code
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError
 from zckpt.containers import safetensors_file, torch_zip
-from zckpt.containers.alike import AlikePickles
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value, list_at, mapping_at, value_at
 from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import StorageRef, TensorRef
 
+if TYPE_CHECKING:
+    from zckpt.containers.alike import AlikePickles
+
 __all__ = [
-    "AlikePickles", "Container", "NumpyArray", "Placeholder", "Skeleton", "StorageRef", "TensorRef",
+    "Container", "NumpyArray", "Placeholder", "Skeleton", "StorageRef", "TensorRef",
     "TensorSpec", "brief", "enum_value", "is_torch_zip", "list_at", "load_pickle", "mapping_at", "open_container", "value_at",
 ]  # fmt: skip
 

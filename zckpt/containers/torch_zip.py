@@ -20,10 +20,10 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
-from zckpt.containers.alike import AlikePickles
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import brief, brief_text
 from zckpt.containers.meanings import storage_dtype
@@ -33,6 +33,9 @@ from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef
 from zckpt.containers.zip_directory import END, END64, ENTRY, LOCAL_HEADER, LOCATOR, MAX16, MAX32, Directory
 from zckpt.core.plan import Checksum
 from zckpt.core.stores import FileStore
+
+if TYPE_CHECKING:
+    from zckpt.containers.alike import AlikePickles
 
 ALIGNMENT = 64
 PAGE = 4096

@@ -97,8 +97,9 @@ class Claims:
                 starts, stops = array("q", [starts[n] for n in order]), array("q", [stops[n] for n in order])
             self._sorted[key] = starts, stops
         crossed = {key for key, (starts, stops) in self._sorted.items() if not _follow(starts, stops)} | self._holed
-        for key, claims in self._claims_in(crossed).items():
-            _check(claims, self._views.get(key, ()))
+        if crossed:
+            for key, claims in self._claims_in(crossed).items():
+                _check(claims, self._views.get(key, ()))
 
     def _held(self) -> Iterator[Claim]:
         return _with_sources(map(Claim, self._owners, self._copies, self._sizes, self._kept))
@@ -106,11 +107,10 @@ class Claims:
     def _claims_in(self, keys: set[Hashable]) -> dict[Hashable, list[_Claim]]:
         """The claims on some stores, sorted by their first byte."""
         found: dict[Hashable, list[_Claim]] = {key: [] for key in keys}
-        if keys:
-            for own in self._held():
-                for fragment in own.fragments:
-                    if fragment.numel and (claims := found.get(_key(fragment.store))) is not None:
-                        claims += _claims(fragment, own)
+        for own in self._held():
+            for fragment in own.fragments:
+                if fragment.numel and (claims := found.get(_key(fragment.store))) is not None:
+                    claims += _claims(fragment, own)
         for claims in found.values():
             claims.sort(key=lambda claim: claim.start)
         return found

@@ -6,6 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
+from operator import itemgetter
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
@@ -84,11 +85,11 @@ class Batch:
         return stores, moves, *self._packed_literals(), b"".join(folds.terms), b"".join(folds.pieces)
 
     def _packed_literals(self) -> tuple[bytes, bytes, bytes]:
-        packed, at = [], 0
+        packed, every = [], bytearray()
         for number, offset, data in self.literals:
-            packed.append(_LITERAL.pack(number, 0, offset, len(data), at))
-            at += len(data)
-        return b"".join(packed), packed_ranges(self.ranges), b"".join(data for _, _, data in self.literals)
+            packed.append(_LITERAL.pack(number, 0, offset, len(data), len(every)))
+            every += data
+        return b"".join(packed), packed_ranges(self.ranges), bytes(every)
 
 
 class _Folds:
@@ -139,7 +140,7 @@ def packed_store(store: Store, fds: tuple[int, int]) -> bytes:
 
 def packed_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> bytes:
     """Ranges of stores with CRCs that are wanted, in order: (number of the store, of the range, start, bytes)."""
-    return b"".join(_RANGE.pack(*numbers) for numbers in sorted(ranges, key=lambda r: (r[0], r[2])))
+    return b"".join(_RANGE.pack(*numbers) for numbers in sorted(ranges, key=itemgetter(0, 2)))
 
 
 def _pack_move(src: int, dst: int, m: Move) -> bytes:
@@ -163,7 +164,7 @@ def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False, summe
             yield from cutter.cut()
         if move is not None:
             cutter.add(move)
-    for store in [store for _, store in cutter.unfinished.values()]:
+    for _, store in list(cutter.unfinished.values()):
         if len(cutter.batch.stores) >= MOST_STORES:
             yield from cutter.cut()
         cutter.finish(store)
@@ -180,11 +181,15 @@ class _Cutter:
 
     def __init__(self, plan: Plan, done: Collection[str], *, bare: bool, summed: bool) -> None:
         self.batch = Batch()
-        self.unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
-        self._skipped = {id(store) for output, store in plan.files if output.path in done}
-        self._literals = {
-            place: deque(() if bare else sorted(output.literals)) for place, (output, _) in self.unfinished.items()
-        }
+        self.unfinished: dict[int, tuple[OutputFile, FileStore]] = {}
+        self._skipped: set[int] = set()
+        self._literals: dict[int, deque[tuple[int, bytes]]] = {}
+        for output, store in plan.files:
+            if output.path in done:
+                self._skipped.add(id(store))
+            else:
+                self.unfinished[id(store)] = output, store
+                self._literals[id(store)] = deque(() if bare else sorted(output.literals))
         self._missing = element_bytes(plan)
         self._ranges: dict[int, list[tuple[int, int, int]]] = {}
         for number, (store, start, nbytes) in enumerate(ranges(plan) if summed else ()):

@@ -104,9 +104,12 @@ class Bringer:
 
     def check_sources(self) -> None:
         """Makes sure that no input of a recipe changed while it was read; raises CorruptError or InconsistentError."""
+        fetched: dict[str, FileStore] = {}
         for worker in self._all:
             worker.files.check_sources()
-        check_unchanged({path: store for worker in self._all for path, store in worker.fetched.items()}.values())
+            fetched |= worker.fetched
+        if fetched:
+            check_unchanged(fetched.values())
 
     def _computed(self, spans: Sequence[ByteSpan], fetched: Fetched) -> Sequence[tuple[Any, int]]:
         if len(spans) < 2 or self._threads < 2:

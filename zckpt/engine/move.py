@@ -154,10 +154,9 @@ def run(
             not come in order.
         UnsafeError: a file of the plan would be outside `root`.
     """
-    count = threads_for(threads, (source for source, _ in plan.pairs), *([root] if root else []))
     mover = Mover(
-        plan, overflow=overflow, engine=engine, threads=count, window=window,
-        keep_cache=keep_cache, bytes_per_s=bytes_per_s,
+        plan, overflow=overflow, engine=engine, threads=threads, window=window, keep_cache=keep_cache,
+        bytes_per_s=bytes_per_s, root=root,
     )  # fmt: skip
     consumers = consumers or {}
     refuse(plan, consumers, mode)
@@ -262,6 +261,7 @@ class Mover:
         window: int | None = None,
         keep_cache: bool | None = None,
         bytes_per_s: int | None = None,
+        root: str = "",
     ) -> None:
         self.engine = choose(engine, built=native_run is not None)
         self.bytes_read = plan.bytes_read
@@ -270,7 +270,7 @@ class Mover:
         self.cloned = 0
         self.ordered: dict[int, OrderedOutput] = {}
         self._clamp = overflow == "clamp"
-        self._threads = threads_for(threads, (source for source, _ in plan.pairs))
+        self._threads = threads_for(threads, (source for source, _ in plan.pairs), *([root] if root else []))
         self._window = window_bytes(window)
         self._bytes_per_s = bytes_per_s or 0
         self._spend = pace(bytes_per_s)
@@ -385,8 +385,10 @@ class Mover:
 
     def crcs(self, store: FileStore) -> list[Partial] | None:
         """CRCs of parts of a file, each within one range of elements, once; None where the engine takes none."""
-        parts = [self._crcs.pop(number, ()) for number in self._ranges.get(id(store), ())]
-        return None if self.engine == "reference" else [crc for within in parts for crc in merge_adjacent(within)]
+        found: list[Partial] = []
+        for number in self._ranges.get(id(store), ()):
+            found += merge_adjacent(self._crcs.pop(number, ()))
+        return None if self.engine == "reference" else found
 
     def lost(self, store: FileStore) -> dict[int, CastLoss]:
         """What casts have lost so far of the tensors in a file."""

@@ -114,7 +114,8 @@ def with_local_sources(
             fetch.cancel()
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-    check_unchanged(seen.values())
+    if seen:
+        check_unchanged(seen.values())
 
 
 def check_unchanged(stores: Iterable[FileStore]) -> None:

@@ -110,6 +110,8 @@ def _same(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:
     """Tensors with replicas that do not hold the same numbers, with the first such replica and difference found."""
     entries = [entry for entry in catalog.tensors.values() if entry.replicas]
+    if not entries:
+        return
     with ElementReader() as reader:
         for index, entry in enumerate(entries):
             if index % _AHEAD == 0:

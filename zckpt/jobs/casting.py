@@ -58,7 +58,7 @@ def kept_dtype(entry: TensorEntry) -> DType | None:
 def dtype_of(entry: TensorEntry, casting: Casting, *, is_merged: bool = False) -> DType:
     """The dtype that a conversion gives a tensor; one that adapters were merged into has that of its weight if none is asked."""
     kept = kept_dtype(entry) if is_merged else None
-    if matches(entry.name, casting.keep_dtype):
+    if casting.keep_dtype and matches(entry.name, casting.keep_dtype):
         return kept or entry.dtype
     return output_dtype(entry, casting.dtype or kept)
 

@@ -160,7 +160,9 @@ def prepare(
             "OUT cannot be a page of the hub here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
         )
     target, single = _target(place, asked)
-    model = bare = open_model(open_asked(source, asked) if opened is None else opened)
+    if opened is None:
+        opened = open_asked(source, asked)
+    model = bare = open_model(opened)
     for step in steps_of(asked, to_directory=not single):
         model = step.apply(model)
     if place.path:  # else the caller takes the files

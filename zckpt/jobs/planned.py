@@ -159,8 +159,10 @@ def protected_places(
         named: what else options name; of this, the paths of files are inputs too.
     """
     listing = opened.place.listing
-    paths = (locate(one) for one in named if isinstance(one, str | os.PathLike))
-    files = {path for path in paths if path.is_file()}
+    files: set[Location] = set()
+    for one in named:
+        if isinstance(one, str | os.PathLike) and (path := locate(one)).is_file():
+            files.add(path)
     if listing.directory in listing.files.values():  # one file
         return {listing.directory, *files}
     shards = {*files, *(place.parent for place in listing.files.values())}

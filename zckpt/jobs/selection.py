@@ -38,6 +38,8 @@ def resolve_selection(
         naming: what they are called.
         before: names that the tensors had earlier, which `exclude` may name too.
     """
+    if selecting == Selecting() and not naming.strip_prefix and not naming.rename:
+        return naming, ()
     names = [*catalog, *catalog.aliases]
     notes: list[str] = []
     if naming.strip_prefix == AUTO:
@@ -78,22 +80,9 @@ def select(catalog: Catalog, selecting: Selecting, naming: Naming | None = None)
         UsageError: none is left, or a wish makes no sense. InconsistentError: two would have one name.
     """
     naming = naming or Naming()
-    try:
-        patterns = [(re.compile(pattern), new) for pattern, new in naming.rename]
-
-        def renamed(name: str) -> str:
-            name = name.removeprefix(naming.strip_prefix)
-            for pattern, new in patterns:
-                name = pattern.sub(new, name)
-            return name
-
-        selected = catalog.select(lambda entry: is_wanted(entry, selecting)).rename(renamed)
-    except re.error as error:
-        raise UsageError(
-            "--rename is not a regular expression",
-            found=str(error),
-            remedy="Write --rename as PATTERN=REPLACEMENT, in the syntax of Python's re.",
-        ) from error
+    selected = catalog
+    if selecting != Selecting() or naming.strip_prefix or naming.rename:
+        selected = _rename(catalog.select(lambda entry: is_wanted(entry, selecting)), naming)
     if not selected.tensors:
         raise UsageError(
             "there is nothing to convert", file=catalog.source.path, found=f"none of {len(catalog):,} tensors selected",
@@ -109,6 +98,25 @@ def select(catalog: Catalog, selecting: Selecting, naming: Naming | None = None)
             "--rename or --strip-prefix would leave a tensor without a name", remedy="Change these options."
         )
     return selected
+
+
+def _rename(catalog: Catalog, naming: Naming) -> Catalog:
+    """The tensors without the prefix, and with what `rename` replaces in their names; errors as in `select`."""
+    try:
+        patterns = [(re.compile(pattern), new) for pattern, new in naming.rename]
+
+        def renamed(name: str) -> str:
+            name = name.removeprefix(naming.strip_prefix)
+            for pattern, new in patterns:
+                name = pattern.sub(new, name)
+            return name
+
+        return catalog.rename(renamed)
+    except re.error as error:
+        raise UsageError(
+            "--rename is not a regular expression", found=str(error),
+            remedy="Write --rename as PATTERN=REPLACEMENT, in the syntax of Python's re.",
+        ) from error  # fmt: skip
 
 
 def is_wanted(entry: TensorEntry, selecting: Selecting) -> bool:

@@ -94,8 +94,10 @@ class NextEntry(NamedTuple):
 
 def as_save(look: Look) -> Place | None:
     """The directory as a save itself: a tag directory beside others, or a save without tags."""
-    family = next(filter(None, (_family_in(look, family) for family in layouts.FAMILIES)), None)
-    if family is None:
+    for family in layouts.FAMILIES:
+        if _is_of(look, family):
+            break
+    else:
         return None
     name, home = look.folder.name, look.path.absolute().parent
     if look.tag not in (None, name):
@@ -109,16 +111,16 @@ def as_save(look: Look) -> Place | None:
     return Place(listing_of(look.folder, "", look.also), home_of(look.path))
 
 
-def _family_in(look: Look, family: Family) -> Family | None:
-    """The family, if the directory is one of its saves; without tags, all files may be in directories laid over this one."""
+def _is_of(look: Look, family: Family) -> bool:
+    """Whether the directory is a save of a family; without tags, all files may be in directories laid over this one."""
     over = () if family.tagged or family.fallback or step_pointer(look.names) else look.also
     roots = [look.folder, *over]
     names = [name for root in roots for name in root.names]
     if family.fallback or not family.is_save(names):
-        return None
+        return False
     held = [name for name in names if family.holds_files(name)] if not family.mark else []
     inner = (f"{name}/{file}" for name in held for root in roots if (at := root.inside(name)) for file in at.names)
-    return family if not held or any(map(family.owns, (*names, *inner))) else None
+    return not held or any(map(family.owns, (*names, *inner)))
 
 
 def as_accelerate(look: Look) -> Place | None:
@@ -149,9 +151,10 @@ def _roles_in(folder: Folder) -> list[str]:
     """The directories of a step's models that are a save, or hold one that Megatron-Core wrote, as verl's do."""
     found: list[str] = []
     for name in trainers.ROLES:
-        inner = folder.inside(name) if name in folder.names else None
-        places = [inner, inner.inside(trainers.INNER)] if inner is not None else []
-        if any(family.is_save(at.names) for at in places if at is not None for family in layouts.FAMILIES):
+        if (inner := folder.inside(name)) is None:
+            continue
+        places = [at for at in (inner, inner.inside(trainers.INNER)) if at is not None]
+        if any(family.is_save(at.names) for at in places for family in layouts.FAMILIES):
             found.append(name)
     return found
 

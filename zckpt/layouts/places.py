@@ -51,7 +51,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), 
     for root in also:
         if not root.is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
-    place = _find_at(path.refreshed(), tag, [list_folder(root) for root in also], as_part=as_part)
+    place = _find_at(path.refreshed(), tag, list(map(list_folder, also)), as_part=as_part)
     if as_part and not place.listing.part:
         note = f"{path!r} is not a part of a save, as far as names say: --as-part takes it as it is."
         return replace(place, notes=(*place.notes, note))

@@ -158,17 +158,17 @@ class PlanFiles:
                 self._team, order.plan, directory, order.how, done=kept, finished=finished, progress=self._progress
             )
             return
-        # a file with checksums in it is read again, as all are that several processes write
-        hashed = [output.path for output, _ in order.plan.files if not output.checksums and output.path not in kept]
-        hashes = {path: sha256() for path in (hashed if order.signing else ())}
-        consumers = {path: digest.update for path, digest in hashes.items()}
+        hashes: dict[str, Any] = {}
+        if order.signing:  # a file with checksums in it is read again, as all are that several processes write
+            hashed = [output.path for output, _ in order.plan.files if not output.checksums and output.path not in kept]
+            hashes = {path: sha256() for path in hashed}
         self._engine = run(
             order.plan,
             directory,
             progress=self._progress,
             done=kept,
             finished=finished,
-            consumers=consumers,
+            consumers={path: digest.update for path, digest in hashes.items()},
             **order.how,
         ).engine
         self.digests = {path: digest.hexdigest() for path, digest in hashes.items()}
@@ -220,10 +220,8 @@ class PlanFiles:
         """The report on the output; `done`: whether an earlier run of the same job had made it."""
         order = self._order
         overflows = overflows_of((file.overflows for file in files), order.plan, order.overflow)
-        paths = [*(output.path for output, _ in order.plan.files), *(name for _, name in order.copies)]
-        places = {path: place for place, path in enumerate(paths)}
-        told = sorted(files, key=lambda file: places.get(file.path, len(places)))
-        sizes = tuple((file.path, file.nbytes) for file in told)
+        rest = {file.path: file.nbytes for file in files}
+        sizes = (*((name, rest.pop(name)) for name in self.names if name in rest), *rest.items())
         return OutputReport(sizes, self._engine, len(sizes) if done else len(kept), overflows, notes, done)
 
 

@@ -247,14 +247,8 @@ class LocalDestination:
 
     def take(self, source: FileSource, kept: Mapping[str, Finished]) -> dict[str, Finished]:
         """Lets the source write all files that are not kept into `directory`."""
-        files = dict(kept)
-
-        def record(file: Finished) -> None:
-            files[file.path] = file
-            self.record(file)
-
-        source.write(self.directory, kept, record)
-        return files
+        source.write(self.directory, kept, self.record)
+        return dict(self._journal.finished)
 
     def record(self, file: Finished) -> None:
         """Records a file that is complete and durable."""

@@ -84,9 +84,9 @@ class Order:
         return self.plan.bytes_written + sum(file.size() for file, _ in self.copies)
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> list[str]:
         """The names of all files, without the manifest."""
-        return {output.path for output, _ in self.plan.files} | {name for _, name in self.copies}
+        return [output.path for output, _ in self.plan.files] + [name for _, name in self.copies]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,10 @@ def _states(plan: Plan) -> Callable[[Store], tuple[object, ...]]:
 
     Each file's are asked for once, and those of several addresses at a time.
     """
-    distant = (s.path for source, _ in plan.pairs for s in _stores(source) if isinstance(s, FileStore) and s.is_remote)
-    found = fsspec_io.statuses(list(dict.fromkeys(distant)))
+    distant: dict[str, None] = {}
+    for source, _ in plan.pairs:
+        distant |= {store.path: None for store in _stores(source) if isinstance(store, FileStore) and store.is_remote}
+    found = fsspec_io.statuses(list(distant)) if distant else {}
     known: dict[int, tuple[object, ...]] = {}
 
     def state(store: Store) -> tuple[object, ...]:

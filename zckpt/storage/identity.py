@@ -110,7 +110,7 @@ def is_within(path: str, directory: str) -> bool:
     wanted = inode_of(outer)
     if wanted is None:
         return False
-    if any(inode_of(place) == wanted for place in directories_above(inner)):
+    if wanted in map(inode_of, directories_above(inner)):
         return True
     table = mounts()
     tops = [outer, *(mount.point for mount in table if mount.point != outer and is_below(mount.point, outer))]

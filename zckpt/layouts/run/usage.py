@@ -64,8 +64,9 @@ def _masters(listing: Listing) -> Iterator[_Vector]:
     for rank, state in states:
         for key in _MASTERS:
             for number, held in enumerate(list_at(state, key)):
-                what = f"group {number} of {key!r}"
-                yield from (_Vector(ref, what, _swap_file(listing, rank, ref)) for ref in _tensors(held))
+                for ref in list_at(held) or [held]:
+                    if isinstance(ref, TensorRef):
+                        yield _Vector(ref, f"group {number} of {key!r}", _swap_file(listing, rank, ref))
 
 
 def _states(listing: Listing) -> Iterator[_Vector]:
@@ -96,16 +97,11 @@ def _swap_file(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> Tenso
     return TensorRef(store, 0, ref.dtype, (store.size // ref.dtype.itemsize,), (1,), name, 0, store.size, 0)
 
 
-def _tensors(value: object) -> Iterator[TensorRef]:
-    """A tensor, or those in a list."""
-    for each in list_at(value) or [value]:
-        if isinstance(each, TensorRef):
-            yield each
-
-
 def _check(vectors: Iterable[_Vector], claims: Claims) -> None:
-    wanted = (vector._replace(ref=vector.used(claims)) for vector in vectors)
-    found = {_span(vector.ref): vector for vector in wanted if vector.ref.numel}
+    found: dict[ByteSpan, _Vector] = {}
+    for vector in vectors:
+        if (ref := vector.used(claims)).numel:
+            found[_span(ref)] = vector._replace(ref=ref)
     gap = next(claims.unused(found), None)
     if gap is None:
         return

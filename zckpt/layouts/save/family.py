@@ -203,9 +203,10 @@ class Family:
 
     def owns(self, name: str) -> bool:
         """Whether a file of this name belongs to a save of the family."""
-        if (self.directory and name.startswith(f"{self.directory}/")) or self.is_raw(name):
-            return True
-        return any(kind.pattern.fullmatch(name) for kind in self.files)
+        for kind in self.files:
+            if kind.pattern.fullmatch(name):
+                return True
+        return self.is_raw(name) or (bool(self.directory) and name.startswith(f"{self.directory}/"))
 
     def is_raw(self, name: str) -> bool:
         """Whether a file of this name holds elements and nothing else."""

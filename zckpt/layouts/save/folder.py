@@ -12,7 +12,7 @@ from dataclasses import field, replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
-from zckpt.layouts.save.listing import list_names
+from zckpt.layouts.save.listing import as_listed, natural
 from zckpt.storage.location import Location
 
 
@@ -74,10 +74,6 @@ class Folder:
 
 def list_folder(path: Location) -> Folder:
     """A directory, listed. Raises NotACheckpointError if it cannot be listed."""
-    kinds: dict[str, str] = {}
-
-    def names(path: Location) -> list[str]:
-        kinds.update(path.kinds())
-        return list(kinds)
-
-    return Folder(path, {name: kinds[name] for name in list_names(path, names)})
+    with as_listed(path):
+        kinds = path.kinds()
+    return Folder(path, {name: kinds[name] for name in sorted(kinds, key=natural)})

@@ -63,8 +63,10 @@ _MARKS = "|".join(known.mark for known in FORMATS if known.mark)
 
 def foreign_save(names: Iterable[str]) -> ForeignFormat | None:
     """The format of entries of these names, by marks that no save has which zckpt reads."""
-    marks = [name for name in names if re.fullmatch(_MARKS, name)]
-    return next((f for f in FORMATS if any(re.fullmatch(f.mark, name) for name in marks)), None)
+    for name in names:
+        if re.fullmatch(_MARKS, name):
+            return next(f for f in FORMATS if f.mark and re.fullmatch(f.mark, name))
+    return None
 
 
 def foreign_format(names: Iterable[str]) -> ForeignFormat | None:

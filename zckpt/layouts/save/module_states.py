@@ -171,7 +171,9 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
     if not listed:  # nothing but the buffers' names says what torch's wrappers have put into names
         bare = {WRAPPERS.sub("", name) for name in buffer_names}
         buffer_names |= {name for name in module if WRAPPERS.sub("", name) in bare}
-    here = {name: shape for name, shape in listed.items() if not _is_elsewhere(name, root)}
+    here = listed
+    if _has_experts(root):  # a name of theirs is in no state dict; a layer beside them must not be taken for it
+        here = {name: shape for name, shape in listed.items() if _EXPERTS.isdisjoint(name.split("."))}
     renamed = match_names(module, here, buffer_names, shared) if listed else {}
     more = module.keys() - listed.keys() - renamed.keys() - buffer_names - {*shared, *shared.values()}
     lacking = here.keys() - module.keys() - {*renamed.values()} - frozen_shapes.keys()
@@ -354,12 +356,8 @@ def _has_experts(root: Mapping[str, object]) -> bool:
     return bool(root.get("num_experts") or root.get("ds_autoep_layers"))
 
 
-def _is_elsewhere(name: str, root: Mapping[str, object]) -> bool:
-    """Whether a parameter of a model with experts is one of theirs; their weights are in files of their own.
-
-    Such a name is missing from every state dict; a layer beside them must not be taken for it.
-    """
-    return _has_experts(root) and not {"experts", "deepspeed_experts"}.isdisjoint(name.split("."))
+_EXPERTS = frozenset(("experts", "deepspeed_experts"))
+"""The parts of names of experts, which have files of their own."""
 
 
 def renamed_experts(file: str, found: str, expected: str) -> InconsistentError:

@@ -115,9 +115,10 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
             )  # fmt: skip
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     states, settings = _inner_state(base, len(refs))
-    steps = (
-        step_of(place.get("step")) for place in (*states, *settings, {"step": state.get("base_optimizer_state_step")})
-    )
+    step = None
+    for place in (*states, *settings, {"step": state.get("base_optimizer_state_step")}):
+        if (step := step_of(place.get("step"))) is not None:
+            break
     return OptimizerShard(
         file=file,
         rank=rank,
@@ -127,7 +128,7 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
         alignment_paddings=_paddings(state.get("param_alignment_paddings"), file),
         states=states,
         settings=settings,
-        step=next((step for step in steps if step is not None), None),
+        step=step,
         root=state,
     )
 
@@ -177,16 +178,15 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
     else:
         states = list_at(base)
     found = [mapping_at(state) for state in states[:count]]
-    return (*found, *({} for _ in range(count - len(found)))), settings
+    return (*found, *[{}] * (count - len(found))), settings
 
 
 def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStates) -> int:
     """Checks that every rank's file exists and is of the same save; returns the world size. Raises IncompleteError if
     rank files are missing; InconsistentError if files of another world size, stage or step are among them.
     """
-    check_alike(listing, "the world size", {shard.name: shard.partition_count for shard in shards})
-    check_alike(listing, "the ZeRO stage", {shard.name: shard.stage for shard in shards})
-    check_alike(listing, "the step", {shard.name: shard.step for shard in shards})
+    for fact, field_name in (("world size", "partition_count"), ("ZeRO stage", "stage"), ("step", "step")):
+        check_alike(listing, f"the {fact}", {shard.name: getattr(shard, field_name) for shard in shards})
     said = [shards[0].partition_count, model.ranks("dp_world_size")]
     if model.root.get("num_experts"):  # these may be cut over more ranks than all else: tensor-parallel ones too
         said.reverse()
