@@ -157,6 +157,21 @@ def test_a_tensor_without_scales_among_others(tmp_path: Path) -> None:
     zckpt.convert(source, tmp_path / "out", progress=False)
 
 
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+def test_scales_that_are_lost_where_only_modelopts_config_speaks_of_them(tmp_path: Path, file: str) -> None:
+    said = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}
+    key = "quantization_config" if file == "config.json" else "quantization"
+    (source := tmp_path / "source").mkdir()
+    (source / file).write_text(json.dumps({"model_type": "llama", key: said}))
+    codes = torch.ones(4, 8).to(torch.float8_e4m3fn)
+    save_file({"a.weight": codes, "a.weight_scale": torch.tensor(2.0)}, source / "model.safetensors")
+    zckpt.convert(source, tmp_path / "out", dtype="fp32", progress=False)
+    assert (load_file(tmp_path / "out" / "model.safetensors")["a.weight"] == 2).all()
+    save_file({"a.weight": codes}, source / "model.safetensors")
+    with pytest.raises(zckpt.IncompleteError, match="1 tensor of fp8 has no scales"):
+        zckpt.convert(source, tmp_path / "lost", dtype="fp32", progress=False)
+
+
 def test_blocks_as_text(tmp_path: Path) -> None:
     """As compressed-tensors wrote them before 0.11."""
     codes, scales = torch.ones(100, 8).to(torch.float8_e4m3fn), torch.tensor([[1.0], [2.0], [3.0]])

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _MOST_BYTES = 16 << 20
 """The most bytes of a config of quantised weights in a file of its own."""
 
-_CODES = ("U8", "I8", "I32", "U32")
-"""Dtypes of packed weights with such a config."""
+_CODES = ("U8", "I8", "I32", "U32", "F8_E4M3")
+"""Dtypes of quantised weights with such a config."""
 
 
 @dataclass(frozen=True, slots=True)

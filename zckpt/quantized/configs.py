@@ -125,7 +125,7 @@ def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
         block = next((pair for w in floats if (pair := _pair(w.get("block_structure")))), BLOCK)
         is_read = bool(weights) and len(floats) == len(weights) and form in _FLOATS
         return Quantization(method, f"{method} ({form})", is_read, block, said)
-    return Quantization(method, method, is_read=False, facts=said)
+    return Quantization(method, method, is_read=method == "modelopt" and _is_fp8_of_modelopt(said), facts=said)
 
 
 def _keys_of(config: Mapping[str, Any]) -> Sequence[str]:
@@ -138,16 +138,19 @@ def _keys_of(config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def quantization_of_modelopt(said: object) -> Quantization | None:
-    """The quantisation in ModelOpt's `hf_quant_config.json`; None for fp8, which the tensors show, and for plain
-    weights.
+    """The quantisation in ModelOpt's `hf_quant_config.json`; None for plain weights.
 
     Source: nvidia-modelopt 0.47, torch/export/convert_hf_config.py; older versions wrote this file alone.
     """
     part = said.get("quantization") if isinstance(said, dict) else None
     algorithm = part.get("quant_algo") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(algorithm, str) or algorithm.startswith("FP8"):
+    if not isinstance(part, dict) or not isinstance(algorithm, str):
         return None
-    return Quantization("modelopt", f"ModelOpt ({algorithm})", is_read=False, facts=part)
+    return Quantization("modelopt", f"ModelOpt ({algorithm})", _is_fp8_of_modelopt(part), facts=part)
+
+
+def _is_fp8_of_modelopt(said: Mapping[str, Any]) -> bool:
+    return str(said.get("quant_algo")).startswith("FP8")
 
 
 def quantization_of_gptq(said: object) -> Quantization | None:
