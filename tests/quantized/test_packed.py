@@ -63,6 +63,9 @@ FOUND: dict[str, tuple[str, Tensors]] = {
     "gpt-oss": ("MXFP4 of gpt-oss", {"down_blocks": whole(2, 8, 3, 16), "down_scales": whole(2, 8, 3)}),
     "mxfp4": ("MXFP4", {"weight": whole(16, 32), "weight_scale": whole(16, 2)}),
     "mxfp8": ("MXFP8", {"weight": floats(16, 64, dtype=E4M3), "weight_scale": whole(16, 2)}),
+    "fp8 by powers": ("fp8 with powers of two as scales", {
+        "weight": floats(200, 64, dtype=E4M3), "weight_scale_inv": whole(2, 1).view(torch.float8_e8m0fnu),
+    }),
     "int8": ("int8 with scales", {"weight": whole(16, 64, dtype=I8), "weight_scale": floats(16, 1)}),
     "int8 of a tensor": ("int8 with scales", {"weight": whole(16, 64, dtype=I8), "weight_scale": floats()}),
     "gptq": ("GPTQ", {
@@ -130,6 +133,7 @@ READ = {
         "gpt-oss",
         "mxfp4",
         "mxfp8",
+        "fp8 by powers",
         "int8",
         "int8 of a tensor",
     ),

@@ -11,7 +11,7 @@ from typing import Literal
 
 from zckpt.base.dataclass import dataclass
 
-Kind = Literal["float", "int", "bool", "complex"]
+Kind = Literal["float", "int", "bool", "complex", "power"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class DType:
         name: safetensors' name, used everywhere in zckpt (C128 and the fnuz floats are ours: safetensors lacks them).
         torch_name: attribute of the `torch` module.
         itemsize: bytes of one element.
-        kind: as `torch.is_floating_point` and `torch.is_complex` have it.
+        kind: as `torch.is_floating_point` and `torch.is_complex` have it; "power" for powers of two, which are scales and never
+            cast.
         storage: torch's storage class, as pickled in files; empty if torch pickles the dtype itself.
         numpy: little-endian numpy type string; empty if numpy has no such type.
         number: the number of this type in the C++ core.
@@ -69,10 +70,11 @@ C64 = DType("C64", "complex64", 8, "complex", "ComplexFloatStorage", "<c8", 15)
 C128 = DType("C128", "complex128", 16, "complex", "ComplexDoubleStorage", "<c16", 16)
 F8_E4M3FNUZ = DType("F8_E4M3FNUZ", "float8_e4m3fnuz", 1, "float", "", "", 17)
 F8_E5M2FNUZ = DType("F8_E5M2FNUZ", "float8_e5m2fnuz", 1, "float", "", "", 18)
+F8_E8M0 = DType("F8_E8M0", "float8_e8m0fnu", 1, "power", "", "", 19)
 
 ALL = (
     *(F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U8, U16, U32, U64, BOOL, C64, C128),
-    *(F8_E4M3FNUZ, F8_E5M2FNUZ),
+    *(F8_E4M3FNUZ, F8_E5M2FNUZ, F8_E8M0),
 )
 BY_NAME = {dtype.name: dtype for dtype in ALL}
 BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in ALL}

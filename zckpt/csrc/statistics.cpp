@@ -26,7 +26,7 @@ T load(const void* p, size_t i) {
   return x;
 }
 
-bool is_float(DType d) { return d <= F8_E5M2 || d >= F8_E4M3FNUZ; }
+bool is_float(DType d) { return d <= F8_E5M2 || d == F8_E4M3FNUZ || d == F8_E5M2FNUZ; }
 
 // A complex array as twice as many real numbers.
 DType real(DType d) { return d == C64 ? F32 : d == C128 ? F64 : d; }

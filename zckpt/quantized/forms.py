@@ -27,6 +27,8 @@ WHOLE = "I8 U8 I16 U16 I32 U32"
 
 _FP8 = "F8_E4M3 F8_E5M2"
 _SCALE = "_scale|_weight_scale"
+_POWERS = "U8 F8_E8M0"
+"""Dtypes of scales that are powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +106,25 @@ FORMS: tuple[PackedForm, ...] = (
         "NVFP4 of compressed-tensors", "_packed", "U8", (("_scale", "F8_E4M3"), ("_global_scale", FLOATS)),
         by=_COMPRESSED, read="nvfp4, divided",
     ),
-    PackedForm("MXFP4 of compressed-tensors", "_packed", "U8", (("_scale", "U8"),), by=_COMPRESSED, read="mxfp4"),
+    PackedForm("MXFP4 of compressed-tensors", "_packed", "U8", (("_scale", _POWERS),), by=_COMPRESSED, read="mxfp4"),
     PackedForm(
         "packed integers of compressed-tensors", "_packed", "I32 U32", (("_scale", FLOATS),),
         others=("_shape", "_zero_point", "_g_idx"), by=_COMPRESSED, read="packed integers",
     ),
     PackedForm(
-        "MXFP4 of gpt-oss", "_blocks", "U8", (("_scales", "U8"),), _as_blocks,
+        "MXFP4 of gpt-oss", "_blocks", "U8", (("_scales", _POWERS),), _as_blocks,
         by="transformers (Mxfp4Config(dequantize=True))", read="gpt-oss",
     ),
     PackedForm(
-        "MXFP4 of gpt-oss", "_proj_blocks", "U8", (("_proj_scales", "U8"),),
+        "MXFP4 of gpt-oss", "_proj_blocks", "U8", (("_proj_scales", _POWERS),),
         by="transformers (Mxfp4Config(dequantize=True))", read="gpt-oss",
     ),
-    PackedForm("MXFP4", "", "U8", ((_SCALE, "U8"),), _by_groups(16), read="mxfp4"),
-    PackedForm("MXFP8", "", _FP8, ((_SCALE, "U8"),), by=_COMPRESSED, read="mxfp8"),
+    PackedForm("MXFP4", "", "U8", ((f"{_SCALE}|_scale_inv", _POWERS),), _by_groups(16), read="mxfp4"),
+    PackedForm("MXFP8", "", _FP8, ((f"{_SCALE}|_scale_inv", _POWERS),), _by_groups(32), by=_COMPRESSED, read="mxfp8"),
+    PackedForm(
+        "fp8 with powers of two as scales", "", _FP8, ((f"{_SCALE}|_scale_inv", "F8_E8M0"),), by=_COMPRESSED,
+        read="fp8 by powers",
+    ),
     PackedForm("int8 with scales", "", "I8", ((_SCALE, FLOATS),), _is_matrix, ("_zero_point",), _COMPRESSED, "int8"),
     PackedForm(
         "GPTQ", "qweight", "I32 U32", (("g_idx", "I32 I64"), ("scales", FLOATS)), others=("qzeros",), by="GPTQModel",

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import F8_E8M0, U8
 from zckpt.core.fragments import Fragment
 from zckpt.core.recipes import DerivedStore
 from zckpt.quantized.configs import Quantization
@@ -129,7 +131,7 @@ def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed |
                 stem = name.removesuffix(form.codes)
                 found = [name, *(_find_beside(tensors, stem, ends, theirs) for ends, theirs in beside)]
                 if all(found) and (form.fits is None or form.fits([tensors[one].shape for one in found])):
-                    codes, *around = (tensors[one] for one in found)
+                    codes, *around = (_as_byte(tensors[one]) for one in found)
                     others = {end: tensors[stem + end] for end in form.others if stem + end in tensors}
                     parts.append(Part(form, stem, codes, tuple(around), others))
                     members |= parts[-1].names
@@ -176,6 +178,11 @@ def _packed_of(parts: Sequence[Part], tensors: Mapping[str, TensorEntry]) -> Pac
         members.update(module + end for end in BESIDE_MODULE if module + end in tensors)
     places = frozenset(tensors[name].fragments[0] for name in members if tensors[name].fragments)
     return Packed(tuple(parts), frozenset(members), places, any(".lora_" in name for name in tensors))
+
+
+def _as_byte(entry: TensorEntry) -> TensorEntry:
+    """The same tensor; a scale that is a power of two as the byte that other programs keep of it."""
+    return replace(entry, dtype=U8) if entry.dtype == F8_E8M0 else entry
 
 
 def _may_be_codes(name: str, entry: TensorEntry) -> bool:

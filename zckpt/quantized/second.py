@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import F32
+from zckpt.core.dtypes import F32, U8
 from zckpt.core.folds import Tools
 from zckpt.core.recipes import DerivedStore, derive_entry
 from zckpt.quantized.forms import forms_of_packages
@@ -102,6 +102,8 @@ def derive_again(
         values: reads a small tensor whole.
     """
     found: dict[str, TensorEntry] = {}
+    if any(entry.dtype.kind == "power" for entry in tensors.values()):
+        tensors = {n: replace(one, dtype=U8) if one.dtype.kind == "power" else one for n, one in tensors.items()}
     of_packages = [(form.codes, form.again) for form in forms_of_packages(tensors.keys()) if form.again is not None]
     for name, entry in tensors.items():
         for end, read in (*of_packages, *_ENDS):
@@ -324,7 +326,7 @@ def _bytes(
     block = [int(one) for one in block.split("x")] if isinstance(block, str) else block
     own = scales.shape[len(shape) - 2 :] if scales.numel > matrices else ()
     own = own[::2] if len(own) == 4 else own
-    if scales.dtype.name == "U8":
+    if scales.dtype.name == "U8" and (*scales.shape[:-1], *(32 * one for one in scales.shape[-1:])) == shape:
         tall, wide = 1, 32
     elif scales.numel in (1, matrices):
         tall, wide = height, columns

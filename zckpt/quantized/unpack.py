@@ -149,6 +149,10 @@ def _mxfp8(part: Part, known: Quantization, values: Values) -> Coded:
     return _in_groups(part, part.stem, 8, floats_of_8_bits(part.codes.dtype), 32)
 
 
+def _fp8_by_powers(part: Part, known: Quantization, values: Values) -> Coded:
+    return _of_bytes(part, part.stem, grid_of(part.codes.shape, part.beside[0].shape, known.block), "")
+
+
 def _in_groups(
     part: Part,
     name: str,
@@ -489,6 +493,7 @@ Source: mlx 0.32.4, backend/cpu/quantized.cpp (`fp_quantize`).
 
 _READERS: Mapping[str, Reader] = {
     "nvfp4": _nvfp4, "nvfp4, divided": _nvfp4_divided, "mxfp4": _mxfp4, "mxfp8": _mxfp8, "gpt-oss": _gpt_oss,
+    "fp8 by powers": _fp8_by_powers,
     "packed integers": _packed_integers, "int8": _int8, "torchao": _of_torchao, "gptq": _gptq, "awq": _awq,
     "bnb4": _bnb_4_bits, "bnb8": _bnb_int8, "mlx": _mlx,
 }  # fmt: skip
