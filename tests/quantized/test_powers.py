@@ -113,6 +113,12 @@ def test_a_power_alone_is_copied_and_never_cast(tmp_path: Path) -> None:
     assert found["a"].dtype == own.dtype and torch.equal(found["a"].view(torch.uint8), own.view(torch.uint8))
     assert zckpt.verify(tmp_path / "saved", tmp_path / "out", progress=False).ok
     assert zckpt.diff(tmp_path / "saved", tmp_path / "out", progress=False).same
+    other = own.view(torch.uint8).clone()
+    other[2] += 1
+    save_file({"a": other.view(own.dtype), "b": torch.ones(3)}, tmp_path / "other.safetensors")
+    found_apart = zckpt.diff(tmp_path / "out", tmp_path / "other.safetensors", progress=False)
+    (apart,) = (one.statistics for one in found_apart.tensors if not one.same)
+    assert apart is not None and (apart.differ, apart.first, apart.max_abs) == (1, 2, float(own[2].float()))
     with zckpt.open_checkpoint(tmp_path / "out") as opened:
         assert torch.equal(opened["a"].view(torch.uint8), own.view(torch.uint8))
 

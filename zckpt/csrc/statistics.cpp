@@ -87,6 +87,7 @@ Counts count_any(DType dtype, const void* data, size_t n) {
     case BF16: return count16(p, n, 0x7FFF, 0x7F80);
     default: break;
   }
+  if (dtype == F8_E8M0) return {static_cast<uint64_t>(std::count(p, p + n, '\xFF')), 0, n};
   if (is_float(dtype)) return count_float8(dtype, static_cast<const uint8_t*>(data), n);
   Counts c{};  // whole numbers
   const size_t size = kItemSize[dtype];
@@ -126,6 +127,12 @@ void widen(DType dtype, const void* p, size_t first, size_t n, double* out) {
     case U16: whole(uint16_t{}); return;
     case U32: whole(uint32_t{}); return;
     case U64: whole(uint64_t{}); return;
+    case F8_E8M0:
+      for (size_t i = 0; i < n; ++i) {
+        const auto power = load<uint8_t>(data, i);
+        out[i] = power == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, power - 127);
+      }
+      return;
     default: break;
   }
   float singles[kBlockNumbers];

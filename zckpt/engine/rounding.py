@@ -152,6 +152,8 @@ def widen(data: bytes, source: DType) -> Any:
 
 
 def _float8(byte: int, name: str) -> float:
+    if name == "F8_E8M0":
+        return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
     exponent_bits, bias = {
         "F8_E4M3": (4, 7), "F8_E5M2": (5, 15), "F8_E4M3FNUZ": (4, 8), "F8_E5M2FNUZ": (5, 16)
     }[name]  # fmt: skip
