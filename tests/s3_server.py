@@ -33,6 +33,31 @@ KEYS = {
 _FAILED = "500 Internal Server Error"
 
 
+class PartsAtOnce:
+    """For `S3Server.failing`: each part of an upload takes a while, and the second one fails.
+
+    Attributes:
+        most: the most parts that were sent at a time.
+        asked: how often a part was sent.
+    """
+
+    def __init__(self) -> None:
+        self.most = self.asked = self._under_way = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, method: str, path: str, query: str) -> bool:
+        if method != "PUT" or "partNumber" not in query:
+            return False
+        with self._lock:
+            self._under_way, self.asked = self._under_way + 1, self.asked + 1
+            self.most = max(self.most, self._under_way)
+            fails = self.asked == 2
+        threading.Event().wait(0.3)  # `time.sleep` is another function in some tests
+        with self._lock:
+            self._under_way -= 1
+        return fails
+
+
 class S3Server:
     """Use as a context manager.
 

@@ -12,7 +12,7 @@ from addresses import ROOTS
 from fsspec.implementations.memory import MemoryFileSystem
 from s3_server import KEYS, S3Server
 
-from zckpt.storage import fsspec_io
+from zckpt.storage import fsspec_io, object_store
 
 
 @pytest.fixture(scope="package")
@@ -35,6 +35,17 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     memory = fsspec.filesystem("memory")
     if memory.exists("/m"):
         memory.rm("/m", recursive=True)
+
+
+@pytest.fixture(params=["obstore", "s3fs"])
+def client(request: pytest.FixtureRequest, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which S3 is asked."""
+    if request.param == "obstore":
+        pytest.importorskip("obstore")
+        assert object_store.find_store("s3://bkt/f") is not None
+    else:
+        monkeypatch.setattr(fsspec_io, "find_store", lambda address: None)
+    return request.param
 
 
 @pytest.fixture

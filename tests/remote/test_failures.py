@@ -14,22 +14,15 @@ from s3_server import S3Server
 
 import zckpt
 from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError
-from zckpt.storage import fsspec_io, object_store, uploads
+from zckpt.storage import fsspec_io, uploads
 from zckpt.storage.uploads import Upload
 
 PART = uploads.LEAST_PART_BYTES
 
 
-@pytest.fixture(autouse=True, params=["obstore", "s3fs"])
-def client(request: pytest.FixtureRequest, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By which S3 is asked; pauses are short."""
-    if request.param == "obstore":
-        pytest.importorskip("obstore")
-        assert object_store.find_store("s3://bkt/f") is not None
-    else:
-        monkeypatch.setattr(fsspec_io, "find_store", lambda address: None)
+@pytest.fixture(autouse=True)
+def by_each_client_without_pauses(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec_io.time, "sleep", lambda seconds: None)
-    return request.param
 
 
 class First:

@@ -13,7 +13,7 @@ import pytest
 from addresses import FIXTURES, SMALL, local_tree
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from s3_server import S3Server
+from s3_server import PartsAtOnce, S3Server
 
 import zckpt
 from zckpt.base.errors import AccessError, NotACheckpointError
@@ -47,27 +47,12 @@ def test_there_and_back(google: S3Server, tmp_path: Path) -> None:
 
 def test_parts_are_sent_side_by_side(google: S3Server) -> None:
     data = os.urandom(22 << 20)
-    lock, under_way, most, asked = threading.Lock(), 0, 0, 0
-    pause = threading.Event()
-
-    def slow(method: str, path: str, query: str) -> bool:
-        nonlocal under_way, most, asked
-        if method != "PUT" or "partNumber" not in query:
-            return False
-        with lock:
-            under_way, most, asked = under_way + 1, max(most, under_way + 1), asked + 1
-            fails = asked == 2
-        pause.wait(0.3)
-        with lock:
-            under_way -= 1
-        return fails
-
-    google.failing = slow
+    google.failing = slow = PartsAtOnce()
     with Upload("gs://bkt/big", len(data)) as upload:
         for at in range(0, len(data), 4 << 20):
             upload.write(memoryview(data)[at : at + (4 << 20)])
     assert google.files("bkt")["big"] == data
-    assert most >= 3 and asked == 6
+    assert slow.most >= 3 and slow.asked == 6
 
 
 def test_what_is_refused_or_missing(google: S3Server) -> None:

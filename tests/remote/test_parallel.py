@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 from hangs import HANG_S
-from s3_server import S3Server
+from s3_server import PartsAtOnce, S3Server
 from safetensors.torch import save_file
 
 import zckpt
@@ -26,18 +26,6 @@ from zckpt.containers import open_container
 from zckpt.engine import prefetch
 from zckpt.storage import fsspec_io, object_store, uploads
 from zckpt.storage.uploads import Upload
-
-
-@pytest.fixture(params=["obstore", "s3fs"])
-def client(request: pytest.FixtureRequest, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By which S3 is asked."""
-    if request.param == "obstore":
-        pytest.importorskip("obstore")
-        assert object_store.find_store("s3://bkt/f") is not None
-    else:
-        monkeypatch.setattr(object_store, "find_store", lambda address: None)
-        monkeypatch.setattr(fsspec_io, "find_store", lambda address: None)
-    return request.param
 
 
 def ranges_of(s3: S3Server) -> list[tuple[int, int]]:
@@ -144,21 +132,7 @@ def test_of_a_short_gguf_header_64_kib_are_fetched(s3: S3Server, tmp_path: Path)
 
 def test_parts_are_sent_side_by_side_and_a_part_that_fails_alone(s3: S3Server, client: str) -> None:
     data = os.urandom((32 << 20) + 5)
-    lock, under_way, most, asked = threading.Lock(), 0, 0, 0
-
-    def slow(method: str, path: str, query: str) -> bool:
-        nonlocal under_way, most, asked
-        if method != "PUT" or "partNumber" not in query:
-            return False
-        with lock:
-            under_way, most, asked = under_way + 1, max(most, under_way + 1), asked + 1
-            fails = asked == 2
-        time.sleep(0.3)
-        with lock:
-            under_way -= 1
-        return fails
-
-    s3.failing = slow
+    s3.failing = slow = PartsAtOnce()
     s3.requests.clear()
     with Upload("s3://bkt/big", len(data)) as upload:
         for at in range(0, len(data), 4 << 20):
@@ -166,8 +140,8 @@ def test_parts_are_sent_side_by_side_and_a_part_that_fails_alone(s3: S3Server, c
             assert "big" not in s3.files("bkt")
     assert s3.files("bkt")["big"] == data
     parts = len({query for method, _, query, _ in s3.requests if method == "PUT" and "partNumber" in query})
-    assert asked == parts + 1
-    assert most >= 4
+    assert slow.asked == parts + 1
+    assert slow.most >= 4
 
 
 def test_no_more_parts_are_in_memory_than_are_sent(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
