@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.quantization import QuantizationConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.naming.linear import layers_of
@@ -252,3 +252,36 @@ def test_blocks_that_transformers_misreads_are_said(tmp_path: Path) -> None:
     assert error <= weight.abs().max() / 26
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()[name].float()
     assert (theirs - weight).abs().max() > error, "if this fails, transformers reads them, and the note can go"
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 32)], ids=str)
+def test_transformers_finds_the_same_numbers_where_scales_are_powers_of_two(
+    tmp_path: Path, block: tuple[int, int]
+) -> None:
+    """Its own class for such weights, which takes them apart when it loads."""
+    config = transformers.LlamaConfig(**SMALL)
+    dice = torch.Generator().manual_seed(4)
+    stored = dict(transformers.LlamaForCausalLM(config).bfloat16().state_dict())
+    for name, weight in list(stored.items()):
+        if name.endswith("_proj.weight"):
+            rows, columns = (-(-extent // size) for extent, size in zip(weight.shape, block, strict=True))
+            scales = torch.randint(115, 130, (rows, columns), generator=dice, dtype=torch.uint8)
+            stored[name] = torch.randn(weight.shape, generator=dice).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales.view(torch.float8_e8m0fnu)
+    said = {
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": block,
+        "modules_to_not_convert": ["lm_head"],
+    }
+    (source := tmp_path / "source").mkdir()
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    known = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": said}
+    (source / "config.json").write_text(json.dumps(known))
+    zckpt.convert(source, tmp_path / "out", dtype="bf16", progress=False)
+    plain = transformers.FineGrainedFP8Config(
+        weight_block_size=block, dequantize=True, modules_to_not_convert=["lm_head"]
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=plain, dtype=torch.bfloat16)
+    ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
