@@ -27,6 +27,7 @@ WHOLE = "I8 U8 I16 U16 I32 U32"
 
 _FP8 = "F8_E4M3 F8_E5M2"
 _SCALE = "_scale|_weight_scale"
+_SCALE_OR_INV = f"{_SCALE}|_scale_inv"
 _POWERS = "U8 F8_E8M0"
 """Dtypes of scales that are powers of two."""
 
@@ -119,11 +120,11 @@ FORMS: tuple[PackedForm, ...] = (
         "MXFP4 of gpt-oss", "_proj_blocks", "U8", (("_proj_scales", _POWERS),),
         by="transformers (Mxfp4Config(dequantize=True))", read="gpt-oss",
     ),
-    PackedForm("MXFP4", "", "U8", ((f"{_SCALE}|_scale_inv", _POWERS),), _by_groups(16), read="mxfp4"),
-    PackedForm("MXFP8", "", _FP8, ((f"{_SCALE}|_scale_inv", _POWERS),), _by_groups(32), by=_COMPRESSED, read="mxfp8"),
+    PackedForm("MXFP4", "", "U8", ((_SCALE_OR_INV, _POWERS),), _by_groups(16), read="mxfp4"),
+    PackedForm("MXFP8", "", _FP8, ((_SCALE_OR_INV, _POWERS),), _by_groups(32), by=_COMPRESSED, read="mxfp8"),
     PackedForm(
-        "fp8 with powers of two as scales", "", _FP8, ((f"{_SCALE}|_scale_inv", "F8_E8M0"),), by=_COMPRESSED,
-        read="fp8 by powers",
+        "fp8 with powers of two as scales", "", _FP8, ((_SCALE_OR_INV, "F8_E8M0"),),
+        by="transformers (FineGrainedFP8Config(dequantize=True))", read="fp8 by powers",
     ),
     PackedForm("int8 with scales", "", "I8", ((_SCALE, FLOATS),), _is_matrix, ("_zero_point",), _COMPRESSED, "int8"),
     PackedForm(

@@ -131,7 +131,7 @@ def _check_bare(
     lost = bare if is_said else [name for name in bare if found and len(catalog.tensors[name].shape) > 1]
     if lost:
         reason = (
-            f"config.json says {quantization.about}" if quantization and is_said else "other tensors of fp8 have them"
+            f"its config says {quantization.about}" if quantization and is_said else "other tensors of fp8 have them"
         )
         raise IncompleteError(
             f"{count(len(lost), 'tensor of fp8 has', 'tensors of fp8 have')} no scales", file=catalog.source.path,

@@ -76,9 +76,8 @@ class Upload:
     def write(self, data: bytes | memoryview) -> None:
         """Sends the next bytes."""
         with as_zckpt_errors(self.address):
-            self._file.write(
-                data if isinstance(self._file, _PartsByS3fs) else bytes(data)
-            )  # which obstore keeps until they are sent
+            is_kept = not isinstance(self._file, _PartsByS3fs)  # obstore keeps what it gets until that is sent
+            self._file.write(bytes(data) if is_kept else data)
 
     def complete(self) -> None:
         """Makes the file appear.
