@@ -151,10 +151,12 @@ GPU_PYTHON ?= python3
 GPU_NEEDS := pydantic pydantic-core annotated-types typing-inspection typing-extensions typer click rich shellingham tqdm \
   huggingface_hub safetensors pyyaml filelock fsspec packaging requests scikit-build-core nanobind pathspec
 GPU_PIP = $(GPU_PYTHON) -m pip --disable-pip-version-check
-GPU_MISSING = $(shell for name in $(GPU_NEEDS); do $(GPU_PIP) show -q $$name 2>/dev/null || echo $$name; done)
+GPU_LACKS := import sys, importlib.metadata as m; have = {d.name.lower().replace("_", "-") for d in m.distributions()}; \
+  print(*(name for name in sys.argv[1:] if name.replace("_", "-") not in have))
 gpu-check:
 	@mkdir -p .make/wheels
-	@$(if $(GPU_MISSING),$(GPU_PIP) install -q --no-deps --target .make/gpu --find-links .make/wheels $(if $(wildcard .make/wheels/*.whl),--no-index) $(GPU_MISSING))
+	@lacks=$$($(GPU_PYTHON) -c '$(GPU_LACKS)' $(GPU_NEEDS)); [ -z "$$lacks" ] || $(GPU_PIP) install -q --no-deps --upgrade \
+	  --target .make/gpu --find-links .make/wheels $(if $(wildcard .make/wheels/*.whl),--no-index) $$lacks
 	PYTHONPATH=.make/gpu $(GPU_PIP) install -q --no-deps --no-index --no-build-isolation --upgrade --target .make/gpu .
 	PYTHONPATH=$(CURDIR)/.make/gpu $(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
 

@@ -34,6 +34,7 @@ PAGES = {
     "benchmarks/results_checkpoints.md": "project/results_checkpoints.md",
     "benchmarks/results_giants.md": "project/results_giants.md",
     "benchmarks/results_exchange.md": "project/results_exchange.md",
+    "benchmarks/results_gpu.md": "project/results_gpu.md",
     "benchmarks/results_load_scale.md": "project/results_load_scale.md",
     "benchmarks/results_machines.md": "project/results_machines.md",
     "benchmarks/results_stops.md": "project/results_stops.md",

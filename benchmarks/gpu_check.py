@@ -3,9 +3,11 @@
     python benchmarks/gpu_check.py [--ranks N] [--size BYTES] [--only NAME ...] [--dir DIR] [--json FILE]
     python benchmarks/gpu_check.py --cpu --ranks 2     # the same on CPUs, with a small model: that all of it runs
 
-One rank per GPU. Exit status 0: everything is right. 1: something is wrong, and the table says what. 2: it could not be run.
-Training is held against a loop in plain torch on the same device, times and memory against plain `fully_shard`, and live export
-and loading against copies between the device and page-locked memory (the link) and against writes to the same directory.
+One rank per GPU, or with --ranks more that share them. Each row is printed when it is found. Exit status 0: everything is right.
+1: something is wrong, and the table says what. 2: it could not be run. Training is held against a loop in plain torch on the same
+device, times and memory against plain `fully_shard` and, where it is installed, DeepSpeed; the estimate of memory against what a
+Llama takes; live export and loading against copies between the device and page-locked memory (the link) and against writes to the
+same directory.
 """
 
 from __future__ import annotations
@@ -14,22 +16,18 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STEPS = 6
-TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 1e-2}
-ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
-Row = tuple[str, str, str]  # what, "right", "WRONG" or "left out", figures or reason
+from gpu_bench import ADAMW, STEPS, TOLERANCES, Bench, Row, config, distance, start, train
+from gpu_libraries import check_deepspeed, check_estimate, check_libraries, check_speed
 
 
 def main() -> int:
@@ -67,8 +65,6 @@ def main() -> int:
         shutil.rmtree(home, ignore_errors=True)
     if rows is None:
         return 2
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
     wrong = sum(row[1] == "WRONG" for row in rows)
     print(
         f"\n{sum(row[1] == 'right' for row in rows)} right, {wrong} wrong, {sum(row[1] == 'left out' for row in rows)} left out."
@@ -89,10 +85,12 @@ def _launched(options: argparse.Namespace, home: Path) -> list[Row] | None:
     environment.setdefault("OMP_NUM_THREADS", "1" if options.cpu else "4")
     if options.cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run([*launcher, __file__, *passed], env=environment, capture_output=True, text=True, check=False)
+    with (home / "stderr").open("w+") as said:
+        done = subprocess.run([*launcher, __file__, *passed], env=environment, stderr=said, check=False)
+        said.seek(0)
+        last = (said.read().strip() or "no message").splitlines()[-30:]
     rows: list[Row] = [tuple(row) for row in json.loads(out.read_text())] if out.exists() else []
     if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-30:]
         print("\n".join(last), file=sys.stderr)
         return [*rows, ("the processes", "WRONG", f"ended with status {done.returncode}")] if rows else None
     return rows
@@ -101,83 +99,6 @@ def _launched(options: argparse.Namespace, home: Path) -> list[Row] | None:
 def _tree() -> str:
     """Where the package is, for the processes; nothing if it is installed."""
     return "" if __import__("zckpt").__spec__.origin.find("site-packages") >= 0 else str(Path(__file__).parent.parent)
-
-
-@dataclass
-class Bench:
-    """What all checks need.
-
-    Attributes:
-        device: of this rank.
-        home: a directory for files, on all ranks.
-        size: bytes of the weights of live export and loading.
-        rows: what was found, of rank 0.
-        width: of the model.
-    """
-
-    device: Any
-    home: Path
-    size: int
-    width: int
-    layers: int
-    positions: int
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type != "cpu"
-
-    def model(self) -> Any:
-        """The same for every call."""
-        import torch
-
-        from zckpt.runtime.train.models import TinyConfig, TinyGPT
-
-        torch.manual_seed(7)
-        return TinyGPT(TinyConfig(n_positions=self.positions, n_embd=self.width, n_layer=self.layers, n_head=4))
-
-    def batches(self, steps: int, start: int = 0) -> Iterator[Any]:
-        """The same tokens on every rank, so that one process in plain torch is what all ranks do."""
-        import torch
-
-        for step in range(start, start + steps):
-            generator = torch.Generator().manual_seed(step)
-            yield torch.randint(0, 64, (2, self.positions), generator=generator).to(self.device)
-
-    def sync(self) -> None:
-        """Waits for the device."""
-        import torch
-
-        if self.on_gpu:
-            torch.accelerator.synchronize()
-
-    def peak(self, job: Callable[[], Any]) -> tuple[Any, int]:
-        """What a job returns, and the most bytes of the device that tensors had in it; 0 on CPUs."""
-        import torch
-
-        if not self.on_gpu:
-            return job(), 0
-        module = torch.get_device_module(self.device)
-        module.reset_peak_memory_stats()
-        result = job()
-        self.sync()
-        return result, module.max_memory_allocated()
-
-    def seconds(self, job: Callable[[], Any], times: int = 3) -> float:
-        """The median time of a job, on the slowest rank."""
-        import torch
-        import torch.distributed as dist
-
-        taken = []
-        for _ in range(times):
-            dist.barrier()
-            began = time.perf_counter()
-            job()
-            self.sync()
-            longest = torch.tensor(time.perf_counter() - began, device=self.device)
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-            taken.append(longest.item())
-        return statistics.median(taken)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -189,67 +110,33 @@ def work(options: argparse.Namespace) -> None:
     from zckpt.runtime.world import join_world
 
     warnings.simplefilter("ignore")
+    if not options.cpu and int(os.environ["WORLD_SIZE"]) > torch.accelerator.device_count():
+        # NCCL refuses two ranks of one host on one GPU, so it is told that each has a host of its own.
+        os.environ.setdefault("NCCL_HOSTID", f"rank {os.environ['RANK']}")
     world = join_world()
-    sizes = (32, 2, 32) if options.cpu else (1024, 8, 512)
+    sizes = (32, 2, 32) if options.cpu else (512, 4, 256)
     bench = Bench(world.device, Path(options.worker), options.size, *sizes)
     name = "CPU" if options.cpu else torch.get_device_module(world.device).get_device_name()
-    bench.rows += [("check", "result", "figures"), ("---", "---", "---")]
-    bench.rows.append(("machine", "right", f"{world.size} x {name}, torch {torch.__version__}, {dist.get_backend()}"))
+    bench.add("check", "result", "figures")
+    bench.add("---", "---", "---")
+    bench.add("machine", "right", f"{world.size} x {name}, torch {torch.__version__}, {dist.get_backend()}")
     for check in options.only:
         before = len(bench.rows)
         try:
             CHECKS[check](bench)
         except UnsupportedError as error:
-            bench.rows.append((check, "left out", str(error).splitlines()[0].replace("|", "/")))
+            bench.add(check, "left out", str(error).splitlines()[0].replace("|", "/"))
         except Exception as error:
             traceback.print_exc()
-            bench.rows.append(
-                (check, "WRONG", f"{type(error).__name__}: {error}".splitlines()[0][:300].replace("|", "/"))
-            )
+            bench.add(check, "WRONG", f"{type(error).__name__}: {error}".splitlines()[0][:300].replace("|", "/"))
         fine = torch.tensor(float(all(row[1] != "WRONG" for row in bench.rows[before:])), device=world.device)
         dist.all_reduce(fine, op=dist.ReduceOp.MIN)
         if not fine.item() and all(row[1] != "WRONG" for row in bench.rows[before:]):
-            bench.rows.append((check, "WRONG", "on another rank"))
+            bench.add(check, "WRONG", "on another rank")
         if world.rank == 0:
             (bench.home / "rows.json").write_text(json.dumps(bench.rows))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def config(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
-    """A DeepSpeed config. Every rank trains on the same samples, so more ranks are the same run."""
-    import torch.distributed as dist
-
-    half: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
-    if precision == "fp16":
-        half["fp16"]["initial_scale_power"] = 12
-    zero = {"stage": stage, **more.pop("zero", {})}
-    batch = {"train_batch_size": 2 * dist.get_world_size(), "train_micro_batch_size_per_gpu": 2}
-    optimizer = {"type": "AdamW", "params": ADAMW}
-    return {**batch, "optimizer": optimizer, "zero_optimization": zero, "gradient_clipping": 1.0, **half, **more}
-
-
-def train(engine: Any, batches: Iterator[Any]) -> list[float]:
-    """Losses of steps."""
-    losses = []
-    for tokens in batches:
-        loss = engine(tokens, labels=tokens)["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().float())
-    return [loss.item() for loss in losses]
-
-
-def start(bench: Bench, settings: dict[str, Any]) -> Any:
-    """An engine on the model."""
-    import zckpt.runtime
-
-    return zckpt.runtime.initialize(model=bench.model(), config=settings)[0]
-
-
-def distance(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference."""
-    return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in zip(found, expected, strict=True))
 
 
 def plain_losses(bench: Bench) -> list[float]:
@@ -304,13 +191,14 @@ def check_nvme(bench: Bench) -> None:
 
 
 def _compare(bench: Bench, what: str, settings: dict[str, Any], expected: list[float], tolerance: float) -> None:
+    before = bench.held()
     engine = start(bench, settings)
-    losses, peak = bench.peak(lambda: train(engine, bench.batches(STEPS)))
+    losses, peak = bench.peak(lambda: train(engine, bench.batches(STEPS)), before)
     far = distance(losses, expected)
     right = far <= tolerance and engine.skipped_steps == 0 and losses[-1] < losses[0]
     memory = f", {peak / 2**20:,.0f} MiB at most" if peak else ""
-    bench.rows.append(
-        (what, "right" if right else "WRONG", f"losses within {far:.1e} of plain torch (limit {tolerance:.0e}){memory}")
+    bench.add(
+        what, "right" if right else "WRONG", f"losses within {far:.1e} of plain torch (limit {tolerance:.0e}){memory}"
     )
 
 
@@ -333,48 +221,8 @@ def check_saves(bench: Bench) -> None:
             same = train(again, bench.batches(3, 3)) == expected
             figures = f"continues bit for bit; save_checkpoint returned after {returned:.2f} s"
             what = f"save and resume, stage {stage}, {precision}{', in the background' if background else ''}"
-            bench.rows.append(
-                (what, "right" if same else "WRONG", figures if same else "other losses after the resume")
-            )
+            bench.add(what, "right" if same else "WRONG", figures if same else "other losses after the resume")
             shutil.rmtree(run, ignore_errors=True)
-
-
-def check_speed(bench: Bench) -> None:
-    """A step against plain `fully_shard` in bf16, with torch's fused AdamW: the same collectives, time and memory."""
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    batches = list(bench.batches(4))
-    for stage, reshard in ((2, False), (3, True)):
-        if not bench.on_gpu:
-            bench.rows.append((f"step time, stage {stage}", "left out", "plain fully_shard is compared on GPUs"))
-            continue
-        engine = start(bench, config(stage, "bf16", gradient_clipping=0.0))
-        train(engine, iter(batches))
-        ours, memory = bench.peak(
-            lambda engine=engine: bench.seconds(lambda: train(engine, iter(batches)), 5) / len(batches)
-        )
-        del engine
-        model = bench.model().to(bench.device)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for block in model.transformer.h:
-            fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-        def step(model: Any = model, optimizer: Any = optimizer) -> None:
-            for tokens in batches:
-                model(tokens, labels=tokens)["loss"].backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        step()
-        theirs, plain = bench.peak(lambda step=step: bench.seconds(step, 5) / len(batches))
-        right = ours <= 1.25 * theirs and memory <= 1.15 * plain
-        figures = (
-            f"{ours * 1e3:.1f} ms, {memory / 2**20:,.0f} MiB; plain {theirs * 1e3:.1f} ms, {plain / 2**20:,.0f} MiB"
-        )
-        bench.rows.append((f"step, stage {stage}, bf16", "right" if right else "WRONG", figures))
 
 
 def check_live(bench: Bench) -> None:
@@ -416,7 +264,7 @@ def check_live(bench: Bench) -> None:
         figures = (
             f"{held:.2f} GB/s of the device's memory; link {link[0]:.2f}; a plain write of these files {disk:.2f} GB/s"
         )
-        bench.rows.append((f"live export, {dtype}", "right" if same else "WRONG", figures if same else "other bytes"))
+        bench.add(f"live export, {dtype}", "right" if same else "WRONG", figures if same else "other bytes")
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
@@ -426,9 +274,7 @@ def check_live(bench: Bench) -> None:
         same = all(torch.equal(p, truth[name].to(p.dtype)) for name, p in model.named_parameters())
         taken = bench.seconds(load)
         figures = f"{total * 4 / taken / 1e9:.2f} GB/s into the device's memory; link {link[1]:.2f}"
-        bench.rows.append(
-            (f"drop-in load, {dtype}", "right" if same else "WRONG", figures if same else "other numbers")
-        )
+        bench.add(f"drop-in load, {dtype}", "right" if same else "WRONG", figures if same else "other numbers")
     if size == 1 or rank == 0:
         shutil.rmtree(out[0], ignore_errors=True)
 
@@ -485,8 +331,8 @@ def check_export(bench: Bench) -> None:
             for n in a
         )
         what = f"save_16bit_model, stage {stage}{', offloaded' if zero else ''}"
-        bench.rows.append(
-            (what, "right" if same and len(a) else "WRONG", f"{len(a)} tensors, as in a checkpoint of the same moment")
+        bench.add(
+            what, "right" if same and len(a) else "WRONG", f"{len(a)} tensors, as in a checkpoint of the same moment"
         )
         dist.barrier()
         if dist.get_rank() == 0:
@@ -503,6 +349,9 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
     "export": check_export,
     "live": check_live,
     "speed": check_speed,
+    "estimate": check_estimate,
+    "deepspeed": check_deepspeed,
+    "libraries": check_libraries,
 }
 
 if __name__ == "__main__":

@@ -48,6 +48,28 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+def test_grouped_queries_in_fp32_keep_their_scores_on_a_gpu() -> None:
+    """Torch has no kernel for them there; in bf16, and where each query has its own key, it has one."""
+    size = {"model_type": "llama", **SMALL, "architectures": ["LlamaModel"]}
+    length, grown = 128, {}
+    for groups in (2, 4):
+        for c in (2, 4):
+            on_gpu, on_cpu = (
+                activations_of(
+                    {**size, "num_key_value_heads": groups},
+                    compute_bytes=c,
+                    micro_batch=3,
+                    length=length,
+                    accelerator=gpu,
+                )
+                for gpu in (True, False)
+            )
+            assert on_gpu is not None and on_cpu is not None
+            grown[groups, c] = on_gpu.unit - on_cpu.unit
+    scores, repeated, softmax = 4 * 4 * length * length * 3, 2 * 4 * 32 * length * 3, 4 * 4 * length * 3
+    assert grown == {(2, 2): 0, (4, 2): 0, (4, 4): 0, (2, 4): scores + repeated - softmax}
+
+
 def made(kind: str, *, layers: int = 3, **values: Any) -> tuple[Any, dict[str, Any]]:
     """A model on the meta device, and what its config.json holds."""
     cls = getattr(transformers, kind)

@@ -1,12 +1,13 @@
 """Bytes of activations: what a forward keeps for the backward, by formula, for transformers of known kinds.
 
 For `rehearsal`. Counted are the tensors that torch's autograd keeps when transformers' own modules run with scaled dot product
-attention that does not store the matrix of scores.
+attention and without a mask of padding.
 [Note: bytes of a block] Per token, with c bytes of the computation's dtype, width h, queries q, keys k, inner width f:
 Llama: c (4h + 2q + 2k + 4f) and 8h + 8 in fp32 for its two norms; Qwen 3 also (c + 4)(q + k) for the norms of queries and keys.
 GPT-2 and BERT: c (8h + 2f), and with GPT-2's own gelu, which is made from five operations, c (8h + 5f).
-Each head keeps 4 bytes for the softmax. Dropout keeps a mask of every element that it sees: a byte on a GPU, c bytes on a CPU,
-where dropout in the attention also keeps three fp32 matrices of scores.
+Each head keeps 4 bytes for the softmax. On a GPU torch has no kernel for grouped queries in fp32: the matrix
+of scores is kept, and keys and values once for each query. Dropout keeps a mask of every element that it sees: a byte on a GPU, c
+bytes on a CPU, where dropout in the attention also keeps three fp32 matrices of scores.
 Source: transformers 5.23; checked by tests/estimation/test_activations.py.
 """
 
@@ -58,7 +59,7 @@ def activations_of(
     """
     kind, tokens, c = config.get("model_type"), micro_batch * length, compute_bytes
     if kind in LLAMA:
-        h, block = _llama(config, c)
+        h, block = _llama(config, c, length if accelerator else 0)
         vocabulary, norm = int(config["vocab_size"]), 2 * c * h + 4 * h
         inner = int(config["intermediate_size"])
     elif kind == "gpt2":
@@ -105,8 +106,8 @@ def longest(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _llama(config: Mapping[str, Any], c: int) -> tuple[int, int]:
-    """The width, and the bytes of a block per token."""
+def _llama(config: Mapping[str, Any], c: int, length: int) -> tuple[int, int]:
+    """The width, and the bytes of a block per token; `length` is 0 on a CPU."""
     h, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kind = str(config.get("model_type"))
     size = int(config.get("head_dim", _HEAD_SIZES.get(kind)) or h // heads)
@@ -115,6 +116,8 @@ def _llama(config: Mapping[str, Any], c: int) -> tuple[int, int]:
     block = c * (4 * h + 2 * q + 2 * k + 4 * f) + 8 * h + 8 + 4 * heads
     if kind == "qwen3":
         block += (c + 4) * (q + k) + 4 * (heads + groups)
+    if c == 4 and k < q and length:
+        block += 2 * c * (q - k) + 4 * heads * (length - 1)
     return h, block
 
 
