@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,34 @@ def test_an_error_of_a_script_is_pythons(home: Path) -> None:
     assert "zckpt" not in done.stderr.partition("Traceback")[2].partition("LookupError")[0]
     done = start(home, "scripts/nosuch.py")
     assert done.returncode == 2 and "error: scripts/nosuch.py: there is no such script" in done.stderr
+
+
+GROUP = """
+import sys
+import torch.distributed as dist
+if sys.argv[1] == "ours":
+    import zckpt.runtime
+    zckpt.runtime.init_distributed("gloo")
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.destroy_process_group = lambda: print("taken down")
+print("done")
+if "raise" in sys.argv:
+    raise LookupError
+"""
+
+
+def test_a_process_group_is_taken_down_at_a_good_end(home: Path) -> None:
+    """Else gloo may abort the process after the script's last line. After an error it could wait for another rank."""
+    (home / "group.py").write_text(GROUP)
+    assert start(home, "group.py", "own").stdout == "done\ntaken down\n"
+    failed = start(home, "group.py", "own", "raise")
+    assert (failed.returncode, failed.stdout) == (1, "done\n")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for words, said in ((["ours"], "done\ntaken down\n"), (["ours", "raise"], "done\n")):
+        command = [sys.executable, "group.py", *words]
+        done = subprocess.run(command, cwd=home, env=environment, text=True, capture_output=True, check=False)
+        assert done.stdout == said, done.stderr
 
 
 def test_a_module_by_two_processes_of_our_own(home: Path) -> None:

@@ -122,9 +122,11 @@ def run(
     status = _launch(asked, [*(["-m"] if module else []), script], words)
     if status is not None:
         raise typer.Exit(status)
+    from zckpt.live.device import end_group_with_process
     from zckpt.runtime.names.finder import as_deepspeed
 
     as_deepspeed()
+    end_group_with_process()  # also of a script that makes its own
     _as_python_does()
     sys.argv[:] = [script, *words]
     try:
@@ -302,6 +304,7 @@ def _end(error: BaseException, status: int) -> NoReturn:
     """Prints an error of the script, without the frames of what started it, and ends the process."""
     trace = _of_script(error.__traceback__)
     sys.excepthook(type(error), error.with_traceback(trace), trace)
+    sys.last_value = error
     sys.exit(status)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.live.device import default_backend, use_device
+from zckpt.live.device import default_backend, end_group_with_process, use_device
 from zckpt.runtime.config.zero import Zero
 
 DEFAULT_PORT = 29500
@@ -42,11 +42,9 @@ def join_world() -> World:
     """The world of this process; makes the default process group if there is none."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not dist.is_initialized():
-        backend = default_backend()
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(default_backend(), **alone)
+        end_group_with_process()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, use_device(local_rank))
 
 
@@ -98,6 +96,7 @@ def init_distributed(
         join_world()
         return
     dist.init_process_group(dist_backend or default_backend(), init_method=init_method, timeout=timeout, **given)
+    end_group_with_process()
 
 
 def mesh_of(zero: Zero, world: World) -> DeviceMesh:
