@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import queue
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ torch.ones = lambda *args, device=None, **kwargs: _ones(*args, device=None if de
 torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -44,7 +46,13 @@ class Tracker:
 
 
 def on_cpu() -> None:
-    """Takes away what Megatron-Core asks of a GPU and of Transformer Engine; no arithmetic depends on it."""
+    """Takes away what Megatron-Core asks of a GPU and of Transformer Engine; no arithmetic depends on it.
+
+    And what takes it seconds: compiling, and a process that imports all again to hold the results of a save's writers, which this
+    process reads itself.
+    """
+    torch.compiler.set_stance("force_eager")
+    filesystem_async._results_queue = queue.Queue()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
             module.get_cuda_rng_tracker = lambda *args, **kwargs: Tracker()  # type: ignore[attr-defined]
