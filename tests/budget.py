@@ -54,8 +54,6 @@ BUDGET: dict[str, float] = {
     "tests/remote/test_verify.py": 16,
     "tests/team/test_together.py": 26,
     "tests/test_drop_in.py": 16,
-    "tests/test_figures.py": 12,
-    "tests/test_house.py": 9,
     "tests/test_pages.py": 79,
 }
 """File -> its seconds in `make test`, from 8 on."""

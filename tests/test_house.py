@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from sources import ROOT, TOGETHER, parsed
 
 import zckpt
 from zckpt import layouts
 from zckpt.base import errors
 from zckpt.layouts.save.second import UnprovedFamily
 
-ROOT = Path(zckpt.__file__).parent
+pytestmark = TOGETHER
 TESTS = Path(__file__).parent
 FIXTURES = TESTS.parent / "fixtures"
 
@@ -36,7 +37,7 @@ def modules() -> dict[str, Path]:
 def own_imports(name: str, known: dict[str, Path]) -> set[str]:
     """The modules of zckpt that one of them imports: anywhere in it, also for type checkers only."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(known[name].read_text())):
+    for node in parsed()[known[name]]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -80,8 +81,8 @@ def test_the_page_draws_the_house() -> None:
 def test_every_module_says_what_it_is_for() -> None:
     """In the first line of its docstring, which the documentation site lists."""
     silent = []
-    for path in ROOT.rglob("*.py"):
-        said = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    for path, nodes in parsed().items():
+        said = (ast.get_docstring(nodes[0]) or "").partition("\n")[0]
         if len(said) < 12 or (said[-1] not in ".:?;,)" and not said[-1].isalnum()):
             silent.append(str(path.relative_to(ROOT)))
     assert silent == []
@@ -121,7 +122,7 @@ def test_the_life_of_a_command_is_told_by_what_exists() -> None:
 
 def imports_of(path: Path) -> set[str]:
     """The modules of zckpt that a module imports, anywhere in it."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = parsed()[path]
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module):
         below = ROOT.parent / str(node.module).replace(".", "/")
@@ -178,7 +179,7 @@ def test_words_that_are_no_longer_used_name_nothing() -> None:
     found = set()
     for path in ROOT.rglob("*.py"):
         names = {path.stem}
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed()[path]:
             names |= {
                 value
                 for field in ("id", "attr", "name", "arg", "asname")

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import zckpt
+from sources import ROOT, TOGETHER, parsed
+
 from zckpt.base import errors
 
-ROOT = Path(zckpt.__file__).parent
+pytestmark = TOGETHER
+
 BASES = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.ZckptError)
 }
@@ -49,17 +51,19 @@ def texts_of(node: ast.expr) -> list[str]:
     return [_NAME]
 
 
-def messages(package: Path) -> Iterator[Message]:
-    """Every error of zckpt's kinds that is made in a package."""
-    for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        local = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+@functools.cache
+def messages() -> list[Message]:
+    """Every error of zckpt's kinds that is made in the package."""
+    found = []
+    for path, nodes in parsed().items():
+        local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         kinds = BASES | {name for name in local if name.endswith("Error")}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds and node.args:
                 fields = {"what": texts_of(node.args[0])}
                 fields |= {word.arg: texts_of(word.value) for word in node.keywords if word.arg}
-                yield Message(f"{path.relative_to(ROOT.parent)}:{node.lineno}", node.func.id, fields)
+                found.append(Message(f"{path.relative_to(ROOT.parent)}:{node.lineno}", node.func.id, fields))
+    return found
 
 
 def faults(message: Message) -> Iterator[str]:
@@ -84,11 +88,11 @@ def faults(message: Message) -> Iterator[str]:
 
 
 def test_every_message_has_the_form() -> None:
-    found = [f"{message.place}: {fault}" for message in messages(ROOT) for fault in faults(message)]
+    found = [f"{message.place}: {fault}" for message in messages() for fault in faults(message)]
     assert found == []
 
 
 def test_the_form_is_checked() -> None:
     bad = Message("x.py:1", "UsageError", {"what": ["a thing that is none"], "found": ["it."], "remedy": ["do it"]})
     assert len(list(faults(bad))) == 3
-    assert len(list(messages(ROOT))) > 400
+    assert len(messages()) > 400

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sources import TOGETHER, parsed
+
+pytestmark = TOGETHER
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,11 +44,10 @@ PAGES = [
 
 def strings(*, told: bool) -> Iterator[tuple[str, str]]:
     """(Place, text) of the package's texts: what it tells (messages, help), or what it says of itself (docstrings)."""
-    for path in sorted(ROOT.glob("zckpt/**/*.py")):
+    for path, nodes in parsed().items():
         name = str(path.relative_to(ROOT))
-        tree = ast.parse(path.read_text())
-        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and (id(node) not in alone) == told:
                 kept = KEPT.get(name)
                 yield f"{name}:{node.lineno}", node.value.replace(kept, "") if kept else node.value
