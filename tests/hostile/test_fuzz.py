@@ -178,7 +178,9 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _hooked() -> Iterator[None]:
     sys.addaudithook(_audit)  # stays; listens only while something is read
+    sys.dont_write_bytecode = True  # of what is imported then
     yield
+    sys.dont_write_bytecode = False
 
 
 def look(home: Path) -> None:
