@@ -63,6 +63,38 @@ def test_every_save_is_loaded_by_other_worlds_and_stages(outcome: Outcome, world
         assert len(given) == 12 and not all_of(given)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_of_the_same_layout_is_loaded_the_short_way(outcome: Outcome, world: int) -> None:
+    for given in outcome("loads.py", world, "same_layout"):
+        assert len(given) == 12 and not all_of(given)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_of_another_layout_is_loaded_the_long_way(outcome: Outcome, world: int) -> None:
+    odd, cut = "(5, 3, 7)", "(8, 12, 4)"
+    other = {
+        (f"{stage} {sizes}", name)
+        for stage, sizes in ((1, cut), (2, odd), (3, cut), (3, odd))
+        for name in ("bf16", "fp16")
+    }
+    other |= {(f"3 {sizes}", "sub-groups") for sizes in (cut, odd)} | {(f"2 {odd}", "aligned")}
+    other |= {(place, "round robin") for place in (f"1 {cut}", f"2 {odd}")} if world > 1 else set()
+    for given in outcome("loads.py", world, "other_layouts"):
+        assert len(given) == 18
+        for name, loads in given.items():
+            place, saved = name.partition(")")[0] + ")", name.partition(") ")[2]
+            for loaded, short, right in loads:
+                differs = saved != loaded and ((place, saved) in other or (place, loaded) in other)
+                assert right is True and short is not differs, (name, loaded)
+
+
+def test_damage_is_said_as_without_the_short_way(outcome: Outcome) -> None:
+    for given in outcome("loads.py", 2, "damaged_saves"):
+        assert len(given) == 15
+        for name, ((said, as_before), unchanged) in given.items():
+            assert said == as_before and said and unchanged, name
+
+
 @proofs.only
 def test_sixteen_ranks_save_and_load(outcome: Outcome) -> None:
     for given in outcome("saves.py", 16, "many_ranks"):

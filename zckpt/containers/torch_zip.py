@@ -19,7 +19,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zckpt.base import limits
@@ -116,6 +116,38 @@ def pickle_of(path: str | os.PathLike[str]) -> bytes:
         directory = Directory(file)
         prefix = next(iter(directory.records), "").partition("/")[0]
         return directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
+
+
+def find_storages(
+    path: str | os.PathLike[str], keys: Iterable[str]
+) -> tuple[FileStore, dict[str, tuple[int, int]], str]:
+    """Where some storages of a file are that zckpt wrote, without its pickle being read.
+
+    Args:
+        path: of the file.
+        keys: of the storages, as another file's pickle that was written alike says them.
+
+    Returns:
+        The file; by key, the byte at which a storage begins, and its bytes, 0 of one without a record; and a text that tells
+        this file from others.
+
+    Raises:
+        CorruptError: a record is missing, or the pickle does not have its checksum.
+        ZckptError: as `read_input`, if the file is damaged or of another kind.
+    """
+    with open_input(path) as file:
+        directory = Directory(file)
+        crc = zlib.crc32(directory.read(f"{PREFIX}/data.pkl", limits.PICKLE_BYTES))
+        order = directory.read(f"{PREFIX}/byteorder", 64)
+        if crc != directory.records[f"{PREFIX}/data.pkl"].crc or order != b"little":
+            raise file.damaged("its pickle is damaged", f"checksum {crc:08x}")
+        places: dict[str, tuple[int, int]] = {}
+        for key in keys:
+            name = f"{PREFIX}/data/{key}"
+            places[key] = (
+                (directory.data_offset(name), directory.records[name].nbytes) if name in directory.records else (0, 0)
+            )
+        return file.store(), places, f"{file.size} {crc}"
 
 
 def _memo_pattern(length: int, text: bytes) -> re.Pattern[bytes]:

@@ -8,8 +8,11 @@ a device: one is copied to it while the other is filled.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import repeat
 from typing import NamedTuple
@@ -31,6 +34,7 @@ from zckpt.engine.move import run
 from zckpt.jobs.open import as_named_by
 from zckpt.live import device
 from zckpt.live.slices import local_part, master_of, reshard_modules
+from zckpt.storage.descriptors import OpenFiles
 
 BUFFER_BYTES = 16 << 20
 """Size of the buffer through which tensors outside contiguous CPU memory are filled."""
@@ -127,7 +131,7 @@ def _cut_out(entry: TensorEntry, of: Fragment, itemsize: int) -> tuple[Fragment,
     return place(entry.fragments, rows, of.byte_offset // itemsize, of.store_pitch, entry.dtype.itemsize)
 
 
-def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[int] | None = None) -> None:
+def move(wanted: Iterable[tuple[TensorEntry | TensorPart, torch.Tensor]], starts: Iterable[int] | None = None) -> None:
     """Fills tensors with the elements of entries, cast to the tensors' dtypes.
 
     Args:
@@ -137,8 +141,8 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[in
     Warns:
         UserWarning: numbers too large for a tensor's dtype became infinite.
     """
-    direct: list[tuple[TensorEntry, _Room]] = []
-    pieces: list[tuple[TensorEntry, torch.Tensor, DType, int]] = []
+    direct: list[tuple[TensorEntry | TensorPart, _Room]] = []
+    pieces: list[tuple[TensorEntry | TensorPart, torch.Tensor, DType, int]] = []
     for (entry, tensor), start in zip(wanted, repeat(0) if starts is None else starts):
         dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
         if not tensor.numel():
@@ -150,7 +154,7 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]], starts: Iterable[in
         else:
             pieces.append((entry, tensor.detach(), dtype, start))
     too_large: set[str] = set()
-    if direct:
+    if direct and not _is_read_at_once(direct):
         direct.sort(key=lambda pair: pair[1].address)
         too_large |= _run(_Filling((), direct))  # type: ignore[arg-type]
     if pieces:
@@ -217,13 +221,44 @@ class _Filling(Plan):
                     )
 
 
+def _is_read_at_once(wanted: Sequence[tuple[TensorEntry | TensorPart, _Room]]) -> bool:
+    """Reads rows of files into memory as they are, if they are few bytes: threads and plans would take longer than the bytes.
+
+    Returns False if it has not read all of them: that is left to the engine, and so is what to say of a file that it cannot read.
+    """
+    if sum(room.nbytes for _, room in wanted) > _AT_ONCE_BYTES:
+        return False
+    reads: list[tuple[FileStore, int, int, int]] = []
+    for entry, (_, dtype, address, start, numel) in wanted:
+        if dtype != entry.dtype or not entry.flat:
+            return False
+        for one in entry.fragments:
+            first, stop = max(one.start, start), min(one.start + one.count, start + numel)
+            if first < stop:
+                store, size = one.store, dtype.itemsize
+                if type(store) is not FileStore or not store.at_hand or dtype.swap(store.byteorder):
+                    return False
+                at, to = one.byte_offset + (first - one.start) * size, address + (first - start) * size
+                reads.append((store, at, to, (stop - first) * size))
+    with OpenFiles() as files, suppress(OSError):
+        for store, at, to, nbytes in reads:
+            if os.preadv(files.of(store)[0], [(ctypes.c_char * nbytes).from_address(to)], at) != nbytes:
+                return False
+        files.check_sources()
+        return True
+    return False
+
+
+_AT_ONCE_BYTES = 32 << 20
+
+
 def _run(plan: Plan) -> set[str]:
     """Carries out moves. Returns the names of tensors in which numbers became infinite."""
     report = run(plan, "", overflow="inf")
     return {plan.pairs[number][1].name for number in report.overflows}
 
 
-def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType, int]]) -> set[str]:
+def _through_buffer(wanted: Iterable[tuple[TensorEntry | TensorPart, torch.Tensor, DType, int]]) -> set[str]:
     """Fills tensors of any device and strides piece by piece; many small pieces share one run of the engine. `wanted`:
     entries, their tensors, the dtypes that the elements have in the buffer, and the first element of each.
     """
@@ -248,7 +283,7 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
-        self._pairs: list[tuple[TensorEntry, TensorPart]] = []
+        self._pairs: list[tuple[TensorEntry | TensorPart, TensorPart]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._used = 0
         self.wait: Callable[[], None] = lambda: None
@@ -257,7 +292,7 @@ class _Buffer:
         """Whether `nbytes` more bytes fit in."""
         return self._used + nbytes <= BUFFER_BYTES
 
-    def add(self, entry: TensorEntry, start: int, part: torch.Tensor, dtype: DType) -> None:
+    def add(self, entry: TensorEntry | TensorPart, start: int, part: torch.Tensor, dtype: DType) -> None:
         """Adds elements of an entry, from number `start` on, for a part of a tensor."""
         if self._memory is None:
             self._memory = device.host_buffer(BUFFER_BYTES, part.device)

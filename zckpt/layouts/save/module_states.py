@@ -7,6 +7,7 @@ Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import field, replace
@@ -16,7 +17,7 @@ from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.containers import Placeholder, TensorRef, brief, mapping_at
+from zckpt.containers import Placeholder, TensorRef, brief, mapping_at, open_container
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.core.claims import ByteSpan
 from zckpt.layouts.save.listing import Listing
@@ -36,13 +37,13 @@ _OURS = frozenset((
 ))  # fmt: skip
 
 
-_OF_WEIGHTS = frozenset((
+OF_WEIGHTS = frozenset((
     *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",),
     *("shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",),
 ))  # fmt: skip
 """Entries that follow from the weights and their sharding; a writer computes them again."""
 
-RESERVED = _OURS | _OF_WEIGHTS
+RESERVED = _OURS | OF_WEIGHTS
 """Names that a client state may not use."""
 
 
@@ -99,7 +100,7 @@ class ModelStates:
     @property
     def rest(self) -> dict[str, object]:
         """What a resumed run needs of this file beside weights: counters, schedule, config, client state."""
-        return {key: value for key, value in self.root.items() if key not in _OF_WEIGHTS}
+        return {key: value for key, value in self.root.items() if key not in OF_WEIGHTS}
 
     def number(self, key: str) -> int | None:
         """A whole number such as `global_steps`; None if it is absent."""
@@ -388,3 +389,46 @@ def _read_shared(value: object, file: str) -> dict[str, str]:
     if isinstance(value, list | tuple):
         value = {pair[0]: pair[1] for pair in value if isinstance(pair, list | tuple) and len(pair) == 2}
     return {str(dropped): str(kept) for dropped, kept in as_mapping(value or {}, "shared_params", file).items()}
+
+
+_SMALL_BYTES = 1 << 16
+"""The most bytes of tensors that travel with the index: step counters, random generators."""
+
+
+def index_of(path: str) -> tuple[int, list[tuple[int, bytes]]]:
+    """A file's size, and all its bytes except those of large tensors of weights and states, at their offsets."""
+    root = open_container(path).root
+    size = os.path.getsize(path)
+    free = {key: value for key, value in root.items() if key not in RESERVED} if isinstance(root, dict) else {}
+    needed = {ref.storage_byte_offset for ref in _refs(free)}
+    skipped = sorted(
+        {
+            (ref.storage_byte_offset, ref.storage_nbytes)
+            for ref in _refs(root)
+            if ref.storage_nbytes > _SMALL_BYTES and ref.storage_byte_offset not in needed
+        }
+    )
+    parts: list[tuple[int, bytes]] = []
+    at = 0
+    with open(path, "rb") as file:
+        for offset, nbytes in (*skipped, (size, 0)):
+            if offset > at:
+                file.seek(at)
+                parts.append((at, file.read(offset - at)))
+            at = offset + nbytes
+    return size, parts
+
+
+def _refs(value: object) -> Iterator[TensorRef]:
+    """All tensors in an inert value."""
+    todo: list[object] = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, TensorRef):
+            yield item
+        elif isinstance(item, Mapping):
+            todo += item.values()
+        elif isinstance(item, list | tuple | set | frozenset):
+            todo += item
+        elif isinstance(item, Placeholder):
+            todo += [item.args, item.state, item.kwargs, item.items]

@@ -240,9 +240,7 @@ class _Stage12(_ZeroWriter):
         masters, end_paddings, paddings, mappings = [], [], [], []
         for number, group in enumerate(self.groups):
             numels = [math.prod(shape) for shape in self.shapes[number].values()]
-            between = alignment_paddings(numels, target.precision.itemsize) if target.align else [0] * len(numels)
-            offsets, total = flat_offsets(numels, between)
-            size = -(-total // (2 * target.world_size)) * 2
+            between, offsets, total, size = flat_group(numels, target)
             lean = max(0, min(size, total - rank * size))
             here = [
                 (name, piece)
@@ -286,6 +284,13 @@ class _Stage12(_ZeroWriter):
         """One rank's masters or states of a group."""
         fillings = [Filling(self.source(name, state), p.start, p.count, p.offset) for name, p in here]
         return file.vector(fillings, length, self.dtype_of(group, state))
+
+
+def flat_group(numels: Sequence[int], target: ZeroTarget) -> tuple[list[int], list[int], int, int]:
+    """Of a flat group of stages 1 and 2: padding after each parameter, where each begins, the length, and that of a partition."""
+    between = alignment_paddings(numels, target.precision.itemsize) if target.align else [0] * len(numels)
+    offsets, total = flat_offsets(numels, between)
+    return between, offsets, total, -(-total // (2 * target.world_size)) * 2
 
 
 _ZERO_ONLY = ("loss_scaler", "dynamic_loss_scale", "overflow")

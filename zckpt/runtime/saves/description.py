@@ -25,8 +25,8 @@ from zckpt.layouts.run.training import ParameterGroup, Training, new_scaler
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.zero.torch_files import Inline
 from zckpt.layouts.zero.write import ZeroTarget
+from zckpt.live.plain_values import dtype_of, to_inert
 from zckpt.runtime.saves.exchange import EVERY, RankStore
-from zckpt.runtime.saves.plain_values import dtype_of, to_inert
 from zckpt.runtime.saves.run_state import ParameterPart, RunState, names_of_tensors
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
@@ -155,9 +155,11 @@ def describe_training(state: RunState, described: Described, client: Mapping[str
     )
 
 
-def target_of(state: RunState, place: str) -> ZeroTarget:
-    """The save that DeepSpeed's engine would write from the same config, in a directory of the name `place`."""
-    run, zero = state.run, state.run.settings.zero
+def target_of(run: TrainingRun, place: str, *, no_frozen: bool = False) -> ZeroTarget:
+    """The save that DeepSpeed's engine would write from the same config, in a directory of the name `place`; `no_frozen`:
+    without frozen parameters.
+    """
+    zero = run.settings.zero
     return ZeroTarget(
         tag=place,
         stage=zero.stage,
@@ -169,8 +171,7 @@ def target_of(state: RunState, place: str) -> ZeroTarget:
         sub_group_size=max(1, zero.sub_group_size),
         plain=True,
         copies=run.world_size // run.sharded.size,
-        no_frozen=all(part.group is not None for part in state.parts)
-        and not all(p.trained for p in run.sharded.parameters),
+        no_frozen=no_frozen,
     )
 
 

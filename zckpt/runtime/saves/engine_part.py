@@ -23,7 +23,7 @@ from zckpt.layouts.search import is_begun
 from zckpt.live import save_pretrained
 from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.saves.background import Saving
-from zckpt.runtime.saves.loading import load
+from zckpt.runtime.saves.loading import OpenedSame, load, open_same
 from zckpt.runtime.saves.saved_run import LoadOptions
 from zckpt.runtime.saves.saving import SaveOptions, save
 from zckpt.runtime.training_run import TrainingRun
@@ -128,20 +128,20 @@ class Saves(TrainingRun):
         """
         self.wait_for_checkpoint()
         path = os.fspath(load_dir)
-        chosen = self._agree_on_save(path, None if tag is None else str(tag))
-        if chosen is None:
-            _log.warning("There is no checkpoint in %s: the run begins from the start.", path)
-            return None, None
-        if custom_load_fn is not None and load_module_only:
-            return self._load_by(path, chosen or None, custom_load_fn)
         options = LoadOptions(
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
             strict=load_module_strict,
         )
+        chosen, same = self._agree_on_save(path, None if tag is None else str(tag), options)
+        if chosen is None:
+            _log.warning("There is no checkpoint in %s: the run begins from the start.", path)
+            return None, None
+        if custom_load_fn is not None and load_module_only:
+            return self._load_by(path, chosen or None, custom_load_fn)
         try:
-            found, client = load(self, self._meetings("load"), path, chosen or None, options)
+            found, client = load(self, self._meetings("load"), path, chosen or None, options, same)
         except ZckptError as error:  # whoever calls from Python has no option of a command line
             error.what, error.found, error.remedy = (
                 text.replace("--tag", "the argument tag") for text in (error.what, error.found, error.remedy)
@@ -210,15 +210,20 @@ class Saves(TrainingRun):
             if place is not None:
                 shutil.rmtree(place, ignore_errors=True)
 
-    def _agree_on_save(self, path: str, tag: str | None) -> str | None:
-        """The tag that every rank will load; empty if `path` alone determines the save; None if no rank sees a save.
+    def _agree_on_save(self, path: str, tag: str | None, options: LoadOptions) -> tuple[str | None, OpenedSame | None]:
+        """The tag that every rank will load; empty if `path` alone determines the save; None if no rank sees a save. And the
+        save, if every rank has opened the same one of this run's own layout.
         Raises InconsistentError if some ranks see a save and others do not, or they want different tags.
         """
         meetings = self._meetings("load")
         meetings.begin(f"{self.micro_steps}")
         word: list[Any] = []
+        same: OpenedSame | None = None
         with Attempt() as tried:
-            word = [tag, tag is not None or is_begun(locate(path)), latest_of(locate(path))]
+            latest = latest_of(locate(path))
+            if (name := latest if tag is None else tag) is not None:
+                same = open_same(self, path, name, options)
+            word = [tag, tag is not None or is_begun(locate(path)), latest, same and [name, same[0]]]
         words = meetings.agree("load_checkpoint", tried.error, word, within_s=LOAD_S, state="Nothing was changed.")
         tags = list(dict.fromkeys(one[0] for one in words))
         blind = [rank for rank, one in enumerate(words) if not one[1]]
@@ -228,9 +233,9 @@ class Saves(TrainingRun):
                 expected="one tag", remedy="Nothing was changed. Pass the same tag on every rank, or none.",
             )  # fmt: skip
         if len(blind) == len(words):
-            return None
+            return None, None
         if self.settings.config.checkpoint.use_node_local_storage:
-            return tag or ""
+            return tag or "", None
         if blind:
             raise InconsistentError(
                 "not every rank sees a checkpoint here", file=path, found=f"no checkpoint on {ranks(blind)}",
@@ -238,7 +243,7 @@ class Saves(TrainingRun):
                 remedy="Nothing was changed. Copy the checkpoint to where every node sees it. If each node has the files of "
                 "its own ranks, set checkpoint.use_node_local_storage to true.",
             )  # fmt: skip
-        return tag or words[0][2] or ""
+        return tag or words[0][2] or "", same if all(one[3] == words[0][3] for one in words) else None
 
     def _meetings(self, kind: str) -> Meetings:
         """The meetings for one kind of work.

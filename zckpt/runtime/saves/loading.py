@@ -11,8 +11,9 @@ that fails on one rank, it fails on all, and the run's state is undefined.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ from zckpt.layouts.run import agreement
 from zckpt.layouts.save.listing import Listing, list_files
 from zckpt.layouts.zero import read as zero_read
 from zckpt.layouts.zero import zero12
+from zckpt.layouts.zero.same_layout import Held
+from zckpt.live.plain_values import from_inert
 from zckpt.runtime.random_state import set_rng_state
 from zckpt.runtime.saves.nodes import Want, gather_indexes
-from zckpt.runtime.saves.plain_values import from_inert
 from zckpt.runtime.saves.run_state import buffers_of, group_members
-from zckpt.runtime.saves.saved_run import LoadOptions, SavedRun, has, read
+from zckpt.runtime.saves.saved_run import LoadOptions, SavedRun, read, read_same
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.swapping.filling import Filled, fill_through
@@ -56,9 +58,14 @@ States = Sequence[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, 
 
 @pause_collections()  # until what was read of the files is freed: a collection would look at all of it
 def load(
-    run: TrainingRun, meetings: Meetings, directory: str, tag: str | None, options: LoadOptions
+    run: TrainingRun,
+    meetings: Meetings,
+    directory: str,
+    tag: str | None,
+    options: LoadOptions,
+    same: OpenedSame | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Loads a checkpoint; see [Note: the order of a load].
+    """Loads a checkpoint; see [Note: the order of a load]. `same`: what `open_same` has opened on every rank, of one save.
 
     Returns:
         Of DeepSpeed's files the one with this rank's counters, otherwise its directory; and the small entries of that file.
@@ -69,20 +76,25 @@ def load(
     """
     saved: SavedRun | None = None
     with ExitStack() as stack:
-        with Attempt() as tried:
-            saved, fill, place = _open(run, directory, tag, options, stack)
-            wanted, states = _room(run, saved)
-        found = saved is not None and (saved.gradients is not None, saved.buffers_lost)
-        said = meetings.agree("load_checkpoint", tried.error, found, state=_UNCHANGED)
+        if same is not None:
+            _, saved, place, fill, (wanted, states) = same
+            takes_gradients = lost = False
+        else:
+            with Attempt() as tried:
+                saved, fill, place = _open(run, directory, tag, options, stack)
+                wanted, states = _room(run, saved)
+            found = saved is not None and (saved.gradients is not None, saved.buffers_lost)
+            said = meetings.agree("load_checkpoint", tried.error, found, state=_UNCHANGED)
+            takes_gradients, lost = all(one[0] for one in said), any(one[1] for one in said)
         assert saved is not None
-        takes_gradients, lost = all(one[0] for one in said), any(one[1] for one in said)
         with Attempt() as tried:
             _take_up(run, saved, states, lambda: fill(wanted))
             if takes_gradients and saved.gradients is not None:
                 gradients.put_gradients(run.module, run.sharded.parameters, from_inert(saved.gradients))
         error = None if tried.error is None else _with_undefined_state(tried.error)
         meetings.agree("load_checkpoint", error, state=_UNDEFINED)
-    run.gather()
+    if not saved.full:
+        run.gather()
     _set_counters(run, saved, begins_step_again=not takes_gradients)
     if lost and run.global_rank == 0:
         _log.warning(
@@ -93,6 +105,27 @@ def load(
     if options.counters:
         run.loaded_checkpoint_mp_world_size = saved.client_state.get("mp_world_size")
     return place, saved.client_state
+
+
+OpenedSame = tuple[str, SavedRun, str, Fill, tuple[list[Want], States]]
+"""A text that is the same on all ranks if they have opened one save; and that save, as `_open` and `_room` return it."""
+
+
+@pause_collections()
+def open_same(run: TrainingRun, directory: str, tag: str, options: LoadOptions) -> OpenedSame | None:
+    """A save with the layout that this run itself would write, opened in a fraction of the time; None if it is another, or
+    anything is wrong with it. Changes nothing but that the optimizer has room.
+    """
+    place = locate(directory) / tag
+    if place.is_remote or os.path.basename(tag) != tag or run.settings.config.checkpoint.use_node_local_storage:
+        return None
+    with suppress(
+        ZckptError, OSError, RuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+    ):
+        if (found := read_same(run, options, list_files(place, tag))) is not None:
+            saved, text = found
+            return text, saved, (place / saved.file).path, _fill, _room(run, saved)
+    return None
 
 
 def _open(
@@ -128,12 +161,12 @@ def _fill(wanted: Sequence[Want]) -> None:
 def _room(run: TrainingRun, saved: SavedRun) -> tuple[list[Want], States]:
     """The destinations of all elements, and the states among them; creates those that the optimizer lacks."""
     wanted: list[Want] = []
-    catalog = saved.catalog
+    weights = saved.weights
     for parameter in run.sharded.parameters:
-        if has(catalog, parameter.name):
+        if parameter.name in weights:
             parameter.bind()
-            wanted.append((catalog[parameter.name], parameter, parameter.part().view(-1)))
-    wanted += [(catalog[name], None, buffer) for name, buffer in buffers_of(run).items() if has(catalog, name)]
+            wanted.append((weights[parameter.name], parameter, parameter.part().view(-1)))
+    wanted += [(weights[name], None, buffer) for name, buffer in buffers_of(run).items() if name in weights]
     states: list[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, float]]] = []
     for parameter, entries, numbers in (one for group in saved.groups.values() for one in group.states):
         master, optimizer = parameter.master, run.optimizer
@@ -152,7 +185,10 @@ def _room(run: TrainingRun, saved: SavedRun) -> tuple[list[Want], States]:
 @torch.no_grad()
 def _take_up(run: TrainingRun, saved: SavedRun, states: States, fill: Callable[[], None]) -> None:
     """Replaces everything except counters and generators."""
-    run.reshard(keep=not all(has(saved.catalog, one.name) for one in run.sharded.parameters))
+    if saved.full:
+        run.copies.give_back()
+    else:
+        run.reshard(keep=not all(one.name in saved.weights for one in run.sharded.parameters))
     run.zero_grad()
     fill()
     buffers = buffers_of(run)
@@ -165,6 +201,7 @@ def _take_up(run: TrainingRun, saved: SavedRun, states: States, fill: Callable[[
         ):
             parameter.master.copy_(parameter.master.to(saved.precision))  # as if it were read from the module weights
         parameter.give_back()
+    _fill_whole(run, saved)
     if run.optimizer is not None:
         for number, group in saved.groups.items():
             run.optimizer.param_groups[number].update(group.options)
@@ -173,6 +210,28 @@ def _take_up(run: TrainingRun, saved: SavedRun, states: States, fill: Callable[[
             run.scaler.load_state(saved.scaler)
     if saved.schedule is not None:
         run.lr_scheduler.load_state_dict(saved.schedule)
+
+
+def _fill_whole(run: TrainingRun, saved: SavedRun) -> None:
+    """Gives whole parameters their elements, rounded, as a gather would: this rank's own are there, all others are read."""
+    wanted: list[tuple[Held, torch.Tensor]] = []
+    starts: list[int] = []
+    rest: list[torch.Tensor] = []
+    for one in run.sharded.parameters if saved.full else ():
+        if one.whole is None:
+            continue
+        rows, entry = one.whole.detach().view(-1), saved.full[one.name]
+        rows[one.elements].copy_(one.part().view(-1))
+        for start, stop in ((0, one.start), (one.start + one.count, rows.numel())):
+            if start < stop:
+                wanted.append((entry, torch.empty(stop - start, dtype=getattr(torch, entry.dtype.torch_name))))
+                starts.append(start)
+                rest.append(rows[start:stop])
+    live.move(wanted, starts)
+    for part, (_, exact) in zip(rest, wanted, strict=True):
+        part.copy_(exact)
+    for one in run.sharded.parameters if saved.full else ():
+        one.settle()
 
 
 def _put_states(run: TrainingRun, states: States) -> None:

@@ -19,17 +19,17 @@ import torch.distributed as dist
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, OutputError
-from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import Pair
 from zckpt.core.stores import FileStore
 from zckpt.engine import move
 from zckpt.layouts.save.listing import is_deepspeed_file
-from zckpt.layouts.save.module_states import RESERVED
+from zckpt.layouts.save.module_states import index_of
 from zckpt.layouts.save.pointers import latest_of
+from zckpt.layouts.zero.same_layout import Held
+from zckpt.live.plain_values import dtype_of
 from zckpt.runtime.saves.exchange import Exchange, HeldFile, RankStore
-from zckpt.runtime.saves.plain_values import dtype_of
 from zckpt.runtime.saves.rounds import Rounds, Streamed
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
@@ -37,12 +37,9 @@ from zckpt.runtime.world import elements_of
 from zckpt.storage.location import locate
 from zckpt.team.meeting import Attempt, attempt, first_error
 
-_SMALL_BYTES = 1 << 16
-"""The most bytes of tensors that travel with the index: step counters, random generators."""
-
 Value = TypeVar("Value")
 
-Want = tuple[TensorEntry, ShardedParameter | None, torch.Tensor]
+Want = tuple[Held, ShardedParameter | None, torch.Tensor]
 """An entry, the parameter with the part of it that is wanted (None: all of it), and where that goes: a dense vector."""
 
 
@@ -112,6 +109,7 @@ class NodeFiles:
             if count:
                 fragments = tuple(self._as_seen(fragment) for fragment in entry.fragments)
                 dtype = dtype_of(tensor.dtype)
+                assert isinstance(entry, TensorEntry)
                 store = RankStore(entry.name, count * dtype.itemsize, rank=rank, key=number)
                 target = TensorPart(entry.name, entry.shape, dtype, (Fragment(store, 0, start, count),))
                 yield replace(entry, fragments=fragments, replicas=()), target
@@ -155,7 +153,7 @@ def gather_indexes(run: TrainingRun, directory: str, tag: str | None) -> NodeFil
         name: next(rank for rank, one in enumerate(visible) if name in one) for name in frozenset().union(*visible)
     }
     mine = [name for name, owner in owners.items() if owner == run.global_rank]
-    indexes = _on_every_rank(run, lambda: {name: _index(os.path.join(place, name)) for name in mine})
+    indexes = _on_every_rank(run, lambda: {name: index_of(os.path.join(place, name)) for name in mine})
     home = tempfile.mkdtemp(prefix="zckpt-nodes-")
     os.mkdir(os.path.join(home, tag))
     for name, (size, parts) in ((name, index) for one in indexes for name, index in one.items()):
@@ -180,42 +178,3 @@ def _on_every_rank(run: TrainingRun, make: Callable[[], Value]) -> list[Value]:
 def _names(place: str) -> list[str]:
     """The files of a save that this rank sees."""
     return [name for name in os.listdir(place) if is_deepspeed_file(name)] if os.path.isdir(place) else []
-
-
-def _index(path: str) -> tuple[int, list[tuple[int, bytes]]]:
-    """A file's size, and all its bytes except those of large tensors of weights and states."""
-    root = open_container(path).root
-    size = os.path.getsize(path)
-    free = {key: value for key, value in root.items() if key not in RESERVED} if isinstance(root, dict) else {}
-    needed = {ref.storage_byte_offset for ref in _refs(free)}
-    skipped = sorted(
-        {
-            (ref.storage_byte_offset, ref.storage_nbytes)
-            for ref in _refs(root)
-            if ref.storage_nbytes > _SMALL_BYTES and ref.storage_byte_offset not in needed
-        }
-    )
-    parts: list[tuple[int, bytes]] = []
-    at = 0
-    with open(path, "rb") as file:
-        for offset, nbytes in (*skipped, (size, 0)):
-            if offset > at:
-                file.seek(at)
-                parts.append((at, file.read(offset - at)))
-            at = offset + nbytes
-    return size, parts
-
-
-def _refs(value: object) -> Iterator[TensorRef]:
-    """All tensors in an inert value."""
-    todo: list[object] = [value]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, TensorRef):
-            yield item
-        elif isinstance(item, Mapping):
-            todo += item.values()
-        elif isinstance(item, list | tuple | set | frozenset):
-            todo += item
-        elif isinstance(item, Placeholder):
-            todo += [item.args, item.state, item.kwargs, item.items]

@@ -83,7 +83,12 @@ def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, cop
     return Outlined(
         described=described,
         training=describe_training(state, described, client_state, copied=copied),
-        target=target_of(state, place),
+        target=target_of(
+            run,
+            place,
+            no_frozen=all(part.group is not None for part in state.parts)
+            and not all(one.trained for one in run.sharded.parameters),
+        ),
         own=rank_states.lay_out(state, place, copied=copied),
         takes_part=run.world_size == run.sharded.size or run.global_rank < run.sharded.size,  # the first group writes
         rank=run.sharded.rank,

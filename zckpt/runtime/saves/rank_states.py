@@ -22,7 +22,7 @@ from zckpt.containers import TensorRef
 from zckpt.core.plan import Plan
 from zckpt.layouts.save.listing import Listing, rank_file
 from zckpt.layouts.zero.torch_files import TorchFile
-from zckpt.runtime.saves.plain_values import mapping, to_inert
+from zckpt.live.plain_values import mapping, to_inert
 from zckpt.runtime.saves.run_state import RunState
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.training_run import TrainingRun

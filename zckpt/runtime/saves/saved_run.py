@@ -21,16 +21,20 @@ from zckpt.containers import Placeholder, TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.open import Opened, as_named_by
 from zckpt.layouts.run.training import ParameterGroup, Training
+from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.module_states import whole
-from zckpt.layouts.zero import unsharded_training
+from zckpt.layouts.save.module_states import RESERVED, whole
+from zckpt.layouts.zero import same_layout, unsharded_training
+from zckpt.layouts.zero.partition import partition_numel
+from zckpt.layouts.zero.same_layout import Held, SameLayout
+from zckpt.live.plain_values import from_inert, mapping
 from zckpt.runtime.saves import rank_states
-from zckpt.runtime.saves.description import OWN
-from zckpt.runtime.saves.plain_values import from_inert, mapping
+from zckpt.runtime.saves.description import OWN, target_of
 from zckpt.runtime.saves.rank_states import MOMENT, RankStates
 from zckpt.runtime.saves.run_state import buffers_of, group_members
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
+from zckpt.runtime.world import elements_of
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -62,7 +66,7 @@ class SavedGroup:
     """
 
     options: Mapping[str, Any]
-    states: tuple[tuple[ShardedParameter, Mapping[str, TensorEntry], Mapping[str, float]], ...]
+    states: tuple[tuple[ShardedParameter, Mapping[str, Held], Mapping[str, float]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +93,8 @@ class SavedRun:
 
     Attributes:
         directory: of the save.
-        catalog: the weights, under the model's names.
-        buffers: this rank's own, if they differ from those of `catalog`.
+        weights: those of the model's tensors that it has, by the model's names, the buffers among them.
+        buffers: this rank's own, if they differ from those of `weights`.
         buffers_lost: buffers differed from rank to rank when the run was saved, and this rank's are missing.
         precision: dtype of the module's own weights.
         groups: by the number of the group in the optimizer.
@@ -99,12 +103,13 @@ class SavedRun:
         counters: where the run was.
         rng: random generators of the rank of this number.
         gradients: of the micro batches since the last step.
+        full: parameters with all of their elements, for those that stay whole in a load; empty if they are gathered after it.
         file: name of the file that DeepSpeed would read this rank's counters from; empty where there is none.
         client_state: the entries of that file which are small: what the caller had saved, and DeepSpeed's own.
     """
 
     directory: str
-    catalog: Catalog
+    weights: Mapping[str, Held]
     buffers: Mapping[str, TensorEntry]
     buffers_lost: bool
     precision: torch.dtype | None
@@ -114,6 +119,7 @@ class SavedRun:
     counters: Counters | None
     rng: Mapping[str, Any]
     gradients: Mapping[str, Mapping[str, TensorRef]] | None
+    full: Mapping[str, Held]
     file: str
     client_state: dict[str, Any]
 
@@ -133,23 +139,90 @@ def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) 
         _check_states(run, training)
         mine = rank_states.read(run, seen, {key: {**own, **rest}.get(key) for key in MOMENT}, called)
         if options.optimizer:
-            groups = dict(_saved_groups(run, training))
+            groups = dict(_saved_groups(run, training, training.states))
     buffers = _own_buffers(run, catalog, mine, seen, called) if run.world_size > 1 else {}
+    weights = {name: catalog[name] for name in _names(run) if has(catalog, name)}
+    made = _saved_run(run, options, opened.place.listing, training, weights, groups, catalog.extras)
+    gradients = None if mine is None or not (options.counters and options.optimizer) else mine.gradients
+    return replace(made, buffers=buffers, buffers_lost=_lacks_buffers(run, own, buffers), gradients=gradients)
+
+
+def read_same(run: TrainingRun, options: LoadOptions, listing: Listing) -> tuple[SavedRun, str] | None:
+    """As `read`, of a save that this run would write now, all of it; and a text that is the same on all ranks if their files
+    are of one such save. None if it may be another: only `read` says what is wrong with one.
+    """
+    size, zero = run.world_size, run.settings.zero
+    every = LoadOptions(optimizer=True, schedule=True, counters=True, strict=options.strict)
+    if options != every or not run.groups or zero.stage == 0 or run.sharded.size != size:
+        return None
+    parameters = run.sharded.parameters
+    groups = [{one.name: tuple(one.shape) for one in members} for members in group_members(run) if members]
+    trained = {name for group in groups for name in group}
+    layout = SameLayout(
+        target=target_of(run, ""),
+        rank=run.sharded.rank,
+        groups=groups,
+        frozen={one.name: tuple(one.shape) for one in parameters if one.name not in trained},
+        buffers={name: tuple(buffer.shape) for name, buffer in buffers_of(run).items()},
+        aliases=run.sharded.aliases,
+        held={one.name: range(one.start, one.start + one.count) for one in parameters},
+        spans=size > 1 and (zero.stage < 3 or any(
+            one.replicated or elements_of(one.shape, size, 0)[1] != partition_numel(one.shape.numel(), size) for one in parameters
+        )),
+        full=_stays_whole(run),
+    )  # fmt: skip
+    found = same_layout.read(listing, layout)
+    if found is None:
+        return None
+    training, weights, states, full, text = found
+    own = mapping(training.model.get(OWN))
+    if not own.get("scaler") or own.get("world_size") != size or (own.get("differing_buffers") and zero.stage < 3):
+        return None
+    _check_states(run, training)
+    saved_groups = dict(_saved_groups(run, training, states))
+    client = {key: value for key, value in training.model.items() if key not in RESERVED}
+    return replace(_saved_run(run, options, listing, training, weights, saved_groups, client), full=full), text
+
+
+def _stays_whole(run: TrainingRun) -> bool:
+    """Whether a load can fill the whole parameters where they are: it takes less than to gather them, if they are few."""
+    cut = [one for one in run.sharded.parameters if not one.replicated]
+    few = sum(one.shape.numel() for one in cut) <= _MOST_WHOLE and run.settings.zero.load_from_fp32_weights
+    return few and all(one.is_whole and one.whole is not None and one.whole.untyped_storage().size() for one in cut)
+
+
+_MOST_WHOLE = 4 << 20
+"""Elements of whole parameters that every rank reads itself: a gather sends half of the bytes, but takes some milliseconds."""
+
+
+def _saved_run(
+    run: TrainingRun,
+    options: LoadOptions,
+    listing: Listing,
+    training: Training | None,
+    weights: Mapping[str, Held],
+    groups: Mapping[int, SavedGroup],
+    extras: Mapping[str, object],
+) -> SavedRun:
+    """What both ways of reading have found, and what is left to be said of it."""
+    rest: Mapping[str, Any] = {} if training is None else training.model
+    own = mapping(rest.get(OWN))
     schedule = rest.get("lr_scheduler") if options.schedule and run.lr_scheduler is not None else None
-    file = _state_file(run, opened.place.listing)
-    root = {**catalog.extras, **mapping(opened.place.listing.open(file).root if file else None)}
+    file = _state_file(run, listing)
+    root = {**extras, **mapping(listing.open(file).root if file else None)}
     return SavedRun(
-        directory=opened.place.listing.directory.path,
-        catalog=catalog,
-        buffers=buffers,
-        buffers_lost=_lacks_buffers(run, own, buffers),
+        directory=listing.directory.path,
+        weights=weights,
+        buffers={},
+        buffers_lost=False,
         precision=None if training is None else getattr(torch, training.precision.torch_name),
         groups=groups,
         scaler=_scaler(training) if training is not None and options.optimizer else None,
         schedule=None if schedule is None else from_inert(schedule),
         counters=_counters(run, rest, own) if options.counters else None,
-        rng=from_inert(dict(_rng(run, opened, own))) if options.counters else {},
-        gradients=None if mine is None or not (options.counters and options.optimizer) else mine.gradients,
+        rng=from_inert(dict(_rng(run, listing, own))) if options.counters else {},
+        gradients=None,
+        full={},
         file=file,
         client_state={
             key: _with_sizes(value) if key in ("param_shapes", "frozen_param_shapes") else from_inert(value)
@@ -247,6 +320,7 @@ def _check_states(run: TrainingRun, training: Training) -> None:
         return
     ours, theirs = type(run.basic_optimizer).__name__, mapping(training.model.get(OWN)).get("optimizer")
     states = {state for states in training.states.values() for state in states}
+    states |= {state for group in training.groups for state in group.states}
     expected = _STATES.get(ours)
     if (isinstance(theirs, str) and _kind(theirs) != _kind(ours)) or (expected is not None and states - expected):
         raise InconsistentError(
@@ -303,7 +377,9 @@ def _lacks_buffers(run: TrainingRun, own: Mapping[str, Any], buffers: Mapping[st
     return run.global_rank in ranks and not buffers if same_world else bool(ranks)
 
 
-def _saved_groups(run: TrainingRun, training: Training) -> Iterable[tuple[int, SavedGroup]]:
+def _saved_groups(
+    run: TrainingRun, training: Training, held: Mapping[str, Mapping[str, Held]]
+) -> Iterable[tuple[int, SavedGroup]]:
     """Settings and states, by the number of the group."""
     owner = {
         name: (group.settings, numbers)
@@ -317,10 +393,7 @@ def _saved_groups(run: TrainingRun, training: Training) -> Iterable[tuple[int, S
         if known:
             settings, keys = owner[known[0].name][0], _keys(group)
             options = {key: from_inert(value) for key, value in settings.items() if key in keys}
-            states = (
-                (one, training.states.get(one.name, {}), mapping(odd.get(one.name)) or owner[one.name][1])
-                for one in known
-            )
+            states = ((one, held.get(one.name, {}), mapping(odd.get(one.name)) or owner[one.name][1]) for one in known)
             yield number, SavedGroup(options, tuple(states))
 
 
@@ -340,7 +413,7 @@ def _scalars(group: ParameterGroup) -> dict[str, float]:
 
 def _number(value: object) -> float | None:
     if isinstance(value, TensorRef):
-        value = from_inert(value).item() if math.prod(value.shape) == 1 else None
+        value = number_in(value) if math.prod(value.shape) == 1 else None
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -374,9 +447,8 @@ def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any])
     )
 
 
-def _rng(run: TrainingRun, opened: Opened, own: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rng(run: TrainingRun, listing: Listing, own: Mapping[str, Any]) -> Mapping[str, Any]:
     """The random generators of the rank with this number, if the save was made by as many ranks."""
-    listing = opened.place.listing
     rngs, shards = own.get("rngs"), listing.shards("optim")
     if isinstance(rngs, list) and len(rngs) == run.world_size:
         return mapping(rngs[run.global_rank])
