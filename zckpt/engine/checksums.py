@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -138,16 +138,18 @@ def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:
     return ((span.start, span.nbytes) for span in spans(output) if span.data is None)
 
 
-def file_checksums(output: OutputFile, crcs: Mapping[int, int]) -> tuple[int, dict[int, bytes]]:
+def file_checksums(
+    output: OutputFile, crcs: Mapping[int, int], known: Sequence[CrcSpan] | None = None
+) -> tuple[int, dict[int, bytes]]:
     """The CRC of a whole output file, and what must be written into it: byte offset -> the CRC of a range.
 
     Args:
         output: the file.
         crcs: start -> CRC, for each of `element_ranges`.
+        known: its `spans`, if they were made already.
     """
-    parts = {
-        s.start: (s.start, s.nbytes, crcs[s.start] if s.data is None else zlib.crc32(s.data)) for s in spans(output)
-    }
+    known = list(spans(output)) if known is None else known
+    parts = {s.start: (s.start, s.nbytes, crcs[s.start] if s.data is None else zlib.crc32(s.data)) for s in known}
     starts = sorted(parts)
     slots: dict[int, bytes] = {}
     for checksum in output.checksums:
@@ -155,7 +157,7 @@ def file_checksums(output: OutputFile, crcs: Mapping[int, int]) -> tuple[int, di
         within = starts[bisect_left(starts, checksum.start) : bisect_left(starts, stop)]
         crc = join([parts[start] for start in within], checksum.start, checksum.nbytes)
         slots.update(dict.fromkeys(checksum.slots, struct.pack("<I", crc)))
-    for start, patched in _fill_slots(output, slots):
+    for start, patched in _fill_slots(known, slots):
         parts[start] = (start, len(patched), zlib.crc32(patched))
     return join(parts.values(), 0, output.size), slots
 
@@ -177,13 +179,14 @@ def seal(fd: int, output: OutputFile, parts: Iterable[Partial] | None) -> tuple[
     """
     ordered = None if parts is None else sorted(parts)
     crcs: dict[int, int] = {}
-    for start, nbytes in element_ranges(output):
+    known = list(spans(output))
+    for start, nbytes in ((span.start, span.nbytes) for span in known if span.data is None):
         if ordered is None:
             crcs[start] = crc_of_file(fd, start, nbytes)
         else:
             within = ordered[bisect_left(ordered, (start,)) : bisect_left(ordered, (start + nbytes,))]
             crcs[start] = join(within, start, nbytes)
-    crc, slots = file_checksums(output, crcs)
+    crc, slots = file_checksums(output, crcs, known)
     for slot, data in slots.items():
         write_all(fd, data, slot)
     return crc, slots
@@ -198,10 +201,10 @@ def crc_of_file(fd: int, start: int, nbytes: int) -> int:
     return crc
 
 
-def _fill_slots(output: OutputFile, slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+def _fill_slots(known: Iterable[CrcSpan], slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
     """(start, bytes) of the literal spans that slots lie in, with what these were filled with."""
     pending = sorted(slots.items(), reverse=True)
-    for span in spans(output):
+    for span in known:
         if span.data is None or not pending or pending[-1][0] >= span.start + span.nbytes:
             continue
         patched = bytearray(span.data)

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 
 from zckpt.storage.fsync_queue import SYNCS, make_durable
 
+_FEW = 3
+"""So many are synced one after another: threads would take longer than what the first sync leaves to the others."""
+
 
 def sync(path: str) -> None:
     """Makes a file, or the names in a directory, durable."""
@@ -19,11 +22,16 @@ def sync(path: str) -> None:
 
 
 def sync_all(paths: Iterable[str]) -> None:
-    """Makes several durable, at once: a disk completes flushes that come together as one."""
+    """Makes several durable, more than a few at once: a disk completes flushes that come together as one."""
+    todo = list(paths)
+    if len(todo) <= _FEW:
+        for path in todo:
+            sync(path)
+        return
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(SYNCS, "sync") as pool:
-        for _ in pool.map(sync, paths):
+        for _ in pool.map(sync, todo):
             pass
 
 

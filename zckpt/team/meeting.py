@@ -130,16 +130,17 @@ class Meetings:
             return [word]
         place = f"{self.name}/{self._place}/{self._number}"
         minutes, keys = f"{place}/minutes", [f"{place}/{rank}" for rank in range(self.size)]
-        self._rendezvous.put(keys[self.rank], json.dumps(word).encode())
-        if self.rank == 0:
-            came = wait_for_notes(self._rendezvous, keys, within_s, check=self._check)
+        said = json.dumps(word)
+        if self.rank == 0:  # its own word needs no note: the others read the minutes
+            came = {keys[0]: said.encode(), **wait_for_notes(self._rendezvous, keys[1:], within_s, check=self._check)}
             absent = [rank for rank, key in enumerate(keys) if key not in came]
             words = [] if absent else [json.loads(came[key]) for key in keys]
             self._rendezvous.put(minutes, json.dumps([absent, _fold_repeats(words), time.time()]).encode())
-            for key in (*self._old, *keys):
+            for key in (*self._old, *keys[1:]):
                 self._rendezvous.drop(key)
             self._old = [] if absent else [minutes]  # by the next meeting all will have read it
         else:
+            self._rendezvous.put(keys[self.rank], said.encode())
             absent, words = self._minutes(self._rendezvous, minutes, within_s)
             if not words:
                 absent = absent or [rank for rank, key in enumerate(keys) if self._rendezvous.get(key) is None]
