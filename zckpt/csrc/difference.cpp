@@ -18,35 +18,41 @@
 namespace zckpt {
 namespace {
 
-constexpr size_t kLeastRun = 4;      // of zeros: the first is a literal, and a match has three bytes at least
-constexpr size_t kLeastCoded = 64;   // fewer literals are left as they are
-constexpr unsigned kLengthCodes = 36, kMatchCodes = 53, kLeastMatch = 3;
-
-struct Sequence {
-  uint32_t literals, match;
-};
+constexpr size_t kLeastCoded = 64;  // fewer literals are left as they are
+constexpr unsigned kLengthCodes = 36, kMatchCodes = 53;
+constexpr uint32_t kLeastMatch = 3;
+// Where more than such a part of all bytes differs, short runs of zeros are literals, which takes fewer bits; or all bytes are, if few
+// groups of 64 are zeros.
+constexpr size_t kDense = 20, kDenser = 28, kWhole = 100, kFew = 32;
+constexpr size_t kGroups = kDifferenceBlock / 64, kMostRuns = kDifferenceBlock / 5 + 1;  // each of four zeros, and a byte between
 
 struct Scratch {  // of one thread
-  uint8_t bytes[kDifferenceBlock + 64], literals[kDifferenceBlock + 64];
-  Sequence sequences[kDifferenceBlock / kLeastRun + 1];
-  uint8_t codes[2][kDifferenceBlock / kLeastRun + 1];
+  uint8_t bytes[kDifferenceBlock + 64], changed[kDifferenceBlock + 64], literals[kDifferenceBlock + 64];
+  uint64_t masks[kGroups + 2];  // of each 64 bytes, which are not zero
+  uint64_t begins[kGroups + 2], zeros[kGroups + 2];  // where runs of zeros begin, and which bytes are in one; behind the first, which has none
+  // Of each run of zeros that becomes a match. Every array has room for a vector behind its end.
+  uint32_t starts[kMostRuns + 16], ends[kMostRuns + 17], rest[kMostRuns + 16];
+  uint8_t codes[2][kMostRuns + 16], of_rest[kMostRuns + 16];
   uint8_t out[4 * kDifferenceBlock];
 };
 
 Scratch& scratch() {
   thread_local std::unique_ptr<Scratch> own;
-  if (!own) own.reset(new Scratch);  // NOLINT: make_unique would fill it with zeros
+  if (!own) {
+    own.reset(new Scratch);  // NOLINT: make_unique would fill it with zeros
+    own->ends[0] = 0;
+    own->begins[0] = own->zeros[0] = 0;
+  }
   return *own;
 }
 
 // How the lengths of literals, and those of matches less `kLeastMatch`, are told: a code, and its lowest bits beside it.
 struct Lengths {
   uint8_t code[128];
-  uint8_t bits[kMatchCodes];
+  uint8_t bits[64];
   unsigned direct, beyond;  // lengths below `direct` have their code above; others that of their highest bit, and `beyond`
 
   unsigned of(uint32_t length) const { return length < direct ? code[length] : static_cast<unsigned>(std::bit_width(length)) - 1 + beyond; }
-  Bits rest(unsigned of, uint32_t length) const { return {length & ((1u << bits[of]) - 1), bits[of]}; }
 };
 
 constexpr Lengths lengths_of(std::array<uint8_t, kMatchCodes> bits, unsigned direct, unsigned beyond) {
@@ -63,8 +69,26 @@ constexpr Lengths kOfLiterals = lengths_of({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 
 constexpr Lengths kOfMatches =
     lengths_of({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, 128, 36);
 
+// How many elements have a bit among these.
+struct Elements {
+  unsigned width;  // in bytes
+  uint64_t firsts = ~uint64_t{0} / ((uint64_t{1} << width) - 1);
+
+  ZCKPT_INLINE uint64_t operator()(uint64_t bits) const {
+    for (unsigned shift = 1; shift < width; shift *= 2) bits |= bits >> shift;
+    return static_cast<uint64_t>(std::popcount(bits & firsts));
+  }
+};
+
+// What differs in a block.
+struct Found {
+  uint64_t elements = 0;
+  size_t bytes = 0, runs = 0, literals = 0;
+  const uint8_t* literal = nullptr;
+};
+
 // Puts `before` XOR `after` to `difference`, 64 bytes of each; returns one bit for each byte that is not zero.
-uint64_t differ(const uint8_t* before, const uint8_t* after, uint8_t* difference) {
+ZCKPT_INLINE uint64_t differ(const uint8_t* before, const uint8_t* after, uint8_t* difference) {
   uint64_t bits = 0;
 #if defined(__SSE2__)
   for (int i = 3; i >= 0; --i) {
@@ -79,144 +103,214 @@ uint64_t differ(const uint8_t* before, const uint8_t* after, uint8_t* difference
   return bits;
 }
 
-// How many elements have a bit among these.
-struct Elements {
-  unsigned width;  // in bytes
-  uint64_t firsts = ~uint64_t{0} / ((uint64_t{1} << width) - 1);
-
-  ZCKPT_INLINE uint64_t operator()(uint64_t bits) const {
-    for (unsigned shift = 1; shift < width; shift *= 2) bits |= bits >> shift;
-    return static_cast<uint64_t>(std::popcount(bits & firsts));
-  }
-};
-
-// The bytes that differ, and the lengths between them, as far as the difference was taken apart. Nothing but the number of changes, or
-// of runs, in 64 bytes decides what is done next: a processor cannot foresee where they are.
-struct Parsed {
-  uint8_t* literal;     // behind the last one
-  const uint8_t* from;  // behind the last match
-  Sequence* next;
-  size_t at = 0;  // behind the last byte that differs
-  uint64_t changed = 0;
-
-  explicit Parsed(Scratch& own) : literal(own.literals), from(own.literals), next(own.sequences) {}
-
-  // What lies before the next byte that differs, or before the end.
-  ZCKPT_INLINE void zeros(size_t stop) {
-    const size_t run = stop - at, is_match = run >= kLeastRun;
-    std::memset(literal, 0, 4);
-    literal += is_match | (run & (is_match - 1));
-    *next = {static_cast<uint32_t>(literal - from), static_cast<uint32_t>(run - 1)};
-    next += is_match;
-    from += (literal - from) & -static_cast<ptrdiff_t>(is_match);
-  }
-
-  // The 64 bytes from `group` on.
-  void add(const uint8_t* bytes, size_t group, uint64_t bits, const Elements& elements) {
-    changed += elements(bits);
-    for (; bits; bits &= bits - 1) {
-      const size_t stop = group + static_cast<size_t>(std::countr_zero(bits));
-      zeros(stop);
-      *literal++ = bytes[stop];
-      at = stop + 1;
+// Finds which bytes are among at least `least` zeros in a row, 4 or 8.
+template <unsigned least>
+ZCKPT_INLINE void find_zeros(size_t groups, Scratch& own) {
+  for (size_t i = 0; i < groups; ++i) {
+    uint64_t zeros = ~own.masks[i], next = ~own.masks[i + 1];
+    for (unsigned shift = 1; shift < least; shift *= 2) {  // where so many begin
+      zeros &= zeros >> shift | next << (64 - shift);
+      next &= next >> shift;
     }
+    own.begins[i + 1] = zeros;
   }
-
-#ifdef ZCKPT_X86
-  // The same where a bit of `bits` is set, by whole runs; returns which bytes are literals from the first that differs to the last.
-  // They are to be put where `literal` was.
-  ZCKPT_INLINE uint64_t add_runs(size_t group, uint64_t bits, const Elements& elements) {
-    changed += elements(bits);
-    const auto first = static_cast<unsigned>(std::countr_zero(bits)), last = 63 - static_cast<unsigned>(std::countl_zero(bits));
-    zeros(group + first);
-    const uint64_t within = ((uint64_t{2} << last) - 1) & (~uint64_t{0} << first), zero = within & ~bits;
-    const uint64_t four = zero & zero >> 1 & zero >> 2 & zero >> 3;  // as many lie from here on
-    static_assert(kLeastRun == 4);
-    uint64_t starts = four & ~(four << 1);
-    const uint64_t literals = within & ~((four | four << 1 | four << 2 | four << 3) & ~starts);
-    do {
-      for (int i = 0; i < 4; ++i, starts &= starts - 1) {  // also those that are not there, which cost less than a wrong guess
-        const auto start = static_cast<unsigned>(std::countr_zero(starts)) & 63;
-        const uint8_t* const behind = literal + std::popcount(literals & ((uint64_t{2} << start) - 1));
-        *next = {static_cast<uint32_t>(behind - from), static_cast<uint32_t>(std::countr_zero(bits >> start)) - 1};
-        next += starts != 0;
-        from += (behind - from) & -static_cast<ptrdiff_t>(starts != 0);
-      }
-    } while (starts);
-    at = group + last + 1;
-    return literals;
+  for (size_t i = 0; i < groups; ++i) {
+    uint64_t zeros = own.begins[i + 1], before = own.begins[i];
+    for (unsigned shift = 1; shift < least; shift *= 2) {
+      zeros |= zeros << shift | before >> (64 - shift);
+      before |= before << shift;
+    }
+    own.zeros[i + 1] = zeros;
   }
-#endif
-};
-
-#ifdef ZCKPT_X86
-// Whole groups of 64 bytes; returns where they end.
-ZCKPT_FOR("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi,bmi2,lzcnt,popcnt")
-size_t parse_wide(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own, Parsed& found) {
-  size_t group = 0;
-  for (; group + 64 <= nbytes; group += 64) {
-    const __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(before + group), _mm512_loadu_si512(after + group));
-    _mm512_storeu_si512(own.bytes + group, bytes);
-    const uint64_t bits = _mm512_test_epi8_mask(bytes, bytes);
-    if (!bits) continue;
-    const uint64_t literals = found.add_runs(group, bits, elements);
-    _mm512_storeu_si512(found.literal, _mm512_maskz_compress_epi8(literals, bytes));
-    found.literal += std::popcount(literals);
-  }
-  return group;
 }
 
-// Which of eight bytes are taken, first those with a bit in the index.
-constexpr auto kTaken = [] {
-  std::array<std::array<uint8_t, 8>, 256> made{};
-  for (unsigned bits = 0; bits < 256; ++bits)
-    for (unsigned i = 0, count = 0; i < 8; ++i)
-      if (bits >> i & 1) made[bits][count++] = static_cast<uint8_t>(i);
+// Where runs of zeros start, and where they have ended, among 64 bytes: a bit for each.
+struct Edges {
+  uint64_t starts, ends;
+
+  Edges(const Scratch& own, size_t group) {
+    const uint64_t zeros = own.zeros[group + 1], before = zeros << 1 | own.zeros[group] >> 63;
+    starts = zeros & ~before, ends = before & ~zeros;
+  }
+};
+
+size_t groups_of(size_t nbytes) { return nbytes / 64 + 1; }  // the last one has no byte, or some
+
+template <unsigned least>
+ZCKPT_INLINE void find_runs(size_t nbytes, Scratch& own, Found& found) {
+  find_zeros<least>(groups_of(nbytes), own);
+  size_t starts = 0, ends = 1;
+  for (size_t group = 0; group < groups_of(nbytes); ++group) {
+    const Edges edges(own, group);
+    const auto at = static_cast<uint32_t>(64 * group);
+    for (uint64_t bits = edges.starts; bits; bits &= bits - 1) own.starts[starts++] = at + static_cast<uint32_t>(std::countr_zero(bits));
+    for (uint64_t bits = edges.ends; bits; bits &= bits - 1) own.ends[ends++] = at + static_cast<uint32_t>(std::countr_zero(bits));
+  }
+  found.runs = starts;
+  uint8_t* literal = own.literals;
+  for (size_t i = 0; i <= starts; ++i) {  // and what is left behind the last run
+    const size_t begin = own.ends[i], count = (i < starts ? own.starts[i] + 1 : nbytes) - begin;
+    std::memcpy(literal, own.bytes + begin, 16);
+    if (count > 16) std::memcpy(literal + 16, own.bytes + begin + 16, count - 16);
+    literal += count;
+  }
+  found.literals = static_cast<size_t>(literal - own.literals);
+}
+
+#ifdef ZCKPT_X86
+#define ZCKPT_BYTES ZCKPT_FOR("avx512f,avx512bw,avx512cd,avx512vl,avx512vbmi,avx512vbmi2,bmi,bmi2,lzcnt,popcnt")
+
+constexpr auto kPlaces = [] {
+  std::array<uint8_t, 64> made{};
+  for (unsigned i = 0; i < 64; ++i) made[i] = static_cast<uint8_t>(i);
   return made;
 }();
 
-ZCKPT_FOR("avx2,bmi,bmi2,lzcnt,popcnt")
-size_t parse_eights(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own, Parsed& found) {
-  size_t group = 0;
-  for (; group + 64 <= nbytes; group += 64) {
-    uint64_t bits = 0;
-    for (int half = 1; half >= 0; --half) {
-      const size_t at = group + 32 * static_cast<size_t>(half);
-      const __m256i bytes = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(before + at)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(after + at)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(own.bytes + at), bytes);
-      bits = bits << 32 | static_cast<uint32_t>(~_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())));
-    }
-    if (!bits) continue;
-    uint64_t literals = found.add_runs(group, bits, elements);
-    for (const uint8_t* eight = own.bytes + group; literals; literals >>= 8, eight += 8) {
-      const auto taken = static_cast<uint8_t>(literals);
-      const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kTaken[taken].data()));
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(found.literal), _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(eight)), order));
-      found.literal += std::popcount(taken);
-    }
+// Whole groups of 64 bytes; returns how many.
+ZCKPT_BYTES
+size_t differ_wide(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own, Found& found) {
+  uint8_t* changed = own.changed;
+  for (size_t at = 0; at + 64 <= nbytes; at += 64) {
+    const __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(before + at), _mm512_loadu_si512(after + at));
+    const uint64_t bits = _mm512_test_epi8_mask(bytes, bytes);
+    own.masks[at / 64] = bits;
+    _mm512_storeu_si512(own.bytes + at, bytes);
+    _mm512_storeu_si512(changed, _mm512_maskz_compress_epi8(bits, bytes));
+    changed += std::popcount(bits);
+    found.elements += elements(bits);
   }
-  return group;
+  found.bytes = static_cast<size_t>(changed - own.changed);
+  return nbytes / 64;
+}
+
+template <unsigned least>
+ZCKPT_BYTES
+void find_runs_wide(size_t nbytes, Scratch& own, Found& found, const uint8_t* next_before, const uint8_t* next_after) {
+  find_zeros<least>(groups_of(nbytes), own);
+  uint32_t *starts = own.starts, *ends = own.ends + 1;
+  uint8_t* literal = own.literals;
+  const __m512i places = _mm512_loadu_si512(kPlaces.data());
+  const auto add = [&](uint64_t bits, size_t at, uint32_t*& to) ZCKPT_BYTES ZCKPT_PART {  // at most thirteen
+    const __m128i found_places = _mm512_castsi512_si128(_mm512_maskz_compress_epi8(bits, places));
+    _mm512_storeu_si512(to, _mm512_add_epi32(_mm512_cvtepu8_epi32(found_places), _mm512_set1_epi32(static_cast<int>(at))));
+    to += std::popcount(bits);
+  };
+  for (size_t at = 0; at <= nbytes; at += 64) {
+    __builtin_prefetch(next_before + at);  // now and then, not all at once
+    __builtin_prefetch(next_after + at);
+    const Edges edges(own, at / 64);
+    add(edges.starts, at, starts);
+    add(edges.ends, at, ends);
+    const uint64_t inside = nbytes - at >= 64 ? ~uint64_t{0} : (uint64_t{1} << (nbytes - at)) - 1;
+    const uint64_t literals = (~own.zeros[at / 64 + 1] | edges.starts) & inside;
+    _mm512_storeu_si512(literal, _mm512_maskz_compress_epi8(literals, _mm512_loadu_si512(own.bytes + at)));
+    literal += std::popcount(literals);
+  }
+  found.runs = static_cast<size_t>(starts - own.starts);
+  found.literals = static_cast<size_t>(literal - own.literals);
 }
 #endif
 
-// Takes the difference apart, and leaves it in `own.bytes`.
-Parsed parse(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own) {
-  Parsed found(own);
-  size_t group = 0;
-#ifdef ZCKPT_X86
-  if (has(Unit::kWideBytes)) group = parse_wide(before, after, nbytes, elements, own, found);
-  else if (has(Unit::kMultiplyAdd)) group = parse_eights(before, after, nbytes, elements, own, found);
-#endif
-  for (; group + 64 <= nbytes; group += 64)
-    found.add(own.bytes, group, differ(before + group, after + group, own.bytes + group), elements);
-  if (const size_t last = nbytes - group) {  // what is left behind the last whole group
-    uint8_t rest[2][64] = {};
-    std::memcpy(rest[0], before + group, last);
-    std::memcpy(rest[1], after + group, last);
-    found.add(own.bytes, group, differ(rest[0], rest[1], own.bytes + group), elements);
-  }
-  if (found.changed && found.at < nbytes) found.zeros(nbytes);
+// Takes the difference apart, and leaves it in `own.bytes`; the first `group` groups are done.
+ZCKPT_INLINE void parse(const uint8_t* before, const uint8_t* after, size_t nbytes, size_t group, const Elements& elements, Scratch& own, Found& found) {
+  const auto add = [&](const uint8_t* one, const uint8_t* other) ZCKPT_PART {
+    uint64_t bits = own.masks[group] = differ(one, other, own.bytes + 64 * group);
+    found.elements += elements(bits);
+    for (; bits; bits &= bits - 1) own.changed[found.bytes++] = own.bytes[64 * group + static_cast<size_t>(std::countr_zero(bits))];
+  };
+  for (; group < nbytes / 64; ++group) add(before + 64 * group, after + 64 * group);
+  const size_t last = nbytes % 64;  // what is left behind the last whole group
+  uint8_t rest[2][64] = {};
+  std::memcpy(rest[0], before + nbytes - last, last);
+  std::memcpy(rest[1], after + nbytes - last, last);
+  add(rest[0], rest[1]);
+  own.masks[group] |= ~uint64_t{0} << last;  // no run goes beyond the end
+  own.masks[group + 1] = ~uint64_t{0};
+}
+
+// The runs of zeros, as long as they had better be; `find` finds those of at least so many.
+template <typename Find>
+ZCKPT_INLINE void find_literals(size_t nbytes, Scratch& own, Found& found, const Find& find) {
+  const auto part = [&](size_t of) { return found.bytes * kWhole > nbytes * of; };
+  found.literal = own.literals;
+  if (!part(kDense)) return find(std::integral_constant<unsigned, 4>());
+  if (!part(kDenser) || static_cast<size_t>(std::count(own.masks, own.masks + nbytes / 64, 0)) > nbytes / 64 / kFew) return find(std::integral_constant<unsigned, 8>());
+  found.literal = own.bytes;
+  found.literals = nbytes;
+}
+
+// For any processor; for those that count bits; and for those that move single bytes.
+Found parse_plain(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own) {
+  Found found;
+  parse(before, after, nbytes, 0, elements, own, found);
+  find_literals(nbytes, own, found, [&](auto least) ZCKPT_PART { find_runs<least>(nbytes, own, found); });
   return found;
+}
+
+#ifdef ZCKPT_X86
+ZCKPT_FOR("avx2,bmi,bmi2,lzcnt,popcnt") Found parse_counted(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own) {
+  Found found;
+  parse(before, after, nbytes, 0, elements, own, found);
+  find_literals(nbytes, own, found, [&](auto least) ZCKPT_PART { find_runs<least>(nbytes, own, found); });
+  return found;
+}
+
+ZCKPT_BYTES Found parse_wide(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own) {
+  Found found;
+  const size_t groups = differ_wide(before, after, nbytes, elements, own, found);
+  parse(before, after, nbytes, groups, elements, own, found);
+  find_literals(nbytes, own, found, [&](auto least) ZCKPT_PART { find_runs_wide<least>(nbytes, own, found, before + nbytes, after + nbytes); });
+  return found;
+}
+
+// The codes of the runs, sixteen at once.
+ZCKPT_BYTES void find_codes_wide(size_t count, Scratch& own) {
+  const __m512i literal_codes = _mm512_loadu_si512(kOfLiterals.code), literal_bits = _mm512_loadu_si512(kOfLiterals.bits);
+  const __m512i match_codes[2] = {_mm512_loadu_si512(kOfMatches.code), _mm512_loadu_si512(kOfMatches.code + 64)}, match_bits = _mm512_loadu_si512(kOfMatches.bits);
+  const __m512i one = _mm512_set1_epi32(1);
+  const auto beyond = [&](__m512i length, unsigned more) ZCKPT_BYTES ZCKPT_PART {
+    return _mm512_sub_epi32(_mm512_set1_epi32(31 + static_cast<int>(more)), _mm512_lzcnt_epi32(length));
+  };
+  for (size_t i = 0; i < count; i += 16) {
+    const __m512i start = _mm512_loadu_si512(own.starts + i), end = _mm512_loadu_si512(own.ends + i + 1), before = _mm512_loadu_si512(own.ends + i);
+    const __m512i literals = _mm512_sub_epi32(_mm512_add_epi32(start, one), before), match = _mm512_sub_epi32(_mm512_sub_epi32(end, start), _mm512_set1_epi32(1 + kLeastMatch));
+    const __m512i of_literals = _mm512_mask_blend_epi32(_mm512_cmplt_epu32_mask(literals, _mm512_set1_epi32(static_cast<int>(kOfLiterals.direct))),
+                                                        beyond(literals, kOfLiterals.beyond), _mm512_permutexvar_epi8(literals, literal_codes));
+    const __m512i of_match = _mm512_mask_blend_epi32(_mm512_cmplt_epu32_mask(match, _mm512_set1_epi32(static_cast<int>(kOfMatches.direct))),
+                                                     beyond(match, kOfMatches.beyond), _mm512_permutex2var_epi8(match_codes[0], match, match_codes[1]));
+    const __m512i more = _mm512_permutexvar_epi8(of_literals, literal_bits), of_more = _mm512_permutexvar_epi8(of_match, match_bits);
+    const auto lowest = [&](__m512i length, __m512i bits) ZCKPT_BYTES ZCKPT_PART { return _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bits), length); };
+    _mm512_storeu_si512(own.rest + i, _mm512_or_si512(lowest(literals, more), _mm512_sllv_epi32(lowest(match, of_more), more)));
+    const auto put_bytes = [&](uint8_t* to, __m512i values) ZCKPT_BYTES ZCKPT_PART { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(values)); };
+    put_bytes(own.of_rest + i, _mm512_add_epi32(more, of_more));
+    put_bytes(own.codes[0] + i, of_literals);
+    put_bytes(own.codes[1] + i, of_match);
+  }
+}
+#endif
+
+Found parse(const uint8_t* before, const uint8_t* after, size_t nbytes, const Elements& elements, Scratch& own) {
+#ifdef ZCKPT_X86
+  if (has(Unit::kWideBytes)) return parse_wide(before, after, nbytes, elements, own);
+  if (has(Unit::kMultiplyAdd)) return parse_counted(before, after, nbytes, elements, own);
+#endif
+  return parse_plain(before, after, nbytes, elements, own);
+}
+
+// Fills `own.codes`, and `own.rest` with the bits beside them.
+void find_codes(size_t count, Scratch& own) {
+#ifdef ZCKPT_X86
+  if (has(Unit::kWideBytes)) return find_codes_wide(count, own);
+#endif
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t literals = own.starts[i] + 1 - own.ends[i], match = own.ends[i + 1] - own.starts[i] - 1 - kLeastMatch;
+    const unsigned of_literals = kOfLiterals.of(literals), of_match = kOfMatches.of(match);
+    const unsigned more = kOfLiterals.bits[of_literals], of_more = kOfMatches.bits[of_match];
+    own.rest[i] = (literals & ((1u << more) - 1)) | (match & ((1u << of_more) - 1)) << more;
+    own.of_rest[i] = static_cast<uint8_t>(more + of_more);
+    own.codes[0][i] = static_cast<uint8_t>(of_literals);
+    own.codes[1][i] = static_cast<uint8_t>(of_match);
+  }
 }
 
 uint8_t* put(uint8_t* to, uint64_t value, unsigned nbytes) {
@@ -234,10 +328,13 @@ uint8_t* plain_literals(const uint8_t* bytes, size_t count, bool is_one, uint8_t
   return to + nbytes;
 }
 
-uint8_t* add_literals(const uint8_t* bytes, size_t count, uint8_t* to) {
+uint8_t* add_literals(const Scratch& own, const Found& found, uint8_t* to) {
+  const uint8_t* const bytes = found.literal;
+  const size_t count = found.literals;
   if (count < kLeastCoded) return plain_literals(bytes, count, false, to);
   uint32_t counts[256];
-  count_bytes(bytes, count, 256, counts);
+  count_bytes<256>(own.changed, found.bytes, counts);  // every one is a literal, and the others are zeros
+  counts[0] = static_cast<uint32_t>(count - found.bytes);
   if (counts[bytes[0]] == count) return plain_literals(bytes, count, true, to);
   const HuffmanCode code(counts);
   const unsigned format = count < 1 << 10 ? 1 : count < 1 << 14 ? 2 : 3, width = 6 + 4 * format;
@@ -258,29 +355,16 @@ uint8_t* add_literals(const uint8_t* bytes, size_t count, uint8_t* to) {
   return at;
 }
 
-// The code of one side of the sequences: none where all are the same.
-class LengthCode {
- public:
-  LengthCode(const uint8_t* codes, size_t count, unsigned symbols) : codes_(codes) {
-    uint32_t counts[kMatchCodes];
-    count_bytes(codes, count, symbols, counts);
-    if (counts[codes[0]] == count) return;
-    const auto log = static_cast<unsigned>(std::bit_width(count)) - 1;  // few sequences are not worth a long table
-    code_ = std::make_unique<FseCode>(counts, symbols, std::clamp(log, 6u, FseCode::kLog));
-  }
-
-  unsigned mode() const { return code_ ? 2 : 1; }
-  uint8_t* describe(uint8_t* to) const { return code_ ? code_->describe(to) : put(to, codes_[0], 1); }
-  uint32_t begin(size_t last) const { return code_ ? code_->begin(codes_[last]) : 0; }
-  Bits take(uint32_t& state, size_t at) const { return code_ ? code_->take(state, codes_[at]) : Bits{0, 0}; }
-  void finish(BitWriter& bits, uint32_t state) const {
-    if (code_) code_->finish(bits, state);
-  }
-
- private:
-  const uint8_t* codes_;
-  std::unique_ptr<FseCode> code_;
-};
+// The code of one side of the sequences: of no bits where all are the same.
+template <unsigned symbols>
+FseCode code_of(const uint8_t* codes, size_t count, unsigned& mode) {
+  uint32_t counts[symbols];
+  count_bytes<symbols>(codes, count, counts);
+  mode = counts[codes[0]] == count ? 1 : 2;
+  if (mode == 1) return {};
+  const auto log = static_cast<unsigned>(std::bit_width(count)) - 1;  // few sequences are not worth a long table
+  return {counts, symbols, std::clamp(log, 6u, FseCode::kLog)};
+}
 
 uint8_t* add_sequences(Scratch& own, size_t count, uint8_t* to) {
   constexpr size_t kTwo = 128, kThree = 0x7f00;
@@ -288,24 +372,20 @@ uint8_t* add_sequences(Scratch& own, size_t count, uint8_t* to) {
   else if (count < kThree) to = put(to, (count >> 8 | 0x80) | (count & 0xff) << 8, 2);
   else to = put(to, 0xff | (count - kThree) << 8, 3);
   if (!count) return to;
-  for (size_t i = 0; i < count; ++i) {
-    own.codes[0][i] = static_cast<uint8_t>(kOfLiterals.of(own.sequences[i].literals));
-    own.codes[1][i] = static_cast<uint8_t>(kOfMatches.of(own.sequences[i].match - kLeastMatch));
-  }
-  const LengthCode literals(own.codes[0], count, kLengthCodes), matches(own.codes[1], count, kMatchCodes);
-  to = put(to, literals.mode() << 6 | 1 << 4 | matches.mode() << 2, 1);
-  to = put(literals.describe(to), 0, 1);  // every distance is the one before, which is 1 when a frame begins
-  BitWriter bits(matches.describe(to));
-  const auto rest = [&](size_t i) {  // no bits for most: that costs less than a wrong guess
-    const Sequence& each = own.sequences[i];
-    return kOfLiterals.rest(own.codes[0][i], each.literals) + kOfMatches.rest(own.codes[1][i], each.match - kLeastMatch);
-  };
-  uint32_t of_match = matches.begin(count - 1), of_literals = literals.begin(count - 1);
+  find_codes(count, own);
+  unsigned modes[2];
+  const FseCode literals = code_of<kLengthCodes>(own.codes[0], count, modes[0]), matches = code_of<kMatchCodes>(own.codes[1], count, modes[1]);
+  to = put(to, modes[0] << 6 | 1 << 4 | modes[1] << 2, 1);
+  to = modes[0] == 2 ? literals.describe(to) : put(to, own.codes[0][0], 1);
+  to = put(to, 0, 1);  // every distance is the one before, which is 1 when a frame begins
+  BitWriter bits(modes[1] == 2 ? matches.describe(to) : put(to, own.codes[1][0], 1));
+  const auto rest = [&](size_t i) { return Bits{own.rest[i], own.of_rest[i]}; };  // no bits for most: that costs less than a wrong guess
+  uint32_t of_match = matches.begin(own.codes[1][count - 1]), of_literals = literals.begin(own.codes[0][count - 1]);
   bits.add(rest(count - 1));
   bits.flush();
   for (size_t i = count - 1; i-- > 0;) {
-    const Bits state = matches.take(of_match, i);
-    bits.add((state + literals.take(of_literals, i)) + rest(i));
+    const Bits state = matches.take(of_match, own.codes[1][i]);
+    bits.add((state + literals.take(of_literals, own.codes[0][i])) + rest(i));
     bits.flush();
   }
   matches.finish(bits, of_match);
@@ -327,14 +407,13 @@ uint64_t add_difference(const uint8_t* before, const uint8_t* after, size_t nbyt
       put(head, (ends && done + size == nbytes) | kind << 1 | told << 3, 3);
       out.append(reinterpret_cast<const char*>(head), 3).append(reinterpret_cast<const char*>(data), length);
     };
-    const Parsed found = parse(before + done, after + done, size, elements, own);
-    changed += found.changed;
-    if (!found.changed) {
+    const Found found = parse(before + done, after + done, size, elements, own);
+    changed += found.elements;
+    if (!found.elements) {
       add(kOneByte, own.bytes, 1, size);
       continue;
     }
-    uint8_t* const middle = add_literals(own.literals, static_cast<size_t>(found.literal - own.literals), own.out);
-    const auto coded = static_cast<size_t>(add_sequences(own, static_cast<size_t>(found.next - own.sequences), middle) - own.out);
+    const auto coded = static_cast<size_t>(add_sequences(own, found.runs, add_literals(own, found, own.out)) - own.out);
     if (coded < size) add(kCoded, own.out, coded, coded);
     else add(kRaw, own.bytes, size, size);
   }

@@ -146,7 +146,7 @@ uint8_t* HuffmanCode::describe(uint8_t* to) const {
 }
 
 #ifdef ZCKPT_X86
-// The codes of 64 bytes are found, and joined by fours, at once. Returns how many bytes are left: what precedes the last whole 64.
+// The codes of 64 bytes are found, and joined by fours, at once, or by eights. Returns how many bytes are left: what precedes the last whole 64.
 ZCKPT_FOR("avx512f,avx512dq,avx512bw,avx512vl,avx512vbmi,bmi2")
 size_t HuffmanCode::write_wide(const uint8_t* bytes, size_t count, BitWriter& writer) const {
   BitWriter bits = writer;  // in registers: for all that a compiler knows, what it writes may be itself
@@ -170,7 +170,7 @@ size_t HuffmanCode::write_wide(const uint8_t* bytes, size_t count, BitWriter& wr
       const __m512i* const table = tables[part];
       found[part] = _mm512_mask_blend_epi8(is_high, _mm512_permutex2var_epi8(table[0], symbols, table[1]), _mm512_permutex2var_epi8(table[2], symbols, table[3]));
     }
-    alignas(64) uint64_t values[2][8], counts[2][8];
+    __m512i values[2], counts[2];  // of four bytes each
     for (int half = 0; half < 2; ++half) {  // of each 16 bytes
       const __m512i zero = _mm512_setzero_si512();
       const __m512i value = half ? _mm512_unpackhi_epi8(found[0], found[1]) : _mm512_unpacklo_epi8(found[0], found[1]);
@@ -178,15 +178,43 @@ size_t HuffmanCode::write_wide(const uint8_t* bytes, size_t count, BitWriter& wr
       const __m512i later = _mm512_srli_epi32(each, 16);  // a reader begins at the end: the later byte has the lower bits
       const __m512i two = _mm512_or_si512(_mm512_srli_epi32(value, 16), _mm512_sllv_epi32(_mm512_and_si512(value, low_half), later));
       const __m512i of_two = _mm512_add_epi32(_mm512_and_si512(each, low_half), later), of_later = _mm512_srli_epi64(of_two, 32);
-      _mm512_store_si512(values[half], _mm512_or_si512(_mm512_srli_epi64(two, 32), _mm512_sllv_epi64(_mm512_and_si512(two, low_word), of_later)));
-      _mm512_store_si512(counts[half], _mm512_add_epi64(_mm512_and_si512(of_two, low_word), of_later));
+      values[half] = _mm512_or_si512(_mm512_srli_epi64(two, 32), _mm512_sllv_epi64(_mm512_and_si512(two, low_word), of_later));
+      counts[half] = _mm512_add_epi64(_mm512_and_si512(of_two, low_word), of_later);
     }
-    for (int at = 6; at >= 0; at -= 2)
-      for (int half = 1; half >= 0; --half)
-        for (int i = at + 1; i >= at; --i) {
-          bits.add({values[half][i], static_cast<unsigned>(counts[half][i])});
+    const __m512i first = _mm512_unpacklo_epi64(values[0], values[1]), second = _mm512_unpackhi_epi64(values[0], values[1]);
+    const __m512i of_first = _mm512_unpacklo_epi64(counts[0], counts[1]), of_second = _mm512_unpackhi_epi64(counts[0], counts[1]);
+    const __m512i of_both = _mm512_add_epi64(of_first, of_second);
+    alignas(64) uint64_t value[2][8], size[2][8];
+    const __m512i most = _mm512_set1_epi64(56);
+    if (!_mm512_cmpgt_epu64_mask(of_both, most)) {  // seldom are eight too long
+      const __m512i both = _mm512_or_si512(second, _mm512_sllv_epi64(first, of_second)), later = _mm512_unpackhi_epi64(of_both, of_both);
+      const __m512i of_all = _mm512_add_epi64(of_both, later);
+      if (!_mm512_mask_cmpgt_epu64_mask(0x55, of_all, most)) {  // nor sixteen, of which most are short
+        _mm512_store_si512(value[0], _mm512_or_si512(_mm512_unpackhi_epi64(both, both), _mm512_sllv_epi64(both, later)));
+        _mm512_store_si512(size[0], of_all);
+        for (int i = 6; i >= 0; i -= 2) {
+          bits.add({value[0][i], static_cast<unsigned>(size[0][i])});
           bits.flush();
         }
+        continue;
+      }
+      _mm512_store_si512(value[0], both);
+      _mm512_store_si512(size[0], of_both);
+      for (int i = 7; i >= 0; --i) {
+        bits.add({value[0][i], static_cast<unsigned>(size[0][i])});
+        bits.flush();
+      }
+      continue;
+    }
+    _mm512_store_si512(value[0], first);
+    _mm512_store_si512(value[1], second);
+    _mm512_store_si512(size[0], of_first);
+    _mm512_store_si512(size[1], of_second);
+    for (int i = 7; i >= 0; --i)
+      for (int side = 1; side >= 0; --side) {
+        bits.add({value[side][i], static_cast<unsigned>(size[side][i])});
+        bits.flush();
+      }
   }
   writer = bits;
   return count;

@@ -58,6 +58,12 @@ class FseCode {
  public:
   static constexpr unsigned kSymbols = 53, kLog = 9;
 
+  // The code of one number: it has no bits.
+  FseCode() : log_(0), symbols_(0) {
+    for (Step& step : steps_) step = {0, 0};
+    next_[0] = 0;
+  }
+
   // The code for numbers with these counts, at least two of them not zero, with 1 << log states.
   FseCode(const uint32_t* counts, unsigned symbols, unsigned log);
 
@@ -119,9 +125,10 @@ class HuffmanCode {
   } codes_[256];
 };
 
-// How often each of `kinds` numbers, below 256, occurs. Eight counters take turns: adding to one twice at once is slow.
-inline void count_bytes(const uint8_t* bytes, size_t count, unsigned kinds, uint32_t* counts) {
-  uint32_t lanes[8][256] = {};
+// How often each of `kinds` numbers occurs. Eight counters take turns: adding to one twice at once is slow.
+template <unsigned kinds>
+void count_bytes(const uint8_t* bytes, size_t count, uint32_t* counts) {
+  uint32_t lanes[8][kinds] = {};
   size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     uint64_t eight;
