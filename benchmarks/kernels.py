@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from zckpt import _core
 from zckpt.core.folds import MatrixBlocks, NumberGrid
 from zckpt.deltas.decode import XorDecoder, difference
-from zckpt.deltas.encode import _FRAME as FRAME
+from zckpt.deltas.form import FRAME
 from zckpt.engine.kernels import kernels_of
 from zckpt.engine.kernels_ggml import TYPES
 from zckpt.engine.kernels_to_ggml import KINDS

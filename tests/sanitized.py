@@ -458,6 +458,19 @@ def differences() -> None:
             frame = b"\x28\xb5\x2f\xfd\xc0\x38" + nbytes.to_bytes(8, "little") + blocks
             assert changed == np.count_nonzero(found)
             assert zstandard.ZstdDecompressor().decompress(frame) == found.tobytes(), (nbytes, density, values)
+            for vectors in (False, True):
+                core.use_vector_paths(vectors)
+                again = old.copy()
+                assert core.renew(blocks, again.ctypes.data, nbytes) == (len(blocks), nbytes, True), (
+                    nbytes,
+                    density,
+                    values,
+                )
+                assert np.array_equal(again, new)
+                for _ in range(20):
+                    damaged = bytearray(blocks)
+                    damaged[RNG.integers(0, len(damaged))] = RNG.integers(0, 256)
+                    core.renew(bytes(damaged[: RNG.integers(1, len(damaged) + 1)]), again.ctypes.data, nbytes)
 
 
 def main() -> None:

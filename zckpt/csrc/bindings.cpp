@@ -28,6 +28,7 @@
 #include "mover.h"
 #include "optimizers.h"
 #include "records.h"
+#include "renew.h"
 #include "scan.h"
 #include "simd.h"
 #include "swapping.h"
@@ -406,6 +407,15 @@ nb::tuple difference(uintptr_t before, uintptr_t after, size_t nbytes, unsigned 
   return nb::make_tuple(nb::bytes(blocks.data(), blocks.size()), changed);
 }
 
+nb::tuple renew(nb::bytes blocks, uintptr_t data, size_t nbytes) {
+  zckpt::Renewed made;
+  {
+    nb::gil_scoped_release release;
+    made = zckpt::renew(reinterpret_cast<const uint8_t*>(blocks.c_str()), blocks.size(), reinterpret_cast<uint8_t*>(data), nbytes);  // NOLINT
+  }
+  return nb::make_tuple(made.used, made.bytes, made.ended);
+}
+
 bool is_beyond_doubt(int from, int to, uintptr_t a, uintptr_t b, size_t count) {
   if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
   nb::gil_scoped_release release;
@@ -647,6 +657,7 @@ NB_MODULE(_core, m) {
   m.def("copy_aside", &copy_aside, "to"_a, "source"_a, "nbytes"_a);
   m.def("is_beyond_doubt", &is_beyond_doubt, "source"_a, "target"_a, "a"_a, "b"_a, "count"_a);
   m.def("difference", &difference, "before"_a, "after"_a, "nbytes"_a, "width"_a, "ends"_a);
+  m.def("renew", &renew, "blocks"_a, "data"_a, "nbytes"_a);
   m.def("of_q8_0", &of_q8_0, "blocks"_a, "numbers"_a, "count"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",

@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "entropy.h"
+#include "lengths.h"
 #include "simd.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -19,8 +20,6 @@ namespace zckpt {
 namespace {
 
 constexpr size_t kLeastCoded = 64;  // fewer literals are left as they are
-constexpr unsigned kLengthCodes = 36, kMatchCodes = 53;
-constexpr uint32_t kLeastMatch = 3;
 // Where more than such a part of all bytes differs, short runs of zeros are literals, which takes fewer bits; or all bytes are, if few
 // groups of 64 are zeros.
 constexpr size_t kDense = 20, kDenser = 28, kWhole = 100, kFew = 32;
@@ -45,29 +44,6 @@ Scratch& scratch() {
   }
   return *own;
 }
-
-// How the lengths of literals, and those of matches less `kLeastMatch`, are told: a code, and its lowest bits beside it.
-struct Lengths {
-  uint8_t code[128];
-  uint8_t bits[64];
-  unsigned direct, beyond;  // lengths below `direct` have their code above; others that of their highest bit, and `beyond`
-
-  unsigned of(uint32_t length) const { return length < direct ? code[length] : static_cast<unsigned>(std::bit_width(length)) - 1 + beyond; }
-};
-
-constexpr Lengths lengths_of(std::array<uint8_t, kMatchCodes> bits, unsigned direct, unsigned beyond) {
-  Lengths made{};
-  std::copy(bits.begin(), bits.end(), made.bits);
-  made.direct = direct;
-  made.beyond = beyond;
-  for (unsigned length = 0, code = 0; length < direct; ++code)
-    for (unsigned i = 0; i < 1u << bits[code] && length < direct; ++i) made.code[length++] = static_cast<uint8_t>(code);
-  return made;
-}
-
-constexpr Lengths kOfLiterals = lengths_of({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, 64, 19);
-constexpr Lengths kOfMatches =
-    lengths_of({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, 128, 36);
 
 // How many elements have a bit among these.
 struct Elements {

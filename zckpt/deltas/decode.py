@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING
 
 from zckpt.base.errors import CorruptError
 from zckpt.containers.zstd import Decompressor
-from zckpt.deltas.form import Encoding
+from zckpt.deltas.form import FRAME, Encoding
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from zckpt.core.folds import Bytes
+
+try:
+    from zckpt import _core
+except ImportError:  # pragma: no cover - depends on the build
+    _core = None  # type: ignore[assignment]
+
+_READ_BYTES = 1 << 19
+_BLOCK = 3 + (128 << 10)
+"""The most bytes of a block."""
 
 _POSITIONS = 1 << 16
 """The number of positions that are read at once."""
@@ -28,20 +37,56 @@ def difference(read: Callable[[int, int], bytes], file: str, name: str) -> Decom
 
 
 class XorDecoder:
-    """The difference of all bytes."""
+    """The difference of all bytes.
 
-    def __init__(self, frame: Decompressor) -> None:
-        self._frame = frame
+    The engine reads the blocks that it makes itself (`csrc/renew.cpp`). From the first other one on, and where something is
+    damaged, it is zstd that reads.
+    """
+
+    def __init__(self, nbytes: int, read: Callable[[int, int], bytes], file: str, name: str) -> None:
+        self._read, self._file, self._name = read, file, name
+        self._frame: Decompressor | None = None
+        self._at = self._done = 0
+        self._ended = False
+        self._held = b""
+        begin = FRAME + nbytes.to_bytes(8, "little")
+        if _core is None or not self._more() or not self._held.startswith(begin):
+            self._frame = difference(read, file, name)
+        self._held = self._held[len(begin) :]
 
     def renew(self, data: Bytes) -> None:
         """Turns the tensor's next bytes into the new ones, in place. Raises CorruptError if the difference is damaged."""
         import numpy as np
 
-        data ^= np.frombuffer(self._frame.take(len(data)), np.uint8)
+        done = 0
+        if self._ended:
+            self._frame = self._frame or self._other()
+        while self._frame is None and done < len(data):
+            used, made, self._ended = _core.renew(self._held, data.ctypes.data + done, len(data) - done)
+            done, self._done, self._held = done + made, self._done + made, self._held[used:]
+            if done < len(data) and (self._ended or len(self._held) > _BLOCK or not self._more()):
+                self._frame = self._other()
+        if self._frame is not None and done < len(data):
+            data[done:] ^= np.frombuffer(self._frame.take(len(data) - done), np.uint8)
 
     def end(self) -> None:
         """Raises CorruptError if the difference goes on beyond the tensor."""
-        self._frame.end()
+        if self._frame is None and not self._ended:
+            self._frame = self._other()
+        if self._frame is not None:
+            self._frame.end()
+
+    def _more(self) -> bool:
+        """Whether there is more of the frame, which is held then."""
+        data = self._read(_READ_BYTES, self._at)
+        self._at, self._held = self._at + len(data), self._held + data
+        return bool(data)
+
+    def _other(self) -> Decompressor:
+        """The reader of all of zstd, where the engine has come to."""
+        frame = difference(self._read, self._file, self._name)
+        frame.skip(self._done)
+        return frame
 
 
 class OverwriteDecoder:
@@ -118,6 +163,6 @@ def decoder_of(encoding: Encoding, nbytes: int, read: Callable[[int, int], bytes
         CorruptError: the difference is damaged.
     """
     if encoding == "xor":
-        return XorDecoder(difference(read, file, name))
+        return XorDecoder(nbytes, read, file, name)
     frames = (difference(read, file, name), difference(read, file, name))
     return OverwriteDecoder(*frames, nbytes, file, name)

@@ -18,7 +18,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers.zstd import Compressor
 from zckpt.core.dtypes import DType
-from zckpt.deltas.form import MOST_POSITIONS, DeltaForm, Hasher, hasher_of
+from zckpt.deltas.form import FRAME, MOST_POSITIONS, DeltaForm, Hasher, hasher_of
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Bytes
@@ -29,9 +29,6 @@ except ImportError:  # pragma: no cover - depends on the build
     _core = None  # type: ignore[assignment]
 
 _HELD_BYTES = 16 << 20
-
-_FRAME = b"\x28\xb5\x2f\xfd\xc0\x38"
-"""How a frame begins, before its size in eight bytes: with a window of 128 KiB, and without a checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class _Xor:
         self._any = False
         self._frame = Compressor(nbytes, self._data.write) if _core is None else None
         if self._frame is None:
-            self._data.write(_FRAME + nbytes.to_bytes(8, "little"))
+            self._data.write(FRAME + nbytes.to_bytes(8, "little"))
 
     def feed(self, old: Bytes, new: Bytes) -> int:
         """Takes the next bytes of both versions; returns how many elements differ."""

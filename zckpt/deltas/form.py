@@ -41,6 +41,9 @@ MOST_BYTES = 256 << 20
 MOST_POSITIONS = 2**32
 """Bytes of a tensor that positions of four bytes can name."""
 
+FRAME = b"\x28\xb5\x2f\xfd\xc0\x38"
+"""How a frame begins, before its size in eight bytes: with a window of 128 KiB, and without a checksum."""
+
 _DIRECTORY = re.compile(r"weight_v(\d{6})")
 _MOST_VERSION = 999_999
 
