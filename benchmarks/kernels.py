@@ -25,6 +25,7 @@ from zckpt import _core
 from zckpt.core.folds import MatrixBlocks, NumberGrid
 from zckpt.deltas.decode import XorDecoder, difference
 from zckpt.deltas.form import FRAME
+from zckpt.deltas.pieces import PIECE_BYTES
 from zckpt.engine.kernels import kernels_of
 from zckpt.engine.kernels_ggml import TYPES
 from zckpt.engine.kernels_to_ggml import KINDS
@@ -36,13 +37,14 @@ rate is of the fp32 side (of bf16, what the numbers would take as fp32); "copy" 
 rounds. A LoRA merge of rank r takes 2 r operations a number, so that at rank 64 it is arithmetic that limits it, and not
 memory. So it is for k-quants: of each number of Q4_K 21 scales are tried, with 9 operations each, or 11 where codes are cut
 off, and 6 for the error, which nine trials of ten need; all in ggml's order, so none can be fused: 16 numbers take 330
-operations with AVX-512, and two of them begin in a cycle. Rates of a difference are of one version's bytes, and `apply` takes
-it apart with libzstd. {machine}. The load average was {load:.0f} when it ended.
+operations with AVX-512, and two of them begin in a cycle. Rates of a difference are of one version's bytes; below `apply`,
+which takes the difference apart itself, is what libzstd needs for that alone. {machine}. The load average was {load:.0f} when
+it ended.
 
 | loop | GB/s | copy, GB/s | part |
 | --- | --- | --- | --- |
 """
-ROUNDS, COLUMNS, PIECE = 7, 4096, 1 << 20
+ROUNDS, COLUMNS = 7, 4096
 KERNELS = kernels_of("native")
 
 
@@ -84,9 +86,11 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
         after = x.view(np.uint16) ^ np.where(changed, random.geometric(0.5, 2 * numel).clip(1, 127), 0).astype(
             np.uint16
         )
-        found[f"difference (deltas), {part:.0%} of bf16 numbers changed"] = partial(_difference, x, after)
-        frame = FRAME + x.nbytes.to_bytes(8, "little") + _difference(x, after)
-        found[f"apply (deltas), {part:.0%} of bf16 numbers changed"] = partial(_apply, x.copy().view(np.uint8), frame)
+        label = f"{part:.0%} of bf16 numbers changed"
+        found[f"difference (deltas), {label}"] = partial(_difference, x, after)
+        frame = FRAME + x.nbytes.to_bytes(8, "little") + b"".join(_difference(x, after))
+        found[f"apply (deltas), {label}"] = partial(_apply, x.copy().view(np.uint8), frame)
+        found[f"libzstd alone, {label}"] = partial(_zstd, x.nbytes, frame)
     matter = random.random(COLUMNS, np.float32)
     for kind, (size, each, _) in TYPES.items():
         packed = np.zeros(numel // each * size, np.uint8)
@@ -102,15 +106,26 @@ def loops(numel: int) -> dict[str, Callable[[], object]]:
     return found
 
 
-def _difference(before: NDArray[np.float32], after: NDArray[np.uint16]) -> bytes:
-    return _core.difference(before.ctypes.data, after.ctypes.data, before.nbytes, 2, ends=True)[0]
+def _difference(before: NDArray[np.float32], after: NDArray[np.uint16]) -> list[bytes]:
+    """The blocks of each piece, as `deltas` makes them."""
+    (old, new), last = (side.view(np.uint8) for side in (before, after)), before.nbytes - PIECE_BYTES
+    return [
+        _core.difference(old[at:].ctypes.data, new[at:].ctypes.data, PIECE_BYTES, 2, ends=at == last)[0]
+        for at in range(0, len(old), PIECE_BYTES)
+    ]
 
 
 def _apply(data: NDArray[np.uint8], frame: bytes) -> None:
-    decoder = XorDecoder(difference(lambda count, at: frame[at : at + count], "delta", "w"))
-    for at in range(0, len(data), PIECE):
-        decoder.renew(data[at : at + PIECE])
+    decoder = XorDecoder(len(data), lambda count, at: frame[at : at + count], "delta", "w")
+    for at in range(0, len(data), PIECE_BYTES):
+        decoder.renew(data[at : at + PIECE_BYTES])
     decoder.end()
+
+
+def _zstd(nbytes: int, frame: bytes) -> None:
+    decompressor = difference(lambda count, at: frame[at : at + count], "delta", "w")
+    for _ in range(0, nbytes, PIECE_BYTES):
+        decompressor.take(PIECE_BYTES)
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ def _weights(delta: DeltaDirectory, new: Catalog, pace: Pace, read: Callable[[in
             return "" if same else name, entry.nbytes
 
         wrong: list[str] = []
-        for name, nbytes in reader.in_order(differs, pairs):
+        for name, nbytes in reader.in_order(differs, pairs, lambda pair: pair[1:]):
             wrong += [name] if name else []
             read(nbytes)
         reader.check_sources()

@@ -6,7 +6,7 @@ For `jobs.delta` and `jobs.apply_delta`. Memory is threads x pieces, whatever th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -70,15 +70,25 @@ class PieceReader:
         self._bringer.check_sources()
 
     def in_order(
-        self, do: Callable[[T], R], items: Iterable[T], drop: Callable[[R], object] = lambda result: None
+        self,
+        do: Callable[[T], R],
+        items: Sequence[T],
+        reads: Callable[[T], Iterable[TensorEntry]],
+        drop: Callable[[R], object] = lambda result: None,
     ) -> Iterator[R]:
-        """The results of `do` for each item, in their order; several run at once. `drop` gets results that nobody
-        takes.
+        """The results of `do` for each item, in their order; several run at once, and the disk begins to read the tensors of
+        the next ones, which `reads` says. `drop` gets results that nobody takes.
         """
+
+        def begin(number: int) -> R:
+            for item in items[number + self._threads : number + self._threads + 1]:
+                self._bringer.tools().expect(reads(item))
+            return do(items[number])
+
         waiting: deque[Future[R]] = deque()
         try:
-            for item in items:
-                waiting.append(self._pool.submit(do, item))
+            for number in range(len(items)):
+                waiting.append(self._pool.submit(begin, number))
                 if len(waiting) > 2 * self._threads:
                     yield waiting.popleft().result()
             while waiting:

@@ -43,7 +43,7 @@ from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import facts_seen_by_all, fingerprint
 from zckpt.output.publish import check_output, publish
-from zckpt.storage.descriptors import write_all
+from zckpt.storage.descriptors import OpenFiles, write_all, write_past_cache
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.location import Location, locate
 from zckpt.team.agreement import share_of
@@ -258,18 +258,19 @@ def execute(
         output, store = files[name]
         path = os.path.join(directory, name)
         create(path, output.size)
-        with open(path, "r+b") as file:
+        with OpenFiles({id(store): path}) as opened:
+            fds = opened.of(store)
             for offset, data in output.literals:
-                write_all(file.fileno(), data, offset)
+                write_all(fds[0], data, offset)
             moved(sum(len(data) for _, data in output.literals))
             parts: list[Partial] = []
-            renew = partial(_renew, job, reader, file.fileno())
-            for some in reader.in_order(renew, inside.get(id(store), ())):
+            renew = partial(_renew, job, reader, fds)
+            for some in reader.in_order(renew, inside.get(id(store), ()), lambda pair: pair[:1]):
                 parts += some
                 moved(sum(nbytes for _, nbytes, _ in some))
             reader.check_sources()
-            crc, _ = seal(file.fileno(), output, parts)
-            make_durable(file.fileno())
+            crc, _ = seal(fds[0], output, parts)
+            make_durable(fds[0])
         return [Finished(name, output.size, crc)]
 
     def end(directory: str, made: Mapping[str, Finished]) -> Manifest:
@@ -317,7 +318,7 @@ def _copy_file(file: Location, directory: str, name: str) -> Finished:
     return finish_file(directory, name)
 
 
-def _renew(job: PlannedApply, reader: PieceReader, fd: int, pair: Pair) -> list[Partial]:
+def _renew(job: PlannedApply, reader: PieceReader, fds: tuple[int, int], pair: Pair) -> list[Partial]:
     """Writes one tensor of the new version to a file; returns the CRCs of its parts. Raises InconsistentError if a checksum is
     another one, CorruptError if a difference is damaged.
     """
@@ -333,9 +334,9 @@ def _renew(job: PlannedApply, reader: PieceReader, fd: int, pair: Pair) -> list[
             data = reader.read(old, start, stop, new.dtype)
             for step in steps:
                 step.take(data)
-            view, at = data.data, fragment.byte_offset + start * new.dtype.itemsize
-            write_all(fd, view, at)
-            parts.append((at, len(view), crc32(view)))
+            at = fragment.byte_offset + start * new.dtype.itemsize
+            write_past_cache(fds, data, at)
+            parts.append((at, len(data), crc32(data.data)))
         for step in steps:
             step.prove()
     return parts

@@ -230,7 +230,9 @@ def execute(
             return _encode_change(reader, pair, job.form, directory), pair.nbytes
 
         def watched() -> Any:
-            for difference, nbytes in reader.in_order(encoded, group, lambda made: made[0].close()):
+            for difference, nbytes in reader.in_order(
+                encoded, group, lambda pair: (pair.old, pair.new), lambda made: made[0].close()
+            ):
                 yield difference, nbytes
                 moved(nbytes)
 

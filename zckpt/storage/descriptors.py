@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, redact
 from zckpt.core.stores import FileStore, Store
+
+if TYPE_CHECKING:
+    from zckpt.core.folds import Bytes
 
 MOST_STORES = 512
 """The most files that one batch may name: all of them are open while it runs."""
@@ -133,6 +139,10 @@ def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+_PAGE = 4096
+_LEAST_DIRECT = 256 << 10
+_rooms = threading.local()
+
 _AHEAD_BYTES = 512 << 10
 """The size of one request; Linux cuts longer ones to it."""
 
@@ -149,6 +159,27 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     while data:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
+
+
+def write_past_cache(fds: tuple[int, int], data: Bytes, offset: int) -> None:
+    """Writes all of it at a byte offset: whole pages past the page cache, if the second descriptor is one for direct I/O. Raises
+    OSError if it cannot be written.
+    """
+    import numpy as np
+
+    fd, direct = fds
+    first = -offset % _PAGE
+    size = (len(data) - first) // _PAGE * _PAGE
+    if direct < 0 or size < _LEAST_DIRECT:
+        return write_all(fd, data.data, offset)
+    room: mmap.mmap | None = getattr(_rooms, "own", None)
+    if room is None or len(room) < size:
+        room = _rooms.own = mmap.mmap(-1, size)  # which begins with a page, as such a write has to
+    np.copyto(np.frombuffer(room, np.uint8, size), data[first : first + size])
+    for at, part in ((0, data[:first].data), (first + size, data[first + size :].data)):
+        write_all(fd, part, offset + at)
+    with memoryview(room)[:size] as whole:
+        write_all(direct, whole, offset + first)
 
 
 def _open_output(path: str, size: int) -> tuple[int, int]:
