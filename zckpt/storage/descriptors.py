@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -179,7 +180,12 @@ def write_past_cache(fds: tuple[int, int], data: Bytes, offset: int) -> None:
     for at, part in ((0, data[:first].data), (first + size, data[first + size :].data)):
         write_all(fd, part, offset + at)
     with memoryview(room)[:size] as whole:
-        write_all(direct, whole, offset + first)
+        try:
+            write_all(direct, whole, offset + first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which some file systems say after they let it be opened
+                raise
+            write_all(fd, whole, offset + first)
 
 
 def _open_output(path: str, size: int) -> tuple[int, int]:
