@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, HfFileSystem, constants
 
 import zckpt
 from zckpt.base.errors import AccessError, UsageError, ZckptError
-from zckpt.hub import PushReport, attributes
+from zckpt.hub import PushReport, card
 from zckpt.jobs.options import Options
 
 Pusher = Callable[..., PushReport]
@@ -200,13 +200,13 @@ def test_a_source_that_contradicts_itself(checkpoint: Path, server: HubServer, p
     ],
 )
 def test_lines_for_large_files(text: bytes, paths: list[str], added: bytes | None, tmp_path: Path) -> None:
-    found = attributes.with_large(text, paths)
+    found = card.with_large(text, paths)
     if added is None:
         assert found is None
     else:
         line = b" filter=lfs diff=lfs merge=lfs -text\n"
         assert found == (text + b"\n" if text and not text.endswith(b"\n") else text) + added + line
-        assert attributes.with_large(found, paths) is None
+        assert card.with_large(found, paths) is None
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / ".gitattributes").write_bytes(found or text)
     for path in paths:

@@ -16,7 +16,7 @@ from hub_server import TOKEN, Blob, HubServer
 
 import zckpt
 from zckpt.base.errors import AccessError, CorruptError, RemoteError
-from zckpt.hub import PushReport, cargo, patience, push_to_hub
+from zckpt.hub import PushReport, cargo, client, push_to_hub
 from zckpt.hub.client import Hub
 from zckpt.hub.operations import SentFile
 from zckpt.hub.pipeline import Stopped
@@ -30,7 +30,7 @@ def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Our own waits are counted; neither they nor the library's are waited for."""
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(patience, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=waited.append))
     return waited
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import CorruptError, RemoteError, UsageError
 from zckpt.base.words import examples
-from zckpt.hub import attributes, checks, scratch
-from zckpt.hub.card import card
+from zckpt.hub import checks, scratch
+from zckpt.hub.card import card, with_large
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
 from zckpt.hub.client import Hub, MovedError, in_large_pieces, quietly
 from zckpt.hub.operations import SentFile, small_operations
@@ -253,7 +253,7 @@ def _commit(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Committ
 
     def committed(page: Page) -> Committed:
         old = hub.read(target.repo_id, _ATTRIBUTES, page.head) if _ATTRIBUTES in page.files else b""
-        marked = attributes.with_large(old, [*large, *(file.path for file in sent)])
+        marked = with_large(old, [*large, *(file.path for file in sent)])
         if marked is not None:
             contents[_ATTRIBUTES] = marked
 
