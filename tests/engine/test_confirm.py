@@ -17,11 +17,10 @@ from zckpt.base.errors import CorruptError
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.core.dtypes import ALL, BF16, F16, F32, F64, DType
 from zckpt.core.fragments import Fragment
-from zckpt.engine import confirm as confirming
 from zckpt.engine import independent
+from zckpt.engine import independent as confirming
 from zckpt.engine.checksums import join
-from zckpt.engine.confirm import can_confirm
-from zckpt.engine.independent import derived_again, differences
+from zckpt.engine.independent import can_confirm, derived_again, differences
 from zckpt.engine.rounding import cast
 from zckpt.engine.scan_requests import CrcRange
 from zckpt.storage.location import locate

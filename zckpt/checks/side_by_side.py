@@ -12,8 +12,7 @@ from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, Done, sums_of
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.engine.batches import progress_after
-from zckpt.engine.confirm import Unequal
-from zckpt.engine.independent import Difference, derived_again, differences
+from zckpt.engine.independent import Difference, Unequal, derived_again, differences
 from zckpt.engine.tensor_statistics import Statistics
 from zckpt.storage.location import Location
 

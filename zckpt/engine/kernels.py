@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.core import task_vectors
 from zckpt.core.folds import Kernels, MatrixBlocks, NumberGrid, Rounded
-from zckpt.engine import kernels_blocks, kernels_codes, kernels_ggml, kernels_to_ggml
+from zckpt.engine import kernels_codes, kernels_ggml, kernels_to_ggml
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Bytes, Floats, Halves, Matrix, Sparsity, Thinned, Whole
@@ -65,17 +65,17 @@ class NativeKernels:
         return _core.lengths(_address(base), len(base), start, _KEPT.pack(_address(numbers), *kept))
 
     def largest(self, numbers: Floats | Halves, blocks: MatrixBlocks, found: Floats) -> None:
-        kernels_blocks.check(numbers, blocks, found)
+        kernels_codes.check(numbers, blocks, found)
         _core.largest(_address(numbers), _is_bf16(numbers), blocks, _address(found))
 
     def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
-        kernels_blocks.check(numbers, blocks, factors)
+        kernels_codes.check(numbers, blocks, factors)
         _core.multiply_blocks(_address(numbers), blocks, _address(factors))
 
     def to_codes(
         self, grid: NumberGrid, numbers: Floats | Halves, blocks: MatrixBlocks, factors: Floats, out: Bytes
     ) -> Rounded:
-        kernels_blocks.check(numbers, blocks, factors, out)
+        kernels_codes.check(numbers, blocks, factors, out)
         own = _address(numbers), _is_bf16(numbers)
         return Rounded(*_core.to_codes(int(grid), *own, blocks, _address(factors), _address(out)))
 
@@ -129,8 +129,8 @@ class ReferenceKernels:
     move_sparsely = staticmethod(task_vectors.move_sparsely)
     select_near = staticmethod(task_vectors.select_near)
     lengths = staticmethod(task_vectors.lengths)
-    largest = staticmethod(kernels_blocks.largest)
-    multiply_blocks = staticmethod(kernels_blocks.multiply_blocks)
+    largest = staticmethod(kernels_codes.largest)
+    multiply_blocks = staticmethod(kernels_codes.multiply_blocks)
     to_codes = staticmethod(kernels_codes.to_codes)
     to_affine = staticmethod(kernels_codes.to_affine)
     split_codes = staticmethod(kernels_codes.split_codes)
@@ -185,7 +185,7 @@ class ReferenceKernels:
         import numpy as np
 
         count = _blocks(numbers, blocks)
-        rows, out = kernels_blocks.as_floats(numbers).reshape(count, 32), blocks.reshape(count, 34)
+        rows, out = kernels_codes.as_floats(numbers).reshape(count, 32), blocks.reshape(count, 34)
         with np.errstate(all="ignore"):
             sound = np.isfinite(rows).all(axis=1, keepdims=True)
             scale = np.where(

@@ -24,13 +24,12 @@ from zckpt.engine.batches import Batch, batches, element_bytes, ranges
 from zckpt.engine.bringing import Bringer, foresee
 from zckpt.engine.checksums import Partial, merge_adjacent, seal
 from zckpt.engine.choice import choose, threads_for
-from zckpt.engine.output_files import create, open_output_files
+from zckpt.engine.output_files import Consumer, OrderedOutput, create, keeps_bytes, open_output_files
 from zckpt.engine.prefetch import with_local_sources
 from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.fsync_queue import Syncing
 
 if TYPE_CHECKING:
-    from zckpt.engine.ordered_output import Consumer, OrderedOutput
     from zckpt.engine.reference import Follow
 
 try:
@@ -161,8 +160,6 @@ def run(
     consumers = consumers or {}
     refuse(plan, consumers, mode)
     if consumers:
-        from zckpt.engine.ordered_output import OrderedOutput
-
         mover.ordered = {
             id(store): OrderedOutput(consumers[output.path]) for output, store in plan.files if output.path in consumers
         }
@@ -364,8 +361,6 @@ class Mover:
             if kind == "write":
                 raise OSError(number, os.strerror(number), where)
             if kind == "kept":
-                from zckpt.engine.ordered_output import keeps_bytes
-
                 raise keeps_bytes(where)
             raise read_error(where, number, offset) if kind == "read" else engine_error(kind, text)
         self.cloned += cloned
