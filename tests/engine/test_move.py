@@ -37,8 +37,7 @@ from zckpt.engine.move import Mover, run
 from zckpt.engine.output_files import output_failed
 from zckpt.engine.rounding import cast as reference_cast
 from zckpt.storage.location import locate
-from zckpt.team.part_move import begin, move
-from zckpt.team.partition import part_of
+from zckpt.team.partition import begin, move, part_of
 
 ENGINES = [("reference", 1, True), ("native", 1, False), ("native", 2, True), ("native", 4, True)]
 

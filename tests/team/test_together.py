@@ -31,8 +31,7 @@ from zckpt.jobs.options import LoraMerge, Options
 from zckpt.jobs.reshard import prepare as prepare_reshard
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.team import together
-from zckpt.team.part_move import WrittenPart, begin, move, seal
-from zckpt.team.partition import GRAIN, part_of
+from zckpt.team.partition import GRAIN, WrittenPart, begin, move, part_of, seal
 from zckpt.team.rendezvous import DirectoryRendezvous
 from zckpt.team.together import Team, detect_launcher
 

@@ -1,7 +1,6 @@
-"""Loops over codes that stand for numbers, and over matrices with factors for blocks, in numpy: the reference that `csrc/codes.cpp`
-and `csrc/kernels_blocks.cpp` must equal.
+"""Loops over codes that stand for numbers, and over matrices with factors for blocks, in numpy: the reference for the C++.
 
-For `kernels`.
+For `kernels`. `csrc/codes.cpp` and `csrc/kernels_blocks.cpp` must equal it.
 Source: OCP 8-bit floating point specification (OFP8), E4M3: bias 7, no infinities, largest number 448, NaN S.1111.111; OCP
 Microscaling formats 1.0, E2M1.
 """

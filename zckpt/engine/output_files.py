@@ -1,9 +1,8 @@
-"""The files of a plan: made, opened together with its sources, and what is wrong when one cannot be written; and who gets a file's
-bytes in the file's order, while they are warm: a hash, or an upload.
+"""The files of a plan: made, opened with its sources, what is wrong where one cannot be written, who gets its bytes on the way.
 
-For `move`, and for `team.part_move`, where several processes write the same files. The native engine hands over window by
-window. What it cannot hand over in order (a tensor of more slices than a batch can hold), and all that the reference engine
-writes, is read back from the file at the end.
+For `move`, and for `team.partition`, where several processes write the same files. A hash or an upload gets a file's bytes in
+order, while they are warm: the native engine hands over window by window. What it cannot hand over in order (a tensor of more
+slices than a batch can hold), and all that the reference engine writes, is read back from the file at the end.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from zckpt.output.publish import check_output, publish
 from zckpt.storage.descriptors import OpenFiles, write_all, write_past_cache
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.location import Location, locate
-from zckpt.team.agreement import share_of
+from zckpt.team.sameness import share_of
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Bytes

@@ -36,7 +36,7 @@ from zckpt.output.manifest import Manifest
 from zckpt.output.order import facts_seen_by_all, fingerprint
 from zckpt.output.publish import check_output, publish
 from zckpt.storage.location import Location, locate
-from zckpt.team.agreement import share_of
+from zckpt.team.sameness import share_of
 
 
 @public

@@ -46,7 +46,7 @@ from zckpt.output.local_destination import LocalDestination
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import Overflow, overflow_error
 from zckpt.storage.location import LocalPath
-from zckpt.team import part_move
+from zckpt.team import partition
 from zckpt.team.meeting import attempt, first_error
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -146,7 +146,7 @@ def save_pretrained(
             stack.enter_context(work.staging)
             work.staging.begin()
             work.staging.keep(())
-            part_move.begin(work.plan, work.staging.directory)
+            partition.begin(work.plan, work.staging.directory)
             outputs = [output for output, _ in work.plan.files]
             paths = [os.path.join(work.staging.directory, output.path) for output in outputs]
             return _Share(paths, [list(element_ranges(output)) for output in outputs], work.places)
@@ -318,7 +318,7 @@ def _publish(work: _Work, sums: Sums) -> None:
         shares = sums.get(number, {})
         ranges = enumerate(element_ranges(output))
         parts = None if shares is None else [(at, n, of_zeros(n) ^ shares.get(i, 0)) for i, (at, n) in ranges]
-        crc, _ = part_move.seal(work.plan, output, work.staging.directory, parts)
+        crc, _ = partition.seal(work.plan, output, work.staging.directory, parts)
         finished.append(Finished(output.path, output.size, crc))
     manifest = Manifest(
         version=__version__,

@@ -59,7 +59,7 @@ def publish(
     _check_signing(order)
     out = order.out
     if out.is_remote:
-        from zckpt.team.agreement import refuse_several
+        from zckpt.team.sameness import refuse_several
 
         refuse_several(out)
     elif isinstance(order, Order):
@@ -69,7 +69,7 @@ def publish(
             PlanFiles(order, processes, progress) if isinstance(order, Order) else MadeFiles(order, processes, progress)
         )
         if processes.size > 1:
-            from zckpt.team.agreement import agree
+            from zckpt.team.sameness import agree
 
             agree(processes, source.shared(), out.path)
         if processes.rank:

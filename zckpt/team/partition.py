@@ -1,23 +1,129 @@
 """Divides a plan among processes: which of them moves which bytes of the output, and when a file has all of its bytes.
 
 For `output.files`. Every process makes the same plan, and so knows its own part of it: a range of the output's bytes, of as much
-work as the others'. Process 0 makes the files, and completes each as soon as all parts of it are there.
+work as the others'. Process 0 makes the files; each process moves its part, as `engine.move` does; process 0 completes each file
+as soon as all parts of it are there.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import gives_back
 from zckpt.core.catalog import TensorPart
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.engine.batches import element_bytes, progress_after
+from zckpt.core.stores import FileStore
+from zckpt.engine import checksums
+from zckpt.engine.batches import batches, element_bytes, progress_after
 from zckpt.engine.checksums import Partial
-from zckpt.engine.move import CastLoss, MoveOptions, Mover, Written
-from zckpt.team.part_move import WrittenPart, begin, move, seal
+from zckpt.engine.move import CastLoss, MoveOptions, Mover, Written, refuse
+from zckpt.engine.output_files import create, open_output_files, output_failed
+from zckpt.storage.descriptors import write_all
+from zckpt.storage.fsync_queue import make_durable
 from zckpt.team.together import Team
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """The bytes that one process wrote to a file; they are durable.
+
+    Attributes:
+        path: of the file, as in the plan.
+        nbytes: bytes of elements.
+        crcs: of its parts; None where the engine computes none while it writes.
+        overflows: number of the pair in the plan -> what this process's casts have lost of it so far.
+    """
+
+    path: str
+    nbytes: int
+    crcs: tuple[Partial, ...] | None
+    overflows: Mapping[int, CastLoss]
+
+
+def begin(plan: Plan, root: str, done: Collection[str] = ()) -> None:
+    """Makes the files, at full size and with their literals.
+
+    Args:
+        plan: the whole.
+        root: an existing work directory.
+        done: paths of files that exist already.
+
+    Raises:
+        ZckptError: as in `move.run`.
+    """
+    refuse(plan)
+    paths = _paths(plan, root)
+    with open_output_files(plan, root, paths, give_back=False) as files:
+        for output, store in plan.files:
+            if output.path not in done:
+                create(paths[id(store)], output.size)
+                fd, _ = files.of(store)
+                for offset, data in output.literals:
+                    write_all(fd, data, offset)
+                files.close(paths[id(store)])
+
+
+def move(
+    mover: Mover,
+    part: Plan,
+    root: str,
+    moved: Callable[[WrittenPart], None],
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Moves one process's part into files that `begin` made. Literals and checksums are left alone.
+
+    Args:
+        mover: of the part.
+        part: only files that it moves something into are in it.
+        root: where they are.
+        moved: called with what was put into each file, as soon as it is durable.
+        progress: called with the bytes moved so far.
+
+    Raises:
+        ZckptError: as in `move.run`.
+    """
+    nbytes, paths = element_bytes(part), _paths(part, root)
+
+    def finish(output: OutputFile, store: FileStore) -> WrittenPart:
+        crcs = mover.crcs(store)
+        taken = None if crcs is None else tuple(crcs)
+        return WrittenPart(output.path, nbytes[id(store)], taken, mover.lost(store))
+
+    with open_output_files(part, root, paths, give_back=mover.give_back) as files:
+        mover.carry_out(batches(part, bare=True), files, paths, finish, moved, progress=progress)
+
+
+def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | None) -> tuple[int, dict[int, bytes]]:
+    """Fills in the checksums of a file that all processes have moved their parts into, and makes it durable.
+
+    Args:
+        plan: the whole.
+        output: the file.
+        root: where it is.
+        crcs: of all its parts; None to read it again.
+
+    Returns:
+        The CRC of the whole file, and by byte offset what was filled in.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        with open(os.path.join(root, output.path), "r+b", buffering=0) as file:
+            sealed = checksums.seal(file.fileno(), output, crcs)
+            make_durable(file.fileno())
+            return sealed
+    except OSError as error:
+        output_failed(error, root, plan)
+
+
+def _paths(plan: Plan, root: str) -> dict[int, str]:
+    return {id(store): os.path.join(root, output.path) for output, store in plan.files}
+
 
 GRAIN = 4096
 """The multiple at which parts meet in a file: pages belong to one process, as network file systems need it."""
