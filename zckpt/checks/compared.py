@@ -1,6 +1,7 @@
 """Whether an output equals the checkpoint that it was made from, and whether the shards may be deleted.
 
-For `verify`. What only some outputs need is imported for them alone.
+For `verify`. Checkpoint and output are read once, side by side: that also says whether each of them is intact. What only some
+outputs need is imported for them alone.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zckpt import layouts
-from zckpt.base.errors import UnsupportedError, UsageError, ZckptError
+from zckpt.base.errors import UnsupportedError, UsageError, ZckptError, redact
 from zckpt.base.pace import Pace
 from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, join_words
-from zckpt.checks.contents import held_files
+from zckpt.checks.contents import Beside, check_bytes, check_compared, held_files
 from zckpt.checks.examined import Examined
+from zckpt.checks.integrity import CheckedFile, Done, sums_of
 from zckpt.checks.quantised import Expected, expect_quantised, in_numbers
-from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own_weights
-from zckpt.checks.resumable import Comparison, Pair, compare_runs
-from zckpt.checks.side_by_side import add_output, read_both
+from zckpt.checks.resumable import Comparison, Pair, compare_renamed, compare_runs, has_renamed_states, own_weights
 from zckpt.checks.soundness import examine_checkpoint
 from zckpt.checks.verdict import Check, summarize
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.dtypes import can_cast, is_lossless
 from zckpt.core.ledger import names_unread
 from zckpt.engine.batches import progress_after
+from zckpt.engine.independent import Difference, Unequal, derived_again, differences
+from zckpt.engine.tensor_statistics import Statistics
 from zckpt.jobs.casting import dtype_of, to_dtype
 from zckpt.jobs.groups import Casting, Reading
 from zckpt.jobs.like_base import recorded_dtypes
@@ -37,6 +39,82 @@ from zckpt.storage.location import Location, location_of
 
 if TYPE_CHECKING:
     from zckpt.jobs.groups import LoraMerge
+
+
+def add_output(state: Examined, output: Examined, converted: Location) -> None:
+    """Adds to a checkpoint's checks whether its output is intact."""
+    problems = [problem for check in output.checks for problem in check.problems]
+    state.add("output", f"{redact(converted.path)}: intact", problems)
+    state.notes += output.notes
+
+
+def read_both(
+    state: Examined,
+    output: Examined,
+    pairs: Sequence[tuple[TensorEntry, TensorEntry]],
+    held: tuple[list[CheckedFile], int],
+    pace: Pace,
+    watch: JobWatch | None,
+    done: int,
+    converted: Location,
+    *,
+    clamp: bool,
+) -> list[Difference]:
+    """Derives the output once more, and checks whether the bytes of both sides are intact; returns the differences."""
+    progress = progress_after(watch, done)
+    files = [output.files, held[0]]
+    sums = [sums_of(own) for own in files]
+    copies = _copies(state, pairs) if not state.whole else {}
+    try:
+        found = derived_again(
+            pairs, {n: replicas for n, (_, replicas) in copies.items()}, [*sums[0], *sums[1]],
+            clamp=clamp, progress=progress, **pace,
+        )  # fmt: skip
+    except ZckptError:  # each of both by itself, to see which one it is
+        check_bytes(output, pace, progress)
+        add_output(state, output, converted)
+        check_compared(state, held, pace, progress)
+        return differences(pairs, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"])
+    confirmed, first = found.confirmed, len(sums[0])
+    read = [
+        Done(
+            {n - at: parts for n, parts in confirmed.crcs.items() if at <= n < at + len(own)},
+            sum(confirmed.bytes_read.get(path, 0) for path in {file.store.path for file in these}),
+        )
+        for at, own, these in ((0, sums[0], files[0]), (first, sums[1], files[1]))
+    ]
+    total = found.nbytes
+    total += check_bytes(output, pace, progress_after(progress, total), read=read[0])
+    add_output(state, output, converted)
+    statistics = {
+        name: [_statistics(pairs[n][0], confirmed.copies.get((n, copy))) for copy in range(len(replicas))]
+        for n, (name, replicas) in copies.items()
+        if n in found.copied
+    }
+    total += check_compared(state, held, pace, progress_after(progress, total), Beside(read[1], statistics))
+    if watch is not None:
+        watch.expect(done + total)
+        watch(done + total)
+    return found.differences
+
+
+def _copies(
+    state: Examined, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
+) -> dict[int, tuple[str, Sequence[Replica]]]:
+    """Number of a pair -> the name of its tensor in the checkpoint, and the tensor's replicas."""
+    assert state.catalog is not None
+    held = {id(entry.fragments): name for name, entry in state.catalog.tensors.items() if entry.replicas}
+    found: dict[int, tuple[str, Sequence[Replica]]] = {}
+    for number, (source, _) in enumerate(pairs):
+        name = held.get(id(source.fragments))
+        if name is not None and source.dtype == state.catalog.tensors[name].dtype:
+            del held[id(source.fragments)]
+            found[number] = name, state.catalog.tensors[name].replicas
+    return found
+
+
+def _statistics(entry: TensorEntry, found: Unequal | None) -> Statistics:
+    return Statistics(entry.numel) if found is None else Statistics(entry.numel, differ=found.count, first=found.first)
 
 
 def compare(

@@ -1,13 +1,15 @@
 """Whether a run can resume from an output as it can from its checkpoint: states, step counts, settings, client state.
 
 For `verify`. Weights are not compared here. What the indexes show is compared at once; elements are returned in pairs, to be
-derived from the shards once more and compared as bytes.
+derived from the shards once more and compared as bytes. Of outputs under another program's names (what `to-mcore --optimizer`
+writes), optimizer states, steps and settings are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from typing import Any, TypeGuard
 
 from zckpt import layouts
 from zckpt.base.dataclass import dataclass
@@ -16,7 +18,7 @@ from zckpt.base.words import count, examples
 from zckpt.checks.examined import Examined
 from zckpt.checks.second import compare_states
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import TensorEntry
+from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.engine.independent import differences
 from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.run.agreement import disagreements, unlike
@@ -300,3 +302,63 @@ def _beside(listing: Listing) -> list[str]:
     shards = (name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt"))
     roots = (listing.open(name).root for name in shards)
     return sorted({str(key) for root in roots if isinstance(root, Mapping) for key in root.keys() - _OPTIMIZER_FILE})
+
+
+def has_renamed_states(form: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a manifest's form says that states were written under another program's names."""
+    return isinstance(form, Mapping) and "optimizer" in form and "names" in form
+
+
+def own_weights(catalog: Catalog) -> Catalog:
+    """The tensors, with the model's own weights in place of the optimizer's fp32 ones where there are both."""
+    tensors = {
+        name: entry if (own := entry.own_copy) is None else entry.as_in(own) for name, entry in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors)
+
+
+def compare_renamed(source: Examined, output: Examined, form: Mapping[str, Any]) -> Comparison:
+    """Compares the states of an output with those of its checkpoint.
+
+    Args:
+        source: the checkpoint; it has a catalog.
+        output: what was written; it has a catalog.
+        form: the facts of the manifest.
+    """
+    from zckpt.jobs.megatron_states import megatron_states
+    from zckpt.naming.writers import name_for_writer, naming_of
+
+    chosen = source.catalog
+    assert chosen is not None and output.catalog is not None
+    found = Comparison()
+    naming = naming_of(form)
+    try:
+        model = name_for_writer(chosen, source.place, naming)
+        known = {own: theirs for theirs, own in source.names.items()}
+        wanted, _ = megatron_states(source.place, chosen, known, model, naming, experts_apart=False)
+        there = layouts.read_training(output.place.listing)
+    except ZckptError as error:
+        found.problems.append(str(error))
+        return found
+    missing: list[str] = []
+    for state, entry in wanted.states:
+        held = (
+            output.catalog.tensors.get(entry.name)
+            if state == "param"
+            else there.states.get(entry.name, {}).get(state)
+        )  # fmt: skip
+        if held is None or held.shape != entry.shape:
+            missing.append(f"{state} of {entry.name!r}")
+        else:
+            found.pairs.append((f"{state} of {entry.name!r}", entry, replace(held, replicas=())))
+    if missing:
+        found.problems.append(
+            f"it lacks {count(len(missing), 'optimizer state')} of the checkpoint: {examples(missing)}"
+        )
+    for group in there.groups:
+        found.same({"step": float(wanted.step)}, {"step": float(str(group.scalars.get("step")))}, "a parameter group")
+        kept = {key: group.settings.get(key) for key in ("lr", "betas", "eps")}
+        found.same({key: wanted.settings[key] for key in kept}, kept, "a parameter group")
+    found.held = ["the fp32 weights", "the optimizer states (exp_avg, exp_avg_sq)", "step counts"]
+    found.only = ["schedules", "counters", "client state"]
+    return found
