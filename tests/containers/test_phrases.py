@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from zckpt.base.errors import ZckptError
 from zckpt.containers import Placeholder, pickles
-from zckpt.containers.danger import runs_code
 from zckpt.containers.machine import Machine
-from zckpt.containers.meanings import MEANINGS
+from zckpt.containers.meanings import MEANINGS, runs_code
 from zckpt.containers.phrases import Phrases
 from zckpt.layouts.dcp.chunks import FINISHERS, Boxes
 

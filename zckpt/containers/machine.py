@@ -13,9 +13,8 @@ from typing import Any
 
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
-from zckpt.containers.danger import runs_code
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder
-from zckpt.containers.meanings import MEANINGS, MOST_NAME, fill_array, plain_key
+from zckpt.containers.meanings import MEANINGS, MOST_NAME, fill_array, plain_key, runs_code
 from zckpt.containers.tensor_ref import TensorRef
 
 PersistentLoad = Callable[[object], object]

@@ -14,10 +14,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zckpt.containers.danger import runs_code
 from zckpt.containers.inert import Placeholder
 from zckpt.containers.machine import ARGUMENT_COST, ENTRY_COST, ITEM_COST, PLACEHOLDER_COST, Machine
-from zckpt.containers.meanings import MEANINGS
+from zckpt.containers.meanings import MEANINGS, runs_code
 from zckpt.containers.opcodes import COSTS
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"

@@ -1,8 +1,10 @@
-"""Where a pickled tensor's elements are in its file, found without reading them.
+"""Where a pickled tensor's elements are in its file, found without reading them, and what tensors use of their storages.
 
 For the readers of this package, which make them, and the layouts, which turn them into fragments.
 A torch tensor is a strided view of a storage: element (i, j, ..) is `storage_offset + i*stride[0] + j*stride[1] + ..`
 elements behind its start. A `TensorRef` exists only if that view stays inside its storage, and the storage inside its file.
+`torch.save` writes a view with the whole storage that it is a view of, so a storage may be larger than all tensors of the file
+that are views of it: the rest is waste, which `slim` and `du` count.
 Source: torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3` (2.13).
 """
 
@@ -10,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TypeGuard
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
-from zckpt.containers.inert import brief
+from zckpt.containers.inert import Placeholder, brief
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Block, Fragment, fragment_of
 from zckpt.core.stores import FileStore
@@ -248,3 +250,52 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     for dim in reversed(shape[1:]):
         stride.append(stride[-1] * max(dim, 1))
     return tuple(reversed(stride)) if shape else ()
+
+
+_MOST_DEPTH = 40
+
+
+def tensors_in(value: object, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TensorRef]]:
+    """The tensors in an inert value, nested at most 40 deep, with the keys that lead to each."""
+    if isinstance(value, TensorRef):
+        yield names, value
+    elif len(names) < _MOST_DEPTH:
+        for key, item in _items(value):
+            yield from tensors_in(item, (*names, key))
+
+
+def placeholders_in(value: object, depth: int = 0) -> Iterator[Placeholder]:
+    """The objects of classes in an inert value, the outermost ones."""
+    if isinstance(value, Placeholder):
+        yield value
+    elif depth < _MOST_DEPTH:
+        for _, item in _items(value):
+            yield from placeholders_in(item, depth + 1)
+
+
+def _items(value: object) -> Iterable[tuple[str, object]]:
+    """What an inert value holds; what has no key has an empty one."""
+    if isinstance(value, Mapping):
+        return [(str(key), item) for key, item in value.items()]
+    if isinstance(value, Placeholder):
+        return [("", value.args), ("", value.state), ("", value.kwargs), ("", value.items)]
+    return [("", item) for item in value] if isinstance(value, list | tuple) else []
+
+
+def waste_of(refs: Iterable[TensorRef]) -> int:
+    """Bytes of storages that none of these tensors uses."""
+    storages: dict[tuple[str, int, int], set[tuple[int, int]]] = {}
+    for ref in refs:
+        if ref.numel:
+            storage = (ref.store.path, ref.storage_byte_offset, ref.storage_nbytes)
+            storages.setdefault(storage, set()).add((ref.byte_offset, ref.byte_stop))
+    return sum(nbytes - _count_covered(spans) for (_, _, nbytes), spans in storages.items())
+
+
+def _count_covered(spans: Iterable[tuple[int, int]]) -> int:
+    """Bytes in any of these ranges."""
+    covered = last = 0
+    for begin, end in sorted(spans):
+        covered += max(0, end - max(begin, last))
+        last = max(last, end)
+    return covered

@@ -25,7 +25,7 @@ from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, Z
 from zckpt.base.progress import JobWatch, Progress, watch_progress
 from zckpt.base.words import count, examples, join_words, size
 from zckpt.containers import Container, TensorRef
-from zckpt.containers.storages import placeholders_in, tensors_in
+from zckpt.containers.tensor_ref import placeholders_in, tensors_in
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.plan import Plan, literal_file
 from zckpt.engine.batches import progress_after

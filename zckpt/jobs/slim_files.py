@@ -15,7 +15,7 @@ from dataclasses import field, replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, ZckptError
 from zckpt.containers import Container, TensorRef, TensorSpec
-from zckpt.containers.storages import tensors_in, waste_of
+from zckpt.containers.tensor_ref import tensors_in, waste_of
 from zckpt.core.plan import Plan
 from zckpt.layouts import is_of_save
 from zckpt.layouts.places import Place

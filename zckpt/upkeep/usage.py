@@ -20,7 +20,7 @@ from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import Printed, count, shorten_text, size, wrap_text
 from zckpt.containers import open_container
-from zckpt.containers.storages import tensors_in, waste_of
+from zckpt.containers.tensor_ref import tensors_in, waste_of
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
