@@ -25,7 +25,7 @@ _AHEAD = 64
 """The most tensors with numbers that are fetched at once from another machine."""
 
 
-def ends(fragments: Sequence[Fragment], itemsize: int) -> Iterator[tuple[int, int]]:
+def ends(fragments: Sequence[Fragment]) -> Iterator[tuple[int, int]]:
     """The element ranges at both ends of every fragment; of one of many rows, those of its first and last row."""
     for fragment in fragments:
         if not fragment.numel:
@@ -45,7 +45,7 @@ _PART = 1 << 16
 def _ranges_to_compare(entry: TensorEntry, replica: Replica) -> Iterator[tuple[int, int]]:
     """Element ranges at which a replica is compared."""
     if not replica.whole:
-        return ends(entry.fragments, entry.dtype.itemsize)
+        return ends(entry.fragments)
     first = 0
     if replica.dtype != entry.dtype and entry.numel > _PART:  # the C++ finds where to begin
         from zckpt.engine.independent import differences
@@ -70,7 +70,7 @@ def first_difference(
 
     if dtype not in MANTISSA or narrow not in MANTISSA:
         return None
-    for start, stop in ends(fragments, dtype.itemsize) if ranges is None else ranges:
+    for start, stop in ends(fragments) if ranges is None else ranges:
         data = reader.read(Wanted(fragments, dtype, start, stop))
         copied = reader.read(Wanted(others, narrow, start, stop))
         if dtype == narrow and data == copied:

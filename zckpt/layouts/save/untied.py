@@ -27,7 +27,7 @@ def samples(reader: ElementReader, a: TensorEntry, b: TensorEntry) -> Iterator[t
     last = max(a.numel - _WIDTH, 0)
     spread = {last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}
     for start, stop in [
-        *ends(a.fragments, a.dtype.itemsize),
+        *ends(a.fragments),
         *((start, min(start + _WIDTH, a.numel)) for start in sorted(spread)),
     ]:
         one, other = (reader.read(Wanted(entry.fragments, entry.dtype, start, stop)) for entry in (a, b))
