@@ -20,7 +20,7 @@ from zckpt.checks.second import compare_states
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.engine.independent import differences
-from zckpt.layouts.joining.totals import as_float
+from zckpt.layouts.joining.slices import as_float
 from zckpt.layouts.run.agreement import disagreements, unlike
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in

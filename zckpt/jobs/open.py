@@ -69,7 +69,7 @@ def open_catalog(
     reading = reading or Reading()
     named = locate(path)
     if reading.best:
-        from zckpt.layouts.best import find_best
+        from zckpt.layouts.save.trainers import find_best
 
         named = find_best(named)
     place = find(named, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)

@@ -38,7 +38,7 @@ from zckpt.jobs.planned import execute as written
 from zckpt.jobs.slim_files import Cut, is_copied, place_of, slim_file, swapped_in, swapped_states
 from zckpt.layouts import dcp, family_of, megatron_core, universal
 from zckpt.layouts.dcp.metadata import read_metadata
-from zckpt.layouts.dcp.smaller import nbytes_of, of_optimizers, without
+from zckpt.layouts.dcp.write import nbytes_of, of_optimizers, without
 from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_tracker
 from zckpt.layouts.save.accelerate import optimizer_beside

@@ -239,7 +239,7 @@ def as_home(look: Look) -> Place | None:
 
 def as_trainers(look: Look) -> NextEntry | None:
     """A trainer's output: the newest of its `checkpoint-N` folders that holds saves, or plain weights if it has none itself."""
-    from zckpt.layouts.best import name_best
+    from zckpt.layouts.save.trainers import name_best
 
     folders = look.folder.directories(trainers.FOLDER)
     held = [inner for name in reversed(folders) if (inner := look.folder.inside(name)) is not None]

@@ -19,7 +19,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
-from zckpt.layouts.save.several_models import Shape, models_among, several_models
+from zckpt.layouts.save.module_states import Shape, models_among, several_models
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """What writers call the model: torch's own examples and accelerate, DistributedDataParallel users, older trainers, Lightning."""

@@ -17,8 +17,8 @@ from zckpt.base.words import count, examples
 from zckpt.containers import Placeholder, mapping_at
 from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.core.evidence import OWN_INDEX, Evidence, weakest
-from zckpt.layouts.fairscale import SHARD, WHOLE_PART, WHOLE_SHARED, files, states
-from zckpt.layouts.fairscale.read import EXPERT, step_in
+from zckpt.layouts.fairscale import SHARD, WHOLE_PART, WHOLE_SHARED, states
+from zckpt.layouts.fairscale.read import EXPERT, model_parts, step_in, whole_experts
 from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join
 from zckpt.layouts.run.training import Training
@@ -36,7 +36,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         IncompleteError: parts are missing. InconsistentError: they do not fit each other.
         UnsupportedError: no rule says how a tensor's slices are joined.
     """
-    parts = files.model_parts(listing)
+    parts = model_parts(listing)
     if not parts:
         if listing.matching(SHARD):
             return states.read(listing, allow_unknown=allow_unknown)
@@ -56,7 +56,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What a run needs beside the weights; arguments and errors as in `read` and `states.read_training`."""
-    parts = files.model_parts(listing)
+    parts = model_parts(listing)
     if not parts and listing.matching(SHARD):
         return states.read_training(listing, allow_unknown=allow_unknown)
     if not parts or any(not part.matching(SHARD) for part in parts.values()):
@@ -89,7 +89,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    parts = list(files.model_parts(listing).values()) or [listing]
+    parts = list(model_parts(listing).values()) or [listing]
     for part in parts:
         if not part.matching(SHARD):
             return _UNREAD.rstrip(".") if any(_has_states(part, name) for name in part.files) else ""
@@ -163,7 +163,7 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
     tensors, aliases = _of_file(listing, shared)
     numbered: list[str] = []
     experts: dict[str, int] = {}
-    ranks = files.whole_experts(listing)
+    ranks = whole_experts(listing)
     for rank, name in ranks.items():
         own, _ = _of_file(listing, name)
         local: dict[str, int] = {}

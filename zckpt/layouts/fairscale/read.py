@@ -1,10 +1,10 @@
 """Reads what each rank of FairScale's FullyShardedDataParallel saved: `local_state_dict` and `local_metadata_dict`.
 
 For `fairscale.states`. fairseq writes `checkpoint_last-shard0.pt` with the entries `model` and `fsdp_metadata`, metaseq the
-same with `shard_metadata`; a script of one's own may call the file `shard0.pt` and have the tensors on top. A wrapped module's
-parameters lie end to end in a vector `flat_param_0`, or each in a vector of its own; of either, a rank has one of equal parts,
-and what is behind the last element is padding; the rank's own metadata say its length: 5 elements over 4 ranks are
-2, 2, 1, 0.
+same with `shard_metadata` (the package's own docstring draws the names of the files); a script of one's own may call the file
+`shard0.pt` and have the tensors on top. A wrapped module's parameters lie end to end in a vector `flat_param_0`, or each in a
+vector of its own; of either, a rank has one of equal parts, and what is behind the last element is padding; the rank's own
+metadata say its length: 5 elements over 4 ranks are 2, 2, 1, 0.
 
 [Note: FairScale's experts] A module with `no_broadcast_optim_state` is each rank's own: all ranks have it whole, under the same
 names, with other numbers. FairScale's own consolidation takes rank 0's. Here `experts.I` of rank R becomes `experts.{R *
@@ -25,18 +25,113 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef, brief, list_at, value_at
 from zckpt.containers.tensor_ref import MAX_NUMBER, as_shape, is_count
-from zckpt.layouts.fairscale import EXPERTS, NONE, SHARD, WHOLE_EXPERTS, WHOLE_PART, WHOLE_SHARED, files
+from zckpt.layouts.fairscale import EXPERTS, NONE, SHARD, SHARED, WHOLE_EXPERTS, WHOLE_PART, WHOLE_SHARED
 from zckpt.layouts.run.values import missing_ranks, step_of
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import Shape, as_tensor, root_of
+
+
+def shards_of(listing: Listing) -> dict[int, tuple[str, ...]]:
+    """Rank -> the files that hold its part: one, or that of its experts and that of the rest.
+
+    Raises:
+        IncompleteError: files are missing. InconsistentError: they are of several saves.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    experts, shared = (
+        {int(p[2]): n for n in listing.matching(p_) if (p := p_.fullmatch(n))} for p_ in (EXPERTS, SHARED)
+    )
+    part = ""
+    for name in listing.matching(SHARD):
+        match = SHARD.fullmatch(name)
+        if match is None or name in (*experts.values(), *shared.values()):
+            continue
+        part = f"model_part-{match['mp']} " if match["mp"] else ""
+        other = found.setdefault(int(match["dp"]), (name,))
+        if other != (name,):
+            raise _twice(listing, int(match["dp"]), other[0], name)
+    for rank, name in sorted(experts.items()):
+        if rank in found:
+            raise _twice(listing, rank, found[rank][0], name)
+        found[rank] = (name, shared.get(rank, ""))
+    if lacking := sorted(rank for rank, names in found.items() if "" in names):
+        raise missing_ranks(listing, "shared", sorted(shared), lacking, 1 + max(found))
+    if lacking := sorted(shared.keys() - found.keys()):
+        raise missing_ranks(listing, "experts", sorted(experts), lacking, 1 + max(shared))
+    there = sorted(found)
+    if missing := sorted(set(range(there[-1])) - set(there)):
+        raise missing_ranks(listing, f"{part}{'experts' if experts else 'shard'}", there, missing, 1 + there[-1])
+    return {rank: found[rank] for rank in there}
+
+
+def _twice(listing: Listing, rank: int, one: str, other: str) -> InconsistentError:
+    return InconsistentError(
+        f"has two files of rank {rank}", file=listing.directory, found=f"{one!r} and {other!r}",
+        expected="files of one save", remedy=OTHER_SAVE,
+    )  # fmt: skip
+
+
+def partners(listing: Listing, name: str) -> tuple[str, ...]:
+    """A file, with the file that holds the rest of the same rank's part, if there is one."""
+    for pattern, other in ((EXPERTS, SHARED), (SHARED, EXPERTS)):
+        if match := pattern.fullmatch(name):
+            beside = [
+                n for n in listing.matching(other) if (found := other.fullmatch(n)) and found["dp"] == match["dp"]
+            ]
+            return tuple(sorted((name, *beside)))
+    return (name,)
+
+
+def model_parts(listing: Listing) -> dict[int, Listing]:
+    """Number of each part of the model -> its files; empty where the model is not in parts. See the names above. Raises
+    IncompleteError if a part is missing.
+    """
+    names: dict[int, dict[str, None]] = {}
+    for pattern in (SHARD, WHOLE_PART):
+        for name in listing.matching(pattern):
+            match = pattern.fullmatch(name)
+            if match is not None and match["mp"]:
+                names.setdefault(int(match["mp"]), {})[name] = None
+    if not names:
+        return {}
+    wanted = max(1 + max(names), _parts_in_config(listing, next(iter(names[min(names)]))))
+    if missing := sorted(set(range(wanted)) - names.keys()):
+        raise IncompleteError(
+            "parts of the model are missing", file=listing.directory,
+            found=f"files of {examples([f'model_part-{number}' for number in sorted(names)])}",
+            expected=f"files of model_part-0 to model_part-{wanted - 1}",
+            remedy=f"Copy those of {examples([f'model_part-{number}' for number in missing])} here too (--also DIR lays "
+            "another directory over this one).",
+        )  # fmt: skip
+    return {
+        number: replace(listing, files={name: listing.files[name] for name in names[number]})
+        for number in sorted(names)
+    }
+
+
+def _parts_in_config(listing: Listing, name: str) -> int:
+    """The number of the model's parts, as metaseq's config in a file says it; 0 where it does not."""
+    size = value_at(listing.entry(name, "cfg"), "model", "model_parallel_size")
+    return size if type(size) is int and 0 <= size <= limits.RANKS else 0
+
+
+def whole_experts(listing: Listing) -> Mapping[int, str]:
+    """Rank -> its file of experts, where these are not sharded. Raises IncompleteError if files are missing."""
+    found = {int(p[2]): name for name in listing.matching(WHOLE_EXPERTS) if (p := WHOLE_EXPERTS.fullmatch(name))}
+    if missing := sorted(set(range(max(found, default=0))) - found.keys()):
+        raise missing_ranks(listing, "experts", sorted(found), missing, 1 + max(found))
+    return dict(sorted(found.items()))
+
 
 EXPERT = re.compile(r"(?P<head>(?:^|.*\.)experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _MODELS = ("model", "state_dict", "model_state_dict", "weights")
@@ -119,7 +214,7 @@ def facts(listing: Listing, name: str) -> RankFacts:
     """The world size that one rank's parts imply, if only one fits; and the step, where a trainer records it."""
     if not SHARD.fullmatch(name):
         return RankFacts(None, step_in(root_of(listing, name)))
-    rank = read_rank(listing, *files.partners(listing, name))
+    rank = read_rank(listing, *partners(listing, name))
     least, most = world_sizes([rank])
     return RankFacts(least if least == most else None, step_in(rank.root))
 
@@ -136,7 +231,7 @@ def read_ranks(listing: Listing) -> list[Rank]:
     Raises:
         IncompleteError: files are missing. InconsistentError: they are of several saves. CorruptError: one contradicts itself.
     """
-    names = files.shards_of(listing)
+    names = shards_of(listing)
     there = list(names)
     ranks = [read_rank(listing, *names[rank]) for rank in there]
     for rank in ranks[1:]:

@@ -1,4 +1,4 @@
-"""How the slices of tensor-parallel ranks make up a whole parameter: the geometry.
+"""How the slices of tensor-parallel ranks make up a whole parameter: the geometry, and the elements that are computed of them.
 
 For `rules`. A rule turns the shapes of the slices into a `Joint`: where the rows of each slice go in the whole
 (see `overlaps.place`), which ranks hold only copies, and whether the copies are averaged or added up. The rules come
@@ -9,7 +9,12 @@ file.
 1 of them.
 Each part is joined by itself, then the parts are stacked: rows 0-2 of slice 0, 0-2 of slice 1, 3-4 of slice 0, 3 of slice 1,
 5-6 of slice 0, 4 of slice 1.
-Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py `merge_tp_slices`, checkpoint/affine.py, checkpoint/constants.py.
+
+[Note: totals] The mean or the sum of several ranks' slices is computed in memory when its elements are used, for such tensors are
+small (norms, biases, counters), in the order of additions of the tools they come from, so that the result is the same bit for
+bit. So are whole numbers as floats, for `universal`.
+Source: gpt-neox, tools/ckpts/convert_neox_to_hf.py, and DeepSpeed 0.19.8, checkpoint/ds_to_universal.py `merge_tp_slices`,
+checkpoint/affine.py, checkpoint/constants.py.
 """
 
 from __future__ import annotations
@@ -17,15 +22,73 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import OTHER_SAVE, InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
 from zckpt.core.catalog import Padding, Replica, TensorEntry
+from zckpt.core.dtypes import F32
 from zckpt.core.fragments import Block, ComputedStore, Fragment
 from zckpt.core.overlaps import clip, place
-from zckpt.layouts.joining.totals import sources_of, total_of
+from zckpt.engine.elements import ElementReader, elements
 from zckpt.layouts.save.module_states import Shape
+
+if TYPE_CHECKING:
+    import numpy
+
+
+def total_of(slices: Sequence[TensorEntry], total: Literal["mean", "sum"]) -> bytearray:
+    """The elements of the mean or sum, in the slices' dtype. Raises UnsupportedError if numpy cannot add up the dtype."""
+    import numpy
+
+    first = slices[0]
+    if not first.dtype.numpy or first.dtype.kind != "float":
+        raise UnsupportedError(
+            f"cannot compute the {total} of slices of {first.dtype}",
+            found=f"tensor {first.name!r}",
+            remedy="Pass another rule for it with --tp-rules, or leave it out with --exclude.",
+        )
+    summed = numpy.zeros(first.numel, first.dtype.numpy)
+    for entry in slices:
+        summed += _array_of(entry)
+    if total == "mean":
+        summed /= summed.dtype.type(len(slices))
+    return bytearray(summed.tobytes())
+
+
+def as_float(entry: TensorEntry) -> TensorEntry:
+    """A tensor as fp32 numbers, as by torch's `.float()`: floats are cast by the engine, others in memory. Raises
+    UnsupportedError if the numbers are complex.
+    """
+    if entry.dtype.kind == "float":
+        return replace(entry, replicas=())
+    if entry.dtype.kind == "complex":
+        raise UnsupportedError(
+            "cannot convert complex numbers to floats",
+            found=f"tensor {entry.name!r}",
+            remedy="Leave it out with --exclude.",
+        )
+    store = ComputedStore(
+        entry.numel * 4, lambda: bytearray(_array_of(entry).astype("<f4").tobytes()), sources_of([entry])
+    )
+    fragments = (Fragment(store, 0, 0, entry.numel),) if entry.numel else ()
+    return TensorEntry(entry.name, entry.shape, F32, entry.role, fragments)
+
+
+def sources_of(entries: Sequence[TensorEntry]) -> list[tuple[Sequence[Fragment], int]]:
+    """The sources from which elements are computed, for these tensors."""
+    return [(entry.fragments, entry.dtype.itemsize) for entry in entries]
+
+
+def _array_of(entry: TensorEntry) -> numpy.ndarray[Any, Any]:
+    """The elements of a tensor, in memory."""
+    import numpy
+
+    with ElementReader() as reader:
+        data = reader.read(elements(entry, 0, entry.numel))
+        reader.check_sources()
+    return numpy.frombuffer(data, entry.dtype.numpy)
+
 
 Total = Literal["mean", "sum"]
 

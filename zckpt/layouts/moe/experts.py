@@ -1,4 +1,4 @@
-"""Which experts a save holds: its layers of experts, their files, and which ranks hold which of them.
+"""Which experts a save holds: its layers of experts, their files, which ranks hold which of them, and what model files say.
 
 For `moe`. Two kinds of layers are known. DeepSpeed's own `MoE` names each expert's parameters by the expert's number on its
 rank (`<layer>.deepspeed_moe.experts.deepspeed_experts.0.fc.weight`), in optimizer files; expert files and catalogs have its
@@ -10,14 +10,15 @@ hold the same experts are their expert data-parallel group, over which ZeRO cuts
 D mod e; with `use_data_before_expert_parallelism` it is D // (W / e). Example: W = 4, e = 2: groups 0, 2 and 1, 3; or 0, 1
 and 2, 3.
 Source: DeepSpeed 0.19.8, moe/layer.py, utils/groups.py `_create_expert_and_data_parallel`, runtime/engine.py
-`_save_moe_checkpoint`, checkpoint/autoep_affine.py.
+`_save_moe_checkpoint`, module_inject/auto_ep_layer.py, checkpoint/autoep_affine.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
@@ -28,9 +29,59 @@ from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Block
 from zckpt.core.overlaps import place
 from zckpt.layouts.joining.slices import Joint, SliceRows
-from zckpt.layouts.moe.records import records
+from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import EXPERT_NAME, Listing
-from zckpt.layouts.save.module_states import ModelStates, Shape, flatten, root_of
+from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, flatten, root_of
+
+
+def records(model: ModelStates) -> dict[int, Mapping[str, object]]:
+    """AutoEP's records, by the layer's number. Raises CorruptError if a record does not name its layer."""
+    listed = model.root.get("ds_autoep_layers")
+    if listed is None:
+        return {}
+    found: dict[int, Mapping[str, object]] = {}
+    for entry in listed if isinstance(listed, list | tuple) else [listed]:
+        entry = as_mapping(entry, "AutoEP's record of a layer", model.file)
+        number, prefix = entry.get("moe_layer_id"), entry.get("expert_key_prefix")
+        if not isinstance(number, int) or not isinstance(prefix, str):
+            raise CorruptError(
+                "AutoEP's record of a layer has no number or name", file=model.file, found=brief(entry),
+                remedy=COPY_AGAIN,
+            )  # fmt: skip
+        found[number] = entry
+    return found
+
+
+def modules(name: str) -> Iterator[str]:
+    """The modules that contain a parameter, from the outermost on."""
+    return itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+
+
+def second_routers(model: ModelStates) -> Iterator[tuple[str, str]]:
+    """Pairs of a router's names: AutoEP saves a layer's router under its former name too, without recording it."""
+    homes = {str(entry["expert_key_prefix"]).rpartition(".")[0] for entry in records(model).values()}
+    for name, ref in model.module.items():
+        for home in homes.intersection(modules(name)):
+            child, _, rest = name.removeprefix(f"{home}.").partition(".")
+            kept = model.module.get(f"{home}.router.{rest}")
+            if kept is None or child in ("router", "experts", "shared_experts"):
+                continue
+            if (kept.shape, kept.dtype) == (ref.shape, ref.dtype):
+                yield name, f"{home}.router.{rest}"
+
+
+_OF_EXPERTS = frozenset(("num_experts", "ds_autoep_layers", "folding", "universal_checkpoint_info"))
+
+
+def without_experts(training: Training) -> Training:
+    """The run without its files' facts on experts, which are wrong once experts are ordinary parameters."""
+    groups = (
+        replace(group, settings={key: value for key, value in group.settings.items() if key != "moe"})
+        for group in training.groups
+    )
+    model = {key: value for key, value in training.model.items() if key not in _OF_EXPERTS}
+    return replace(training, groups=tuple(groups), model=model)
+
 
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 _OWN = re.compile(rf"(?P<prefix>.*{re.escape(_EXPERTS)})\.(?P<number>\d+)\.(?P<local>.+)", re.DOTALL)

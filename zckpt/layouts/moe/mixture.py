@@ -19,10 +19,9 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Role, TensorEntry
 from zckpt.layouts.joining.rules import rules_of_checkpoint
 from zckpt.layouts.joining.slices import Joint, join
-from zckpt.layouts.moe.experts import Layer, Layers, sharers
+from zckpt.layouts.moe.experts import Layer, Layers, modules, second_routers, sharers, without_experts
 from zckpt.layouts.moe.groups import parts_of, with_shapes
 from zckpt.layouts.moe.optimizers import NamedMasters, Optimizers, spread_of
-from zckpt.layouts.moe.records import modules, second_routers, without_experts
 from zckpt.layouts.run.agreement import merge_groups
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks

@@ -33,10 +33,9 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder, list_at, mapping_at, value_at
 from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.moe import holds_experts
-from zckpt.layouts.moe.experts import Layers, is_own, read_layers
+from zckpt.layouts.moe.experts import Layers, is_own, read_layers, second_routers, without_experts
 from zckpt.layouts.moe.groups import split_by_experts
 from zckpt.layouts.moe.mixture import MixtureReader, load, model_name
-from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.parallel import read as model_parallel
 from zckpt.layouts.parallel.read import ModelSlice
 from zckpt.layouts.run.agreement import merge_groups

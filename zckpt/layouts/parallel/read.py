@@ -8,7 +8,10 @@ put one after another. A parameter that several stages hold is tied: its copies 
 global ones: `<layer>.<local name>`, or `tied_modules.<key>.<local name>` for a layer with a weight that is used
 twice; a
 layer file with names that are in no list under its own number is that of a tied module.
-Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_path`; runtime/engine.py `_get_ckpt_name`
+[Note: lost layers] Gaps in the numbers of layer files alone say nothing, for some layers have none: each stage lists its buffers
+and, under ZeRO, its parameters, so these lists say which files there must be.
+Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_path`; runtime/engine.py
+`_get_zero_param_shapes`, `_get_ckpt_name`
 (model-parallel ranks count stages first, tensor ranks within a stage).
 """
 
@@ -16,14 +19,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt.base import words
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UsageError
-from zckpt.containers import TensorRef
+from zckpt.base.words import count, examples
+from zckpt.containers import TensorRef, list_at, mapping_at, value_at
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
 from zckpt.core.evidence import NO_LIST_OF_FROZEN, Evidence, weakest
 from zckpt.layouts.joining.rules import (
@@ -35,7 +40,6 @@ from zckpt.layouts.joining.rules import (
     unknown_rule,
 )
 from zckpt.layouts.joining.slices import Joint, cut_off, join, join_replicas
-from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied, evidence_without_lists
 from zckpt.layouts.run.agreement import merge_groups
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
@@ -48,6 +52,84 @@ from zckpt.layouts.zero.assembly import assemble, source_of
 
 if TYPE_CHECKING:
     from zckpt.layouts.zero.read import Save
+
+
+def check_numbered(listing: Listing, owned: Set[str], present: Set[int], tp_rank: int) -> None:
+    """Checks that the layers with tensors that a stage lists have files.
+
+    Args:
+        listing: the files.
+        owned: what the global names of the stage's parameters and buffers begin with.
+        present: numbers of the layers with files.
+        tp_rank: the tensor-parallel rank.
+
+    Raises:
+        IncompleteError: files are missing.
+    """
+    if lost := sorted({int(layer) for layer in owned if layer.isdigit()} - present):
+        files = examples(f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt" for layer in lost)
+        raise _missing_error(listing, f"no {files}")
+
+
+def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Collection[str]], tp_rank: int) -> None:
+    """Checks that each parameter of a tied module is in a file of some stage.
+
+    Args:
+        listing: the files.
+        tied: global names of these parameters.
+        held: names of the tensors of each stage.
+        tp_rank: the tensor-parallel rank.
+
+    Raises:
+        IncompleteError: a file is missing.
+    """
+    held = list(held)
+    if lost := [name for name in tied if not any(name in names for names in held)]:
+        more = sorted({name for names in held for name in names if name.split(".")[0].isdigit()} - {*tied})
+        file = f"layer_NN-model_{tp_rank:02d}-model_states.pt"
+        raise _missing_error(
+            listing, f"no file {file} with {examples(lost)}, and files with {examples(more)}",
+            "If no file is missing, the layers' state dicts have other names than their parameters: zckpt does not read "
+            "such saves of several pipeline stages.",
+        )  # fmt: skip
+
+
+def _missing_error(listing: Listing, found: str, more: str = "") -> IncompleteError:
+    return IncompleteError(
+        "files of layers are missing", file=listing.directory, found=found,
+        expected="a file of every layer with tensors that a pipeline stage lists",
+        remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one). "
+        f"{more}".rstrip(),
+    )  # fmt: skip
+
+
+def evidence_without_lists(optimizers: Iterable[object], layers: Iterable[tuple[int, ...]]) -> Evidence:
+    """What proves that all layer files of a run without ZeRO are there: its stages list no parameters, but train them.
+
+    A tied module's parameters have states on each of its stages, and are in one layer file: there nothing can be proved.
+
+    Args:
+        optimizers: of each pipeline stage.
+        layers: shapes of the tensors in the layer files that are not buffers.
+    """
+    trained: Counter[tuple[int, ...]] = Counter()
+    for optimizer in optimizers:
+        listed = [number for group in list_at(optimizer, "param_groups") for number in list_at(group, "params")]
+        shapes = [_shape_in(value_at(optimizer, "state", number)) for number in listed]
+        if not shapes or None in shapes:
+            return Evidence("unknown", "nothing in the save lists the parameters of its layers")
+        trained.update(shape for shape in shapes if shape is not None)
+    if lost := trained - Counter(layers):
+        many = count(lost.total(), "parameter")
+        where = "of tied modules, or of layers without a file here"
+        return Evidence("unknown", f"the optimizers have states of {many} that no layer file has: {where}")
+    return Evidence("shapes", "the parameters that the stages' optimizers have states of", doubt=NO_LIST_OF_FROZEN)
+
+
+def _shape_in(states: object) -> tuple[int, ...] | None:
+    """The shape of a parameter by its states; None where they do not say it."""
+    held = mapping_at(states).values()
+    return max((value.shape for value in held if isinstance(value, TensorRef)), key=len, default=None)
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

@@ -35,7 +35,7 @@ def model_in(container: Container, file: str, notes: list[str], wanted: str) -> 
     if isinstance(root, Mapping) and not _has_tensors(root):
         inside = {key: flatten(value, []) for key, value in root.items() if isinstance(value, Mapping)}
         shapes = {key: {name: ref.shape for name, ref in state.items()} for key, state in inside.items() if state}
-        from zckpt.layouts.save.several_models import models_among, several_models
+        from zckpt.layouts.save.module_states import models_among, several_models
 
         if models := models_among(shapes):
             raise several_models(file, models)

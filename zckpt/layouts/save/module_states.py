@@ -1,4 +1,4 @@
-"""What a DeepSpeed `*_model_states.pt` file records, as one checked value.
+"""What a DeepSpeed `*_model_states.pt` file records, as one checked value; state dicts that hold several models.
 
 For the ZeRO layouts and the unsharded one. Nothing here knows how masters are partitioned.
 Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param_shapes`, `_get_shared_params` (0.19.8);
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.containers import Placeholder, TensorRef, brief, mapping_at, open_container
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
@@ -25,6 +26,7 @@ from zckpt.layouts.save.state_names import WRAPPERS, match_names
 
 if TYPE_CHECKING:
     from zckpt.layouts.save.cut_tensors import CutTensor
+
 
 Shape = tuple[int, ...]
 
@@ -432,3 +434,26 @@ def _refs(value: object) -> Iterator[TensorRef]:
             todo += item
         elif isinstance(item, Placeholder):
             todo += [item.args, item.state, item.kwargs, item.items]
+
+
+_HALVES = {"encoder", "decoder"}
+"""Keys of the halves of one model, which may have tensors of the same names."""
+
+
+def models_among(states: Mapping[str, Mapping[str, Shape]]) -> list[str]:
+    """The keys of all state dicts if two have most of their tensors in common; empty if all are parts of one model.
+    `states`: key -> name -> shape.
+    """
+    for (one, first), (other, second) in combinations(states.items(), 2):
+        common = sum(second.get(name) == shape for name, shape in first.items())
+        if 2 * common > min(len(first), len(second)) and {one, other} != _HALVES:
+            return list(states)
+    return []
+
+
+def several_models(file: str | os.PathLike[str], keys: Sequence[str]) -> UsageError:
+    """The error for a save of several models, under these keys."""
+    return UsageError(
+        "holds several models, and no key says which is meant", file=file, found=examples(keys, 6), expected="--key",
+        remedy=f"Pass --key with one of them, such as --key {keys[0]}.",
+    )  # fmt: skip

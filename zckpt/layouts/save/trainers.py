@@ -1,12 +1,15 @@
-"""The directories of Lightning's, Composer's and transformers' runs: which entry of them is the newest save, or the one wanted.
+"""The directories of Lightning's, Composer's and transformers' runs: which entry is the newest save, the one wanted, or the best.
 
 For `places`. [Note: what they write] Lightning: `lightning_logs/version_3/checkpoints/epoch=0-step=100.ckpt`, where a save is a
 file (a state dict under `state_dict`), a directory of torch.distributed.checkpoint with `meta.pt`, or a directory that DeepSpeed
 wrote with the tag `checkpoint`; `last.ckpt` is the newest one again, or a link to it, and `last-v1.ckpt` that of a later run.
 Composer: `ep0-ba100-rank0.pt`, or a directory `ep0-ba100/` of torch.distributed.checkpoint; `latest-rank0.pt` is a link to the
 newest. Either has the model at `state.model`.
-Source: lightning 2.6, pytorch/callbacks/model_checkpoint.py, pytorch/strategies/{fsdp,model_parallel,deepspeed}.py; composer
-0.32, callbacks/checkpoint_saver.py, utils/checkpoint.py `_save_checkpoint`.
+[Note: the best] transformers records in the `trainer_state.json` of each `checkpoint-N` and, after training, of the output
+directory which save is the best, by its own evaluations. The path in it is of the machine that trained: its last part counts.
+Source: transformers trainer_callback.py `TrainerState.best_model_checkpoint`; lightning 2.6,
+pytorch/callbacks/model_checkpoint.py, pytorch/strategies/{fsdp,model_parallel,deepspeed}.py; composer 0.32,
+callbacks/checkpoint_saver.py, utils/checkpoint.py `_save_checkpoint`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from zckpt.base.errors import IncompleteError, UsageError, ZckptError
 from zckpt.base.patterns import compile_late
+from zckpt.base.words import examples
+from zckpt.layouts.save.folder import Folder, list_folder
+from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
 FOLDER = compile_late(r"checkpoint-\d+")
@@ -107,3 +114,49 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
     """The number in a name; -1 if it has none, but 0 for `last.ckpt`."""
     match = pattern.search(name)
     return -1 if match is None else int(match["number"] or 0)
+
+
+_STATE = "trainer_state.json"
+_MOST_BYTES = 64 << 20
+
+
+def find_best(path: Location) -> Location:
+    """The folder of the best save of a run. `path`: the run's output directory. Raises UsageError if nothing there says
+    which save is the best, IncompleteError if the best one is not there any more, ZckptError if the run's record cannot
+    be read.
+    """
+    folder = list_folder(path) if path.is_dir() else None
+    name = None if folder is None else _best_in(folder)
+    if folder is None or name is None:
+        raise UsageError(
+            "says of no save that it is the best", file=path,
+            expected=f"best_model_checkpoint in the {_STATE} of a checkpoint-N folder, as load_best_model_at_end leaves it",
+            remedy="Leave --best out, or give the folder that you want.",
+        )  # fmt: skip
+    if name not in folder.names:
+        raise IncompleteError(
+            f"does not hold the best save, {name!r}", file=path,
+            found=examples(folder.directories(FOLDER)) or "no checkpoint-N folder",
+            remedy="Copy that folder here, or leave --best out.",
+        )  # fmt: skip
+    return path / name
+
+
+def name_best(folder: Folder) -> str | None:
+    """The name of the best save's folder, for a note; None where nothing says it, or what says it cannot be read."""
+    try:
+        return _best_in(folder)
+    except ZckptError:
+        return None
+
+
+def _best_in(folder: Folder) -> str | None:
+    """The name of the best save's folder, by the run's newest record; None where there is no record, or none that says it."""
+    inner = (folder.inside(name) for name in reversed(folder.directories(FOLDER)))
+    home = next((home for home in (folder, *inner) if home is not None and home.has_file(_STATE)), None)
+    if home is None:
+        return None
+    said = read_json(home.path / _STATE, _MOST_BYTES, "a trainer's state")
+    best = said.get("best_model_checkpoint") if isinstance(said, dict) else None
+    name = re.split(r"[/\\]", best.rstrip("/\\"))[-1] if isinstance(best, str) else ""
+    return name if FOLDER.fullmatch(name) else None

@@ -27,7 +27,7 @@ from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteEr
 from zckpt.containers import TensorRef, enum_value, list_at, mapping_at
 from zckpt.core.catalog import Catalog, Role, TensorEntry, Topology
 from zckpt.core.fragments import Fragment
-from zckpt.layouts.moe.records import second_routers, without_experts
+from zckpt.layouts.moe.experts import second_routers, without_experts
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import SCALER, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
@@ -43,7 +43,7 @@ from zckpt.layouts.universal import HOME, MASTER
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.optimizer_states import precision_of
 from zckpt.layouts.zero.partition import in_original_order
-from zckpt.layouts.zero.renamed_weights import has_unknown_weights, match_by_values
+from zckpt.layouts.zero.read import has_unknown_weights, match_by_values
 
 STATE = f"{HOME}optimizer_state.pt"
 _STEP = "step"

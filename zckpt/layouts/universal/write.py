@@ -16,8 +16,7 @@ from zckpt.containers import mapping_at, value_at
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
-from zckpt.layouts.joining.slices import Joint, first_rows
-from zckpt.layouts.joining.totals import as_float
+from zckpt.layouts.joining.slices import Joint, as_float, first_rows
 from zckpt.layouts.moe.experts import is_own
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listing

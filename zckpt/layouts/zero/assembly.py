@@ -4,7 +4,7 @@ For all of DeepSpeed's families, and no other: what wins, what is tied and in wh
 
 A name of the model's state dict is, in this order: tied to another name (then it is an alias); a master; a frozen
 parameter; a buffer; or a parameter that no optimizer owns (as it is in the model file). Names that only the state dict has:
-`save.state_names`, `renamed_weights`.
+`save.state_names`, `zero.read`.
 """
 
 from __future__ import annotations

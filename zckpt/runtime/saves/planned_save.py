@@ -18,8 +18,7 @@ from zckpt.core.plan import OutputFile, Pair, Plan
 from zckpt.core.stores import FileStore
 from zckpt.engine import move
 from zckpt.layouts.run.training import Training
-from zckpt.layouts.zero import write_unsharded
-from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank
+from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank, lay_out_unsharded
 from zckpt.runtime.saves import rank_states
 from zckpt.runtime.saves.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.saves.exchange import Exchange
@@ -114,7 +113,7 @@ def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
         alone = Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
         return PlannedSave((), (), None) if own is None else _plan_files([own], alone)
     if target.stage == 0:
-        laid = write_unsharded.lay_out(weights, training, target.tag, target.world_size * target.copies)
+        laid = lay_out_unsharded(weights, training, target.tag, target.world_size * target.copies)
     else:
         laid = lay_out_rank(weights, training, target, outlined.rank)
     return _plan_files([laid] if own is None else [laid, own], exchange)
