@@ -18,7 +18,7 @@ from hub_server import SHARD_BYTES, TOKEN, HubServer
 
 import zckpt
 from zckpt.base.errors import UsageError
-from zckpt.hub import PushReport, scratch
+from zckpt.hub import PushReport, pipeline
 from zckpt.jobs.options import Options
 
 Pusher = Callable[..., PushReport]
@@ -170,7 +170,7 @@ def test_an_interrupt_in_a_notebook_stops_the_senders(
 def test_two_pushes_to_one_page(checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path) -> None:
     place = (server.url, "alice/m", "main", "")
     with (
-        scratch.open_scratch(str(tmp_path / "scratch"), *place),
+        pipeline.open_scratch(str(tmp_path / "scratch"), *place),
         pytest.raises(UsageError, match="another push to the same page is running"),
     ):
         push(checkpoint)
@@ -178,26 +178,26 @@ def test_two_pushes_to_one_page(checkpoint: Path, server: HubServer, push: Pushe
 
 
 def test_a_journal_that_was_cut_short(tmp_path: Path) -> None:
-    with scratch.open_scratch(str(tmp_path), "x") as room:
+    with pipeline.open_scratch(str(tmp_path), "x") as room:
         room.remember("a", "a.safetensors", "ab" * 32)
         place = Path(room.path)
     journal = place / "journal.jsonl"
     journal.write_text(journal.read_text() + '{"name": "b.safetensors", "sha256": "cd')
     (place / "b.safetensors").write_bytes(b"half")
-    with scratch.open_scratch(str(tmp_path), "x") as room:
+    with pipeline.open_scratch(str(tmp_path), "x") as room:
         assert room.known == {"a": "ab" * 32}
         assert not (place / "b.safetensors").exists()
         room.remember("c", "c.safetensors", "ef" * 32)
-    with scratch.open_scratch(str(tmp_path), "x") as room:
+    with pipeline.open_scratch(str(tmp_path), "x") as room:
         assert set(room.known) == {"a", "c"}
         room.finish(["c", "never made"])
-    with scratch.open_scratch(str(tmp_path), "x") as room:
-        assert room.known == {"c": "ef" * 32} == scratch.read_known_shards(str(tmp_path), "x")
+    with pipeline.open_scratch(str(tmp_path), "x") as room:
+        assert room.known == {"c": "ef" * 32} == pipeline.read_known_shards(str(tmp_path), "x")
     assert {file.name for file in place.iterdir()} == {"journal.jsonl", "lock"}
 
 
 def test_of_shards_that_are_through_one_is_kept_for_the_next(tmp_path: Path) -> None:
-    with scratch.open_scratch(str(tmp_path), "x") as room:
+    with pipeline.open_scratch(str(tmp_path), "x") as room:
         place = Path(room.path)
         for name in "ab":
             (place / name).write_text(name)
@@ -219,7 +219,7 @@ def test_a_token_of_ones_own_is_not_kept(checkpoint: Path, server: HubServer, pu
 
 
 def test_a_shard_that_is_through_while_all_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with scratch.open_scratch(str(tmp_path), "x") as room:
+    with pipeline.open_scratch(str(tmp_path), "x") as room:
         shard = Path(room.path) / "a"
         shard.write_text("a")
         sender, listed = threading.Thread(target=room.put_away, args=(str(shard),)), os.listdir

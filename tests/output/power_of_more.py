@@ -17,7 +17,7 @@ from power_trial import Trial
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import Fragment
 from zckpt.core.stores import MemoryStore
-from zckpt.hub import scratch
+from zckpt.hub import pipeline
 from zckpt.live.assignment import Contribution, ElementPlace, pieces
 from zckpt.live.carry import Files
 from zckpt.output.saves import find_displaced
@@ -35,10 +35,10 @@ class Push(Trial):
         self.place.mkdir()
 
     def known(self) -> dict[str, str]:
-        return scratch.read_known_shards(str(self.place / "s"), "page")
+        return pipeline.read_known_shards(str(self.place / "s"), "page")
 
     def run(self) -> None:
-        with scratch.open_scratch(str(self.place / "s"), "page") as opened:
+        with pipeline.open_scratch(str(self.place / "s"), "page") as opened:
             for identity, sha256 in SHARDS.items():
                 opened.remember(identity, "name", sha256)
 
@@ -60,7 +60,7 @@ class PushThatEnds(Push):
         super().run()
 
     def run(self) -> None:
-        with scratch.open_scratch(str(self.place / "s"), "page") as opened:
+        with pipeline.open_scratch(str(self.place / "s"), "page") as opened:
             opened.finish(list(SHARDS))
 
     def judge(self, *, done: bool) -> None:

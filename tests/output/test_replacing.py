@@ -21,7 +21,7 @@ import zckpt
 from zckpt import Options
 from zckpt.base.errors import OutputError
 from zckpt.cli import app
-from zckpt.hub import scratch
+from zckpt.hub import pipeline
 from zckpt.output import journal
 from zckpt.output.checks import check_space
 from zckpt.output.journal import Journal, Seal
@@ -310,12 +310,12 @@ def test_a_scratch_directory_that_went_away(tmp_path: Path, monkeypatch: pytest.
             shutil.rmtree(os.path.dirname(stolen[0]))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with scratch.open_scratch(str(tmp_path), "page") as room:
+    with pipeline.open_scratch(str(tmp_path), "page") as room:
         assert stolen and os.path.dirname(stolen[0]) == room.path
         assert os.path.exists(os.path.join(room.path, "lock"))
         room.remember("identity", "name", "00" * 32)
         monkeypatch.setattr(fcntl, "flock", real)
-        with pytest.raises(zckpt.UsageError, match="another push"), scratch.open_scratch(str(tmp_path), "page"):
+        with pytest.raises(zckpt.UsageError, match="another push"), pipeline.open_scratch(str(tmp_path), "page"):
             pass
 
 

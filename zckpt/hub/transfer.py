@@ -14,12 +14,12 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import CorruptError, RemoteError, UsageError
 from zckpt.base.words import examples
-from zckpt.hub import checks, scratch
+from zckpt.hub import checks
 from zckpt.hub.card import card, with_large
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
 from zckpt.hub.client import Hub, MovedError, in_large_pieces, quietly
 from zckpt.hub.operations import SentFile, small_operations
-from zckpt.hub.pipeline import Pipeline
+from zckpt.hub.pipeline import Pipeline, default_directory, open_scratch, read_known_shards
 from zckpt.hub.target import Committed, Page, PageFile, PageTarget
 from zckpt.output.checks import check_free
 from zckpt.output.manifest import SIGNATURE
@@ -115,7 +115,7 @@ def prepare(
         written = SmallFile("README.md", len(text), text, "the model card, written by zckpt")
         cargo = replace(cargo, small=(*cargo.small, written))
     removed = checks.mistakable(page, [file.name for file in cargo.files], target)
-    known = scratch.read_known_shards(target.scratch or scratch.default_directory(), *_place(hub, target))
+    known = read_known_shards(target.scratch or default_directory(), *_place(hub, target))
     there = _there(cargo, target, page, known)
     if cargo.signing is not None:
         signature = target.place(SIGNATURE)
@@ -184,8 +184,8 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
     if ready.already_done:
         listed = tuple((path, page.files[path].size, page.files[path].oid) for path in ready.there)
         return _report(ready, Committed(page.head), listed, began)
-    directory = target.scratch or scratch.default_directory()
-    with quietly(), in_large_pieces(), scratch.open_scratch(directory, *_place(hub, target)) as room:
+    directory = target.scratch or default_directory()
+    with quietly(), in_large_pieces(), open_scratch(directory, *_place(hub, target)) as room:
         check_free(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)), room.path)
         page = _made_ready(ready)
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
