@@ -18,8 +18,7 @@ from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedE
 from zckpt.jobs.open import open_catalog
 from zckpt.storage.identity import mounts
 from zckpt.upkeep import removal
-from zckpt.upkeep.keep_rules import KeepRules
-from zckpt.upkeep.metrics import metric_of
+from zckpt.upkeep.keep_rules import KeepRules, metric_of
 from zckpt.upkeep.prune import Pruning, prune
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"

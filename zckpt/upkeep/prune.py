@@ -19,9 +19,8 @@ from zckpt.engine.batches import progress_after
 from zckpt.jobs.groups import Reading
 from zckpt.layouts.run_saves import RunSave, named_by_pointers, saves_of, tags_in
 from zckpt.storage.location import LocalPath, Location, locate
-from zckpt.upkeep.keep_rules import KeepRules, reasons_to_stay
+from zckpt.upkeep.keep_rules import KeepRules, best_by_trainer, reasons_to_stay, values_of
 from zckpt.upkeep.links import RunLinks
-from zckpt.upkeep.metrics import best_by_trainer, values_of
 from zckpt.upkeep.removal import bytes_below, is_left, left_bytes, remove
 
 Shape = tuple[int, ...]
