@@ -193,7 +193,7 @@ def test_the_home_directory_is_meant_by_a_tilde(run: Path) -> None:
 
 
 def test_a_neighbour_needs_the_same_numbers() -> None:
-    from zckpt.layouts.near import tag_meant
+    from zckpt.layouts.search import tag_meant
 
     assert tag_meant("global_step5", ["global_step500", "global_step15"]) == "Choose one with --tag."
     assert tag_meant("global-step500", ["global_step500", "global_step15"]) == "Did you mean --tag global_step500?"

@@ -14,8 +14,8 @@ import zckpt
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog
 from zckpt.jobs.to_dcp import NO_SCHEDULE
-from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
-from zckpt.layouts.save.run_files import run_files
+from zckpt.layouts.save.companions import run_files
+from zckpt.layouts.save.trainers import FIRST_MODEL, FIRST_OPTIMIZER
 from zckpt.storage.location import locate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

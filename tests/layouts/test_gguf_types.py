@@ -21,7 +21,7 @@ from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.kernels_ggml import TYPES
 from zckpt.engine.kernels_to_ggml import KINDS
 from zckpt.layouts.gguf.blocks import BlocksOfFloats
-from zckpt.layouts.gguf.mixture import BASES, Mixed, in_order, mixed_types
+from zckpt.layouts.gguf.write import BASES, Mixed, in_order, mixed_types
 
 TRUTH = json.loads((Path(__file__).parents[2] / "fixtures" / "gguf_quantised" / "truth.json").read_text())
 COLUMNS = 512

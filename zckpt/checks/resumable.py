@@ -24,10 +24,10 @@ from zckpt.layouts.joining.slices import as_float
 from zckpt.layouts.run.agreement import disagreements, unlike
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
-from zckpt.layouts.save.accelerate import complete_settings, optimizer_beside
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import read_model_states, root_of, whole
 from zckpt.layouts.save.state_names import WRAPPERS
+from zckpt.layouts.save.trainers import complete_settings, optimizer_beside
 
 Pair = tuple[str, TensorEntry, TensorEntry]
 """A description in words, the tensor of the checkpoint, and that of the output."""

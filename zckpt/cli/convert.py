@@ -140,7 +140,7 @@ def words_of(planned: PlannedConversion, dtype: str) -> Words:
 
 def _loader(planned: PlannedConversion, files: set[str]) -> str:
     """The code with which a person loads the output."""
-    from zckpt.layouts.save.accelerate import FIRST_OPTIMIZER
+    from zckpt.layouts.save.trainers import FIRST_OPTIMIZER
 
     out = planned.out.rstrip("/") or "/"
     if planned.order.single:

@@ -56,7 +56,7 @@ class Opened:
             known = {**(known or {}), "architectures": [other]}
         if known is None:
             return None
-        from zckpt.layouts.save.untied import as_untied, untied_heads
+        from zckpt.layouts.save.tied import as_untied, untied_heads
 
         known = as_untied(known) if untied_heads(self.catalog, known) else known
         if not self.is_plain:
@@ -69,7 +69,7 @@ class Opened:
         """The files beside the checkpoint that an output gets, and sentences on those that are not the checkpoint's own, and on
         what the output's config says otherwise.
         """
-        from zckpt.layouts.save.untied import note_on, untied_heads
+        from zckpt.layouts.save.tied import note_on, untied_heads
 
         files, notes = companions(self.place.home, self.place.named)
         return files, (*notes, *note_on(untied_heads(self.catalog, config_beside(self.place))))

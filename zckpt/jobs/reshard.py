@@ -25,9 +25,8 @@ from zckpt.jobs.own_groups import TargetWorld
 from zckpt.jobs.planned import Planned, Report, carry_out, protected_places
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
-from zckpt.layouts.save.companions import config_file
+from zckpt.layouts.save.companions import config_file, run_files
 from zckpt.layouts.save.listing import ReadOptions, is_deepspeed_file
-from zckpt.layouts.save.run_files import run_files
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order

@@ -41,10 +41,10 @@ from zckpt.layouts.dcp.metadata import read_metadata
 from zckpt.layouts.dcp.write import nbytes_of, of_optimizers, without
 from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_tracker
-from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing, list_files
 from zckpt.layouts.save.module_states import whole
+from zckpt.layouts.save.trainers import optimizer_beside
 from zckpt.layouts.universal import is_state
 from zckpt.layouts.zero.torch_files import plan_copy
 from zckpt.output.checks import check_path

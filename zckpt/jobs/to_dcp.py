@@ -34,10 +34,9 @@ from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
-from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER, complete_settings
-from zckpt.layouts.save.companions import config_file
+from zckpt.layouts.save.companions import config_file, run_files
 from zckpt.layouts.save.module_states import whole
-from zckpt.layouts.save.run_files import run_files
+from zckpt.layouts.save.trainers import FIRST_MODEL, FIRST_OPTIMIZER, complete_settings
 from zckpt.naming.transform import Formed, apply_form
 from zckpt.naming.writers import SchemeNames, name_for_writer
 from zckpt.output.checks import check_path

@@ -23,7 +23,7 @@ from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.foreign import foreign_error, foreign_save
 from zckpt.layouts.save.listing import Listing, lay_over, natural
 from zckpt.layouts.save.pointers import check_tag, read_pointer
-from zckpt.layouts.search import has_saves, has_weights, pointer_in, tags_in
+from zckpt.layouts.search import has_saves, has_weights, pointer_in, tag_meant, tags_in
 from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location, locate
 
@@ -225,8 +225,6 @@ def as_home(look: Look) -> Place | None:
         elif roots := [inner for root in look.also if (inner := root.inside(tag)) is not None] or roots:
             folder = roots.pop(0)
         else:
-            from zckpt.layouts.near import tag_meant
-
             tags = tags or tuple(look.folder.directories(trainers.FOLDER))
             raise IncompleteError(
                 f"has no tag {tag!r}, which {origin} names", file=path, found=f"no directory {tag!r}",

@@ -26,7 +26,7 @@ from zckpt.layouts.save import trainers
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER
 from zckpt.layouts.save.pointers import read_pointer
-from zckpt.layouts.search import POINTERS, look_below
+from zckpt.layouts.search import POINTERS, look_below, missing_error
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
@@ -78,8 +78,6 @@ def _find_at(path: Location, tag: str | None, also: Sequence[Folder], *, as_part
     elif path.is_dir():
         folder = list_folder(path)
     else:
-        from zckpt.layouts.near import missing_error
-
         raise missing_error(path)
     tag = None if trainers.FOLDER.fullmatch(folder.name) and tag == folder.name else tag
     return _find_whole(Look(folder, tag, also, as_part))

@@ -20,7 +20,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.layouts.places import find
 from zckpt.layouts.run.steps import TRACKER
-from zckpt.layouts.save import accelerate
+from zckpt.layouts.save import trainers
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, list_names
 from zckpt.layouts.save.pointers import read_pointer
 from zckpt.storage.location import Location
@@ -73,7 +73,7 @@ def is_link(path: Location) -> bool:
 
 def _is_save(run: Location, name: str) -> bool:
     path = run / name
-    if name.startswith(".") or accelerate.PART.fullmatch(name) or not path.is_dir() or not path.is_readable():
+    if name.startswith(".") or trainers.FSDP_PARTS.fullmatch(name) or not path.is_dir() or not path.is_readable():
         return False
     if layouts.is_save(path.names()):
         return True

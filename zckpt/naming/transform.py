@@ -24,7 +24,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, find_config, read_config
-from zckpt.layouts.save.untied import as_untied, note_on, untied_heads
+from zckpt.layouts.save.tied import as_untied, note_on, untied_heads
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import facts_of, with_parts

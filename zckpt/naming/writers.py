@@ -22,7 +22,7 @@ from zckpt.core.dtypes import F32
 from zckpt.core.fragments import ComputedStore, Fragment
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
-from zckpt.layouts.save.untied import as_untied, note_on, untied_heads
+from zckpt.layouts.save.tied import as_untied, note_on, untied_heads
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import Decomposed, decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts

@@ -31,9 +31,9 @@ from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.dcp.ties import tied_copies
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
-from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.listing import Listing, list_files, natural
+from zckpt.layouts.save.trainers import optimizer_beside
 from zckpt.layouts.save.whole import is_short, missing_elements
 
 DEEPSPEED = "0.19.8"

@@ -19,8 +19,7 @@ from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.engine.elements import ElementReader
 from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.tied import is_tied
-from zckpt.layouts.save.untied import samples
+from zckpt.layouts.save.tied import is_tied, samples
 
 _EMBEDDINGS = ("embed", "wte", "shared")
 """Parts of names. Where no optimizer says which of two tied tensors is kept, the one with such a part is kept."""

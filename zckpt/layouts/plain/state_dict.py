@@ -16,7 +16,7 @@ from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.base.patterns import compile_late
 from zckpt.base.words import count, examples
 from zckpt.containers import Container, TensorRef, mapping_at
-from zckpt.layouts.save.module_states import flatten
+from zckpt.layouts.save.module_states import flatten, models_among, several_models
 
 _USUAL = ("state_dict", "model_state_dict", "module", "model")
 _COMPOSER = "integrations"
@@ -35,8 +35,6 @@ def model_in(container: Container, file: str, notes: list[str], wanted: str) -> 
     if isinstance(root, Mapping) and not _has_tensors(root):
         inside = {key: flatten(value, []) for key, value in root.items() if isinstance(value, Mapping)}
         shapes = {key: {name: ref.shape for name, ref in state.items()} for key, state in inside.items() if state}
-        from zckpt.layouts.save.module_states import models_among, several_models
-
         if models := models_among(shapes):
             raise several_models(file, models)
     if not isinstance(root, Mapping):

@@ -5,6 +5,10 @@ default, so a missing `tie_word_embeddings` is not False. `tied_weights.json` ha
 class with a head which tensors are one; tests hold it against transformers.
 [Note: nested configs] Of a model with a `text_config`, transformers 4 asks that one; transformers 5 asks the outer one, and most
 of its configs take over a True from the inner one. A config says which version wrote it.
+[Note: parted heads] A head may hold other numbers than the embedding, although a config says that both are one weight: training
+may part the two, by an adapter merged into one of them or a framework that does not keep ties. Loaders that believe the config
+(transformers 4, vLLM, mlx-lm) then leave out the head. transformers 5 keeps both where they differ (`tie_weights`,
+`missing_keys`), and so do outputs: their config says that the two are apart.
 Source: transformers 5.23, modeling_utils.py `get_expanded_tied_weights_keys`, models/*/configuration_*.py, `_tied_weights_keys`
 in models/*/modeling_*.py; 4.57.6, modeling_utils.py `tie_embeddings_and_encoder_decoder`, configuration_utils.py.
 """
@@ -14,10 +18,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from zckpt.base.dataclass import dataclass
+from zckpt.base.errors import ZckptError
 from zckpt.base.patterns import compile_late
+from zckpt.base.words import examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.engine.elements import ElementReader, Wanted
+from zckpt.engine.replicas import ends
 
 KEY = "tie_word_embeddings"
 LANGUAGE_HEADS = ("lm_head", "embed_out")
@@ -109,3 +118,56 @@ def embedding_of(config: Mapping[str, object], head: str, names: Mapping[str, ob
         return weights[head]
     found = [name for name in names if name.endswith(EMBEDDINGS)]
     return found[0] if head.endswith(HEADS) and len(found) == 1 else None
+
+
+_BLOCKS = 64
+_WIDTH = 16
+"""Elements of each block that is compared."""
+
+
+def samples(reader: ElementReader, a: TensorEntry, b: TensorEntry) -> Iterator[tuple[bytes, bytes]]:
+    """The elements of two tensors of one shape and dtype at the ends of the first one's fragments, and spread over them."""
+    last = max(a.numel - _WIDTH, 0)
+    spread = {last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}
+    for start, stop in [
+        *ends(a.fragments),
+        *((start, min(start + _WIDTH, a.numel)) for start in sorted(spread)),
+    ]:
+        one, other = (reader.read(Wanted(entry.fragments, entry.dtype, start, stop)) for entry in (a, b))
+        yield one, other
+
+
+def untied_heads(catalog: Catalog, config: Mapping[str, object] | None) -> list[str]:
+    """The heads that differ, where they are compared, from the embedding that the config says they are."""
+    heads = [name for name in catalog.tensors if name.endswith(HEADS)] if config is not None and is_tied(config) else []
+    found: list[str] = []
+    for name in heads:
+        kept = embedding_of(config or {}, name, catalog.tensors)
+        if kept is None or kept == name:
+            continue
+        head, embedding = catalog.tensors[name], catalog.tensors[kept]
+        if (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not head.numel:
+            continue
+        try:
+            with ElementReader() as reader:
+                if any(one != other for one, other in samples(reader, head, embedding)):
+                    found.append(name)
+        except (ZckptError, OSError):  # a file that is not here, or is damaged: who reads it says so
+            continue
+    return found
+
+
+def as_untied(config: Mapping[str, object]) -> dict[str, object]:
+    """The config of a model, saying that head and embedding are two weights."""
+    text = config.get("text_config")
+    return {**config, KEY: False, **({"text_config": {**text, KEY: False}} if isinstance(text, Mapping) else {})}
+
+
+def note_on(heads: list[str]) -> tuple[str, ...]:
+    """A sentence on heads that are not the embedding; none where there are none."""
+    if not heads:
+        return ()
+    return (
+        f"{examples(heads)}: holds other numbers than the embedding, although the config says that both are one weight ({KEY}). "
+        "Both are kept, and the output's config says that they are apart.",
+    )

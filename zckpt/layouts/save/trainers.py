@@ -15,7 +15,7 @@ callbacks/checkpoint_saver.py, utils/checkpoint.py `_save_checkpoint`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.base.errors import IncompleteError, UsageError, ZckptError
 from zckpt.base.patterns import compile_late
@@ -160,3 +160,29 @@ def _best_in(folder: Folder) -> str | None:
     best = said.get("best_model_checkpoint") if isinstance(said, dict) else None
     name = re.split(r"[/\\]", best.rstrip("/\\"))[-1] if isinstance(best, str) else ""
     return name if FOLDER.fullmatch(name) else None
+
+
+FSDP_PARTS = compile_late(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
+"""The pattern of directories of a model or an optimizer, which are parts of a save."""
+
+FIRST_MODEL = "pytorch_model_fsdp_0"
+FIRST_OPTIMIZER = "optimizer_0"
+
+_OF_ADAMW: dict[str, object] = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+"""Settings of torch's AdamW that DeepSpeed's Adam has not, as `torch.optim.AdamW(params)` has them."""
+
+
+def complete_settings(settings: Mapping[str, object], states: Collection[str]) -> dict[str, object]:
+    """A group's settings with all those that accelerate requires; DeepSpeed's Adam has fewer."""
+    if {"exp_avg", "exp_avg_sq"} <= {*states} and "lr" in settings:
+        return {**_OF_ADAMW, "initial_lr": settings["lr"], **settings}
+    return dict(settings)
+
+
+def optimizer_beside(model: Location) -> Location | None:
+    """The optimizer's directory beside a model's; None for directories of other names."""
+    match = FSDP_MODEL.fullmatch(model.name)
+    return None if match is None else model.absolute().parent / f"optimizer_{match['number']}"
