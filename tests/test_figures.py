@@ -52,7 +52,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 542,
-    "lines": 105_583,
+    "lines": 105_589,
     "lines of the trainer": 15_700,
     "classes": 804,
     "functions named by one participle": 0,

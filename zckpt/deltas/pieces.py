@@ -5,6 +5,8 @@ For `jobs.delta` and `jobs.apply_delta`. Memory is threads x pieces, whatever th
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +48,7 @@ class PieceReader:
         self.spend = pace(how["bytes_per_s"])
         self._bringer = Bringer(self.engine, 1, give_back=give_back, spend=self.spend)
         self._pool = ThreadPoolExecutor(self._threads)
+        self._rooms = threading.local()
 
     def __enter__(self) -> PieceReader:
         self._bringer.__enter__()
@@ -57,13 +60,24 @@ class PieceReader:
         self._pool.shutdown(cancel_futures=True)
         self._bringer.__exit__(kind, error, trace)
 
-    def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType) -> Bytes:
-        """The bytes of elements [start, stop), cast to `dtype`, in an array that the caller may change. Raises
-        CastError if a number is too large for `dtype`, ZckptError if a file cannot be read.
+    def read(
+        self, entry: TensorEntry, start: int, stop: int, dtype: DType, *, offset: int = 0, other: bool = False
+    ) -> Bytes:
+        """The bytes of elements [start, stop) of one of `pieces`, cast to `dtype`, in an array that the caller may change. What
+        the same thread read before is there no more, unless it is the `other` one of two. Raises CastError if a number is too
+        large for `dtype`, ZckptError if a file cannot be read.
+
+        `offset`: where in a file they go; they lie in memory as in pages there, for `write_past_cache`.
         """
         import numpy as np
 
-        return self._bringer.tools().read(entry, start, stop, dtype).view(np.uint8)
+        rooms: dict[bool, Bytes] = self._rooms.__dict__.setdefault("own", {})
+        if other not in rooms:
+            rooms[other] = np.frombuffer(mmap.mmap(-1, PIECE_BYTES + mmap.PAGESIZE), np.uint8)
+        first = offset % mmap.PAGESIZE
+        room = rooms[other][first : first + (stop - start) * dtype.itemsize]
+        self._bringer.tools().read(entry, start, stop, dtype, into=room)
+        return room
 
     def check_sources(self) -> None:
         """Makes sure that no file changed while it was read; raises CorruptError or InconsistentError."""

@@ -77,7 +77,7 @@ class Bringer:
         if native_run is not None:
             let_go()
 
-    def tools(self) -> Tools:
+    def tools(self) -> _Worker:
         """The tools of the calling thread, for work outside batches: it reads elements of tensors in order."""
         return self._worker()
 
@@ -176,11 +176,13 @@ class _Worker:
 
         return kernels_of(self._engine)
 
-    def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
+    def read(
+        self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None, *, into: Array | None = None
+    ) -> Array:
         import numpy as np
 
         dtype = dtype or entry.dtype
-        array: Array = np.empty(stop - start, dtype.numpy or f"u{dtype.itemsize}")
+        array: Array = np.empty(stop - start, dtype.numpy or f"u{dtype.itemsize}") if into is None else into
         if start == stop:
             return array
         memory = MemoryStore(int(array.ctypes.data), array.nbytes, array)

@@ -331,10 +331,10 @@ def _renew(job: PlannedApply, reader: PieceReader, fds: tuple[int, int], pair: P
             for one, names in zip(job.deltas, job.names, strict=True)
         ]
         for start, stop in pieces(old.numel, new.dtype):
-            data = reader.read(old, start, stop, new.dtype)
+            at = fragment.byte_offset + start * new.dtype.itemsize
+            data = reader.read(old, start, stop, new.dtype, offset=at)
             for step in steps:
                 step.take(data)
-            at = fragment.byte_offset + start * new.dtype.itemsize
             write_past_cache(fds, data, at)
             parts.append((at, len(data), crc32(data.data)))
         for step in steps:

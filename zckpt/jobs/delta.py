@@ -270,7 +270,8 @@ def _encode_change(reader: PieceReader, pair: TensorPair, form: DeltaForm, direc
     encoder = Encoder(pair.old.name, pair.old.numel, pair.dtype, form, directory)
     try:
         for start, stop in pieces(pair.old.numel, pair.dtype):
-            encoder.feed(reader.read(pair.old, start, stop, pair.dtype), reader.read(pair.new, start, stop, pair.dtype))
+            old = reader.read(pair.old, start, stop, pair.dtype)
+            encoder.feed(old, reader.read(pair.new, start, stop, pair.dtype, other=True))
         return encoder.finish()
     except BaseException:
         encoder.close()

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -140,10 +139,6 @@ def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-_PAGE = 4096
-_LEAST_DIRECT = 256 << 10
-_rooms = threading.local()
-
 _AHEAD_BYTES = 512 << 10
 """The size of one request; Linux cuts longer ones to it."""
 
@@ -163,29 +158,23 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_past_cache(fds: tuple[int, int], data: Bytes, offset: int) -> None:
-    """Writes all of it at a byte offset: whole pages past the page cache, if the second descriptor is one for direct I/O. Raises
-    OSError if it cannot be written.
+    """Writes all of it at a byte offset: whole pages past the page cache, if the second descriptor is one for direct I/O, and
+    they are pages in memory too. Raises OSError if it cannot be written.
     """
-    import numpy as np
-
     fd, direct = fds
-    first = -offset % _PAGE
-    size = (len(data) - first) // _PAGE * _PAGE
-    if direct < 0 or size < _LEAST_DIRECT:
+    first = -offset % mmap.PAGESIZE
+    last = first + (len(data) - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if direct < 0 or last <= first or (data.ctypes.data + first) % mmap.PAGESIZE:
         return write_all(fd, data.data, offset)
-    room: mmap.mmap | None = getattr(_rooms, "own", None)
-    if room is None or len(room) < size:
-        room = _rooms.own = mmap.mmap(-1, size)  # which begins with a page, as such a write has to
-    np.copyto(np.frombuffer(room, np.uint8, size), data[first : first + size])
-    for at, part in ((0, data[:first].data), (first + size, data[first + size :].data)):
-        write_all(fd, part, offset + at)
-    with memoryview(room)[:size] as whole:
-        try:
-            write_all(direct, whole, offset + first)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # which some file systems say after they let it be opened
-                raise
-            write_all(fd, whole, offset + first)
+    for start, part in ((0, data[:first].data), (last, data[last:].data)):
+        write_all(fd, part, offset + start)
+    whole = data[first:last].data
+    try:
+        write_all(direct, whole, offset + first)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which some file systems say after they let it be opened
+            raise
+        write_all(fd, whole, offset + first)
 
 
 def _open_output(path: str, size: int) -> tuple[int, int]:
