@@ -123,17 +123,9 @@ def find_storages(
 ) -> tuple[FileStore, dict[str, tuple[int, int]], str]:
     """Where some storages of a file are that zckpt wrote, without its pickle being read.
 
-    Args:
-        path: of the file.
-        keys: of the storages, as another file's pickle that was written alike says them.
-
-    Returns:
-        The file; by key, the byte at which a storage begins, and its bytes, 0 of one without a record; and a text that tells
-        this file from others.
-
-    Raises:
-        CorruptError: a record is missing, or the pickle does not have its checksum.
-        ZckptError: as `read_input`, if the file is damaged or of another kind.
+    `keys`: of storages, as the pickle of another file that was written alike says them. Returns the file; by key, where a storage
+    begins and its bytes, 0 of one without a record; and a text that tells this file from others. Raises CorruptError if the
+    pickle does not have its checksum, ZckptError as `read_input`.
     """
     with open_input(path) as file:
         directory = Directory(file)

@@ -8,9 +8,6 @@ from collections.abc import Iterable
 
 from zckpt.storage.fsync_queue import SYNCS, make_durable
 
-_FEW = 3
-"""So many are synced one after another: threads would take longer than what the first sync leaves to the others."""
-
 
 def sync(path: str) -> None:
     """Makes a file, or the names in a directory, durable."""
@@ -24,7 +21,7 @@ def sync(path: str) -> None:
 def sync_all(paths: Iterable[str]) -> None:
     """Makes several durable, more than a few at once: a disk completes flushes that come together as one."""
     todo = list(paths)
-    if len(todo) <= _FEW:
+    if len(todo) <= 3:  # threads would take longer than what the first sync leaves to the others
         for path in todo:
             sync(path)
         return

@@ -18,7 +18,7 @@ def read_pointer(path: Location) -> str:
     try:
         data = path.read(4096)
         is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = data.decode("utf-16" if is_wide else "utf-8-sig").strip()
+        text = (data.decode("utf-16") if is_wide else data.removeprefix(codecs.BOM_UTF8).decode()).strip()
     except ZckptError:
         raise
     except (OSError, UnicodeDecodeError) as error:

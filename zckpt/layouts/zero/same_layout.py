@@ -65,7 +65,7 @@ class SameLayout:
 
 class SameSave(NamedTuple):
     """What a rank needs of such a save: what is beside the elements; weights and buffers, parameter -> state, and whole
-    parameters, with the places of their elements; and the text that all ranks must say alike.
+    parameters, with the places of their elements; the text that all ranks must say alike; and the name of its model file.
     """
 
     training: Training
@@ -73,6 +73,7 @@ class SameSave(NamedTuple):
     states: dict[str, dict[str, Held]]
     full: dict[str, Held]
     text: str
+    file: str
 
 
 class _Flat(NamedTuple):
@@ -102,7 +103,8 @@ def read(listing: Listing, layout: SameLayout) -> SameSave | None:
     if listing.files.keys() != {*optims, *models}:
         return None
     own = models[rank if is_3 else 0]
-    model, root = root_of(listing, own), mapping_at(root_of(listing, optims[rank]), "optimizer_state_dict")
+    model, beside = root_of(listing, own), root_of(listing, optims[rank])
+    root = mapping_at(beside, "optimizer_state_dict")
     flats, numbers, paddings = _flats(groups, target)
     inner = root["optimizer_state_dict" if is_3 else "base_optimizer_state"]
     if not _is_as_written(layout, flats, numbers, paddings, model, root, inner):
@@ -133,9 +135,9 @@ def read(listing: Listing, layout: SameLayout) -> SameSave | None:
     common += [] if is_3 else [find_storages(listing.files[own], ())[2]]
     rest = {key: value for key, value in model.items() if key not in OF_WEIGHTS}
     scaler = {key: root[key] for key in SCALER if key in root}
-    training = Training(tuple(made), {}, scaler, rest, target.precision, target.form)
+    training = Training(tuple(made), {}, scaler, rest, target.precision, target.form, beside=beside)
     text = hashlib.blake2b(repr(common).encode(), digest_size=16).hexdigest()
-    return SameSave(training, weights, states, full, text)
+    return SameSave(training, weights, states, full, text, own)
 
 
 _COMMON = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "zckpt")

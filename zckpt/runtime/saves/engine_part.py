@@ -223,7 +223,7 @@ class Saves(TrainingRun):
             latest = latest_of(locate(path))
             if (name := latest if tag is None else tag) is not None:
                 same = open_same(self, path, name, options)
-            word = [tag, tag is not None or is_begun(locate(path)), latest, same and [name, same[0]]]
+            word = [tag, name is not None or is_begun(locate(path)), latest, same and [name, same[0]]]
         words = meetings.agree("load_checkpoint", tried.error, word, within_s=LOAD_S, state="Nothing was changed.")
         tags = list(dict.fromkeys(one[0] for one in words))
         blind = [rank for rank, one in enumerate(words) if not one[1]]

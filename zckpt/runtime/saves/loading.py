@@ -27,6 +27,7 @@ from zckpt.jobs.open import open_catalog
 from zckpt.layouts.joining import rules
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.listing import Listing, list_files
+from zckpt.layouts.save.pointers import check_tag
 from zckpt.layouts.zero import read as zero_read
 from zckpt.layouts.zero import zero12
 from zckpt.layouts.zero.same_layout import Held
@@ -122,7 +123,9 @@ def open_same(run: TrainingRun, directory: str, tag: str, options: LoadOptions) 
     with suppress(
         ZckptError, OSError, RuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
     ):
-        if (found := read_same(run, options, list_files(place, tag))) is not None:
+        check_tag(tag, locate(directory), "'latest'")
+        listing = Listing(place, tag, {name: place / name for name in place.names()})
+        if (found := read_same(run, options, listing)) is not None:
             saved, text = found
             return text, saved, (place / saved.file).path, _fill, _room(run, saved)
     return None

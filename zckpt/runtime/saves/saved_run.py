@@ -142,7 +142,9 @@ def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) 
             groups = dict(_saved_groups(run, training, training.states))
     buffers = _own_buffers(run, catalog, mine, seen, called) if run.world_size > 1 else {}
     weights = {name: catalog[name] for name in _names(run) if has(catalog, name)}
-    made = _saved_run(run, options, opened.place.listing, training, weights, groups, catalog.extras)
+    seen_by_all = opened.place.listing
+    file, rng = _state_file(run, seen_by_all), _rng(run, seen_by_all, own) if options.counters else {}
+    made = _saved_run(run, options, seen_by_all, training, weights, groups, catalog.extras, file, rng)
     gradients = None if mine is None or not (options.counters and options.optimizer) else mine.gradients
     return replace(made, buffers=buffers, buffers_lost=_lacks_buffers(run, own, buffers), gradients=gradients)
 
@@ -174,14 +176,17 @@ def read_same(run: TrainingRun, options: LoadOptions, listing: Listing) -> tuple
     found = same_layout.read(listing, layout)
     if found is None:
         return None
-    training, weights, states, full, text = found
+    training, weights, states, full, text, file = found
     own = mapping(training.model.get(OWN))
-    if not own.get("scaler") or own.get("world_size") != size or (own.get("differing_buffers") and zero.stage < 3):
+    differ = own.get("differing_buffers") and zero.stage < 3
+    if not own.get("scaler") or own.get("world_size") != size or differ or "rngs" in own:
         return None
     _check_states(run, training)
     saved_groups = dict(_saved_groups(run, training, states))
     client = {key: value for key, value in training.model.items() if key not in RESERVED}
-    return replace(_saved_run(run, options, listing, training, weights, saved_groups, client), full=full), text
+    rng = mapping(mapping(training.beside.get(OWN)).get("rng"))
+    saved = _saved_run(run, options, listing, training, weights, saved_groups, client, file, rng)
+    return replace(saved, full=full), text
 
 
 def _stays_whole(run: TrainingRun) -> bool:
@@ -203,12 +208,13 @@ def _saved_run(
     weights: Mapping[str, Held],
     groups: Mapping[int, SavedGroup],
     extras: Mapping[str, object],
+    file: str,
+    rng: Mapping[str, Any],
 ) -> SavedRun:
     """What both ways of reading have found, and what is left to be said of it."""
     rest: Mapping[str, Any] = {} if training is None else training.model
     own = mapping(rest.get(OWN))
     schedule = rest.get("lr_scheduler") if options.schedule and run.lr_scheduler is not None else None
-    file = _state_file(run, listing)
     root = {**extras, **mapping(listing.open(file).root if file else None)}
     return SavedRun(
         directory=listing.directory.path,
@@ -220,7 +226,7 @@ def _saved_run(
         scaler=_scaler(training) if training is not None and options.optimizer else None,
         schedule=None if schedule is None else from_inert(schedule),
         counters=_counters(run, rest, own) if options.counters else None,
-        rng=from_inert(dict(_rng(run, listing, own))) if options.counters else {},
+        rng=from_inert(dict(rng)),
         gradients=None,
         full={},
         file=file,
