@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from zckpt.base.errors import UsageError, add_note
 from zckpt.cli import app, desk
 from zckpt.cli.commands import COMMANDS
+from zckpt.cli.declare import size_in_bytes, split_rename
 from zckpt.cli.output import Console, peak_rss_bytes
-from zckpt.cli.texts import size_in_bytes, split_rename
 
 REPO = Path(__file__).parents[2]
 GOLDEN = REPO / "tests" / "golden"

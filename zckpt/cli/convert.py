@@ -1,23 +1,27 @@
-"""`zckpt convert`, `to-fp32`, `to-fp16`, `to-bf16`: consolidated weights; `to-dcp`, `to-mcore`: shards again; `to-peft`."""
+"""The commands that write weights, of any form and also as an average; `to-dcp` and `to-mcore`, which write shards again."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from zckpt.base.words import count
 from zckpt.cli.arguments import Checkpoint, DryRun, Out, OutDirectory, ShownProgress
 from zckpt.cli.declare import command
 from zckpt.cli.written import Words, finish
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
-from zckpt.jobs.declarations import CONVERT, TO_DCP, TO_MCORE, TO_PEFT
+from zckpt.jobs.declarations import AVERAGE, CONVERT, QUANTIZE, TO_DCP, TO_FP8, TO_GGUF, TO_MCORE, TO_MLX, TO_PEFT
 from zckpt.storage.fsspec_io import is_page
 
 if TYPE_CHECKING:
+    from zckpt.cli.arguments import Shown
     from zckpt.jobs.convert import PlannedConversion
     from zckpt.jobs.declarations import Asked
-    from zckpt.jobs.own_groups import Adapter, Dcp, Megatron
+    from zckpt.jobs.own_groups import Adapter, Average, Dcp, Fp8, Gguf, Megatron, Mlx, Quantize
     from zckpt.jobs.planned import Report
+    from zckpt.jobs.quantize import PlannedFp8
 
 
 def _declare(dtype: str) -> None:
@@ -161,3 +165,147 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
     from zckpt.cli.loading import loading_line
 
     return loading_line(planned.out, planned.catalog)
+
+
+OutGguf = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT", help="A file (.gguf), a directory, or an address of one of these (s3://...).", show_default=False
+    ),
+]
+
+
+@command(
+    "to-gguf",
+    about="Write a model as GGUF, which llama.cpp runs: what its own converter writes, from any checkpoint.",
+    job=TO_GGUF,
+    example="zckpt to-gguf out/checkpoint-500 model.gguf --type q8_0",
+)
+def to_gguf(
+    ckpt: Checkpoint, out: OutGguf, asked: Asked[Gguf], dry_run: DryRun = False, *, shown: ShownProgress
+) -> None:
+    """Writes GGUF files."""
+    planned, kind = TO_GGUF.prepare(ckpt, out, asked), asked.own.type
+    first = planned.plan.files[0][0].path
+    path = planned.out if planned.order.single else f"{planned.out.rstrip('/')}/{first}"
+    what = f"{count(len(planned.catalog), 'tensor')} as {kind}"
+    words = Words(what, lambda files: f"run it with llama-cli -m {path}", {"type": kind})
+    finish(planned, words, shown, dry_run=dry_run)
+
+
+@command(
+    "to-mlx",
+    about="Write a model that mlx-lm loads on Apple's machines: what mlx_lm.convert writes, from any checkpoint.",
+    job=TO_MLX,
+    example="zckpt to-mlx out/checkpoint-500 mlx/ --bits 4",
+)
+def to_mlx(
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Mlx], dry_run: DryRun = False, *, shown: ShownProgress
+) -> None:
+    """Writes the model in MLX's form."""
+    planned = TO_MLX.prepare(ckpt, out, asked)
+    dtype = name_of(planned.asked.casting.dtype)
+    form = dtype if asked.own.bits is None else f"{asked.own.bits} bits and {dtype}"
+    what = f"{count(len(planned.catalog), 'tensor')} as {form}"
+    facts: dict[str, object] = {"dtype": dtype, "bits": asked.own.bits}
+    place = planned.out.rstrip("/") or "/"
+    words = Words(what, lambda files: f"run it with mlx_lm.generate --model {place}", facts)
+    finish(planned, words, shown, dry_run=dry_run)
+
+
+Checkpoints = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CKPT...", help="Checkpoints of one model, of any layouts; CKPT:TAG names one save.", show_default=False
+    ),
+]
+
+
+OutAverage = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="A file (.safetensors, .bin, .pt), a directory for shards, or an address (s3://...).",
+        show_default=False,
+    ),
+]
+
+
+@command(
+    "average",
+    about="Average checkpoints of one model in fp32, in one pass, or merge them: weighted, as a moving average, as task "
+    "vectors on a base, or along an arc.",
+    job=AVERAGE,
+    example="zckpt average run:global_step100 run:global_step200 averaged/ --dtype bf16",
+)
+def average(
+    ckpts: Checkpoints, out: OutAverage, asked: Asked[Average], dry_run: DryRun = False, *, shown: ShownProgress
+) -> None:
+    """Writes one model out of several checkpoints."""
+    planned = AVERAGE.prepare(ckpts, out, asked)
+    words = words_of(planned, planned.dtype)
+    what = f"{words.what}, of {count(len(planned.checkpoints), 'checkpoint')}"
+    finish(planned, replace(words, what=what), shown, dry_run=dry_run)
+
+
+@command(
+    "to-fp8",
+    about="Write weights of fp8 (E4M3) with scales, which transformers, vLLM and compressed-tensors load. Weights of linear "
+    "layers are quantised; embeddings, norms, biases, routers and the head are not.",
+    job=TO_FP8,
+    example="zckpt to-fp8 out/checkpoint-500 fp8/ --scheme block128",
+)
+def to_fp8(
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Fp8], dry_run: DryRun = False, *, shown: ShownProgress
+) -> None:
+    """Writes weights of fp8."""
+    _write_quantised(TO_FP8.prepare(ckpt, out, asked), asked, f"fp8 ({asked.own.scheme})", dry_run, shown)
+
+
+@command(
+    "quantize",
+    about="Write quantised weights, which vLLM, transformers and compressed-tensors load. Weights of linear layers are "
+    "quantised; embeddings, norms, biases, routers and the head are not.",
+    job=QUANTIZE,
+    example="zckpt quantize out/checkpoint-500 nvfp4/ --to nvfp4",
+)
+def quantize(
+    ckpt: Checkpoint, out: OutDirectory, asked: Asked[Quantize], dry_run: DryRun = False, *, shown: ShownProgress
+) -> None:
+    """Writes quantised weights."""
+    _write_quantised(QUANTIZE.prepare(ckpt, out, asked), asked, asked.own.target, dry_run, shown)
+
+
+def _write_quantised(planned: PlannedFp8, asked: Asked[Fp8 | Quantize], form: str, dry_run: bool, shown: Shown) -> None:
+    scheme, dtype = asked.own.scheme, name_of(asked.casting.dtype)
+    number = len(planned.quantisers) + planned.carried
+    what = f"{count(number, 'matrix', 'matrices')} as {form}, {count(planned.others, 'other tensor')} as {dtype}"
+    facts: dict[str, object] = {"dtype": dtype, "scheme": scheme, "quantized": number}
+    words = Words(what, lambda files: f"{_lossless(planned)}load it with {_loader_of_quantised(planned)}", facts)
+    finish(planned, words, shown, more=lambda report: _more(planned), dry_run=dry_run)
+
+
+def _loader_of_quantised(planned: PlannedFp8) -> str:
+    """The code with which a person loads the output."""
+    from zckpt.cli.loading import loading_line
+
+    place = planned.out.rstrip("/") or "/"
+    if not planned.quantisers:
+        return f"vllm serve {place}, or what loads the source"
+    if any(name.endswith("_weight_scale_2") for name in planned.catalog.tensors):
+        return f"trtllm-serve {place}, or another server that reads ModelOpt's experts"
+    line = loading_line(planned.out, planned.catalog)
+    return f"{line}, or vllm serve {place}" if ".from_pretrained(" in line else line
+
+
+def _more(planned: PlannedFp8) -> dict[str, object]:
+    return {
+        "quantized_tensors": planned.tensors(),
+        **({"lossless": list(found)} if (found := planned.lossless()) else {}),
+    }
+
+
+def _lossless(planned: PlannedFp8) -> str:
+    """How many matrices of MXFP4 lost nothing; empty if there are none, or if others made a part of them."""
+    found = planned.lossless()
+    return f"without loss: {found[0]:,} of {count(found[1], 'matrix', 'matrices')} of MXFP4\n" if found else ""

@@ -18,9 +18,8 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, size
 from zckpt.cli.arguments import Shown
-from zckpt.cli.declare import command
+from zckpt.cli.declare import command, positive
 from zckpt.cli.output import Console
-from zckpt.cli.texts import positive
 from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
