@@ -24,8 +24,7 @@ from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
-from zckpt.naming.families import make_config
-from zckpt.naming.recognise import by_parts
+from zckpt.naming.families import by_parts, make_config
 from zckpt.naming.schemes import families, scheme, schemes
 from zckpt.naming.vocabulary import words_of
 from zckpt.storage.location import locate

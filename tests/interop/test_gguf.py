@@ -23,11 +23,11 @@ from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from zckpt.naming import config_defaults
-from zckpt.naming.config_defaults import filled_in
+from zckpt.naming import gguf_keys
+from zckpt.naming.gguf_keys import filled_in
 from zckpt.naming.gguf_metadata import ARCHITECTURES
-from zckpt.naming.gguf_tokens import Tokens, tokens_of
 from zckpt.naming.gguf_vision import vision_of
+from zckpt.naming.gguf_vocabulary import Tokens, tokens_of
 from zckpt.naming.schemes import scheme
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "gguf"
@@ -328,7 +328,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(kind: str) -> None:
         theirs = {**theirs, **theirs.get("text_config", {})}
         given = {**SIZES, **said}
         ours = filled_in({"model_type": kind, **({"text_config": given} if kind == "gemma3" else given)}, "x")
-        for key in (config_defaults._NUMBERS & theirs.keys()) | {"rope_parameters", "model_type"}:
+        for key in (gguf_keys._NUMBERS & theirs.keys()) | {"rope_parameters", "model_type"}:
             assert ours.get(key) == theirs.get(key), (said, key)
     with pytest.raises(zckpt.UnsupportedError, match="no usable hidden_size"):
         filled_in({"model_type": kind, "hidden_size": "x", "text_config": {"hidden_size": 0}}, "x")
@@ -366,7 +366,7 @@ def changed(home: Path, file: str, **more: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["pieces", "llama", "qwen2"])
 def test_tokens_are_those_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zckpt.naming import gguf_tokens
+    from zckpt.naming import gguf_vocabulary
 
     home, text = tmp_path / "model", "Hello  world, it's 1234 \U0001f600\n\n  <|im_start|>x! na\u00efve"
     pieces(home) if kind == "pieces" else shutil.copytree(FIXTURES / kind / "model", home)
@@ -385,14 +385,14 @@ def test_tokens_are_those_of_transformers(kind: str, tmp_path: Path, monkeypatch
 
     def compare(ours: Tokens, theirs: Tokens) -> None:
         assert ours.numbers == theirs.numbers and ours.base == theirs.base and ours.special == theirs.special
-        assert {n: gguf_tokens._parse_added(t) for n, t in theirs.added.items()} == dict(ours.added)
+        assert {n: gguf_vocabulary._parse_added(t) for n, t in theirs.added.items()} == dict(ours.added)
         assert kind == "pieces" or ours.encode(text) == theirs.encode(text)
         for token in ours.added.values():
             assert token.normalized or ours.shown(token.content) == theirs.shown(token.content)
 
     both()
     with monkeypatch.context() as patch:  # with all tokens at once
-        patch.setattr(gguf_tokens, "_in_parts", lambda said, special: None)
+        patch.setattr(gguf_vocabulary, "_in_parts", lambda said, special: None)
         both()
     changed(home, "added_tokens.json", **{next(t.content for t in tokens_of(home).added.values()): 10_000})
     asked.clear()

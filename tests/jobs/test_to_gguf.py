@@ -26,8 +26,7 @@ from zckpt.jobs.declarations import TO_GGUF, Asked
 from zckpt.jobs.own_groups import Gguf
 from zckpt.jobs.to_gguf import prepare
 from zckpt.naming import config_keys
-from zckpt.naming.config_defaults import filled_in
-from zckpt.naming.gguf_keys import KEYS, check_config
+from zckpt.naming.gguf_keys import KEYS, check_config, filled_in
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SHARDS = FIXTURES / "transformers" / "llama_zero3"

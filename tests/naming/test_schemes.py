@@ -22,8 +22,8 @@ from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
+from zckpt.naming.families import by_parts
 from zckpt.naming.parts import ALL, is_part
-from zckpt.naming.recognise import by_parts
 from zckpt.naming.schemes import Scheme, parse_scheme, scheme, scheme_of, schemes
 
 

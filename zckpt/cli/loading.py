@@ -14,8 +14,7 @@ from zckpt.base.words import count, examples
 from zckpt.layouts.save.companions import find_config
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.tied import LANGUAGE_HEADS, OTHER_HEADS
-from zckpt.naming.families import architecture_of
-from zckpt.naming.recognise import by_config
+from zckpt.naming.families import architecture_of, by_config
 from zckpt.naming.schemes import scheme
 from zckpt.storage.location import locate
 

@@ -33,7 +33,7 @@ from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare
-from zckpt.naming.memory_names import in_form
+from zckpt.naming.hub_form import in_form
 from zckpt.naming.merge import base_of, merge_adapters
 from zckpt.naming.merged_config import change_config
 from zckpt.storage.location import Location, locate

@@ -29,7 +29,7 @@ from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.gguf.importance import read_importance
 from zckpt.layouts.gguf.write import FILE_TYPES, as_written, lay_out, types_of
 from zckpt.layouts.save.companions import companions, config_of
-from zckpt.naming.config_defaults import filled_in
+from zckpt.naming.gguf_keys import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import add_frequency_factors, digest_of, mixed_of, vocabulary_rows
 from zckpt.naming.gguf_vision import config_of_vision, vision_of, vision_parameters, vision_tensors

@@ -17,9 +17,8 @@ from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.tied import LANGUAGE_HEADS
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, flat_config, with_parts
-from zckpt.naming.families import architecture_of
+from zckpt.naming.families import architecture_of, by_config
 from zckpt.naming.parts import fill_template, parse_part_name
-from zckpt.naming.recognise import by_config
 from zckpt.naming.schemes import Fit, Scheme, scheme
 
 Shape = tuple[int, ...]

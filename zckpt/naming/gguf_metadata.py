@@ -24,8 +24,7 @@ from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import size as count_of_bytes
 from zckpt.containers.gguf_file import GgufValue, Kind
 from zckpt.layouts.save.companions import companions, is_own
-from zckpt.naming.config_defaults import filled_in
-from zckpt.naming.gguf_keys import check_config
+from zckpt.naming.gguf_keys import check_config, filled_in
 from zckpt.naming.gguf_vocabulary import add_vocabulary
 from zckpt.storage.location import Location
 

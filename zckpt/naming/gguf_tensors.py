@@ -24,7 +24,7 @@ from zckpt.core.fragments import ComputedStore, Fragment
 from zckpt.layouts.gguf.blocks import as_floats, in_blocks
 from zckpt.layouts.gguf.importance import REMEDY, ImportanceMatrix, read_importance
 from zckpt.layouts.gguf.write import Mixed, types_of
-from zckpt.naming.config_defaults import filled_in
+from zckpt.naming.gguf_keys import filled_in
 from zckpt.naming.gguf_metadata import ARCHITECTURES
 from zckpt.naming.rows import with_rows
 from zckpt.storage.json_files import read_json

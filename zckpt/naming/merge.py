@@ -23,8 +23,7 @@ from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
 from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, without_language_head
 from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
-from zckpt.naming.other_methods import CONV1D, SHARED, SUMS, MergedProduct, MergedVera, ScaledLines
-from zckpt.naming.rotations import rotate_rows
+from zckpt.naming.other_methods import CONV1D, SHARED, SUMS, MergedProduct, MergedVera, ScaledLines, rotate_rows
 from zckpt.naming.rows import transpose
 
 _ENDS = (*HEADS, *EMBEDDINGS)

@@ -28,10 +28,9 @@ from zckpt.layouts.save.tied import as_untied, note_on, untied_heads
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import facts_of, with_parts
-from zckpt.naming.families import check_config, make_config, model_types
+from zckpt.naming.families import by_config, by_parts, check_config, make_config, model_types
 from zckpt.naming.gguf_config import config_of_gguf, is_known
 from zckpt.naming.hub_form import in_hub_form
-from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import add_family, recorded_family, scheme, scheme_of
 from zckpt.naming.vocabulary import recorded_vocabulary
 

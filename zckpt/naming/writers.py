@@ -26,10 +26,9 @@ from zckpt.layouts.save.tied import as_untied, note_on, untied_heads
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import Decomposed, decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
-from zckpt.naming.families import make_config
+from zckpt.naming.families import by_config, by_parts, make_config
 from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.parts import fill_template, is_own, parse_part_name
-from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import Scheme, add_family, family_of, recorded_family, scheme, scheme_of, schemes
 from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
 
