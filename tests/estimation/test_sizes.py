@@ -14,10 +14,9 @@ import torch
 
 import zckpt.runtime
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.estimation.activations import activations_of
-from zckpt.estimation.adapters import with_adapter
+from zckpt.estimation.rehearsal import activations_of
 from zckpt.estimation.sizes import ModelSize
-from zckpt.estimation.sources import Unknown, find_source, known_model
+from zckpt.estimation.sources import Unknown, find_source, known_model, with_adapter
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.runtime.estimation.live import built_by_transformers, size_of
 

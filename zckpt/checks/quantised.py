@@ -126,7 +126,7 @@ def _expect_mlx(wanted: Catalog, output: Place, facts: Manifest, said: Mapping[s
     """The tensors of an output in MLX's form."""
     from zckpt.jobs.to_mlx import mlx_tensors
     from zckpt.naming.mlx_names import in_mlx_form
-    from zckpt.quantized.second_affine import affine_again
+    from zckpt.quantized.second_codes import affine_again
 
     dtype = to_dtype(facts.dtype)
     form = in_mlx_form(wanted, read_config(output.home) or {}, said.get("bits"), int(said.get("group_size", 64)))

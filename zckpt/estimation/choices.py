@@ -12,8 +12,7 @@ from typing import Any
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
 from zckpt.base.words import Printed, count, join_words, short_count, shorten_text, size, wrap_text
-from zckpt.estimation.activations import activations_of, longest
-from zckpt.estimation.rehearsal import BYTES, Peak, Setting, rehearse
+from zckpt.estimation.rehearsal import BYTES, Peak, Setting, activations_of, longest, rehearse
 from zckpt.estimation.sizes import ModelSize
 
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -16,7 +16,7 @@ from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, U32, DType
 from zckpt.core.recipes import derive_entry
-from zckpt.quantized.dequantise import Narrowed
+from zckpt.quantized.grids import Narrowed
 from zckpt.quantized.targets import rounded_to, stored_bits
 
 if TYPE_CHECKING:

@@ -1,17 +1,28 @@
-"""How scales lie over matrices: each is for a block of elements.
+"""How scales lie over matrices, each for a block of elements; and what matrices of fp8 stand for, in fp32.
 
 For the recipes of this room. A tensor of more than two dimensions is a stack of matrices (experts), each with blocks of its own.
 Source: DeepSeek-V3, `weight_scale_inv` (fp32, ceil(rows / 128) x ceil(columns / 128), by which a block is multiplied);
 compressed-tensors 0.20, quantization/lifecycle/initialize.py (`weight_scale`: (1,) for a tensor, (rows, 1) for channels).
+
+What they stand for: DeepSeek-V3, inference/kernel.py (`weight_dequant`); transformers 5.23, integrations/finegrained_fp8.py;
+compressed-tensors 0.20, quantization/lifecycle/forward.py (`dequantize`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.folds import MatrixBlocks
+from zckpt.base.errors import COPY_AGAIN, CorruptError
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.core.folds import MatrixBlocks, Tools
+
+if TYPE_CHECKING:
+    from zckpt.core.folds import Array
+
 
 _MOST = 1 << 19
 """The most elements that are computed at once, so that a second-level cache has them; a larger row of blocks stays whole."""
@@ -123,3 +134,79 @@ def grid_of(
     if has_groups and scales[:-1] == (*lead, rows) and scales[-1] and columns % scales[-1] == 0:
         return Grid(matrices, rows, columns, 1, columns // scales[-1])
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantised:
+    """A tensor times its scales, in fp32.
+
+    Attributes:
+        inputs: the tensor of fp8, and its scales in the order of the blocks.
+        grid: how they lie over it.
+    """
+
+    inputs: tuple[TensorEntry, TensorEntry]
+    grid: Grid
+
+    @property
+    def unit(self) -> int:
+        return max(1, self.grid.columns)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        return ("dequantised", self.grid)
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        grid, (numbers, scales) = self.grid, self.inputs
+        yield numbers, start, stop
+        for _, blocks, band in grid.chunks(start // self.unit, stop // self.unit):
+            bands = -(-(blocks.first + blocks.rows) // grid.block_rows)
+            yield scales, band * grid.across, (band + bands) * grid.across
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32. Raises CorruptError if a scale is NaN or infinite."""
+        import numpy as np
+
+        grid, (numbers, scales) = self.grid, self.inputs
+        found = np.empty(stop - start, np.float32)
+        at = 0
+        for row, blocks, band in grid.chunks(start // self.unit, stop // self.unit):
+            first = row * grid.columns
+            count = blocks.rows * grid.columns
+            bands = -(-(blocks.first + blocks.rows) // grid.block_rows)
+            part = tools.read_floats(numbers, first, first + count)
+            factors = tools.read_floats(scales, band * grid.across, (band + bands) * grid.across)
+            if not np.isfinite(factors).all():
+                raise CorruptError(
+                    f"the scales of tensor {numbers.name!r} hold NaN or infinity", found=f"in {scales.name!r}",
+                    expected="finite numbers", remedy=COPY_AGAIN,
+                )  # fmt: skip
+            tools.kernels.multiply_blocks(part, blocks, factors)
+            found[at : at + count] = part
+            at += count
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """A tensor in another dtype, with each number rounded once.
+
+    Attributes:
+        inputs: the tensor.
+        dtype: of the result.
+        unit: as in the tensor's own recipe.
+    """
+
+    inputs: tuple[TensorEntry]
+    dtype: DType
+    unit: int = 1
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        return ("narrowed", self.dtype.name)
+
+    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        return [(self.inputs[0], start, stop)]
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        return tools.read(self.inputs[0], start, stop, self.dtype)

@@ -183,7 +183,7 @@ def _is_of_cache(entry: TensorEntry) -> bool:
 def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
     """The numbers of a quantised tensor, in fp32 or rounded to a dtype."""
     entry = each.entry
-    from zckpt.quantized.dequantise import Dequantised, Narrowed
+    from zckpt.quantized.grids import Dequantised, Narrowed
 
     recipe = Dequantised((entry, each.scales), each.grid)
     wide = derive_entry(entry.name, entry.shape, F32, recipe, entry.role)

@@ -26,8 +26,7 @@ from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, U8, DType
 from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools, read_numbers
 from zckpt.core.recipes import DerivedStore, derive_entry
 from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
-from zckpt.quantized.dequantise import Dequantised, Narrowed
-from zckpt.quantized.grids import Grid
+from zckpt.quantized.grids import Dequantised, Grid, Narrowed
 from zckpt.quantized.packed import Packed
 from zckpt.quantized.plain import Scaled
 from zckpt.quantized.second_scale import Powers, Second

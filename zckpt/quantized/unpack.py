@@ -31,8 +31,7 @@ from zckpt.quantized.coded import (
     unsigned_codes,
 )
 from zckpt.quantized.configs import BLOCK, Quantization
-from zckpt.quantized.dequantise import Narrowed
-from zckpt.quantized.grids import Grid, as_matrices, grid_of
+from zckpt.quantized.grids import Grid, Narrowed, as_matrices, grid_of
 from zckpt.quantized.packed import Packed, Part
 
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
