@@ -128,20 +128,20 @@ def test_the_source_is_in_it(key: Path, tmp_path: Path) -> None:
 def test_indexes_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zipfile
 
-    from zckpt.jobs import provenance
+    from zckpt.jobs import planned
     from zckpt.storage.location import locate
 
-    monkeypatch.setattr(provenance, "_WHOLE_BYTES", 10)
+    monkeypatch.setattr(planned, "_WHOLE_BYTES", 10)
     torch_file = next((RUN / (RUN / "latest").read_text()).glob("*.pt"))
     with zipfile.ZipFile(torch_file) as file:
         [pickle] = [name for name in file.namelist() if name.endswith("/data.pkl")]
         expected = hashlib.sha256(file.read(pickle)).hexdigest()
-    facts = provenance._facts("a", locate(torch_file))
+    facts = planned._facts("a", locate(torch_file))
     assert (facts["index"], facts["sha256"]) == ("pickle", expected)
     zckpt.convert(RUN, tmp_path / "out", dtype="bf16")
     weights = tmp_path / "out" / "model.safetensors"
     header = weights.read_bytes()[: 8 + int.from_bytes(weights.read_bytes()[:8], "little")]
-    facts = provenance._facts("a", locate(weights))
+    facts = planned._facts("a", locate(weights))
     assert (facts["index"], facts["sha256"]) == ("header", hashlib.sha256(header).hexdigest())
 
 

@@ -325,7 +325,7 @@ def compare_renamed(source: Examined, output: Examined, form: Mapping[str, Any])
         output: what was written; it has a catalog.
         form: the facts of the manifest.
     """
-    from zckpt.jobs.megatron_states import megatron_states
+    from zckpt.jobs.to_mcore import megatron_states
     from zckpt.naming.writers import name_for_writer, naming_of
 
     chosen = source.catalog

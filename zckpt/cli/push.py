@@ -70,7 +70,7 @@ def push(
     from zckpt.hub import PageTarget, load
 
     if not os.path.exists(ckpt) and os.path.isdir(repo_id):
-        from zckpt.jobs.swapped import check_order
+        from zckpt.jobs.open import check_order
 
         check_order(ckpt, repo_id)
     planned = load(ckpt, dtype, asked)

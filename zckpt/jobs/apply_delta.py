@@ -31,8 +31,7 @@ from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.convert import usual_dtype
 from zckpt.jobs.declarations import APPLY, Asked
 from zckpt.jobs.options import ApplyOptions
-from zckpt.jobs.planned import Report, protected_places
-from zckpt.jobs.provenance import provenance
+from zckpt.jobs.planned import Report, protected_places, provenance
 from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file

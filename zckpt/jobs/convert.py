@@ -20,9 +20,8 @@ from zckpt.engine import replicas
 from zckpt.jobs.casting import check_kept, dtype_of, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Selecting
-from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked
-from zckpt.jobs.planned import Planned, Report, carry_out, protected_places
+from zckpt.jobs.planned import Planned, Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.steps import is_copy, open_model, record_of, steps_of
 from zckpt.jobs.working_model import WorkingModel
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out

@@ -133,7 +133,7 @@ class Job(Generic[Own]):
         """
         checkpoint, out, *more = arguments
         if len(more) == 1 and isinstance(checkpoint, str | os.PathLike) and os.path.isdir(os.path.expanduser(out)):
-            import_module("zckpt.jobs.swapped").check_order(checkpoint, out)
+            import_module("zckpt.jobs.open").check_order(checkpoint, out)
         return import_module(f"zckpt.jobs.{self.home}").prepare(*arguments)
 
     def options(self) -> Iterator[tuple[type, Field[Any]]]:

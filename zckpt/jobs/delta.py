@@ -26,8 +26,7 @@ from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import DELTA, Asked
 from zckpt.jobs.options import DeltaOptions
 from zckpt.jobs.own_groups import Delta
-from zckpt.jobs.planned import protected_places
-from zckpt.jobs.provenance import provenance
+from zckpt.jobs.planned import protected_places, provenance
 from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, pair_tensors
 from zckpt.output import manifest as manifests
 from zckpt.output.files import FileOrder, Moved

@@ -28,8 +28,11 @@ from zckpt.jobs.groups import Reading
 from zckpt.jobs.opened import Opened as Opened
 from zckpt.jobs.opened import dequantise, opened_as_stored
 from zckpt.layouts.places import Place, find
+from zckpt.layouts.save.folder import list_folder
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.state_names import WRAPPERS
+from zckpt.layouts.search import pointer_in, tags_in
+from zckpt.output import manifest
 from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.location import locate
 
@@ -462,3 +465,32 @@ def open_checkpoint(
     """
     reading = Reading(tag=tag, also=also, read_options=read_options)
     return Checkpoint(open_catalog(path, reading, as_stored=True), framework)
+
+
+def check_order(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Refuses arguments that seem to be swapped.
+
+    Args:
+        checkpoint: what is read.
+        out: where the output is to go; it exists.
+
+    Raises:
+        UsageError: `out` holds saves of a training run, and `checkpoint` is missing, or an output of zckpt.
+    """
+    source, place = locate(checkpoint), locate(out)
+    if source.is_remote or place.is_remote or not place.is_dir():
+        return
+    folder = list_folder(place)
+    if not pointer_in(folder.names) and not tags_in(folder):
+        return
+    is_output = source.is_dir() and os.path.lexists(manifest.path_for(source.path, single=False))
+    if source.is_dir() or source.is_file():
+        if not is_output and not (source.is_file() and os.path.lexists(manifest.path_for(source.path, single=True))):
+            return
+        found = "an output of zckpt"
+    else:
+        found = "nothing"
+    raise UsageError(
+        "the arguments seem to be swapped", file=source, found=f"{found}; and {place.path!r} holds a checkpoint",
+        expected="the checkpoint first", remedy=f"Type them the other way round: {place.path} {source.path}",
+    )  # fmt: skip

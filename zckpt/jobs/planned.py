@@ -1,30 +1,90 @@
 """A job that is planned but not begun, how it is carried out, and what it reports.
 
-For every job that writes an output, and for the commands that show a plan.
+For every job that writes an output, and for the commands that show a plan. `find_left_out` says which tensors of a checkpoint
+an output leaves out, and why: the ledger of a job that writes weights, closed before anything is written; the manifest records
+it, and a dry run prints it. `provenance` is what a signed output says of its source: its files,
+and the SHA-256 of each one's index.
+
+[Note: indexes] The index of a file is what says which tensors are in it and where: the header of a safetensors file, the pickle
+of a torch file. Of any other file (`latest`, an index of shards, `.metadata`), and of small files, it is the whole file. Elements
+are not hashed: what became of them is in the output, and its bytes are signed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass, public
+from zckpt.base.errors import ZckptError
 from zckpt.base.progress import Progress, watch_progress
-from zckpt.base.words import count, duration, rate, shorten_text, size
-from zckpt.core.catalog import Catalog
-from zckpt.core.ledger import TrainedTensor
+from zckpt.base.words import count, duration, matches, rate, shorten_text, size
+from zckpt.containers import is_torch_zip
+from zckpt.containers.torch_zip import pickle_of
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.ledger import Fate, TrainedTensor, check_closed, names_unread
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
+from zckpt.jobs.groups import Selecting
 from zckpt.jobs.open import Opened
+from zckpt.layouts.save.listing import Listing
 from zckpt.output.order import Order, OutputReport
 from zckpt.output.publish import publish
 from zckpt.storage.location import Location, locate
 
 if TYPE_CHECKING:
     from zckpt.output.signature import Signing
+
+
+_WHOLE_BYTES = 1 << 20
+_MOST_BYTES = 64 << 20
+"""The most bytes of files that are not weights and are hashed whole; of larger ones, only the size is recorded."""
+
+
+def provenance(
+    sources: Iterable[tuple[Listing, Catalog]], others: Iterable[tuple[str, Location]] = ()
+) -> dict[str, object]:
+    """The sources of an output for its signature: the facts of `zckpt.json` and the files of each.
+
+    Args:
+        sources: what weights were read from.
+        others: name and place of further files that it was made from.
+
+    Raises:
+        ZckptError, OSError: a file cannot be read.
+    """
+    further = [_facts(name, file) for name, file in others]
+    made_from = [
+        {
+            **catalog.source_facts(),
+            "files": [_facts(name, file) for name, file in sorted(listing.files.items())],
+        }
+        for listing, catalog in sources
+    ]
+    return {"made_from": made_from, **({"deltas": further} if further else {})}
+
+
+def _facts(name: str, file: Location) -> dict[str, object]:
+    """The facts of one file: its name, its bytes, and its index's SHA-256; see [Note: indexes]."""
+    nbytes = file.size()
+    facts: dict[str, object] = {"name": name, "bytes": nbytes}
+    kind, data = "", b""
+    if nbytes <= _WHOLE_BYTES:
+        kind, data = "whole", file.read()
+    elif file.name.endswith(".safetensors"):
+        kind, data = "header", file.read(8 + int.from_bytes(file.read(8), "little"))
+    else:
+        with contextlib.suppress(ZckptError):  # several torch files in one, as torch.distributed.checkpoint writes them
+            if is_torch_zip(file):
+                kind, data = "pickle", pickle_of(file)
+            elif nbytes <= _MOST_BYTES:
+                kind, data = "whole", file.read()
+    return {**facts, "index": kind, "sha256": sha256(data).hexdigest()} if kind else facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +128,6 @@ class Planned:
         signing = self.order.signing
         if signing is None:
             return None
-        from zckpt.jobs.provenance import provenance
 
         sources = ((one.place.listing, one.catalog) for one in self.made_from)
         return replace(signing, provenance=provenance(sources))
@@ -167,3 +226,46 @@ def protected_places(
         return {listing.directory, *files}
     shards = {*files, *(place.parent for place in listing.files.values())}
     return shards if beside or not listing.tag or not checkpoint.is_dir() else {*shards, checkpoint}
+
+
+def find_left_out(
+    source: Catalog,
+    written: Mapping[str, TensorEntry],
+    selecting: Selecting,
+    *,
+    selectable: Mapping[str, TensorEntry] | None = None,
+    rules: Mapping[str, str] | None = None,
+) -> tuple[Fate, ...]:
+    """The tensors of a checkpoint that an output reads nothing of, each with the option or the rule that left it out.
+
+    Args:
+        source: the checkpoint.
+        written: the tensors of the output.
+        selecting: what was asked for.
+        selectable: the tensors from which `include` and `exclude` chose; None for the checkpoint's.
+        rules: name of a tensor -> the key of `RULES` that left it out.
+
+    Raises:
+        InconsistentError: a tensor would be lost that no option and no rule leaves out.
+    """
+    unread = names_unread(source, written)
+    if not unread:
+        return ()
+    lost = set[str]() if selectable is None else set(names_unread(source, selectable))
+    fates = tuple(_fates(source, unread, selecting, lost, rules or {}))
+    check_closed(source, unread, fates)
+    return fates
+
+
+def _fates(
+    source: Catalog, unread: Sequence[str], selecting: Selecting, lost: set[str], rules: Mapping[str, str]
+) -> Iterator[Fate]:
+    for name in unread:
+        if name in rules:
+            yield Fate(name, "rule", rules[name])
+        elif selecting.exclude_frozen and source.tensors[name].role == "frozen":
+            yield Fate(name, "option", "--exclude-frozen")
+        elif matches(name, selecting.exclude) or (name not in lost and selecting.exclude):
+            yield Fate(name, "option", "--exclude")
+        elif name not in lost and selecting.include:
+            yield Fate(name, "option", "--include")

@@ -25,12 +25,11 @@ from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.convert import prepare as prepare_copy
 from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
 from zckpt.jobs.groups import Casting
-from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.opened import dequantise
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
-from zckpt.jobs.planned import Report, carry_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file

@@ -23,11 +23,10 @@ from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for, usual_dtype
 from zckpt.jobs.declarations import TO_DCP, Asked
 from zckpt.jobs.groups import Form, Naming
-from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Dcp
-from zckpt.jobs.planned import Report, carry_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.selection import check_wanted, resolve_selection, select
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import join_path

@@ -19,11 +19,10 @@ from zckpt.core.ledger import names_unread
 from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_GGUF, Asked
-from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Gguf
-from zckpt.jobs.planned import Report, carry_out, protected_places
+from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
 from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.gguf.importance import read_importance

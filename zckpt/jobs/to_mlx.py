@@ -22,10 +22,9 @@ from zckpt.core.plan import Plan, literal_file
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_MLX, Asked
-from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Mlx
-from zckpt.jobs.planned import Report, carry_out
+from zckpt.jobs.planned import Report, carry_out, find_left_out
 from zckpt.jobs.quantize import open_model_for
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.naming.mlx_names import MlxForm, in_mlx_form

@@ -33,10 +33,9 @@ from zckpt.jobs.adapters import (
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_PEFT, Asked
-from zckpt.jobs.left_out import find_left_out
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.own_groups import Adapter
-from zckpt.jobs.planned import Report, execute, protected_places
+from zckpt.jobs.planned import Report, execute, find_left_out, protected_places
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import is_own, note_of_links
 from zckpt.naming.adapter_names import Found, adapters_in, is_adapter_file, only_adapter
