@@ -34,7 +34,7 @@ _LIGHT = ("zckpt.cli", "zckpt.jobs.convert", "zckpt.jobs.inspection", "zckpt.che
 _HEAVY = (
     *_LIGHT, "safetensors.torch", "torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.tensor",
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "zckpt.live", "zckpt.runtime",
-    "zckpt.runtime.train.train", "zckpt.runtime.estimation.live", "matplotlib.figure",
+    "zckpt.runtime.train.train", "zckpt.runtime.estimation", "matplotlib.figure",
 )  # fmt: skip
 _TRAINS = ("train", "run", "demo", "estimate")
 """Commands that import torch."""

@@ -18,7 +18,7 @@ from zckpt.estimation.rehearsal import activations_of
 from zckpt.estimation.sizes import ModelSize
 from zckpt.estimation.sources import Unknown, find_source, known_model, with_adapter
 from zckpt.layouts.save.known_shapes import known_shapes
-from zckpt.runtime.estimation.live import built_by_transformers, size_of
+from zckpt.runtime.estimation import built_by_transformers, size_of
 
 transformers = pytest.importorskip("transformers")
 

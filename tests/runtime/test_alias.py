@@ -34,12 +34,12 @@ for name in ("deepspeed.nosuch", "deepspeed.ops.nosuch", "deepspeed.training_run
         assert error.name == name and "zckpt.runtime in this process" in str(error), error
     else:
         raise AssertionError(name)
-from zckpt.runtime.names import surface
-for path in surface.read_lines():
+from zckpt.runtime.names import finder
+for path in finder.read_lines():
     module = importlib.import_module(f"deepspeed.{path}".rstrip("."))
     assert module is importlib.import_module(f"zckpt.runtime.{path}".rstrip(".")), path
     assert module.__spec__.name == module.__name__ == f"zckpt.runtime.{path}".rstrip("."), path
-    for name in surface.all_names_of(path):
+    for name in finder.all_names_of(path):
         getattr(module, name)
 """
 

@@ -11,8 +11,8 @@ import torch
 from zckpt import runtime
 from zckpt.base.errors import UsageError
 from zckpt.runtime import activations as checkpointing
+from zckpt.runtime.config.fields import ActivationSection
 from zckpt.runtime.config.read import read_config
-from zckpt.runtime.config.reports import ActivationSection
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 from config_page import page
 
-from zckpt.runtime.config.fields import Section, keys_of, kind_of, names_of_fields, section_of
-from zckpt.runtime.config.reports import FlopsProfilerSection, ThroughputSection
+from zckpt.runtime.config.fields import (
+    FlopsProfilerSection,
+    Section,
+    ThroughputSection,
+    keys_of,
+    kind_of,
+    names_of_fields,
+    section_of,
+)
 from zckpt.runtime.config.sections import BF16, FP16, Config
 from zckpt.runtime.config.zero import OffloadOptimizer, OffloadParam, Zero
 

@@ -22,7 +22,7 @@ from zckpt import runtime
 from zckpt.base.errors import UnsupportedError
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.engine_parts.answers import UNBUILT as UNBUILT_METHODS
-from zckpt.runtime.names import finder, surface, table
+from zckpt.runtime.names import finder, table
 from zckpt.runtime.names.unbuilt import INSTEAD, Unbuilt
 
 # Who calls what of an engine: names that these call on what `initialize` returns, read from their sources.
@@ -380,10 +380,10 @@ def test_names_that_were_there_stay() -> None:
 
 def test_deepspeeds_modules_are_all_there() -> None:
     """Under `zckpt.runtime`; tests/runtime/test_alias.py asks for them and their names under `deepspeed`."""
-    assert len(surface.read_lines()) == 750
-    for path in surface.read_lines():
+    assert len(finder.read_lines()) == 750
+    for path in finder.read_lines():
         module = importlib.import_module(f"zckpt.runtime.{path}".rstrip("."))
-        assert not path or set(module.__all__) >= surface.all_names_of(path)
+        assert not path or set(module.__all__) >= finder.all_names_of(path)
     constants = importlib.import_module("zckpt.runtime.runtime.constants")
     assert constants.TRAIN_BATCH_SIZE == "train_batch_size" and constants.GRADIENT_CLIPPING_DEFAULT == 1.0
 
@@ -414,11 +414,11 @@ def test_a_name_without_a_row_says_what_to_do() -> None:
 
 
 def test_rows_name_what_is_there() -> None:
-    lines = surface.read_lines()
+    lines = finder.read_lines()
     assert {path for path in table.BUILT if path not in lines} == OLDER
     assert [path for path in table.UNBUILT if path != "**" and path.removesuffix(".**") not in lines] == []
     for path, row in table.BUILT.items():
-        own = set(surface.names_of(path).own)
+        own = set(finder.names_of(path).own)
         for name, target in ({"*": row} if isinstance(row, str) else row).items():
             if isinstance(target, str):
                 found = finder._import_target(target)
@@ -437,9 +437,9 @@ def test_what_is_built_has_a_row() -> None:
             if name[0] != "_" and getattr(value, "__module__", None) == module.__name__
         }  # fmt: skip
     found = [
-        f"{path}.{name} is in {built[name]}" for path in surface.read_lines() for name in surface.names_of(path).own
+        f"{path}.{name} is in {built[name]}" for path in finder.read_lines() for name in finder.names_of(path).own
         if name in built and path.rpartition(".")[2] != "async_io" and is_unbuilt(finder.find_name(path, name))
-        and not any(name in surface.names_of(row).own and not is_unbuilt(finder.find_name(row, name)) for row in table.BUILT)
+        and not any(name in finder.names_of(row).own and not is_unbuilt(finder.find_name(row, name)) for row in table.BUILT)
     ]  # fmt: skip
     assert found == []
     assert [name for path, row in table.BUILT.items() if isinstance(row, dict) for name, one in row.items()
@@ -449,8 +449,8 @@ def test_what_is_built_has_a_row() -> None:
 def test_no_own_module_has_deepspeeds_name() -> None:
     home = ROOT / "zckpt" / "runtime"
     own = {path.stem for path in home.glob("[a-z]*.py")} | {path.parent.name for path in home.glob("*/__init__.py")}
-    assert own & {path.partition(".")[0] for path in surface.read_lines()} == set()
-    assert own & surface.all_names_of("") == set()
+    assert own & {path.partition(".")[0] for path in finder.read_lines()} == set()
+    assert own & finder.all_names_of("") == set()
 
 
 @pytest.fixture(scope="module")
@@ -477,7 +477,7 @@ OF_OTHERS = {"TYPE_CHECKING", "REMAINDER", "inf", "member_name", "module_name", 
 def test_every_name_that_deepspeeds_modules_have_when_they_run_is_here(theirs: Any) -> None:
     """All of them are imported: what they set by loops and take by stars counts too. 15 need what this machine lacks."""
     missing, imported = [], 0
-    for path in surface.read_lines():
+    for path in finder.read_lines():
         try:
             real = importlib.import_module(f"deepspeed.{path}".rstrip("."))
         except (ImportError, AttributeError, AssertionError):
@@ -501,9 +501,9 @@ def test_the_builders_of_deepspeeds_parts_have_names(theirs: Any) -> None:
 def test_the_data_is_true(theirs: Any) -> None:
     """Of the modules that `import deepspeed` imports: each name is there, and each literal has the value that it has there."""
     wrong = []
-    for path in surface.read_lines():
+    for path in finder.read_lines():
         real = sys.modules.get(f"deepspeed.{path}".rstrip("."))
-        for name, kind in surface.names_of(path).own.items() if real else ():
+        for name, kind in finder.names_of(path).own.items() if real else ():
             if not hasattr(real, name) or (
                 kind not in ("", "()", "=?") and getattr(real, name) != ast.literal_eval(kind[1:])
             ):
@@ -512,6 +512,6 @@ def test_the_data_is_true(theirs: Any) -> None:
 
 
 def test_the_engine_has_of_deepspeeds_names_what_it_had(engine: Engine) -> None:
-    line = surface._FILE.read_text().splitlines()[-1]
-    names = [name.removesuffix("()") for name in line.removeprefix(f"{surface._ENGINE}: ").split()]
+    line = finder._FILE.read_text().splitlines()[-1]
+    names = [name.removesuffix("()") for name in line.removeprefix(f"{finder._ENGINE}: ").split()]
     assert len([name for name in names if hasattr(engine, name)]) >= 138  # of 251; this figure may only rise

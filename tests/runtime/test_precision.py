@@ -11,7 +11,7 @@ import pytest
 
 from zckpt.base.errors import CastError
 from zckpt.runtime.config.sections import FP16
-from zckpt.runtime.optimizers.loss_scale import LossScaler, loss_scaler
+from zckpt.runtime.optimizers.handle import LossScaler, loss_scaler
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 
 from zckpt import _core
 from zckpt.runtime.optimizers.lion_lamb import Lion
-from zckpt.runtime.swapping import kernels
-from zckpt.runtime.swapping.kernels import kernel_of, rates, step
+from zckpt.runtime.swapping import stepping
+from zckpt.runtime.swapping.stepping import kernel_of, rates, step
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "Adagrad": torch.optim.Adagrad, "Lion": Lion}
@@ -111,7 +111,9 @@ def test_what_the_kernel_does_not_know_is_left_to_torch() -> None:
 
 def test_a_kernel_that_rounds_elsewhere_than_torch_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], fused=True)
-    kernels._equals_torch.cache_clear()
-    monkeypatch.setattr(kernels, "rates", lambda optimizer, group, step: rates(optimizer, {**group, "eps": 2e-8}, step))
+    stepping._equals_torch.cache_clear()
+    monkeypatch.setattr(
+        stepping, "rates", lambda optimizer, group, step: rates(optimizer, {**group, "eps": 2e-8}, step)
+    )
     assert kernel_of(optimizer, optimizer.param_groups[0]) is None
-    kernels._equals_torch.cache_clear()
+    stepping._equals_torch.cache_clear()

@@ -101,7 +101,7 @@ def estimate(
     size = source.model
     if isinstance(size, Unknown):
         try:
-            from zckpt.runtime.estimation.live import built_by_transformers
+            from zckpt.runtime.estimation import built_by_transformers
         except ImportError as error:
             raise _missing(error) from error
         size = built_by_transformers(size)
@@ -109,7 +109,7 @@ def estimate(
     asked, file = None, ""
     if config is not None:
         try:
-            from zckpt.runtime.estimation.asked import asked_of
+            from zckpt.runtime.config.asked import asked_of
         except ImportError as error:
             raise _missing(error) from error
         width = (size.config or {}).get("hidden_size")

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from zckpt.runtime.config.attributes import DeepSpeedConfig
     from zckpt.runtime.config.read import read_config
     from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
-    from zckpt.runtime.deepspeed_api.logging import log_dist, logger
-    from zckpt.runtime.deepspeed_api.utilities import OnDevice
+    from zckpt.runtime.deepspeed_api.utilities import OnDevice, log_dist, logger
     from zckpt.runtime.engine import Engine
-    from zckpt.runtime.estimation.live import estimate
+    from zckpt.runtime.estimation import estimate
     from zckpt.runtime.names.finder import as_deepspeed
     from zckpt.runtime.start import initialize
     from zckpt.runtime.world import init_distributed
@@ -53,7 +52,7 @@ __all__ = [
     "moe", "ops", "pipe", "read_config", "runtime", "utils", "zero",
 ]  # fmt: skip
 
-_OWN = {"Engine": "engine", "as_deepspeed": "names.finder", "estimate": "estimation.live", "read_config": "config.read"}
+_OWN = {"Engine": "engine", "as_deepspeed": "names.finder", "estimate": "estimation", "read_config": "config.read"}
 """zckpt's own name -> its module, which is imported when the name is first used. DeepSpeed's names are in `names.table`."""
 
 

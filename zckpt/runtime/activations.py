@@ -22,8 +22,8 @@ from torch.utils import checkpoint as torchs
 
 from zckpt.base.errors import UsageError
 from zckpt.live.device import pins, synchronize
+from zckpt.runtime.config.fields import ActivationSection
 from zckpt.runtime.config.read import read_activations
-from zckpt.runtime.config.reports import ActivationSection
 
 _options: ActivationSection | None = None
 

@@ -23,15 +23,14 @@ from zckpt.base.words import examples
 from zckpt.live.device import accelerator
 from zckpt.runtime.engine_parts.answers import add_answers
 from zckpt.runtime.engine_parts.batches import Batches
-from zckpt.runtime.engine_parts.offload import Offload
-from zckpt.runtime.engine_parts.weights import Weights
+from zckpt.runtime.engine_parts.weights import Offload, Weights
 from zckpt.runtime.observe.observer import Observer
 from zckpt.runtime.optimizers.lion_lamb import Lamb
 from zckpt.runtime.parameters import remember_optimizer
 from zckpt.runtime.saves.engine_part import Saves
 from zckpt.runtime.sharding import gradients
-from zckpt.runtime.sharding.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
-from zckpt.runtime.sharding.ungathered import explain_failure
+from zckpt.runtime.sharding.gradients import DirectBackwards, forget_scaled, mark_scaled, of_engine
+from zckpt.runtime.sharding.on_access import explain_failure
 
 _log = logging.getLogger("zckpt.runtime")
 

@@ -30,13 +30,11 @@ from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, flatten, r
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
 from zckpt.runtime.observe.monitor import check_libraries
+from zckpt.runtime.optimizers.build import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.handle import EngineOptimizer
-from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
-from zckpt.runtime.sharding.buffers import cast_buffers
-from zckpt.runtime.sharding.on_access import gather_on_access
-from zckpt.runtime.sharding.parts import allow_parts
-from zckpt.runtime.sharding.shard import Precision, shard
+from zckpt.runtime.sharding.on_access import allow_parts, gather_on_access
+from zckpt.runtime.sharding.shard import Precision, cast_buffers, shard
 from zckpt.runtime.sharding.units import Wrap
 from zckpt.runtime.sharding.watch import Watch
 from zckpt.runtime.swapping.install import Swap

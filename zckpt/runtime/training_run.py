@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from zckpt.runtime.config.read import BatchSizes, Settings
 from zckpt.runtime.loader import Loader
-from zckpt.runtime.optimizers.handle import EngineOptimizer
-from zckpt.runtime.optimizers.loss_scale import loss_scaler
+from zckpt.runtime.optimizers.handle import EngineOptimizer, loss_scaler
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.shard import Sharded
 from zckpt.runtime.sharding.whole import Copies, WholeParameters, refuse_parts

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, field_validator
 
-from zckpt.runtime.config import reports
+from zckpt.runtime.config import fields
 from zckpt.runtime.config.fields import Section, foreign, own_key, refused_key, unused_key, used_key
 from zckpt.runtime.config.zero import Zero
 
@@ -180,15 +180,15 @@ class Config(Section):
     use_data_before_expert_parallelism: bool = unused_key(False, "for expert parallelism")
     cuda_visible_devices: Any = unused_key(None, "set the variable CUDA_VISIBLE_DEVICES")
     allgather_size: int | None = unused_key(None, "for the oldest form of `zero_optimization`")
-    activation_checkpointing: reports.ActivationSection = used_key(reports.ActivationSection(), "see below")
+    activation_checkpointing: fields.ActivationSection = used_key(fields.ActivationSection(), "see below")
     aio: Aio = used_key(Aio(), "see below")
     comms_logger: Any = foreign("comms_logger", "collectives are not timed: torch.profiler shows them", "missed")
-    flops_profiler: reports.FlopsProfilerSection = used_key(reports.FlopsProfilerSection(), "see below")
-    timers: reports.TimersSection = used_key(reports.TimersSection(), "see below")
-    tensorboard: reports.TensorBoardSection = used_key(reports.TensorBoardSection(), "see below")
-    wandb: reports.WandbSection = used_key(reports.WandbSection(), "see below")
-    csv_monitor: reports.CSVSection = used_key(reports.CSVSection(), "see below")
-    comet: reports.CometSection = used_key(reports.CometSection(), "see below")
+    flops_profiler: fields.FlopsProfilerSection = used_key(fields.FlopsProfilerSection(), "see below")
+    timers: fields.TimersSection = used_key(fields.TimersSection(), "see below")
+    tensorboard: fields.TensorBoardSection = used_key(fields.TensorBoardSection(), "see below")
+    wandb: fields.WandbSection = used_key(fields.WandbSection(), "see below")
+    csv_monitor: fields.CSVSection = used_key(fields.CSVSection(), "see below")
+    comet: fields.CometSection = used_key(fields.CometSection(), "see below")
     pipeline: Any = foreign("pipeline", "pipeline parallelism is not built; plain models do not need it")
     autotuning: Any = foreign("autotuning", "not built", "refused")
     torch_autocast: Any = foreign("torch_autocast", "use `bf16` or `fp16`, or torch.autocast in your code", "refused")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zckpt.live.device import accelerator, default_backend
-from zckpt.runtime.observe.memory import device_memory
+from zckpt.runtime.observe.timer import device_memory
 
 
 def _nothing(*_: Any) -> Any:

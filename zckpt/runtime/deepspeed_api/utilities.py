@@ -1,30 +1,35 @@
-"""Small functions and classes: memory, seeds, norms, devices, names of files; loaders that begin again, construction on a device.
+"""Small functions and classes: memory, seeds, norms, devices, files' names, the logger, operations; loaders that begin again.
 
 Source: DeepSpeed 0.19.8, runtime/utils.py, runtime/dataloader.py, utils/init_on_device.py, utils/nvtx.py, utils/module_utils.py,
-launcher/runner.py, checkpoint/utils.py.
+launcher/runner.py, checkpoint/utils.py, utils/logging.py.
+Scripts and tests that ask `deepspeed.ops` are told what they may use: device nvme, too, without DeepSpeed's library.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zckpt.base.errors import UsageError
+from zckpt.base.words import join_words
 from zckpt.live.device import CPU
 from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
 from zckpt.runtime.loader import map_tensors
-from zckpt.runtime.observe.memory import GIB
-from zckpt.runtime.observe.memory import see_memory_usage as see_memory_usage
+from zckpt.runtime.names.unbuilt import OWN_FILES, refuse
+from zckpt.runtime.observe.timer import GIB
+from zckpt.runtime.observe.timer import see_memory_usage as see_memory_usage
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -228,3 +233,97 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Sets an attribute by its dotted name."""
     place, _, last = module_name.rpartition(".")
     setattr(recursive_getattr(model, place) if place else model, last, module)
+
+
+logger = logging.getLogger("zckpt.runtime")
+
+_NAMES = ("debug", "info", "warning", "error", "critical")
+log_levels: dict[str, int] = {name: getattr(logging, name.upper()) for name in _NAMES}
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs a message on some ranks, with their number; [-1] means all, and without a process group every process logs."""
+    if (text := _of_ranks(message, ranks)) is not None:
+        logger.log(level, text)
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Prints a message on some ranks."""
+    if (text := _of_ranks(message, ranks)) is not None:
+        print(text)  # noqa: T201
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """The same as `log_dist`, once per process and message."""
+    _once(message, None if ranks is None else tuple(ranks), level)
+
+
+@functools.cache
+def _once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """Logs a warning once per process."""
+    logger.warning(message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Sets which messages are logged. Raises UsageError for an unknown level."""
+    chosen = custom_logger or logger
+    chosen.setLevel(_level(log_level_str))
+    for handler in chosen.handlers:
+        handler.setLevel(_level(log_level_str))
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether messages of this level are logged. Raises UsageError for an unknown level."""
+    return logger.getEffectiveLevel() <= _level(max_log_level_str)
+
+
+def _level(name: str) -> int:
+    if name.lower() not in log_levels:
+        known = join_words(_NAMES, "or")
+        raise UsageError(f"there is no log level {name!r}", expected=known, remedy="Choose one of these.")
+    return log_levels[name.lower()]
+
+
+def _of_ranks(message: str, ranks: Sequence[int] | None) -> str | None:
+    """The message with the rank's number, if this rank logs it; otherwise None."""
+    if not dist.is_initialized():
+        return f"[Rank -1] {message}"
+    rank = dist.get_rank()
+    return f"[Rank {rank}] {message}" if ranks and (ranks[0] == -1 or rank in ranks) else None
+
+
+COMPATIBLE_OPS = {
+    **dict.fromkeys(("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"), True),
+    **dict.fromkeys(
+        (
+            "cutlass_ops", "dc", "deepspeed_ccl_comm", "deepspeed_not_implemented", "deepspeed_shm_comm",
+            "evoformer_attn", "fp_quantizer", "gds", "inference_core_ops", "pin_memory", "quantizer",
+            "ragged_device_ops", "ragged_ops", "random_ltd", "spatial_inference", "stochastic_transformer",
+            "transformer", "transformer_inference", "utils",
+        ),
+        False,
+    ),
+}  # fmt: skip
+"""DeepSpeed's names of its C++ and CUDA parts -> whether their function is available here, by any means."""
+
+
+class AsyncIOBuilder:
+    """DeepSpeed's builder of I/O for device nvme; ours needs no libaio. `NAME`: its key in `COMPATIBLE_OPS`."""
+
+    NAME: ClassVar[str] = "async_io"
+    BUILD_VAR: ClassVar[str] = "DS_BUILD_AIO"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether a run may use device nvme: True."""
+        del verbose
+        return True
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Refuses to load DeepSpeed's library, which is not here. Raises UnsupportedError always."""
+        del verbose
+        refuse("AsyncIOBuilder.load", OWN_FILES)

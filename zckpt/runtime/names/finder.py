@@ -1,4 +1,4 @@
-"""DeepSpeed's modules, made from `surface` and `table`: below `zckpt.runtime`, and for this process below `deepspeed` too.
+"""DeepSpeed's modules, made from `surface_0_19_8.txt` and `table`: below `zckpt.runtime`, and for this process below `deepspeed`.
 
 A module holds nothing of its own: a name is looked up when it is first used, so importing all of them imports nothing else. A
 name that DeepSpeed has and the trainer has not is there, and says so when it is called; one that DeepSpeed has not is an
@@ -7,6 +7,10 @@ AttributeError. Finders stand at the front of `sys.meta_path`, so that an empty 
 The import name `deepspeed` is for transformers, accelerate, peft and other libraries that import DeepSpeed by it: they get the
 same modules, and the distribution's metadata, by which they find out whether and in which version DeepSpeed is installed. Nothing
 is installed, and an installed DeepSpeed is not touched.
+
+`.ci/deepspeed_surface.py` writes `surface_0_19_8.txt`: which modules DeepSpeed has, and which names they have; it says what its
+lines mean. A line is read when its module is used.
+Source: DeepSpeed 0.19.8, all its public modules.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution
@@ -25,13 +29,75 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.runtime.names import surface
 from zckpt.runtime.names.table import BUILT, UNBUILT, VERSION, Constant
 from zckpt.runtime.names.unbuilt import Unbuilt, make_unbuilt
 
 if TYPE_CHECKING:
     from os import PathLike
+
+
+_FILE = Path(__file__).with_name("surface_0_19_8.txt")
+_ENGINE = "runtime.engine.DeepSpeedEngine"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """The names of one module.
+
+    Attributes:
+        own: those that it defines -> "" for a class, "()" for a function, otherwise "=" and the literal, or "=?".
+        taken: those that it has from another module of DeepSpeed -> that one's path, and the name there; "" is the module itself.
+        stars: paths of modules that it has all names of.
+    """
+
+    own: Mapping[str, str]
+    taken: Mapping[str, tuple[str, str]]
+    stars: tuple[str, ...]
+
+
+@functools.cache
+def read_lines() -> Mapping[str, str]:
+    """Path of each module below `deepspeed` -> its line; "" is the package itself."""
+    lines = _FILE.read_text(encoding="utf-8").splitlines()
+    return {path: words for path, _, words in (line.partition(":") for line in lines) if path != _ENGINE}
+
+
+@functools.cache
+def list_packages() -> frozenset[str]:
+    """The paths of modules that have modules below them."""
+    return frozenset(path.rpartition(".")[0] for path in read_lines())
+
+
+@functools.cache
+def names_of(path: str) -> ModuleNames:
+    """The names of a module; empty if DeepSpeed has no such module."""
+    own: dict[str, str] = {}
+    taken: dict[str, tuple[str, str]] = {}
+    stars = []
+    for word in read_lines().get(path, "").split():
+        name, at, home = word.partition("@")
+        if name == "*":
+            stars.append(home)
+        elif at and name.isidentifier():
+            where, colon, other = home.partition(":")
+            taken[name] = (where, other if colon else name)
+        else:
+            name = word.partition("=")[0].removesuffix("()")
+            own[name] = word.removeprefix(name)
+    return ModuleNames(own, taken, tuple(stars))
+
+
+@functools.cache
+def all_names_of(path: str) -> frozenset[str]:
+    """Every name of a module, its own or taken from others."""
+    names = names_of(path)
+    found = {*names.own, *names.taken}
+    for star in names.stars:
+        found |= all_names_of(star)
+    return frozenset(found)
+
 
 NAME = "deepspeed"
 ROOT = "zckpt.runtime"
@@ -48,9 +114,9 @@ def install() -> None:
 
 def home_of(path: str) -> str | None:
     """The path of the module that a path below `deepspeed` stands for, also by a shorter name; None if there is none."""
-    if path in surface.read_lines() or path in BUILT:
+    if path in read_lines() or path in BUILT:
         return path
-    where, name = surface.names_of("").taken.get(path, ("", path))
+    where, name = names_of("").taken.get(path, ("", path))
     return where if not name else None
 
 
@@ -65,7 +131,7 @@ def find_name(path: str, name: str) -> Any:
         return make_unbuilt(name, target.instead)
     if target is not None:
         return _import_target(target)
-    names = surface.names_of(path)
+    names = names_of(path)
     if name in names.own and isinstance(whole := rows.get("*"), str) and hasattr(built := _import_target(whole), name):
         return getattr(built, name)
     if name in names.own:
@@ -88,8 +154,8 @@ def find_name(path: str, name: str) -> Any:
 
 def _shows(path: str, name: str) -> bool:
     """Whether `import *` takes a name of a module, modules below a package included."""
-    own = name in surface.all_names_of(path) or home_of(f"{path}.{name}") is not None
-    return own or any(_shows(star, name) for star in surface.names_of(path).stars)
+    own = name in all_names_of(path) or home_of(f"{path}.{name}") is not None
+    return own or any(_shows(star, name) for star in names_of(path).stars)
 
 
 def instead_of(path: str) -> str:
@@ -105,7 +171,7 @@ def names_in(path: str) -> list[str]:
     """The public names of a module: DeepSpeed's, and those of its row."""
     row = BUILT.get(path)
     return sorted(
-        {*surface.all_names_of(path), *(name for name in (row if isinstance(row, dict) else ()) if name[0] not in "_*")}
+        {*all_names_of(path), *(name for name in (row if isinstance(row, dict) else ()) if name[0] not in "_*")}
     )
 
 
@@ -122,7 +188,7 @@ class DeepSpeedModule(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, DeepSpeedModule) and value.__name__ == f"{self.__name__}.{name}":
-            names = surface.names_of(self.__name__.removeprefix(f"{ROOT}."))
+            names = names_of(self.__name__.removeprefix(f"{ROOT}."))
             if name in names.own or names.taken.get(name, ("", ""))[1]:
                 return  # the import system tells of a module below; its name is something else's here
         super().__setattr__(name, value)
@@ -150,7 +216,7 @@ class OwnFinder(MetaPathFinder):
 
 def _spec_of(fullname: str, home: str) -> ModuleSpec:
     real = f"{ROOT}.{home}".rstrip(".")
-    return ModuleSpec(fullname, _Maker(real), is_package=home in surface.list_packages())
+    return ModuleSpec(fullname, _Maker(real), is_package=home in list_packages())
 
 
 class _Maker(Loader):

@@ -1,6 +1,6 @@
 """Where what DeepSpeed's names mean is built: by the path of the module in which DeepSpeed defines them.
 
-For `finder`, which makes DeepSpeed's modules of these rows and of `surface`. A row is
+For `finder`, which makes DeepSpeed's modules of these rows and of `surface_0_19_8.txt`. A row is
 
 - ".module" or "module": what `zckpt.runtime.module` or another module has of that module's own names;
 - a dict of single names: ".module:name" (below `zckpt.runtime`), "module:name", "module", `Constant`, or `Unbuilt`; "*" stands
@@ -8,7 +8,7 @@ For `finder`, which makes DeepSpeed's modules of these rows and of `surface`. A 
 - under "path" or "path.**" (that module and all below it): an `Unbuilt`, which says what to use instead of all other names.
 
 For names that are not built the row with the longest path counts. Names that a module has from another module of DeepSpeed need
-no row, and neither do literals: `surface` says both.
+no row, and neither do literals: that file says both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PRIVATE_GROUPS = (
 _VERSION: Names = {
     "version": Constant(VERSION),
     **dict.fromkeys(("git_hash", "git_branch"), Constant("unknown")),
-    "installed_ops": ".deepspeed_api.op_builders:COMPATIBLE_OPS",
+    "installed_ops": ".deepspeed_api.utilities:COMPATIBLE_OPS",
 }
 
 BUILT: dict[str, str | Names] = {
@@ -73,12 +73,12 @@ BUILT: dict[str, str | Names] = {
     "moe.utils": _GROUPS,
     **{f"monitor.{name}": ".observe.monitor" for name in ("comet", "config", "monitor", "tensorboard", "wandb")},
     "monitor.csv_monitor": {"csvMonitor": ".observe.monitor:CSVMonitor"},
-    "ops": {"__compatible_ops__": ".deepspeed_api.op_builders:COMPATIBLE_OPS"},
+    "ops": {"__compatible_ops__": ".deepspeed_api.utilities:COMPATIBLE_OPS"},
     **{f"ops.{name}": ".deepspeed_api.optimizer_names" for name in _OPTIMIZERS.split()},
     "ops.adam": {"OnebitAdam": Unbuilt(ADAM)},  # of older versions
-    "ops.aio": {"AsyncIOBuilder": ".deepspeed_api.op_builders:AsyncIOBuilder"},
+    "ops.aio": {"AsyncIOBuilder": ".deepspeed_api.utilities:AsyncIOBuilder"},
     "ops.lamb": {"OnebitLamb": Unbuilt(ADAM)},
-    "ops.op_builder.async_io": ".deepspeed_api.op_builders",
+    "ops.op_builder.async_io": ".deepspeed_api.utilities",
     "profiling.flops_profiler.profiler": ".observe.flops_profiler",
     "runtime.activation_checkpointing.checkpointing": ".activations",
     "runtime.base_optimizer": {"DeepSpeedOptimizer": "torch.optim:Optimizer", "ZeROOptimizer": "torch.optim:Optimizer"},
@@ -95,17 +95,17 @@ BUILT: dict[str, str | Names] = {
     },
     "runtime.engine": {"DeepSpeedEngine": ".engine:Engine"},
     "runtime.fp16": {"onebit": "zckpt.runtime.runtime.fp16.onebit"},
-    "runtime.fp16.loss_scaler": ".optimizers.loss_scale",
+    "runtime.fp16.loss_scaler": ".optimizers.handle",
     "runtime.fp16.onebit": {name: Unbuilt(ADAM) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
     "runtime.lr_schedules": ".optimizers.schedules",
     "runtime.pipe": {name: f"zckpt.runtime:{name}" for name in ("DualPipeVModule", "PipelineEngine")},
-    "runtime.zero": {"unregister_external_parameter": ".sharding.external:unregister_external_parameter"},
+    "runtime.zero": {"unregister_external_parameter": ".sharding.units:unregister_external_parameter"},
     "runtime.zero.config": {"DeepSpeedZeroConfig": ".config.zero:Zero", "ZeroStageEnum": f"{_ZERO}:ZeroStageEnum"},
     "runtime.zero.offload_config": {
         "DeepSpeedZeroOffloadOptimizerConfig": ".config.zero:OffloadOptimizer",
         "DeepSpeedZeroOffloadParamConfig": ".config.zero:OffloadParam",
-        "OffloadDeviceEnum": ".engine_parts.offload:OffloadDeviceEnum",
-        "OffloadStateTypeEnum": ".engine_parts.offload:OffloadStateTypeEnum",
+        "OffloadDeviceEnum": ".engine_parts.weights:OffloadDeviceEnum",
+        "OffloadStateTypeEnum": ".engine_parts.weights:OffloadStateTypeEnum",
     },
     "runtime.zero.partition_parameters": {
         "GatheredParameters": ".init_context:GatheredParameters",
@@ -113,8 +113,8 @@ BUILT: dict[str, str | Names] = {
         "ZeroParamStatus": ".sharding.labels:ZeroParamStatus",
         "ZeroParamType": ".sharding.labels:ZeroParamType",
         "_orig_torch_arange": "torch:arange",
-        "register_external_parameter": ".sharding.external:register_external_parameter",
-        "unregister_external_parameter": ".sharding.external:unregister_external_parameter",
+        "register_external_parameter": ".sharding.units:register_external_parameter",
+        "unregister_external_parameter": ".sharding.units:unregister_external_parameter",
         "zero_wrapper_for_fp_tensor_constructor": f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor",
     },
     "runtime.zero.stage3": {
@@ -125,14 +125,14 @@ BUILT: dict[str, str | Names] = {
     "runtime.zero.stage_1_and_2": {"*": _FORMULA, "model_to_params": f"{_ZERO}:model_to_params"},
     "runtime.zero.utils": {"*": _ZERO, "ZeRORuntimeException": "zckpt.base.errors:UnsupportedError"},
     "utils.groups": {"*": _GROUPS, **{f"_get_{name}": f"{_GROUPS}:_get_{name}" for name in _PRIVATE_GROUPS}},
-    "utils.logging": ".deepspeed_api.logging",
+    "utils.logging": ".deepspeed_api.utilities",
     "utils.tensor_fragment": {
         "*": ".parameters",
         **{name: f"{_ZERO}:{name}" for name in ("get_full_hp_param", "set_full_hp_param")},
         "get_full_hp_grad": ".parameters:safe_get_full_grad",
     },
     "utils.timer": ".observe.timer",
-    "utils.z3_leaf_module": ".sharding.external",
+    "utils.z3_leaf_module": ".sharding.units",
     "utils.zero_to_fp32": {
         "*": "zckpt.drop_in",
         "load_state_dict_from_zero_checkpoint": f"{_ZERO}:load_state_dict_from_zero_checkpoint",

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.runtime.config.reports import CometSection, CSVSection, TensorBoardSection, WandbSection
+from zckpt.runtime.config.fields import CometSection, CSVSection, TensorBoardSection, WandbSection
 from zckpt.runtime.config.sections import Config
 
 Event = tuple[str, Any, int]

@@ -19,8 +19,8 @@ import torch
 from zckpt.runtime.observe import timer
 from zckpt.runtime.observe.flops_profiler import FlopsProfiler
 from zckpt.runtime.observe.lookout import of_process
-from zckpt.runtime.observe.memory import see_memory_usage
 from zckpt.runtime.observe.monitor import MonitorMaster
+from zckpt.runtime.observe.timer import see_memory_usage
 
 if TYPE_CHECKING:
     from zckpt.runtime.training_run import TrainingRun

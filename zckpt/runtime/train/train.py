@@ -2,6 +2,9 @@
 
 For the command line, and as an example of how the engine is used. A checkpoint has everything that a run needs to continue, so
 a run that was stopped and resumed ends with the same weights as one that was not.
+
+The samples are the text file's bytes, or a tokenizer's tokens, in blocks of one length. Bytes are mapped, not read; tokens are
+held in memory, four bytes each, by every rank.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
 from zckpt import live
 from zckpt.base.dataclass import dataclass
@@ -35,11 +39,55 @@ from zckpt.runtime.init_context import Init
 from zckpt.runtime.loader import Loader, repeat
 from zckpt.runtime.observe.lookout import NOTES, Lookout, of_process
 from zckpt.runtime.start import initialize
-from zckpt.runtime.train.corpus import Blocks, read_corpus
 from zckpt.runtime.train.metrics import Metrics, Step
 from zckpt.runtime.train.models import TINY, Model, find_model
 from zckpt.runtime.world import World, join_world
 from zckpt.storage.location import locate
+
+_PART = 1 << 20
+
+
+class Blocks(Dataset[torch.Tensor]):
+    """Blocks of `length` tokens, one after another; a shorter rest at the end is not used."""
+
+    def __init__(self, tokens: torch.Tensor, length: int) -> None:
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        return len(self._tokens) // self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._tokens[index * self._length : (index + 1) * self._length].long()
+
+
+def read_corpus(path: str, length: int, tokenizer: Any, wanted: int, option: str = "--data") -> Blocks:
+    """Samples of `length` tokens of a text file; without a tokenizer (of transformers) tokens are bytes. Raises UsageError if
+    there is no such file, or fewer samples than `wanted`; `option` named the file.
+    """
+    if not os.path.isfile(path):
+        raise UsageError("no such file", file=path, remedy=f"Pass the path of a text file as {option}.")
+    blocks = Blocks(_bytes(path) if tokenizer is None else _tokens(path, tokenizer), length)
+    if len(blocks) < wanted:
+        raise UsageError(
+            "has too little text", file=path, found=f"{count(len(blocks), 'sample')} of {length:,} tokens",
+            expected=f"at least {wanted:,}" + (": one micro batch for every rank" if option == "--data" else ""),
+            remedy="Use a longer text, a smaller batch size, or fewer processes." if option == "--data" else "Use a longer text.",
+        )  # fmt: skip
+    return blocks
+
+
+def _bytes(path: str) -> torch.Tensor:
+    size = os.path.getsize(path)
+    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+
+
+def _tokens(path: str, tokenizer: Any) -> torch.Tensor:
+    parts = [torch.empty(0, dtype=torch.int32)]
+    with open(path, encoding="utf-8", errors="replace") as file:
+        while lines := file.readlines(_PART):
+            ids = tokenizer("".join(lines), add_special_tokens=False, verbose=False)["input_ids"]
+            parts.append(torch.tensor(ids, dtype=torch.int32))
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from zckpt.estimation.choices import PRECISIONS, Estimate, RunShape, estimate_ch
 from zckpt.estimation.deepspeed_formula import parameters_of
 from zckpt.estimation.sizes import ModelSize, ParameterSize, Unit
 from zckpt.estimation.sources import Unknown
-from zckpt.runtime.estimation.asked import asked_of
+from zckpt.runtime.config.asked import asked_of
 from zckpt.runtime.sharding.units import Wrap, find_units, parts_of
 
 
