@@ -283,7 +283,7 @@ def _replay_steps(
     model = WorkingModel(catalog, place, Opened(catalog, place))
     try:
         for step in steps_again(facts.options, lora):
-            model = step.apply(model)
+            model = step(model)
     except ZckptError:  # which are ValueErrors, some of them
         raise
     except (TypeError, ValueError) as error:

@@ -163,7 +163,7 @@ def prepare(
         opened = open_asked(source, asked)
     model = bare = open_model(opened)
     for step in steps_of(asked, to_directory=not single):
-        model = step.apply(model)
+        model = step(model)
     if place.path:  # else the caller takes the files
         inputs = _inputs_of(model, asked, source, single=single and not place.is_remote)
         how = asked.publishing

@@ -1,6 +1,6 @@
 """The steps of a conversion that take a base model or adapters: imported only where these are asked for.
 
-For `steps`; `complete` is for `verify` too, which must expect the same. `merged` says what adapters give.
+For `steps`. `merged` says what adapters give.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.core.evidence import Evidence
@@ -23,18 +22,24 @@ RECORDED = "base"
 """The entry of a manifest's options that names what was taken from a base model."""
 
 
-def complete(model: WorkingModel, base: str | os.PathLike[str]) -> WorkingModel:
+def complete(model: WorkingModel, base: str | os.PathLike[str] | None) -> WorkingModel:
     """The checkpoint, with the tensors of a base model that it lacks.
 
     Args:
         model: with the checkpoint's tensors, under the model's own names.
-        base: a directory of weights in any layout, or a model in the local cache of the hub.
+        base: a directory of weights in any layout, or a model in the local cache of the hub; None if it is not given to a check
+            of what was completed by it.
 
     Raises:
-        UsageError: the checkpoint holds adapters.
+        UsageError: there is no base, or the checkpoint holds adapters.
         InconsistentError: the base is another model.
         IncompleteError: the base lacks a tensor that the checkpoint is known to lack.
     """
+    if base is None:
+        raise UsageError(
+            "the output was made from more than the checkpoint", file=model.place.listing.directory, found="no --base",
+            expected="the same base model as when it was made", remedy="Pass --base as to the command that made it.",
+        )  # fmt: skip
     catalog = model.catalog
     path = catalog.source.path
     if adapters_in(catalog):
@@ -81,48 +86,20 @@ def complete(model: WorkingModel, base: str | os.PathLike[str]) -> WorkingModel:
     return replace(model, catalog=completed, notes=(*model.notes, note), recorded=recorded, made_from=(opened,))
 
 
-def refuse_no_base(path: object) -> UsageError:
-    """The error for an output that was completed from a base model, if that model is not given."""
-    return UsageError(
-        "the output was made from more than the checkpoint", file=str(path), found="no --base",
-        expected="the same base model as when it was made", remedy="Pass --base as to the command that made it.",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
+def merge_given(
+    model: WorkingModel, lora: LoraMerge | None, recorded: Mapping[str, object] | None = None
+) -> WorkingModel:
     """Merges adapters into the weights.
 
-    Attributes:
-        lora: which, on which base.
+    Args:
+        model: with the checkpoint's tensors.
+        lora: which adapters, on which base.
         recorded: the facts in the manifest of an output that was made so; None for one that a job will make.
     """
-
-    lora: LoraMerge | None
-    recorded: Mapping[str, object] | None = None
-
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        opened, bare = model.opened, model.catalog
-        lora = self.lora or LoraMerge()
-        if self.recorded is not None:
-            lora = lora_again(opened, self.recorded, self.lora)
-        merged = merge(model, lora)
-        given_up = {name: "original" for name in bare if ".original_module." in name}
-        if opened.packed is not None:
-            given_up |= dict.fromkeys(bare.tensors.keys() - opened.without_packed(bare).tensors.keys(), "packed")
-        left_out = (*model.left_out, *(name for name in bare if found_in(name)))
-        return replace(merged, given_up={**merged.given_up, **given_up}, left_out=left_out)
-
-
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """Takes what the checkpoint lacks from the model that the run began with. `base`: where that is; None for nobody
-    knows, which is an error.
-    """
-
-    base: str | os.PathLike[str] | None
-
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        if self.base is None:
-            raise refuse_no_base(model.place.listing.directory)
-        return complete(model, self.base)
+    opened, bare = model.opened, model.catalog
+    merged = merge(model, (lora or LoraMerge()) if recorded is None else lora_again(opened, recorded, lora))
+    given_up = {name: "original" for name in bare if ".original_module." in name}
+    if opened.packed is not None:
+        given_up |= dict.fromkeys(bare.tensors.keys() - opened.without_packed(bare).tensors.keys(), "packed")
+    left_out = (*model.left_out, *(name for name in bare if found_in(name)))
+    return replace(merged, given_up={**merged.given_up, **given_up}, left_out=left_out)

@@ -6,11 +6,11 @@ rows and dtypes, and never bytes. What a step needs is imported when something a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
 from zckpt.core.ledger import names_unread
@@ -21,25 +21,21 @@ from zckpt.jobs.selection import check_wanted, is_wanted, resolve_selection, sel
 from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import read_config
 
-
-class ModelStep(Protocol):
-    """One change of a model; it records in the model what it did."""
-
-    def apply(self, model: WorkingModel) -> WorkingModel:
-        """The changed model."""
-        ...
+ModelStep = Callable[[WorkingModel], WorkingModel]
+"""One change of a model; it records in the model what it did."""
 
 
 def steps_of(asked: Asked[object], *, to_directory: bool) -> tuple[ModelStep, ...]:
     """The steps of a conversion, in the order in which they are applied."""
-    first: tuple[ModelStep, ...] = (TakeAsSaved(asked, to_directory),)
+    first: tuple[ModelStep, ...] = (partial(take_as_saved, asked=asked, to_directory=to_directory),)
     if asked.merging != Merging():
-        from zckpt.jobs.merge_steps import Complete, Merge
+        from zckpt.jobs.merge_steps import complete, merge_given
 
         lora, base = asked.merging.lora, asked.merging.base
-        first = (*first, Complete(base)) if lora is None else (Merge(lora),)
-    form = Reform(asked.naming.form, to_directory, tuple(asked.selecting.exclude))
-    return (*first, form, Select(asked.selecting, asked.naming))
+        first = (*first, partial(complete, base=base)) if lora is None else (partial(merge_given, lora=lora),)
+    exclude = tuple(asked.selecting.exclude)
+    form = partial(reform, form=asked.naming.form, to_directory=to_directory, exclude=exclude)
+    return (*first, form, partial(select_wanted, selecting=asked.selecting, naming=asked.naming))
 
 
 def open_model(opened: Opened) -> WorkingModel:
@@ -53,162 +49,125 @@ def is_copy(opened: Opened, asked: Asked[object]) -> bool:
     return opened.quantization is not None and asked.casting.dtype is None
 
 
-@dataclass(frozen=True, slots=True)
-class TakeAsSaved:
+def take_as_saved(model: WorkingModel, asked: Asked[object], to_directory: bool) -> WorkingModel:
     """Takes weights as the checkpoint has them: refuses what no later step understands, and notes adapters.
 
-    Attributes:
+    Args:
+        model: as it was opened.
         asked: the options; packed numbers that are wanted are refused, and an adapter alone where a model is written.
-        to_directory: as in `Reform`.
+        to_directory: as in `reform`.
     """
+    catalog = model.catalog
+    if not is_copy(model.opened, asked):
+        check_wanted(model.opened, catalog, asked.selecting)
+    may_be_adapter = to_directory and asked.naming.form == Form()
+    if not may_be_adapter and not any(".lora_" in name for name in (*catalog, *catalog.aliases)):
+        return model
+    from zckpt.naming.adapter_names import is_adapter_file, note_unmerged
 
-    asked: Asked[object]
-    to_directory: bool
-
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        catalog = model.catalog
-        if not is_copy(model.opened, self.asked):
-            check_wanted(model.opened, catalog, self.asked.selecting)
-        may_be_adapter = self.to_directory and self.asked.naming.form == Form()
-        if not may_be_adapter and not any(".lora_" in name for name in (*catalog, *catalog.aliases)):
-            return model
-        from zckpt.naming.adapter_names import is_adapter_file, note_unmerged
-
-        if may_be_adapter and is_adapter_file(catalog):
-            raise UsageError(
-                "is an adapter of PEFT, and no model", file=model.opened.place.named,
-                found=f"tensors such as {examples(catalog)}", expected="a model, or an adapter and its base",
-                remedy="Use to-peft, which writes the adapter with its config; or --merge-lora --base MODEL for merged "
-                "weights; or give OUT the name of one file.",
-            )  # fmt: skip
-        note = note_unmerged(catalog)
-        return replace(model, notes=(*model.notes, note)) if note else model
+    if may_be_adapter and is_adapter_file(catalog):
+        raise UsageError(
+            "is an adapter of PEFT, and no model", file=model.opened.place.named,
+            found=f"tensors such as {examples(catalog)}", expected="a model, or an adapter and its base",
+            remedy="Use to-peft, which writes the adapter with its config; or --merge-lora --base MODEL for merged "
+            "weights; or give OUT the name of one file.",
+        )  # fmt: skip
+    note = note_unmerged(catalog)
+    return replace(model, notes=(*model.notes, note)) if note else model
 
 
-@dataclass(frozen=True, slots=True)
-class Reform:
+def reform(model: WorkingModel, form: Form, to_directory: bool, exclude: tuple[str, ...] = ()) -> WorkingModel:
     """Gives tensors other names and rows.
 
-    Attributes:
-        form: which.
+    Args:
+        model: with the names of the checkpoint.
+        form: which names and rows.
         to_directory: whether the output is one that `from_pretrained` loads; a single file keeps the model's own names.
         exclude: globs of tensors to leave out, which may have no place in another architecture.
     """
+    if form == Form() and "gguf" not in model.catalog.extras:
+        return _in_hub_form(model) if to_directory else model
+    from zckpt.naming.transform import apply_form
 
-    form: Form
-    to_directory: bool
-    exclude: tuple[str, ...] = ()
-
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        if self.form == Form() and "gguf" not in model.catalog.extras:
-            return self._in_hub_form(model) if self.to_directory else model
-        from zckpt.naming.transform import apply_form
-
-        found = apply_form(model.catalog, model.place, self.form, to_directory=self.to_directory, exclude=self.exclude)
-        return replace(
-            model, catalog=found.catalog, config=found.config or model.config, notes=(*model.notes, *found.notes),
-            recorded=with_form(model.recorded, found.recorded), given_up={**model.given_up, **found.dropped},
-            left_out=(*model.left_out, *found.left_out), earlier=tuple(model.catalog),
-        )  # fmt: skip
-
-    def _in_hub_form(self, model: WorkingModel) -> WorkingModel:
-        """The model under the names that transformers gives it in a save, where its config says that these are others."""
-        config = read_config(model.place.home)
-        if config is None:
-            return model
-        from zckpt.naming.hub_form import in_hub_form
-
-        found, notes = in_hub_form(model.catalog, config)
-        recorded = {} if found is model.catalog else {"form": {"hub": True}}
-        return replace(
-            model,
-            catalog=found,
-            notes=(*model.notes, *notes),
-            recorded=with_form(model.recorded, recorded),
-            earlier=tuple(model.catalog),
-        )
+    found = apply_form(model.catalog, model.place, form, to_directory=to_directory, exclude=exclude)
+    return replace(
+        model, catalog=found.catalog, config=found.config or model.config, notes=(*model.notes, *found.notes),
+        recorded=with_form(model.recorded, found.recorded), given_up={**model.given_up, **found.dropped},
+        left_out=(*model.left_out, *found.left_out), earlier=tuple(model.catalog),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Select:
+def _in_hub_form(model: WorkingModel) -> WorkingModel:
+    """The model under the names that transformers gives it in a save, where its config says that these are others."""
+    config = read_config(model.place.home)
+    if config is None:
+        return model
+    from zckpt.naming.hub_form import in_hub_form
+
+    found, notes = in_hub_form(model.catalog, config)
+    recorded = {} if found is model.catalog else {"form": {"hub": True}}
+    return replace(
+        model,
+        catalog=found,
+        notes=(*model.notes, *notes),
+        recorded=with_form(model.recorded, recorded),
+        earlier=tuple(model.catalog),
+    )
+
+
+def select_wanted(model: WorkingModel, selecting: Selecting, naming: Naming) -> WorkingModel:
     """Leaves out tensors that are not wanted, and renames the rest."""
-
-    selecting: Selecting
-    naming: Naming
-
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        before = model.catalog
-        naming, notes = resolve_selection(before, self.selecting, self.naming, before=model.earlier)
-        catalog = select(before, self.selecting, naming)
-        kept = before if self.selecting == Selecting() else before.select(lambda one: is_wanted(one, self.selecting))
-        dropped = before.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
-        return replace(
-            model, catalog=catalog, notes=(*model.notes, *notes), selectable=before.tensors, naming=naming,
-            left_out=(*model.left_out, *dropped),
-        )  # fmt: skip
+    before = model.catalog
+    chosen, notes = resolve_selection(before, selecting, naming, before=model.earlier)
+    catalog = select(before, selecting, chosen)
+    kept = before if selecting == Selecting() else before.select(lambda one: is_wanted(one, selecting))
+    dropped = before.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
+    return replace(
+        model, catalog=catalog, notes=(*model.notes, *notes), selectable=before.tensors, naming=chosen,
+        left_out=(*model.left_out, *dropped),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TakeAdapter:
-    """Leaves one adapter of the model, under PEFT's names.
+def take_adapter(model: WorkingModel, adapter: str, bias: str) -> WorkingModel:
+    """Leaves one adapter of the model, under PEFT's names; `bias`: which biases belong to it, as its config says."""
+    from zckpt.jobs.adapters import find_adapter
+    from zckpt.naming.adapter_names import only_adapter
 
-    Attributes:
-        adapter: its name.
-        bias: which biases belong to it, as its config says.
-    """
-
-    adapter: str
-    bias: str
-
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        from zckpt.jobs.adapters import find_adapter
-        from zckpt.naming.adapter_names import only_adapter
-
-        file = find_adapter(model.opened)
-        catalog = model.catalog if file is model.opened else file.catalog
-        own, others = only_adapter(catalog, self.adapter, self.bias)
-        beside = () if file is model.opened else model.catalog.tensors
-        return replace(model, catalog=own, left_out=(*model.left_out, *others, *beside))
+    file = find_adapter(model.opened)
+    catalog = model.catalog if file is model.opened else file.catalog
+    own, others = only_adapter(catalog, adapter, bias)
+    beside = () if file is model.opened else model.catalog.tensors
+    return replace(model, catalog=own, left_out=(*model.left_out, *others, *beside))
 
 
-@dataclass(frozen=True, slots=True)
-class WriteNames:
-    """Gives tensors another program's names; attribute: the facts of it in a manifest."""
+def write_names(model: WorkingModel, recorded: Mapping[str, Any]) -> WorkingModel:
+    """Gives tensors another program's names; `recorded`: the facts of it in a manifest."""
+    from zckpt.naming.gguf_tensors import as_read
+    from zckpt.naming.writers import GGUF, name_for_writer, naming_of
 
-    recorded: Mapping[str, Any]
+    if recorded.get("mmproj"):
+        from zckpt.naming.gguf_vision import config_of_vision, vision_as_read
 
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        from zckpt.naming.gguf_tensors import as_read
-        from zckpt.naming.writers import GGUF, name_for_writer, naming_of
-
-        if self.recorded.get("mmproj"):
-            from zckpt.naming.gguf_vision import config_of_vision, vision_as_read
-
-            config = self.recorded.get("config") or read_config(model.place.home)
-            config = config_of_vision(model.catalog.tensors, model.place.home, config)
-            tensors = vision_as_read(model.catalog.tensors, config, str(self.recorded["type"]), model.place.home)
-            dropped = names_unread(model.catalog, tensors)
-            catalog = replace(model.catalog, tensors=tensors, aliases={}, padding=())
-            return replace(model, catalog=catalog, left_out=(*model.left_out, *dropped))
-        found = name_for_writer(model.catalog, model.place, naming_of(self.recorded))
-        is_gguf = self.recorded["names"] == GGUF
-        catalog = as_read(found.catalog, found.config, self.recorded) if is_gguf else found.catalog
-        return replace(model, catalog=catalog, config=found.config, notes=(*model.notes, *found.notes))
+        config = recorded.get("config") or read_config(model.place.home)
+        config = config_of_vision(model.catalog.tensors, model.place.home, config)
+        tensors = vision_as_read(model.catalog.tensors, config, str(recorded["type"]), model.place.home)
+        dropped = names_unread(model.catalog, tensors)
+        catalog = replace(model.catalog, tensors=tensors, aliases={}, padding=())
+        return replace(model, catalog=catalog, left_out=(*model.left_out, *dropped))
+    found = name_for_writer(model.catalog, model.place, naming_of(recorded))
+    is_gguf = recorded["names"] == GGUF
+    catalog = as_read(found.catalog, found.config, recorded) if is_gguf else found.catalog
+    return replace(model, catalog=catalog, config=found.config, notes=(*model.notes, *found.notes))
 
 
-@dataclass(frozen=True, slots=True)
-class TakeStates:
+def take_states(model: WorkingModel, selecting: Selecting) -> WorkingModel:
     """Leaves only the optimizer's states that are wanted, and no weight."""
+    from zckpt import layouts
+    from zckpt.jobs.open import states_of
 
-    selecting: Selecting
-
-    def apply(self, model: WorkingModel) -> WorkingModel:  # noqa: D102
-        from zckpt import layouts
-        from zckpt.jobs.open import states_of
-
-        opened = Opened(layouts.read(model.place.listing), model.place)
-        states = select(states_of(opened).catalog(model.catalog), self.selecting)
-        return replace(model, catalog=states, left_out=(*model.left_out, *model.catalog.tensors))
+    opened = Opened(layouts.read(model.place.listing), model.place)
+    states = select(states_of(opened).catalog(model.catalog), selecting)
+    return replace(model, catalog=states, left_out=(*model.left_out, *model.catalog.tensors))
 
 
 RECORDED = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow", "keep_dtype")
@@ -248,18 +207,20 @@ def steps_again(recorded: Mapping[str, Any], given: LoraMerge | None) -> tuple[M
     know_family(form.get("family"))
     steps: list[ModelStep] = []
     if isinstance(lora, Mapping) or recorded.get("base") is not None:
-        from zckpt.jobs.merge_steps import Complete, Merge
+        from zckpt.jobs.merge_steps import complete, merge_given
 
-        steps += [Merge(given, lora)] if isinstance(lora, Mapping) else []
-        steps += [Complete(given.base if given else None)] if recorded.get("base") is not None else []
-    chosen = Select(asked.selecting, asked.naming)
+        steps += [partial(merge_given, lora=given, recorded=lora)] if isinstance(lora, Mapping) else []
+        base = given.base if given else None
+        steps += [partial(complete, base=base)] if recorded.get("base") is not None else []
+    chosen = partial(select_wanted, selecting=asked.selecting, naming=asked.naming)
     if recorded.get("states") is True:
-        return (*steps, TakeStates(asked.selecting))
+        return (*steps, partial(take_states, selecting=asked.selecting))
     if "names" in form:  # here options mean the checkpoint's names
-        return (*steps, chosen, WriteNames(form))
+        return (*steps, chosen, partial(write_names, recorded=form))
     if "adapter" in form:
-        steps.append(TakeAdapter(str(form["adapter"]), str(form.get("bias"))))
+        steps.append(partial(take_adapter, adapter=str(form["adapter"]), bias=str(form.get("bias"))))
     elif form:
         wanted = Form(form.get("to"), form.get("config"), form.get("layer_names"), form.get("vocab_size"))
-        steps.append(Reform(wanted, form.get("hub") is True, tuple(asked.selecting.exclude)))
+        exclude = tuple(asked.selecting.exclude)
+        steps.append(partial(reform, form=wanted, to_directory=form.get("hub") is True, exclude=exclude))
     return (*steps, chosen)
