@@ -272,18 +272,18 @@ print(json.dumps(told))
 
 
 def test_the_demo_needs_no_torch_and_no_clone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zckpt.cli import demo
+    from zckpt.cli import train
 
     lines: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        demo, "_run", lambda home, *words: (monkeypatch.chdir(home), lines.append(words), typed(" ".join(words)))
+        train, "_run", lambda home, *words: (monkeypatch.chdir(home), lines.append(words), typed(" ".join(words)))
     )
     home = run / "demo"
     home.mkdir()
-    demo._convert(home)
+    train._convert(home)
     assert [words[0] for words in lines] == ["inspect", "map", "to-fp32", "diff", "to-bf16", "verify"]
     assert zckpt.diff(home / "model.safetensors", home / "truth.safetensors").same
-    stored = Path(demo.__file__).with_name("demo_save")
+    stored = Path(train.__file__).with_name("demo_save")
     assert sum(path.stat().st_size for path in stored.rglob("*") if path.is_file()) <= 60_000
 
 

@@ -15,7 +15,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.ledger import Fate, check_closed, names_unread
 from zckpt.core.recipes import Mean, derive_entry
 from zckpt.core.stores import FileStore
-from zckpt.jobs.working_model import WorkingModel
+from zckpt.jobs.opened import WorkingModel
 
 STORE = FileStore("weights", 4000)
 

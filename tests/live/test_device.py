@@ -17,7 +17,7 @@ import zckpt
 from zckpt import live
 from zckpt.jobs.open import open_catalog
 from zckpt.live import assignment, carry, device, loading
-from zckpt.runtime.random_state import rng_state, set_rng_state
+from zckpt.runtime.loader import rng_state, set_rng_state
 
 
 def test_no_other_module_names_a_kind_of_device():

@@ -29,7 +29,7 @@ from zckpt.storage import output_places
 
 SITES = sites()
 UNSYNCED = {
-    "cli/demo.py": "a demonstration in a temporary directory",
+    "cli/train.py": "a demonstration in a temporary directory",
     "deltas/write.py": "`output.files` syncs what is made",
     "engine/output_files.py": "`engine.move` syncs files that are complete",
     "naming/gguf_metadata.py": "a temporary directory",

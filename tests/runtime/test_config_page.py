@@ -20,8 +20,7 @@ from zckpt.runtime.config.fields import (
     names_of_fields,
     section_of,
 )
-from zckpt.runtime.config.sections import BF16, FP16, Config
-from zckpt.runtime.config.zero import OffloadOptimizer, OffloadParam, Zero
+from zckpt.runtime.config.sections import BF16, FP16, Config, OffloadOptimizer, OffloadParam, Zero
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

@@ -23,7 +23,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.engine_parts.answers import UNBUILT as UNBUILT_METHODS
 from zckpt.runtime.names import finder, table
-from zckpt.runtime.names.unbuilt import INSTEAD, Unbuilt
+from zckpt.runtime.names.table import INSTEAD, Unbuilt
 
 # Who calls what of an engine: names that these call on what `initialize` returns, read from their sources.
 CALLED = {
@@ -364,7 +364,7 @@ STAY = {
 
 
 def is_unbuilt(found: Any) -> bool:
-    return getattr(found, "__module__", None) == "zckpt.runtime.names.unbuilt"
+    return getattr(found, "__module__", None) == "zckpt.runtime.names.table"
 
 
 def test_names_that_were_there_stay() -> None:

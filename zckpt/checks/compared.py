@@ -277,8 +277,8 @@ def _replay_steps(
             "is made from several checkpoints, and not compared with one of them", file=manifests.NAME,
             remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
         )  # fmt: skip
+    from zckpt.jobs.opened import WorkingModel
     from zckpt.jobs.steps import steps_again
-    from zckpt.jobs.working_model import WorkingModel
 
     model = WorkingModel(catalog, place, Opened(catalog, place))
     try:

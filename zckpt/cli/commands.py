@@ -52,7 +52,7 @@ GROUPS = {
         "estimate": ("estimate", "Estimate the memory that training a model needs."),
         "train": ("train", "Train a language model with ZeRO sharding."),
         "run": ("run", "Run a DeepSpeed script with zckpt's trainer."),
-        "demo": ("demo", "See it work: convert a small ZeRO-3 save, and verify it."),
+        "demo": ("train", "See it work: convert a small ZeRO-3 save, and verify it."),
     },
 }
 """Group -> name -> (its module, what it does in at most 60 characters), in the order in which `zckpt --help` lists them."""

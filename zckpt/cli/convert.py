@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zckpt.base.words import count
-from zckpt.cli.arguments import Checkpoint, DryRun, Out, OutDirectory, ShownProgress
-from zckpt.cli.declare import command
+from zckpt.cli.declare import Checkpoint, DryRun, Out, OutDirectory, ShownProgress, command
 from zckpt.cli.written import Words, finish
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
 from zckpt.jobs.declarations import AVERAGE, CONVERT, QUANTIZE, TO_DCP, TO_FP8, TO_GGUF, TO_MCORE, TO_MLX, TO_PEFT
 from zckpt.storage.fsspec_io import is_page
 
 if TYPE_CHECKING:
-    from zckpt.cli.arguments import Shown
+    from zckpt.cli.declare import Shown
     from zckpt.jobs.convert import PlannedConversion
     from zckpt.jobs.declarations import Asked
     from zckpt.jobs.own_groups import Adapter, Average, Dcp, Fp8, Gguf, Megatron, Mlx, Quantize

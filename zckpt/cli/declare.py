@@ -1,7 +1,8 @@
 """How a command is declared: the options of its job arrive as one value, and help shows them in groups.
 
-For the modules of commands. A parameter called `asked` stands for what the command's job can be asked, by `jobs.groups`. One
-with a dataclass as its type stands for its fields, which are declared as those of jobs are. Others are declared as typer has it.
+For the modules of commands. A parameter called `asked` stands for what the command's job can be asked, by `jobs.groups`. One with
+a dataclass as its type stands for its fields, which are declared as those of jobs are. Others are declared as typer has it. At
+the end are arguments and options that many commands share, beside those of their jobs: input, output, and what is printed.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import field
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
+from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.cli.commands import COMMANDS
+from zckpt.cli.output import Console
 from zckpt.core.dtypes import SHORT_NAMES
 from zckpt.jobs.declarations import Job
-from zckpt.jobs.groups import OUTPUT
+from zckpt.jobs.groups import OUTPUT, option
 
 
 def split_rename(text: str) -> tuple[str, str]:
@@ -316,3 +321,55 @@ def _dtype(value: str | None) -> object:
     from zckpt.jobs.casting import to_dtype
 
     return None if value in (None, "keep") else to_dtype(value)
+
+
+output = partial(typer.Option, rich_help_panel=OUTPUT)
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(metavar="CKPT", help="Checkpoint, tag or trainer output directory, or weights.", show_default=False),
+]
+Out = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="A file (.safetensors, .bin, .pt), a directory for shards, or an address (s3://..., hf://OWNER/NAME).",
+        show_default=False,
+    ),
+]
+OutDirectory = Annotated[
+    str, typer.Argument(metavar="OUT", help="Directory for the output, or an address.", show_default=False)
+]
+DryRun = Annotated[bool, output("--dry-run", help="Print what would be written, and write nothing.")]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Shown:
+    """What a command prints. It has no repr and no comparison, which would cost time whenever zckpt starts."""
+
+    as_json: bool = option(False, "--json", "flag", "Print one JSON object on stdout.", OUTPUT)
+    quiet: bool = option(False, "--quiet", "flag", "Print errors only.", OUTPUT)
+    began: float = field(init=False, default_factory=lambda: time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began, its planning included."""
+        return time.perf_counter() - self.began
+
+    @property
+    def console(self) -> Console:
+        """Where the command prints."""
+        return Console(as_json=self.as_json, quiet=self.quiet)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ShownProgress(Shown):
+    """As `Shown`, for commands that run for long and show their progress."""
+
+    progress_form: Literal["bar", "json"] = option(
+        "bar", "--progress", ("bar", "json"), "A bar in a terminal, or JSON lines on stderr for programs.", OUTPUT
+    )
+
+    @property
+    def console(self) -> Console:  # noqa: D102
+        return Console(as_json=self.as_json, quiet=self.quiet, progress_lines=self.progress_form == "json")

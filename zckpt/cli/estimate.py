@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zckpt.base.dataclass import dataclass
-from zckpt.cli.arguments import Shown
-from zckpt.cli.declare import command
+from zckpt.cli.declare import Shown, command
 from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from zckpt.base.extensions import extensions
 from zckpt.base.version import __version__
 from zckpt.base.words import wrap_text
-from zckpt.cli.arguments import Shown
 from zckpt.cli.commands import COMMANDS, GROUPS
-from zckpt.cli.declare import command
+from zckpt.cli.declare import Shown, command
 
 if TYPE_CHECKING:
     from zckpt.naming.schemes import Scheme

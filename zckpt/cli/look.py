@@ -10,8 +10,7 @@ import typer
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.cli.arguments import Checkpoint, Shown, ShownProgress, output
-from zckpt.cli.declare import command
+from zckpt.cli.declare import Checkpoint, Shown, ShownProgress, command, output
 from zckpt.jobs.declarations import DIFF, LOOK, VERIFY
 from zckpt.jobs.groups import option
 

@@ -12,8 +12,7 @@ from urllib.parse import unquote
 import typer
 
 from zckpt.base.words import count, duration, rate, size
-from zckpt.cli.arguments import Checkpoint, ShownProgress, output
-from zckpt.cli.declare import command
+from zckpt.cli.declare import Checkpoint, ShownProgress, command, output
 from zckpt.cli.output import Console
 from zckpt.jobs.declarations import PUSH
 from zckpt.jobs.groups import WHAT

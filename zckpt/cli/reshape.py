@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.base.words import count
-from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, ShownProgress
-from zckpt.cli.declare import command
+from zckpt.cli.declare import Checkpoint, DryRun, OutDirectory, ShownProgress, command
 from zckpt.cli.written import Words, finish
 from zckpt.jobs.declarations import RESHARD, TO_STATES, TO_UNIVERSAL
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zckpt.cli.arguments import Checkpoint, DryRun, OutDirectory, Shown, ShownProgress, output
-from zckpt.cli.declare import command
+from zckpt.cli.declare import Checkpoint, DryRun, OutDirectory, Shown, ShownProgress, command, output
 from zckpt.cli.written import Words, finish
 from zckpt.jobs.declarations import PRUNE, SLIM
 from zckpt.upkeep.keep_rules import KeepRules

@@ -10,8 +10,7 @@ import typer
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count, duration, size
-from zckpt.cli.arguments import DryRun, ShownProgress
-from zckpt.cli.declare import command
+from zckpt.cli.declare import DryRun, ShownProgress, command
 from zckpt.cli.output import peak_rss_bytes
 from zckpt.cli.written import Words, file_lines, lack_of_space, show
 from zckpt.jobs.declarations import APPLY, DELTA

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.base.words import count, examples, size
-from zckpt.cli.arguments import Shown
+from zckpt.cli.declare import Shown
 from zckpt.cli.output import Console, peak_rss_bytes
 
 if TYPE_CHECKING:

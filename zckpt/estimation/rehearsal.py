@@ -6,7 +6,7 @@ ones the weights in the dtype of the computation. A group of units is gathered i
 2 keep it gathered, also between steps; stage 3 drops a unit after its forward and gathers it
 again. Gradients of a group are whole until its backward has ended, are copied into one buffer, and reduced; this rank's part of
 the result becomes fp32. Without an accelerator the groups of stages 0 to 2 are large (`runtime.sharding.shard`), and a reduction
-needs one more buffer (`runtime.sharding.collectives`).
+needs one more buffer (there, too).
 Source: torch 2.13, distributed/fsdp/_fully_shard; checked by tests/estimation/test_measured.py.
 
 Bytes of activations: what a forward keeps for the backward, by formula, for transformers of known kinds.

@@ -21,9 +21,9 @@ from zckpt.jobs.casting import check_kept, dtype_of, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Selecting
 from zckpt.jobs.open import Opened, open_asked
+from zckpt.jobs.opened import WorkingModel
 from zckpt.jobs.planned import Planned, Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.steps import is_copy, open_model, record_of, steps_of
-from zckpt.jobs.working_model import WorkingModel
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.output.names import FILES

@@ -15,7 +15,7 @@ from zckpt.core.evidence import Evidence
 from zckpt.jobs.groups import LoraMerge
 from zckpt.jobs.merged import lora_again, merge, open_base
 from zckpt.jobs.open import strip_wrappers
-from zckpt.jobs.working_model import WorkingModel
+from zckpt.jobs.opened import WorkingModel
 from zckpt.naming.adapter_names import adapters_in, found_in
 
 RECORDED = "base"

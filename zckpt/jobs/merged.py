@@ -19,17 +19,20 @@ from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.ledger import TrainedTensor
 from zckpt.jobs.adapters import (
     CONFIG,
+    check_copies,
     choose_adapter,
     config_path,
     find_adapter,
     looked_at,
     made_config,
     read_adapter_config,
+    trained_in,
+    trained_with,
+    without_copies,
 )
 from zckpt.jobs.groups import Combination, LoraMerge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.trained import check_copies, trained_in, trained_with, without_copies
-from zckpt.jobs.working_model import WorkingModel, with_form
+from zckpt.jobs.opened import WorkingModel, with_form
 from zckpt.layouts.save.companions import companions, read_config
 from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare

@@ -1,13 +1,13 @@
 """A checkpoint that was opened: as it is stored, or with the numbers that quantised tensors stand for.
 
-For `open` and every job that begins with it.
+For `open` and every job that begins with it. `WorkingModel` is what the steps of a conversion make of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
@@ -15,6 +15,8 @@ from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, join_words
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, DType
+from zckpt.core.ledger import TrainedTensor
+from zckpt.jobs.groups import Naming
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import companions, other_class, read_config, read_own_config
 from zckpt.storage.json_files import read_json
@@ -23,6 +25,7 @@ from zckpt.storage.location import Location
 if TYPE_CHECKING:
     from zckpt.quantized.configs import Quantization
     from zckpt.quantized.packed import Packed
+
 
 _MOST_BYTES = 16 << 20
 """The most bytes of a config of quantised weights in a file of its own."""
@@ -213,3 +216,51 @@ def about(opened: Opened, found: Collection[str]) -> str:
     fp8 = about_fp8(opened.quantization if packed is None else None, set(found) - known)
     texts = [] if packed is None else [f"{packed.about} ({count(len(packed.members), 'tensor')})"]
     return join_words([*texts, *([fp8] if fp8 else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingModel:
+    """What is known so far of the model that is written.
+
+    Attributes:
+        catalog: its tensors.
+        place: where its config is.
+        opened: the checkpoint.
+        config: what its `config.json` is to say, where a step says it; None for the one that is there.
+        notes: sentences for the user.
+        recorded: facts for the manifest, beside the options themselves.
+        given_up: tensor of the checkpoint -> the rule of the ledger by which the model does not have it.
+        left_out: names that a step took out of the catalog, as they were then.
+        earlier: names before the last change of form, which `exclude` may name too.
+        selectable: the tensors from which the selection chose.
+        made_from: what beside the checkpoint the model is made from.
+        sources: catalogs with tensors that must not contradict themselves.
+        copies: (location, name in the output) of tokenizer files and the like; None for those beside the checkpoint.
+        trained: of a merge, the tensors that were trained.
+        is_merged: whether tensors are computed of weights and adapters, and so keep the dtype of the weights where none is asked.
+        naming: the options for names, with the prefix that was found.
+    """
+
+    catalog: Catalog
+    place: Place
+    opened: Opened
+    config: Mapping[str, object] | None = None
+    notes: tuple[str, ...] = ()
+    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
+    given_up: Mapping[str, str] = field(default_factory=dict[str, str])
+    left_out: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    selectable: Mapping[str, TensorEntry] = field(default_factory=dict[str, TensorEntry])
+    made_from: tuple[Opened, ...] = ()
+    sources: tuple[Catalog, ...] = ()
+    copies: tuple[tuple[Location, str], ...] | None = None
+    trained: tuple[TrainedTensor, ...] = ()
+    is_merged: bool = False
+    naming: Naming = Naming()
+
+
+def with_form(recorded: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:
+    """Facts for the manifest, with further facts of the output's form."""
+    both = [form for facts in (more, recorded) if isinstance(form := facts.get("form"), Mapping)]
+    form = {key: value for one in both for key, value in one.items()}
+    return {**recorded, **more, **({"form": form} if form else {})}

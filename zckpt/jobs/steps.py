@@ -17,8 +17,8 @@ from zckpt.core.ledger import names_unread
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting, know_family
 from zckpt.jobs.open import Opened, strip_wrappers
+from zckpt.jobs.opened import WorkingModel, with_form
 from zckpt.jobs.selection import check_wanted, is_wanted, resolve_selection, select
-from zckpt.jobs.working_model import WorkingModel, with_form
 from zckpt.layouts.save.companions import read_config
 
 ModelStep = Callable[[WorkingModel], WorkingModel]

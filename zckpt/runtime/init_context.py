@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from zckpt.live.device import device_of_messages
 from zckpt.runtime.arguments import refuse_parallel, refuse_partial
 from zckpt.runtime.config.read import read_config
-from zckpt.runtime.config.zero import Zero
+from zckpt.runtime.config.sections import Zero
 from zckpt.runtime.sharding.deferred import Recorder, defer, gather_rows, local_rows, rows_held_by
 from zckpt.runtime.sharding.labels import label, show_plain
 from zckpt.runtime.sharding.parameter import ShardedParameter, sharded_parameter_of

@@ -1,22 +1,69 @@
-"""A loader for `training_data` that knows its position.
+"""A loader for `training_data` that knows its position; and the random generators of a process.
 
 For `initialize(..., training_data=...)`. Every rank gets its own samples, shuffled again each epoch; epoch and batch are all
 the state, so a resumed run continues with the next batch. torch's loader draws a seed whenever it is iterated: it gets a
 generator of its own for that, so that the global one is at the same place in a run that was resumed inside an epoch.
+
+The generators are Python's, torch's, the accelerator's by its kind, numpy's where it is in use; `run_state` saves and restores
+them.
 """
 
 from __future__ import annotations
 
+import random
+import struct
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zckpt.runtime.random_state import rng_state, set_rng_state
+from zckpt.live.device import generator_state, set_generator_state
 from zckpt.runtime.world import World
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of this process's random generators, copied, without any class of numpy."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"python": (version, _text_of(words), gauss), "torch": torch.get_rng_state()}
+    on_device = generator_state()
+    if on_device is not None:
+        state[on_device[0]] = on_device[1]
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+        if "key" in (inner := state["numpy"]["state"]):
+            inner["key"] = _text_of(inner["key"])
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Restores what `rng_state` returned; generators that it does not have, or that are missing here, stay as they are."""
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(_words_of(words)), gauss))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    set_generator_state(state)
+    if "numpy" in state:
+        import numpy
+
+        inner = dict(state["numpy"]["state"])
+        if "key" in inner:
+            inner["key"] = numpy.asarray(_words_of(inner["key"]), dtype=numpy.uint32)
+        numpy.random.set_state({**state["numpy"], "state": inner})
+
+
+def _text_of(words: Sequence[int]) -> str:
+    """Hundreds of words of 32 bits as one text: a pickle that is read without running it takes a step for each number."""
+    return struct.pack(f"<{len(words)}I", *words).hex()
+
+
+def _words_of(words: str | Sequence[int]) -> Sequence[int]:
+    """The words of a text; saves of older versions have the words themselves."""
+    return struct.unpack(f"<{len(words) // 8}I", bytes.fromhex(words)) if isinstance(words, str) else words
 
 
 class Loader:

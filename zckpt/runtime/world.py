@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.live.device import default_backend, end_group_with_process, use_device
-from zckpt.runtime.config.zero import Zero
+from zckpt.runtime.config.sections import Zero
 
 DEFAULT_PORT = 29500
 

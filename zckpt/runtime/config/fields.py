@@ -1,6 +1,6 @@
 """Declares what a key of the config is: used, accepted without use, missed with a warning, or refused.
 
-For the models in `zero` and `sections`; `read` reads by them, and docs/config.md is made from them. One line of a
+For the models in `sections`; `read` reads by them, and docs/config.md is made from them. One line of a
 model is one key of DeepSpeed's JSON, and holds everything that is known about it.
 
 Here are also the sections of what a run shows of itself, and of activations that are computed again. Source: DeepSpeed 0.19.8,

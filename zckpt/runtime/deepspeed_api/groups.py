@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.names.unbuilt import refuse
+from zckpt.runtime.names.table import refuse
 
 Groups = list[dict[str, Any]]
 

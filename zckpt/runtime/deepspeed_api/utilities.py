@@ -27,7 +27,7 @@ from zckpt.base.words import join_words
 from zckpt.live.device import CPU
 from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
 from zckpt.runtime.loader import map_tensors
-from zckpt.runtime.names.unbuilt import OWN_FILES, refuse
+from zckpt.runtime.names.table import OWN_FILES, refuse
 from zckpt.runtime.observe.timer import GIB
 from zckpt.runtime.observe.timer import see_memory_usage as see_memory_usage
 

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.runtime.names.table import BUILT, UNBUILT, VERSION, Constant
-from zckpt.runtime.names.unbuilt import Unbuilt, make_unbuilt
+from zckpt.runtime.names.table import BUILT, UNBUILT, VERSION, Constant, Unbuilt, make_unbuilt
 
 if TYPE_CHECKING:
     from os import PathLike

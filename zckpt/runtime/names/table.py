@@ -9,14 +9,80 @@ For `finder`, which makes DeepSpeed's modules of these rows and of `surface_0_19
 
 For names that are not built the row with the longest path counts. Names that a module has from another module of DeepSpeed need
 no row, and neither do literals: that file says both.
+
+Stand-ins for what DeepSpeed has and this trainer lacks: each name exists, and raises when called or constructed. Rows say what to
+do instead; code that refuses a use of such a thing has them too. A script that imports such a name, or asks `isinstance(model,
+PipelineModule)`, runs on.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from zckpt.base.dataclass import dataclass
-from zckpt.runtime.names.unbuilt import ADAM, DENSE, ENCODER, GENERATE, ONE_SEQUENCE, OWN_FILES, PLAIN, Unbuilt
+from zckpt.base.errors import UnsupportedError
+
+PLAIN = "Pass the plain model to initialize: stage 3 shares its parameters out over all ranks."
+ADAM = "Use optimizer.type AdamW or Lamb."
+GENERATE = "Use engine.module.generate, or convert a checkpoint with zckpt to-bf16 and serve that."
+DENSE = "Use a dense layer, or the mixture of experts that the model itself brings: it is sharded like any module."
+ENCODER = "Use torch.nn.TransformerEncoderLayer."
+OWN_FILES = (
+    "Set device nvme in zero_optimization.offload_optimizer or offload_param of the config: the trainer reads and writes its "
+    "files by itself."
+)
+ONE_SEQUENCE = "Train with sequence_parallel_size 1."
+
+INSTEAD = {
+    name: remedy
+    for remedy, names in (
+        (PLAIN, "DualPipeVModule LayerSpec PipelineEngine PipelineModule TiedLayerSpec set_autotp_mode tp_model_init"),
+        (GENERATE, "DeepSpeedHybridEngine InferenceEngine init_inference replace_transformer_layer"),
+        (ENCODER, "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
+        (ADAM, "OnebitAdam OnebitLamb ZeroOneAdam"),
+        ("Use optimizer.type AdamW.", "MuonWithAuxAdam"),
+        (DENSE, "MoE"),
+        ("Use torch.nn.Linear.", "TiledLinear TiledLinearReturnBias"),
+        (ONE_SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
+        ("Use torch.nn.functional.scaled_dot_product_attention on whole sequences.", "DistributedAttention"),
+    )
+    for name in names.split()
+}
+"""Name -> the remedy, as sentences. Other names have the remedy of their row in `table`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """A row of the table: names that are not built. `instead`: what to do instead, as sentences."""
+
+    instead: str
+
+
+def refuse(name: str, instead: str = "") -> NoReturn:
+    """Raises UnsupportedError for a name of DeepSpeed's. `instead`: what to do instead, if `INSTEAD` does not say it."""
+    raise UnsupportedError(f"{name!r} of DeepSpeed is not built here", remedy=INSTEAD.get(name, instead))
+
+
+def make_unbuilt(name: str, instead: str = "", *, is_function: bool | None = None) -> Any:
+    """A class or a function that raises `UnsupportedError` when it is constructed or called; `instead` as for `refuse`. By
+    default names in lower case are functions. A class with a name that says so is an exception.
+    """
+    told = f"Not built. {INSTEAD.get(name, instead)}"
+    if name[0].islower() if is_function is None else is_function:
+
+        def function(*args: Any, **kwargs: Any) -> NoReturn:
+            refuse(name, instead)
+
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = told
+        return function
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name, instead)
+
+    bases = (Exception,) if name.endswith(("Error", "Exception")) else ()
+    return type(name, bases, {"__new__": construct, "__doc__": told})
+
 
 VERSION = "0.19.8"
 """The version of DeepSpeed that these names are from; scripts compare it."""
@@ -83,7 +149,7 @@ BUILT: dict[str, str | Names] = {
     "runtime.activation_checkpointing.checkpointing": ".activations",
     "runtime.base_optimizer": {"DeepSpeedOptimizer": "torch.optim:Optimizer", "ZeROOptimizer": "torch.optim:Optimizer"},
     "runtime.config": {
-        "DeepSpeedConfig": ".config.attributes:DeepSpeedConfig",
+        "DeepSpeedConfig": ".config.read:DeepSpeedConfig",
         "DeepSpeedConfigError": "zckpt.base.errors:UsageError",
         "ONEBIT_ADAM_OPTIMIZER": Constant("onebitadam"),
         "ONEBIT_LAMB_OPTIMIZER": Constant("onebitlamb"),
@@ -100,10 +166,10 @@ BUILT: dict[str, str | Names] = {
     "runtime.lr_schedules": ".optimizers.schedules",
     "runtime.pipe": {name: f"zckpt.runtime:{name}" for name in ("DualPipeVModule", "PipelineEngine")},
     "runtime.zero": {"unregister_external_parameter": ".sharding.units:unregister_external_parameter"},
-    "runtime.zero.config": {"DeepSpeedZeroConfig": ".config.zero:Zero", "ZeroStageEnum": f"{_ZERO}:ZeroStageEnum"},
+    "runtime.zero.config": {"DeepSpeedZeroConfig": ".config.sections:Zero", "ZeroStageEnum": f"{_ZERO}:ZeroStageEnum"},
     "runtime.zero.offload_config": {
-        "DeepSpeedZeroOffloadOptimizerConfig": ".config.zero:OffloadOptimizer",
-        "DeepSpeedZeroOffloadParamConfig": ".config.zero:OffloadParam",
+        "DeepSpeedZeroOffloadOptimizerConfig": ".config.sections:OffloadOptimizer",
+        "DeepSpeedZeroOffloadParamConfig": ".config.sections:OffloadParam",
         "OffloadDeviceEnum": ".engine_parts.weights:OffloadDeviceEnum",
         "OffloadStateTypeEnum": ".engine_parts.weights:OffloadStateTypeEnum",
     },

@@ -32,7 +32,7 @@ from zckpt.layouts.zero import read as zero_read
 from zckpt.layouts.zero import zero12
 from zckpt.layouts.zero.same_layout import Held
 from zckpt.live.plain_values import from_inert
-from zckpt.runtime.random_state import set_rng_state
+from zckpt.runtime.loader import set_rng_state
 from zckpt.runtime.saves.nodes import Want, gather_indexes
 from zckpt.runtime.saves.run_state import buffers_of, group_members
 from zckpt.runtime.saves.saved_run import LoadOptions, SavedRun, read, read_same

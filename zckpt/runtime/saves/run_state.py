@@ -18,7 +18,7 @@ from torch import nn
 
 from zckpt.base.dataclass import dataclass
 from zckpt.layouts.run.training import ParameterGroup
-from zckpt.runtime.random_state import rng_state
+from zckpt.runtime.loader import rng_state
 from zckpt.runtime.sharding.gradients import Gradients, take_gradients
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.swapping.stepping import ONE_NUMBER

@@ -1,6 +1,6 @@
 """Provides what the trainer needs of `fully_shard` and torch 2.6 to 2.12 lack.
 
-For `shard`, `collectives` and `gradients`. Each function does what the newest torch does where that has the means itself.
+For `shard` and `gradients`. Each function does what the newest torch does where that has the means itself.
 [Note: which torch has what] 2.7: parameters to be left out. 2.8: `reshard_after_forward=None`. 2.9: own collectives, frozen
 parameters of another dtype. By 2.13: zeros for parameters that had no part in a loss, several groups of parameters per unit.
 Source: torch 2.6, 2.7, 2.8, 2.9 and 2.13, distributed/fsdp/_fully_shard/*.py, cpu/__init__.py.
