@@ -30,8 +30,7 @@ from zckpt.core.recipes import derive_entry
 from zckpt.engine.kernels import ReferenceKernels
 from zckpt.quantized import grids
 from zckpt.quantized.quantise import Elements, Scales, SecondScale
-from zckpt.quantized.second_scale import Second
-from zckpt.quantized.targets import second_of
+from zckpt.quantized.targets import Second, second_of
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
 LAYER = "model.layers.0."

@@ -38,7 +38,7 @@ UNSYNCED = {
     "output/manifest.py": "`output.local_destination` syncs it before the seal",
     "runtime/deepspeed_api/accelerator.py": "the kernel's own file, by which its peak of memory begins anew",
     "runtime/observe/flops_profiler.py": "a report, which the next profile replaces",
-    "runtime/observe/monitor.py": "a log",
+    "runtime/observe/observer.py": "a log",
     "runtime/saves/nodes.py": "a temporary directory",
     "runtime/swapping/files.py": "states of a running process; a checkpoint has them too",
     "runtime/observe/lookout.py": "for the launcher of the same run",

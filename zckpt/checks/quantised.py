@@ -96,7 +96,7 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
     from zckpt.quantized.quantise import as_stack
     from zckpt.quantized.second import powers_again, stored_again
     from zckpt.quantized.second_codes import quantise_again
-    from zckpt.quantized.second_scale import Powers
+    from zckpt.quantized.targets import Powers
 
     scheme, group = said.get("scheme", "block128"), said.get("group_size")
     config, dtype = read_config(output.home) or {}, to_dtype(facts.dtype) if facts.dtype else BF16

@@ -51,8 +51,7 @@ from zckpt.quantized.quantise import (
     scales,
     target_entries,
 )
-from zckpt.quantized.second_scale import Powers, Second
-from zckpt.quantized.targets import TARGETS, Target, order_of
+from zckpt.quantized.targets import TARGETS, Powers, Second, Target, order_of
 from zckpt.storage.fsspec_io import is_page
 from zckpt.storage.location import Location, locate
 

@@ -29,8 +29,7 @@ from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
 from zckpt.quantized.grids import Dequantised, Grid, Narrowed
 from zckpt.quantized.packed import Packed
 from zckpt.quantized.plain import Scaled
-from zckpt.quantized.second_scale import Powers, Second
-from zckpt.quantized.targets import Target, of_stored_bits, rounded_to, stored_bits
+from zckpt.quantized.targets import Powers, Second, Target, of_stored_bits, rounded_to, stored_bits
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats

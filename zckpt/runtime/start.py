@@ -28,7 +28,7 @@ from zckpt.runtime.arguments import config_of, refuse_parallel
 from zckpt.runtime.config.read import DTYPES, BatchSizes, Settings, batch_of, flatten, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
-from zckpt.runtime.observe.monitor import check_libraries
+from zckpt.runtime.observe.observer import check_libraries
 from zckpt.runtime.optimizers.build import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.schedules import build_schedule

@@ -99,8 +99,8 @@ Names = dict[str, "str | Constant | Unbuilt"]
 
 _FORMULA = "zckpt.estimation.deepspeed_formula"
 _COLLECTIVES = ".deepspeed_api.collectives"
-_GROUPS = ".deepspeed_api.groups"
-_ZERO = ".deepspeed_api.zero_functions"
+_GROUPS = ".deepspeed_api.collectives"
+_ZERO = ".deepspeed_api.utilities"
 _OPTIMIZERS = "adagrad.cpu_adagrad adam.cpu_adam adam.fused_adam lamb.fused_lamb lion.cpu_lion lion.fused_lion"
 _PRIVATE_GROUPS = (
     "data_parallel_group", "data_parallel_rank", "data_parallel_world_size", "data_parallel_group_ranks",
@@ -137,8 +137,8 @@ BUILT: dict[str, str | Names] = {
     "git_version_info_installed": _VERSION,
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_api.utilities:DEEPSPEED_ENVIRONMENT_NAME"},
     "moe.utils": _GROUPS,
-    **{f"monitor.{name}": ".observe.monitor" for name in ("comet", "config", "monitor", "tensorboard", "wandb")},
-    "monitor.csv_monitor": {"csvMonitor": ".observe.monitor:CSVMonitor"},
+    **{f"monitor.{name}": ".observe.observer" for name in ("comet", "config", "monitor", "tensorboard", "wandb")},
+    "monitor.csv_monitor": {"csvMonitor": ".observe.observer:CSVMonitor"},
     "ops": {"__compatible_ops__": ".deepspeed_api.utilities:COMPATIBLE_OPS"},
     **{f"ops.{name}": ".deepspeed_api.optimizer_names" for name in _OPTIMIZERS.split()},
     "ops.adam": {"OnebitAdam": Unbuilt(ADAM)},  # of older versions

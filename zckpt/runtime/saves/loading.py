@@ -38,8 +38,8 @@ from zckpt.runtime.saves.run_state import buffers_of, group_members
 from zckpt.runtime.saves.saved_run import LoadOptions, SavedRun, read, read_same
 from zckpt.runtime.sharding import gradients
 from zckpt.runtime.sharding.parameter import ShardedParameter
+from zckpt.runtime.swapping.files import Filled, fill_through
 from zckpt.runtime.swapping.install import mend, state_room
-from zckpt.runtime.swapping.transfers import Filled, fill_through
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.storage.location import locate
 from zckpt.team.meeting import Attempt, Meetings

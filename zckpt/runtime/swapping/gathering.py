@@ -16,8 +16,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from zckpt.base.dataclass import dataclass
-from zckpt.runtime.swapping.files import Region
-from zckpt.runtime.swapping.transfers import Buffer, BufferPlaces, Transfer, Transfers
+from zckpt.runtime.swapping.files import Buffer, BufferPlaces, Region, Transfer, Transfers
 
 
 class SwappedParameter(FSDPParam):

@@ -28,10 +28,9 @@ from zckpt.runtime.optimizers.lion_lamb import Lamb
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.sharding.shard import Sharded
-from zckpt.runtime.swapping.files import SwapFile, padded_size
+from zckpt.runtime.swapping.files import SwapFile, Transfers, padded_size
 from zckpt.runtime.swapping.gathering import Reader, SwappedRows, SwappedUnit, serve
 from zckpt.runtime.swapping.stepping import SwappedStep
-from zckpt.runtime.swapping.transfers import Transfers
 
 MOST_ELEMENTS = 8 << 20
 """The most elements of a sub-group: with Adam's two states and the weights, 96 MiB."""

@@ -27,9 +27,8 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.runtime.optimizers.lion_lamb import Lion
-from zckpt.runtime.swapping.files import Region, SwapFile, padded_size
+from zckpt.runtime.swapping.files import Buffer, BufferPlaces, Region, SwapFile, Transfer, Transfers, padded_size
 from zckpt.runtime.swapping.gathering import SwappedRows
-from zckpt.runtime.swapping.transfers import Buffer, BufferPlaces, Transfer, Transfers
 
 try:
     from zckpt._core import step as native_step
