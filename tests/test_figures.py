@@ -15,10 +15,10 @@ from sources import ROOT, TOGETHER, parsed
 pytestmark = TOGETHER
 CHECKPOINT = ROOT.parent / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
 
-MODULES = 139
+MODULES = 133
 """Modules of zckpt that `to-bf16` of a small ZeRO-3 save imports; that is the aim."""
 
-FUNCTIONS = 840
+FUNCTIONS = 836
 """Functions of zckpt that it runs, lambdas and comprehensions counted too; a few depend on the turn in which threads come."""
 
 CODE = """
@@ -51,10 +51,10 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 
 HOUSE = {
-    "modules": 542,
-    "lines": 105_589,
-    "lines of the trainer": 15_700,
-    "classes": 804,
+    "modules": 489,
+    "lines": 104_939,
+    "lines of the trainer": 15_419,
+    "classes": 795,
     "functions named by one participle": 0,
 }
 """Of the package's source; each may only fall. The aims are 505, 80,000, 15,700 and 655."""

