@@ -16,12 +16,14 @@ from hangs import HANG_S
 from standby import programs
 
 OWN = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-OURS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime")
+BARE = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime")
 """What ranks of zckpt's trainer import."""
+OURS = (*BARE, "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+"""And the models that some of them train; the hub's library has read its environment then."""
 DEEPSPEED = (*OURS, "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # which imports torch.compile's compiler
 TRAINER = (*OURS, "transformers.trainer", "accelerate", "peft")
 """Of transformers; it imports DeepSpeed when it is asked for, which may be zckpt's trainer."""
-MEGATRON = (*OURS[:3], "megatron.core.dist_checkpointing", "megatron.core.optimizer")
+MEGATRON = (*BARE[:3], "megatron.core.dist_checkpointing", "megatron.core.optimizer")
 
 
 class Server(NamedTuple):
@@ -34,15 +36,19 @@ class Server(NamedTuple):
 
 @functools.cache
 def server(modules: tuple[str, ...], preload: str) -> Server:
-    """A process that has imported these, and the library before all. All without a library have what `OURS` imports in common."""
-    if modules != OURS and not preload:
+    """A process that has imported these, and the library before all.
+
+    Those without a library are forked from one that has imported the beginning of what they import.
+    """
+    if modules != BARE and not preload:
+        parent = OURS if modules != OURS and modules[: len(OURS)] == OURS else BARE
         with tempfile.TemporaryDirectory(prefix="zckpt-ranks-") as place:
             pipes = [f"{place}/{name}" for name in ("asks", "answers")]
             for pipe in pipes:
                 os.mkfifo(pipe)
             path = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
             asked = {"modules": modules, "path": path, "asks": pipes[0], "answers": pipes[1]}
-            print(json.dumps(asked), file=server(OURS, "").asks, flush=True)
+            print(json.dumps(asked), file=server(parent, "").asks, flush=True)
             return Server(open(pipes[0], "w"), open(pipes[1]))
     more = {"HF_HUB_OFFLINE": "1", **({"LD_PRELOAD": preload} if preload else {})}  # read when transformers is imported
     python = sys.executable if preload else f"{programs()}/python"

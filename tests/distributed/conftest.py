@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from hangs import HANG_S
-from ranks import DEEPSPEED, OURS, OWN, fork_ranks
+from ranks import BARE, DEEPSPEED, OURS, OWN, fork_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for what the scripts and the tests share
@@ -48,7 +48,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], R
                 if script == TORCHRUN:
                     torchrun(script, world, out)
                 else:
-                    modules = DEEPSPEED if script.startswith("deepspeed") else OURS
+                    own = {"deepspeed_losses.py": DEEPSPEED, "deepspeed_goes_on.py": DEEPSPEED, "pushes.py": BARE}
+                    modules = own.get(script, OURS)
                     fork_ranks(world, [str(HERE / script), str(out)], out / "log.txt", modules)
         ranks = [json.loads(path.read_text()) for path in sorted(out.glob("rank_*.json"))]
         assert len(ranks) == world, (out / "log.txt").read_text()[-4000:]

@@ -87,15 +87,15 @@ def both_ways(home: Path, number: int) -> dict[str, Any]:
     """Losses after a save: of the run that saved, and of the run that loaded it.
 
     `ours`: this trainer saved, DeepSpeed loaded; `theirs`: the other way; `round`: DeepSpeed saved, this trainer loaded and
-    saved again, DeepSpeed loaded that: to the last bit where it was. Without proofs, variants that only say stage and precision
-    take turns with `ours` and `theirs`.
+    saved again, DeepSpeed loaded that: to the last bit where it was. Without proofs, variants without device nvme take turns
+    with `ours` and `theirs`.
     """
     import deepspeed
 
     variant = VARIANTS[number]
     stage, precision, zero, more = variant
-    turn = (stage + list(PRECISIONS).index(precision)) % 2
-    left_out = "" if IS_WHOLE or zero or more else ("ours", "theirs")[turn]
+    turn = number if zero or more else stage + list(PRECISIONS).index(precision)
+    left_out = "" if IS_WHOLE or "nvme" in zero else ("ours", "theirs")[turn % 2]
     out: dict[str, Any] = {}
     wanted: dict[str, dict[str, Any]] = {}
     for name, saver, loader in (("ours", runtime, deepspeed), ("theirs", deepspeed, runtime)):

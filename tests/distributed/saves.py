@@ -107,9 +107,16 @@ def begin(kind: str, stage: int, precision: dict[str, Any], **zero: Any) -> runt
 
 @check(2)
 def resume() -> dict[str, bool]:
-    """Steps, and half of them, a save, a load into a new run, the others: equal to the last bit."""
+    """Steps, and half of them, a save, a load into a new run, the others: equal to the last bit.
+
+    Each kind at every stage and precision for proofs; else they take turns at every stage and precision.
+    """
     out, half = {}, 10 if IS_WHOLE else 2
-    for kind, stage, name in covering(tuple(KINDS), tuple(range(4)), tuple(PRECISIONS)):
+    every = covering(tuple(KINDS), tuple(range(4)), tuple(PRECISIONS))
+    if not IS_WHOLE:
+        places = itertools.product(range(4), PRECISIONS)
+        every = [(kind, *place) for kind, place in zip([*KINDS] * 2, places, strict=True)]
+    for kind, stage, name in every:
         engine = begin(kind, stage, PRECISIONS[name])
         train(engine, half)
         engine.save_checkpoint(

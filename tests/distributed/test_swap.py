@@ -14,7 +14,7 @@ import proofs
 import pytest
 import torch
 from hangs import HANG_S
-from ranks import OURS, run_ranks
+from ranks import BARE, run_ranks
 from standby import programs
 
 from zckpt.base.errors import OutputError
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("swaps")
-    run_ranks(2, path, HERE / "swaps.py", OURS)
+    run_ranks(2, path, HERE / "swaps.py", BARE)
     yield path
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import OURS, run_ranks
+from ranks import BARE, run_ranks
 
 HERE = Path(__file__).parent
 PLAIN = {"offload": False, "accumulation": 1, "frozen": False, "optimizer": "Adam"}
@@ -38,7 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, in
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), source], check=True)
     job = home / "job.json"
     job.write_text(json.dumps({"counter": str(library), "cases": CASES}))
-    run_ranks(2, job, HERE / "worker.py", OURS, preload=str(library))
+    run_ranks(2, job, HERE / "worker.py", BARE, preload=str(library))
     return [json.loads(Path(f"{job}.{rank}").read_text()) for rank in range(2)]
 
 

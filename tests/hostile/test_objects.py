@@ -123,8 +123,8 @@ CASES: dict[str, tuple[str, Callable[[], bytes]]] = {
 }
 """Name -> file, and what makes its bytes."""
 ALIKE = (
-    "gguf numbers", "safetensors texts", "records and lists", "pickled tuples", "pickled texts", "pickled lists, older form",
-    "metadata of sets", "metadata of lists",
+    "gguf numbers", "safetensors texts", "records and lists", "pickled sets", "pickled tuples", "pickled texts",
+    "pickled lists, older form", "metadata of sets", "metadata of lists",
 )  # fmt: skip
 """Whose neighbours go the same way, or which two others prove together: for `make proofs`."""
 

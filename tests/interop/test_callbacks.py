@@ -14,7 +14,6 @@ from ranks import OURS, TRAINER, run_ranks
 from torch import nn
 
 import zckpt
-from zckpt.integrations import LightningWeights, TrainerWeights
 from zckpt.integrations.weights import WeightsOptions, WeightsWriter
 
 WORKER = Path(__file__).with_name("callbacks_worker.py")
@@ -67,6 +66,8 @@ def test_lightning_keeps_and_deletes_weights_with_its_checkpoints(tmp_path: Path
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
+    from zckpt.integrations import LightningWeights
+
     module = lightning_module()
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)
     weights, at_end = LightningWeights(part="model"), LightningWeights("fp32", when="end")
@@ -118,6 +119,8 @@ def test_what_cannot_be_read_from_memory_is_converted_from_the_checkpoint(tmp_pa
 
 
 def test_an_error_is_raised_if_that_is_asked_for(tmp_path: Path) -> None:
+    from zckpt.integrations import TrainerWeights
+
     (tmp_path / "file").write_text("")
     writer = WeightsWriter(WeightsOptions(on_error="raise"))
     with pytest.raises(zckpt.OutputError):

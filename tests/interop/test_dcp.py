@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import same_bits
-from ranks import OURS, run_ranks
+from ranks import BARE, run_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -168,7 +168,7 @@ def jobs_of(tmp_path: Path, world_size: int) -> list[tuple[Path, dict[str, Any]]
 def test_torch_loads_it_into_sharded_models(world_size: int, tmp_path: Path) -> None:
     jobs = jobs_of(tmp_path, world_size)
     (tmp_path / "jobs.json").write_text(json.dumps([job for _, job in jobs]))
-    run_ranks(world_size, tmp_path / "jobs.json", WORKER, OURS)
+    run_ranks(world_size, tmp_path / "jobs.json", WORKER, BARE)
     for number, (path, job) in enumerate(jobs):
         found = torch.load(tmp_path / f"{number}.pt", weights_only=False)
         wanted, aliases = stripped(path / "checkpoint")

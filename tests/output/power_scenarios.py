@@ -511,11 +511,11 @@ class Power:
         return found
 
     def look(self, *, both: bool, pairs: bool) -> int:
-        """Judges all trees, and what comes after them; returns how many there are."""
+        """Judges all trees, and what comes after them, or after every other one; returns how many there are."""
         found = self.distinct(pairs=pairs)
         for number, ((tree, done), what) in enumerate(found.items()):
             for failing in (False, True) if both else (number % 3 == 0,):
-                self.one(tree, what, done=done, failing=failing)
+                self.one(tree, what, done=done, failing=failing, goes_on=both or number % 2 == 0)
         return len(found)
 
     def misses(self, site: object) -> str:
@@ -530,15 +530,16 @@ class Power:
                     return f"{what}: {error}"
         return ""
 
-    def one(self, tree: Tree, what: str, *, done: bool, failing: bool) -> None:
-        """Makes a tree, and judges it and what comes after it."""
+    def one(self, tree: Tree, what: str, *, done: bool, failing: bool, goes_on: bool = True) -> None:
+        """Makes a tree, and judges it and, if a run `goes_on`, what comes after it."""
         shutil.rmtree(self.trial.place, ignore_errors=True)
         self.trial.place.mkdir()
         with self.numbers.told():
             self.numbers.build(tree, self.trial.place)
             try:
                 self.trial.judge(done=done)
-                self.trial.finish(failing=failing)
+                if goes_on:
+                    self.trial.finish(failing=failing)
             except (AssertionError, OSError, ZckptError) as error:
                 error.add_note(f"{what}, then {'a run that fails, and ' if failing else ''}the same run")
                 raise
