@@ -40,6 +40,7 @@ BUDGET: dict[str, float] = {
     "tests/jobs/test_open.py": 14,
     "tests/jobs/test_quantize.py": 9,
     "tests/jobs/test_reshard.py": 25,
+    "tests/layouts/test_many_tensors.py": 26,
     "tests/layouts/test_moe.py": 9,
     "tests/layouts/test_mutations.py": 12,
     "tests/live/test_live.py": 12,

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -23,14 +24,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zckpt.base.errors import ZckptError
+from zckpt.checks.verify import verify
 from zckpt.containers.safetensors_file import skeleton
 from zckpt.containers.skeleton import TensorSpec
-from zckpt.core.catalog import TensorEntry
+from zckpt.core.catalog import Catalog, TensorColumns, TensorEntry
 from zckpt.core.dtypes import BF16, U8
 from zckpt.core.fragments import Fragment
+from zckpt.core.plan import PairColumns
 from zckpt.core.stores import FileStore
-from zckpt.jobs.convert import CONVERT, prepare
+from zckpt.jobs.convert import CONVERT, convert, prepare
+from zckpt.jobs.inspection import inspect_checkpoint
+from zckpt.layouts.dcp import metadata
+from zckpt.layouts.dcp.read import read
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
+from zckpt.layouts.save.listing import list_files
+from zckpt.storage.location import locate
 
 TENSORS, RANKS = 6000, 8
 STORE = FileStore("f", 1 << 40)
@@ -54,8 +63,8 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     for rank in range(RANKS):
         (home / f"__{rank}_0.distcp").write_bytes(data * (TENSORS // RANKS))
-    metadata = Metadata(described, {name: ("model", name[6:]) for name in described}, stored)
-    (home / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    pickled = Metadata(described, {name: ("model", name[6:]) for name in described}, stored)
+    (home / ".metadata").write_bytes(pickle.dumps(pickled, protocol=4))
     return home
 
 
@@ -119,3 +128,172 @@ def test_a_header_is_the_json_that_python_writes(names: list[str], shape: list[i
     assert literal[8:].rstrip(b" ") == text and len(literal) % 64 == 0
     assert int.from_bytes(literal[:8], "little") == len(literal) - 8
     assert found.offsets == {name: len(literal) + wanted[name]["data_offsets"][0] for name in found.offsets}  # type: ignore[index]
+
+
+def test_metadata_of_very_many_tensors_become_columns_that_mean_the_same(
+    save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = CONVERT.ask(dtype=BF16, max_shard_size="20KB")
+    plain = prepare(str(save), str(tmp_path / "o"), asked)
+    facts = inspect_checkpoint(save)
+    monkeypatch.setattr(metadata, "LARGE_BYTES", 0)
+    columns = prepare(str(save), str(tmp_path / "o"), asked)
+    assert isinstance(columns.catalog.tensors, TensorColumns) and isinstance(columns.plan.pairs, PairColumns)
+    assert columns.plan.move_count == plain.plan.move_count == TENSORS
+    assert columns.plan.bytes_read == plain.plan.bytes_read == TENSORS * 16
+    assert [[list(literal) for literal in file.literals] for file, _ in columns.plan.files] == [
+        [list(literal) for literal in file.literals] for file, _ in plain.plan.files
+    ]
+    assert [(file.path, file.size) for file, _ in columns.plan.files] == [(f.path, f.size) for f, _ in plain.plan.files]
+    assert list(map(seen, columns.plan.pairs)) == list(map(seen, plain.plan.pairs))
+    assert seen(columns.plan.pairs[-1]) == seen(plain.plan.pairs[-1])
+    assert list(map(seen, columns.plan.pairs[5:7])) == list(map(seen, plain.plan.pairs[5:7]))
+    found = inspect_checkpoint(save)
+    assert isinstance(found.catalog, Catalog) and isinstance(found.catalog.tensors, TensorColumns)
+    assert found.as_json(slices=True) == facts.as_json(slices=True)
+    assert list(found.lines(tensors=True)) == list(facts.lines(tensors=True))
+    tensors = found.catalog.tensors
+    assert tensors["layers.1.mlp.experts.2.weight"] is tensors["layers.1.mlp.experts.2.weight"]
+    assert "layers.1.mlp.experts.2.weight" in tensors and "other" not in tensors and "" not in tensors
+    assert {store.path for store in found.catalog.stores()} == {store.path for store in facts.catalog.stores()}  # type: ignore[union-attr]
+
+
+def seen(pair: Any) -> list[object]:
+    return [
+        (
+            one.name,
+            one.shape,
+            one.dtype,
+            one.role,
+            [(str(f.store), f.byte_offset, f.start, f.count) for f in one.fragments],
+        )
+        for one in pair
+    ]
+
+
+def test_what_is_written_from_columns_is_what_is_written_without(
+    save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(save, tmp_path / "plain", dtype="fp32", max_shard_size="20KB", progress=False)
+    monkeypatch.setattr(metadata, "LARGE_BYTES", 0)
+    convert(save, tmp_path / "columns", dtype="fp32", max_shard_size="20KB", progress=False)
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "columns").iterdir())
+    for name in names:
+        assert (tmp_path / "columns" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
+    assert verify(save, tmp_path / "columns", progress=False).ok
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tensors of several kinds: one without elements and in no file, one without dimensions, a buffer; the state dict has another
+    order than the metadata.
+    """
+    home = tmp_path_factory.mktemp("few")
+    tensors = {
+        "b.weight": torch.arange(6.0).view(2, 3),
+        "a.step": torch.tensor(7),
+        "none": torch.zeros(0, 4),
+        "c": torch.ones(3),
+    }
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    held = [b"", b""]
+    for number, (name, tensor) in enumerate(tensors.items()):
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        zeros = torch.Size([0] * tensor.dim())
+        described[name] = TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype), tensor.shape, [ChunkStorageMetadata(zeros, tensor.shape)]
+        )
+        if tensor.numel():
+            place = _StorageInfo(f"__{number % 2}_0.distcp", len(held[number % 2]), len(buffer.getvalue()))
+            stored[MetadataIndex(name, zeros)] = place
+            held[number % 2] += buffer.getvalue()
+    for rank, data in enumerate(held):
+        (home / f"__{rank}_0.distcp").write_bytes(data)
+    pickled = Metadata(described, {name: (name,) for name in sorted(described)}, stored)
+    (home / ".metadata").write_bytes(pickle.dumps(pickled, protocol=4))
+    return home
+
+
+def meaning(home: Path) -> object:
+    """What a save means: its tensors and where they lie; or the error."""
+    try:
+        catalog = read(list_files(locate(home), ""))
+    except ZckptError as error:
+        return type(error), error.what, error.found, error.expected, error.remedy
+    return catalog.source, catalog.evidence, catalog.topology, [seen([one])[0] for one in catalog.tensors.values()]
+
+
+def test_columns_hold_tensors_of_every_kind(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = meaning(few)
+    monkeypatch.setattr(metadata, "LARGE_BYTES", 0)
+    assert meaning(few) == plain
+    tensors = read(list_files(locate(few), "")).tensors
+    assert isinstance(tensors, TensorColumns) and list(tensors) == ["a.step", "b.weight", "c", "none"]
+    assert [(one.role, n) for one, n in tensors.alike()] == [
+        ("buffer", 1),
+        ("parameter", 1),
+        ("parameter", 1),
+        ("parameter", 1),
+    ]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damaged_saves_mean_the_same_with_columns(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for file in few.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    data = (few / name).read_bytes()
+    cases = [data[:at] for at in range(0, len(data), 37)]
+    for at in range(0, len(data), 3 if name == ".metadata" else 29):
+        cases += [data[:at] + bytes([new]) + data[at + 1 :] for new in {data[at] ^ 1, 0xFF, ord("0")}]
+    others = 0
+    for case in cases:
+        (tmp_path / name).write_bytes(case)
+        monkeypatch.setattr(metadata, "LARGE_BYTES", 1 << 40)
+        plain = meaning(tmp_path)
+        monkeypatch.setattr(metadata, "LARGE_BYTES", 0)
+        assert meaning(tmp_path) == plain, case
+        others += isinstance(plain, tuple) and isinstance(plain[0], type)
+    assert others > len(cases) / 4
+
+
+@pytest.mark.parametrize(
+    "change", ["two files", "same place", "missing file", "optimizer", "another key", "key", "config"]
+)
+def test_what_columns_cannot_hold_is_read_one_by_one(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    for file in few.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    pickled = pickle.loads((few / ".metadata").read_bytes())
+    places = list(pickled.storage_data)
+    if change == "same place":
+        pickled.state_dict_metadata["again"] = pickled.state_dict_metadata["c"]
+        pickled.planner_data["again"] = ("again",)
+        pickled.storage_data[MetadataIndex("again", torch.Size([0]))] = pickled.storage_data[places[-1]]
+    elif change == "two files":
+        pickled.state_dict_metadata["c"].chunks = [
+            ChunkStorageMetadata(torch.Size([at]), torch.Size([n])) for at, n in ((0, 1), (1, 2))
+        ]
+    elif change == "missing file":
+        (tmp_path / "__0_0.distcp").unlink()
+    elif change == "optimizer":
+        pickled.state_dict_metadata["optim.param_groups.0.lr"] = BytesStorageMetadata()
+    elif change == "another key":
+        pickled.planner_data["c"] = ("ema", "c")
+    elif change == "key":
+        pickled.planner_data = {name: ("model", *path) for name, path in pickled.planner_data.items()}
+    else:
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": "llama", "vocab_size": 2, "tie_word_embeddings": True})
+        )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(pickled, protocol=4))
+    plain = meaning(tmp_path)
+    monkeypatch.setattr(metadata, "LARGE_BYTES", 0)
+    assert meaning(tmp_path) == plain
+    if change != "missing file" and isinstance(plain, tuple) and not isinstance(plain[0], type):
+        assert not isinstance(read(list_files(locate(tmp_path), "")).tensors, TensorColumns)

@@ -174,7 +174,7 @@ def inspect(
     inspection = inspect_checkpoint(ckpt, how.tag, how.also, how.read_options, as_part=how.as_part)
     named = _states(ckpt, how) if states else None
     sink.result(
-        lambda: {**inspection.as_json(slices=tensors), **(named.as_json() if named else {})},
+        lambda: {**inspection.facts(tensors), **(named.as_json() if named else {})},
         lambda: chain(inspection.lines(tensors=tensors, width=sink.width), named.lines() if named else ()),
     )
     sink.picture(lambda width: _picture(inspection, width))

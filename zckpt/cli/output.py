@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, TextIO
 
 import typer
@@ -21,8 +22,24 @@ if TYPE_CHECKING:
     from zckpt.pictures.terminal import Line
 
 
-_PIECE = 1 << 20
-"""Characters that are printed at a time: a stream copies them, and the facts of a million tensors have a hundred million."""
+_PIECE, _ROWS = 1 << 20, 1 << 10
+"""Characters, and objects of a list, that are printed at a time: a stream copies them, and a million tensors take 100 million."""
+
+
+def _pieces(facts: dict[str, object]) -> Iterator[str]:
+    """The JSON of an object; of an iterator among its values, it makes a list."""
+    yield "{"
+    for number, (key, value) in enumerate(facts.items()):
+        yield f"{', ' if number else ''}{json.dumps(key)}: "
+        if isinstance(value, Iterator):
+            yield "["
+            for n, batch in enumerate(iter(lambda rows=value: list(islice(rows, _ROWS)), [])):  # type: ignore[misc]
+                yield f"{', ' if n else ''}{json.dumps(batch)[1:-1]}"
+            yield "]"
+        else:
+            text = json.dumps(value)
+            yield from (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+    yield "}"
 
 
 class Console:
@@ -60,8 +77,7 @@ class Console:
         """
         try:
             if self.as_json:
-                text = json.dumps(facts())
-                sys.stdout.writelines(text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+                sys.stdout.writelines(_pieces(facts()))
                 sys.stdout.write("\n")
             elif not self.quiet:
                 sys.stdout.writelines(f"{escape_controls(line)}\n" for line in lines())

@@ -119,7 +119,7 @@ def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
         "files": [{"path": path, "bytes": nbytes} for path, nbytes in _files(planned)],
         "tensors": len(planned.catalog),
         "numel": planned.catalog.numel,
-        "moves": sum(1 for _ in planned.plan.moves()),
+        "moves": planned.plan.move_count,
         "bytes_read": planned.plan.bytes_read,
         "bytes_written": planned.order.bytes_written,
         "left_out": [fate.as_json() for fate in planned.order.left_out],

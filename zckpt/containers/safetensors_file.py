@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Literal
 
@@ -178,32 +178,48 @@ def skeleton(
         wanted = (specs, rising) if order == "as aligned" else (rising,)
         ordered = next(([*one] for one in wanted if _is_aligned(one)), ordered)
     header = io.BytesIO()  # of a million tensors, values for `json.dumps` take half a gigabyte
+    header.write(bytes(8))
+    header.writelines(header_pieces(ordered, {**(metadata or {}), **aliases}))
+    start = data_start(header.tell() - 8)
+    header.write(b" " * (start - header.tell()))
+    header.seek(0)
+    header.write((start - 8).to_bytes(8, "little"))
     offsets: dict[str, int] = {}
-    end = 0
+    end = start
+    for spec in ordered:
+        offsets[spec.name], end = end, end + spec.nbytes
+    return Skeleton(end, ((0, header.getvalue()),), (), offsets)
+
+
+def header_pieces(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """The header of a file of tensors in this order, behind its length and without the blanks at its end. Raises
+    UnsupportedError if a name is not Unicode text.
+    """
     try:
-        named = json.dumps({"format": "pt", **(metadata or {}), **aliases}, ensure_ascii=False, separators=(",", ":"))
-        header.write(bytes(8) + f'{{"__metadata__":{named}'.encode())
-        for spec in ordered:
-            offsets[spec.name], start, end = end, end, end + spec.nbytes
+        named = json.dumps({"format": "pt", **metadata}, ensure_ascii=False, separators=(",", ":"))
+        yield f'{{"__metadata__":{named}'.encode()
+        end = 0
+        for spec in specs:
+            start, end = end, end + spec.nbytes
             shape = ",".join(map(str, spec.shape))
             said = f'"dtype":"{spec.dtype.name}","shape":[{shape}],"data_offsets":[{start},{end}]'
-            header.write(f",{encode_basestring(spec.name)}:{{{said}}}".encode())
+            yield f",{encode_basestring(spec.name)}:{{{said}}}".encode()
     except UnicodeEncodeError as error:
         raise UnsupportedError(
             "the name of a tensor is not Unicode text", found=ascii(error.object[error.start : error.end]),
             remedy="Write a .bin file instead (--format bin), or change the name with --rename.",
         ) from error  # fmt: skip
-    header.write(b"}")
-    nbytes = header.tell() - 8
-    if nbytes + -(8 + nbytes) % ALIGNMENT > MAX_HEADER_BYTES:
+    yield b"}"
+
+
+def data_start(nbytes: int) -> int:
+    """The byte of a file at which the data begins, behind a header of so many bytes. Raises UnsupportedError if no file may have
+    that header.
+    """
+    start = 8 + nbytes + -(8 + nbytes) % ALIGNMENT
+    if start - 8 > MAX_HEADER_BYTES:
         raise UnsupportedError(
             "too many tensors for one safetensors file", found=f"a header of {nbytes:,} bytes",
             expected=f"at most {MAX_HEADER_BYTES:,} bytes", remedy="Write more shards, with a smaller --max-shard-size.",
         )  # fmt: skip
-    header.write(b" " * (-(8 + nbytes) % ALIGNMENT))
-    start = header.tell()
-    header.seek(0)
-    header.write((start - 8).to_bytes(8, "little"))
-    for name in offsets:
-        offsets[name] += start
-    return Skeleton(start + end, ((0, header.getvalue()),), (), offsets)
+    return start

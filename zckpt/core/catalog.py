@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, replace
 from operator import eq
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError
@@ -290,6 +292,129 @@ class Source:
         }
 
 
+class Names(Protocol):
+    """Names by their numbers, and numbers by names; below zero where there is none."""
+
+    def names(self, start: int, stop: int) -> list[str]:
+        """The names with these numbers."""
+
+    def find(self, name: str) -> int:
+        """The number of a name."""
+
+    def in_order(self) -> bytes:
+        """The numbers, each in four bytes, by the names' code points."""
+
+
+class TensorForm(NamedTuple):
+    """What tensors have in common."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    role: Role
+
+
+class TensorColumns(Mapping[str, TensorEntry]):
+    """A million small tensors, each one run of elements in a file, as numbers: nobody keeps an object for each.
+
+    An entry that is asked for by name, or by `values` or `items`, is made once and kept, so that it is the same object each time.
+    `passing` and `alike` keep none.
+
+    Args:
+        names: of the tensors.
+        prefix: the beginning of all names there, which is left out.
+        forms: of the tensors, and for each tensor the number of its form.
+        stores: the files, and for each tensor the number of its file.
+        places: for each tensor, the byte at which it begins. Who makes this has checked that each ends in its file, and before
+            the next one begins.
+    """
+
+    def __init__(
+        self, names: Names, prefix: str, forms: tuple[Sequence[TensorForm], Sequence[int]],
+        stores: tuple[Sequence[FileStore], Sequence[int]], places: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.names, self._prefix, self.places = names, prefix, places
+        self.forms, self.form = forms
+        self.stores, self._store = stores
+        self._made: dict[int, TensorEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self), _BATCH):
+            yield from self.named(start, start + _BATCH)
+
+    def named(self, start: int, stop: int) -> list[str]:
+        """The names with these numbers."""
+        cut = len(self._prefix)
+        return [name[cut:] for name in self.names.names(start, stop)]
+
+    def in_order(self) -> array[int]:
+        """The numbers by the names' code points."""
+        return array("I", self.names.in_order())
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.names.find(self._prefix + name) >= 0
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        number = self.names.find(self._prefix + name)
+        if number < 0:
+            raise KeyError(name)
+        if number not in self._made:
+            self._made[number] = self._entry(number, name)
+        return self._made[number]
+
+    def at(self, number: int) -> TensorEntry:
+        """The tensor with this number, which nobody keeps."""
+        return self._made.get(number) or self._entry(number, *self.named(number, number + 1))
+
+    def _entry(self, number: int, name: str) -> TensorEntry:
+        shape, dtype, role = self.forms[self.form[number]]
+        numel = math.prod(shape)
+        own = (Fragment(self.stores[self._store[number]], self.places[number], 0, numel),) if numel else ()
+        return TensorEntry(name, shape, dtype, role, own)
+
+    def passing(self) -> Iterator[TensorEntry]:
+        """The entries, which nobody keeps."""
+        known = self._made.get
+        for number, name in enumerate(self):
+            yield known(number) or self._entry(number, name)
+
+    def alike(self) -> Iterator[tuple[TensorEntry, int]]:
+        """One tensor of each form, and how many there are."""
+        for form, count in Counter(self.form).items():
+            number = self.form.index(form)
+            yield self._entry(number, *self.named(number, number + 1)), count
+
+    def moved(
+        self, dtypes: Sequence[DType], stores: tuple[Sequence[FileStore], Sequence[int]], places: array[int]
+    ) -> TensorColumns:
+        """The same tensors at other places, in these dtypes, one for each form."""
+        forms = [form._replace(dtype=dtype) for form, dtype in zip(self.forms, dtypes, strict=True)]
+        return TensorColumns(self.names, self._prefix, (forms, self.form), stores, places)
+
+
+_BATCH = 1 << 12
+"""Names that are made at once."""
+
+
+def alike(tensors: Mapping[str, TensorEntry]) -> Iterable[tuple[TensorEntry, int]]:
+    """Tensors by what they have in common, shape, dtype and role: one of them, and how many there are."""
+    return tensors.alike() if isinstance(tensors, TensorColumns) else ((entry, 1) for entry in tensors.values())
+
+
+def named_forms(tensors: Mapping[str, TensorEntry]) -> Iterable[tuple[str, TensorEntry | TensorForm]]:
+    """The name of each tensor, and what has its shape, dtype and role."""
+    if isinstance(tensors, TensorColumns):
+        return zip(tensors, map(tensors.forms.__getitem__, tensors.form), strict=True)
+    return ((entry.name, entry) for entry in tensors.values())
+
+
+def passing(tensors: Mapping[str, TensorEntry]) -> Iterable[TensorEntry]:
+    """The entries of tensors, for a caller that keeps none, and does not ask which object one is."""
+    return tensors.passing() if isinstance(tensors, TensorColumns) else tensors.values()
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog(Mapping[str, TensorEntry]):
     """Tensors by name, their aliases, and their origin.
@@ -317,8 +442,8 @@ class Catalog(Mapping[str, TensorEntry]):
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks aliases and claims. Raises InconsistentError if two tensors read the same bytes, or tied names do not
-        fit the tensors.
+        """Checks aliases and claims; those of `TensorColumns` were checked by who made these. Raises InconsistentError if two
+        tensors read the same bytes, or tied names do not fit the tensors.
         """
         for dropped, kept in self.aliases.items():
             if kept not in self.tensors or dropped in self.tensors:
@@ -327,6 +452,8 @@ class Catalog(Mapping[str, TensorEntry]):
                     found=f"a tensor {dropped!r}" if kept in self.tensors else f"no tensor {kept!r}",
                     expected=f"a tensor {kept!r}, and {dropped!r} only as another name of it",
                 )  # fmt: skip
+        if isinstance(self.tensors, TensorColumns) and not self.padding:
+            return
         if not self.claims.include(self._held()):
             object.__setattr__(self, "claims", Claims(self._held(), self.views))
 
@@ -349,7 +476,7 @@ class Catalog(Mapping[str, TensorEntry]):
     @property
     def numel(self) -> int:
         """Elements in all tensors, tied ones once."""
-        return sum(entry.numel for entry in self.tensors.values())
+        return sum(entry.numel * count for entry, count in alike(self.tensors))
 
     @property
     def zeros(self) -> tuple[Padding, ...]:
@@ -358,6 +485,8 @@ class Catalog(Mapping[str, TensorEntry]):
 
     def stores(self) -> set[FileStore]:
         """The files that hold elements."""
+        if isinstance(self.tensors, TensorColumns):
+            return {*self.tensors.stores}
         return {
             fragment.store
             for entry in self.tensors.values()

@@ -68,6 +68,8 @@ def names_unread(source: Catalog, made: Mapping[str, TensorEntry]) -> list[str]:
         source: a catalog.
         made: the tensors of the output; their elements lie in the source's files, or are computed from them.
     """
+    if made is source.tensors:
+        return []
     same = {id(entry.fragments) for entry in made.values()}
     rest = [name for name, entry in source.tensors.items() if id(entry.fragments) not in same]
     if not rest:

@@ -7,13 +7,14 @@ Moves are streamed, never held in a list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
-from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.catalog import TensorColumns, TensorEntry, TensorPart, alike
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Block, Fragment, fragment_of
 from zckpt.core.overlaps import overlaps, touching
@@ -41,6 +42,40 @@ class Checksum:
     slots: tuple[int, ...]
 
 
+class PackedLiteral(Sequence[tuple[int, bytes]]):
+    """The literal at the beginning of a file that names very many tensors, a tenth as long until it is asked for.
+
+    Args:
+        pieces: its bytes, in order.
+
+    Attributes:
+        nbytes: of the pieces.
+        head, tail: bytes before and behind them.
+    """
+
+    head = tail = b""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        packer = zlib.compressobj(1)
+        self.nbytes = 0
+        packed: list[bytes] = []
+        for piece in pieces:
+            self.nbytes += len(piece)
+            packed.append(packer.compress(piece))
+        self._packed = b"".join((*packed, packer.flush()))
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, bytes]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[int, bytes]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[int, bytes] | Sequence[tuple[int, bytes]]:
+        range(1)[index]  # nothing is unpacked to find that there is no second one
+        return ((0, self.head + zlib.decompress(self._packed) + self.tail),)[index]
+
+
 @dataclass(frozen=True, slots=True)
 class OutputFile:
     """A file to be written, without its elements.
@@ -54,7 +89,7 @@ class OutputFile:
 
     path: str
     size: int
-    literals: tuple[tuple[int, bytes], ...] = ()
+    literals: Sequence[tuple[int, bytes]] = ()
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -170,6 +205,40 @@ Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
 """A tensor's source and destination."""
 
 
+class PairColumns(Sequence[Pair]):
+    """The pairs of a million small tensors that lie in columns, in the order of both; each is made when it is asked for.
+
+    Args:
+        source, destination: the same tensors, each one run of elements.
+    """
+
+    def __init__(self, source: TensorColumns, destination: TensorColumns) -> None:
+        self.source, self.destination = source, destination
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[Pair]:
+        return zip(self.source.passing(), self.destination.passing(), strict=True)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Pair]: ...
+    def __getitem__(self, index: int | slice) -> Pair | Sequence[Pair]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [(self.source.at(number), self.destination.at(number)) for number in numbers]
+        return self.source.at(numbers), self.destination.at(numbers)
+
+
+def pairs_of(source: Mapping[str, TensorEntry], destination: Mapping[str, TensorEntry]) -> Sequence[Pair]:
+    """The pairs of the tensors of a destination, which a source has under the same names."""
+    if isinstance(source, TensorColumns) and isinstance(destination, TensorColumns):
+        return PairColumns(source, destination)
+    return [(source[name], entry) for name, entry in destination.items()]
+
+
 def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> TensorEntry | TensorPart:
     """The destination of a tensor, cut into parts that fit in memory where the source is not at hand."""
     if all(fragment.store.at_hand for fragment in source.fragments):
@@ -247,8 +316,17 @@ class Plan:
             yield Plan(((output, store),), pairs[id(store)])
 
     @property
+    def move_count(self) -> int:
+        """How many moves there are."""
+        if isinstance(self.pairs, PairColumns):
+            return sum(count for entry, count in alike(self.pairs.source) if entry.numel)
+        return sum(1 for _ in self.moves())
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that will be read."""
+        if isinstance(self.pairs, PairColumns):
+            return sum(entry.nbytes * count for entry, count in alike(self.pairs.source))
         return sum(_bytes_read(of, to) for of, to in self.pairs)
 
     @property

@@ -19,6 +19,7 @@
 #include "codes.h"
 #include "confirm.h"
 #include "crc32.h"
+#include "described.h"
 #include "difference.h"
 #include "early.h"
 #include "floats.h"
@@ -622,6 +623,54 @@ class Places {
   zckpt::PlaceTable table_;
 };
 
+nb::object read_described(int fd, uint64_t nbytes) {
+  std::unique_ptr<zckpt::Described> found;
+  {
+    nb::gil_scoped_release release;
+    found = zckpt::read_described(fd, nbytes);
+  }
+  return found ? nb::cast(found.release(), nb::rv_policy::take_ownership) : nb::none();
+}
+
+nb::str text_of(std::string_view text) { return nb::str(text.data(), text.size()); }
+
+nb::list names_of(const zckpt::Described& of, size_t start, size_t stop) {
+  nb::list found;
+  for (size_t n = start; n < std::min(stop, of.size()); ++n) found.append(text_of(of.name(n)));
+  return found;
+}
+
+nb::list texts_of(const std::vector<std::string>& texts) {
+  nb::list found;
+  for (const auto& text : texts) found.append(text_of(text));
+  return found;
+}
+
+// (dtype, extents) of each.
+nb::list forms_of(const zckpt::Described& of) {
+  nb::list found;
+  for (const auto& form : of.forms) {
+    nb::list shape;
+    for (int64_t extent : form.shape) shape.append(extent);
+    found.append(nb::make_tuple(text_of(form.dtype), nb::tuple(shape)));
+  }
+  return found;
+}
+
+// A column, which is not here any more then.
+nb::bytes column_of(zckpt::Described& of, const std::string& name) {
+  const auto packed_as = [](auto& column) {
+    const auto own = std::move(column);
+    return nb::bytes(reinterpret_cast<const char*>(own.data()), own.size() * sizeof(own[0]));  // NOLINT
+  };
+  if (name == "form") return packed_as(of.form);
+  if (name == "prefix") return packed_as(of.prefix);
+  if (name == "file") return packed_as(of.file);
+  if (name == "offset") return packed_as(of.offset);
+  if (name == "length") return packed_as(of.length);
+  throw std::invalid_argument("a column");
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -679,6 +728,22 @@ NB_MODULE(_core, m) {
   m.def("read_boxes", &read_boxes, "data"_a, "at"_a, "ways"_a);
   m.def("entries_behind", &entries_behind, "data"_a, "at"_a);
   m.def("which_alike", &which_alike, "fd"_a, "size"_a, "places"_a, "known"_a);
+  m.def("read_described", &read_described, "fd"_a, "nbytes"_a);
+  nb::class_<zckpt::Described>(m, "Described")
+      .def("names", &names_of, "start"_a, "stop"_a)
+      .def("find", [](const zckpt::Described& of, const std::string& name) { return of.find(name); }, "name"_a)
+      .def("in_order",
+           [](const zckpt::Described& of) {
+             const auto numbers = of.in_order();
+             return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(uint32_t));  // NOLINT
+           })
+      .def("mentions", [](const zckpt::Described& of, const std::string& text) { return of.mentions(text); }, "text"_a)
+      .def("take", &column_of, "column"_a)
+      .def("forms", &forms_of)
+      .def("files", [](const zckpt::Described& of) { return texts_of(of.files); })
+      .def("prefixes", [](const zckpt::Described& of) { return texts_of(of.prefixes); })
+      .def("version", [](const zckpt::Described& of) { return text_of(of.version); })
+      .def("__len__", &zckpt::Described::size);
   nb::class_<Places>(m, "Places")
       .def(nb::init<nb::dict, nb::dict>(), "names"_a, "files"_a)
       .def("learn", &Places::learn, "keys"_a, "values"_a)

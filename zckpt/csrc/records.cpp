@@ -13,6 +13,7 @@ namespace zckpt {
 namespace {
 
 constexpr size_t kMostDims = 16;
+constexpr uint64_t kReadWhole = 1 << 13;  // a file of so few bytes is read at once, with what is between its ends
 
 uint64_t little(std::string_view data, size_t at, size_t nbytes) {
   uint64_t value = 0;
@@ -200,11 +201,19 @@ std::vector<int64_t> entries_behind(std::string_view data, size_t at) {
 }
 
 bool is_alike(int fd, uint64_t offset, const AlikeEnds& of, std::vector<char>& buffer) {
+  const auto fits = [](const char* data, const std::string& part, const std::string& mask) {
+    unsigned char other = 0;
+    for (size_t n = 0; n < part.size(); ++n) other |= static_cast<unsigned char>((data[n] ^ part[n]) & mask[n]);
+    return !other;
+  };
+  if (of.nbytes <= kReadWhole && of.before.size() <= of.nbytes && of.behind_at + of.behind.size() <= of.nbytes) {
+    buffer.resize(of.nbytes);
+    if (read_all(fd, buffer.data(), buffer.size(), offset)) return false;
+    return fits(buffer.data(), of.before, of.before_mask) && fits(buffer.data() + of.behind_at, of.behind, of.behind_mask);
+  }
   for (const auto& [at, part, mask] : {std::tuple(uint64_t{0}, &of.before, &of.before_mask), std::tuple(of.behind_at, &of.behind, &of.behind_mask)}) {
     buffer.resize(part->size());
-    if (read_all(fd, buffer.data(), buffer.size(), offset + at)) return false;
-    for (size_t n = 0; n < buffer.size(); ++n)
-      if ((buffer[n] ^ (*part)[n]) & (*mask)[n]) return false;
+    if (read_all(fd, buffer.data(), buffer.size(), offset + at) || !fits(buffer.data(), *part, *mask)) return false;
   }
   return true;
 }

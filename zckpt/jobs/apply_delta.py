@@ -170,7 +170,7 @@ def prepare(
     entries = [(entry, dtype_in(version, entry, wanted)) for entry in version.catalog.tensors.values()]
     target = WeightsTarget("safetensors", max_shard_size=asked.sharding.max_shard_size)
     destination = lay_out(entries, version.catalog.aliases, target)
-    config = config_file(version.opened.config(), wanted or usual_dtype(destination.entries.values()))
+    config = config_file(version.opened.config(), wanted or usual_dtype(destination.entries))
     files = (*destination.files, *([config] if config else []))
     pairs = tuple((version.catalog.tensors[name], entry) for name, entry in destination.entries.items())
     plan = Plan(files, pairs)

@@ -161,7 +161,7 @@ def prepare(
         else:
             tensors[name] = replace_name(inputs[-1], name)
             copied.append(inputs)
-    usual = usual_dtype(last.tensors.values())
+    usual = usual_dtype(last.tensors)
     wanted = asked.casting.dtype or (to_dtype(said.dtype) if said and said.dtype else None)
     how = asked.having(dtype=wanted or (usual if usual in CAST_TARGETS else F32))
     computed = replace(

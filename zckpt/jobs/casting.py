@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples, matches
-from zckpt.core.catalog import TensorEntry
+from zckpt.core.catalog import TensorEntry, TensorForm
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.core.recipes import DerivedStore
 from zckpt.jobs.groups import Casting
@@ -21,7 +21,7 @@ _DTYPES = {
 }
 
 
-def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
+def output_dtype(entry: TensorEntry | TensorForm, dtype: DType | None) -> DType:
     """The dtype that a tensor gets: floating parameters take the one asked for, if any; buffers keep theirs.
 
     Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.

@@ -12,19 +12,19 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import Catalog, TensorColumns, TensorEntry, alike
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.plan import OutputFile, Plan, pairs_of
 from zckpt.core.stores import FileStore
 from zckpt.engine import replicas
-from zckpt.jobs.casting import check_kept, dtype_of, to_dtype
+from zckpt.jobs.casting import check_kept, dtype_of, output_dtype, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Selecting
 from zckpt.jobs.open import Opened, open_asked
 from zckpt.jobs.opened import WorkingModel
 from zckpt.jobs.planned import Planned, Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.steps import is_copy, open_model, record_of, steps_of
-from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
+from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out, lay_out_columns
 from zckpt.layouts.save.companions import config_file, read_own_config
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
@@ -173,15 +173,13 @@ def prepare(
     copies: Sequence[tuple[Location, str]] = ()
     notes = (*model.notes, *more)
     if not single:
-        config = _config_of(model, asked.casting.dtype or usual_dtype(destination.entries.values()))
+        config = _config_of(model, asked.casting.dtype or usual_dtype(destination.entries))
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
         copies, left_out = model.opened.companions() if model.copies is None else (model.copies, ())
         notes += (*left_out, *_misfits(model, asked, target))
     if not is_copy(model.opened, asked):
         model.opened.check_read(model.catalog.tensors.values())
-    plan = Plan(
-        destination.files, [(model.catalog.tensors[name], entry) for name, entry in destination.entries.items()]
-    )
+    plan = Plan(destination.files, pairs_of(model.catalog.tensors, destination.entries))
     fates = find_left_out(
         bare.catalog, model.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
     )
@@ -207,6 +205,11 @@ def _lay_out(
 ) -> tuple[LaidOutFiles, dict[str, object], tuple[str, ...]]:
     """The files with a place for each tensor, what the manifest says of the model, and sentences for the user."""
     tensors = model.catalog.tensors
+    is_usual = asked.casting.like is None and not asked.casting.keep_dtype and not model.is_merged
+    if isinstance(tensors, TensorColumns) and is_usual and not model.catalog.aliases:
+        dtypes = [output_dtype(form, asked.casting.dtype) for form in tensors.forms]
+        if (laid := lay_out_columns(tensors, dtypes, target)) is not None:
+            return laid, {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}, ()
     check_kept(tensors, asked.casting)
     wanted = {name: dtype_of(entry, asked.casting, is_merged=model.is_merged) for name, entry in tensors.items()}
     recorded = {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}
@@ -305,10 +308,10 @@ def _target(out: Location, asked: Asked[object]) -> tuple[WeightsTarget, bool]:
     return WeightsTarget(wanted or "safetensors", max_shard_size=asked.sharding.max_shard_size), False
 
 
-def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
+def usual_dtype(tensors: Mapping[str, TensorEntry]) -> DType:
     """The dtype that most floating elements have; those of one byte are of a quantisation."""
     numels: Counter[DType] = Counter()
-    for entry in entries:
+    for entry, number in alike(tensors):
         if entry.dtype.kind == "float" and entry.dtype.itemsize > 1:
-            numels[entry.dtype] += entry.numel
+            numels[entry.dtype] += entry.numel * number
     return numels.most_common(1)[0][0] if numels else F32

@@ -18,7 +18,7 @@ from zckpt.base import words
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, ranges, row, size, wrap_text
-from zckpt.core.catalog import Catalog, Role, TensorEntry, Topology
+from zckpt.core.catalog import Catalog, Role, TensorEntry, TensorForm, Topology, alike, named_forms, passing
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.core.fragments import Fragment
 from zckpt.jobs.casting import output_dtype
@@ -221,6 +221,10 @@ class Inspection(words.Printed):
 
     def as_json(self, *, slices: bool = False) -> dict[str, object]:
         """What `zckpt inspect --json` prints, as a dict; with `slices`, also which files hold each tensor's elements."""
+        return {key: list(value) if isinstance(value, Iterator) else value for key, value in self.facts(slices).items()}
+
+    def facts(self, slices: bool) -> dict[str, object]:
+        """The same, with an iterator over the tensors, which may be a million."""
         listing, catalog = self.place.listing, self.catalog
         facts: dict[str, object] = {"path": listing.directory.path, "tag": listing.tag, "tags": list(self.place.tags)}
         if catalog is not None:
@@ -233,7 +237,7 @@ class Inspection(words.Printed):
                 "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
                 "evidence": catalog.evidence.as_json(),
                 "experts": experts_as_json(topology),
-                "parameters": sum(entry.role != "buffer" for entry in numbers.tensors.values()),
+                "parameters": sum(n for entry, n in alike(numbers.tensors) if entry.role != "buffer"),
                 "numel": numbers.numel,
                 "trainable_numel": _numel(numbers, "parameter"),
                 "frozen_numel": _numel(numbers, "frozen"),
@@ -242,7 +246,9 @@ class Inspection(words.Printed):
                 "optimizer": list(source.optimizer_states),
                 "steps": source.global_steps,
                 "details": dict(source.details),
-                "tensors": [_tensor_json(entry, slices) for entry in catalog.tensors.values()],
+                "tensors": map(_with_slices, passing(catalog.tensors))
+                if slices
+                else itertools.starmap(_tensor_json, named_forms(catalog.tensors)),
             }
         facts["complete"] = self.complete
         facts["files"] = files_as_json(listing, self.grid, catalog.topology if catalog else None)
@@ -274,7 +280,7 @@ class Inspection(words.Printed):
         yield from row("export", str(self.exportable), width)
         yield from row("resume", str(self.resumable), width)
         if tensors and catalog is not None:
-            for entry in catalog.tensors.values():
+            for entry in passing(catalog.tensors):
                 yield f"  {entry.role:<10} {entry.dtype.name:<5} {list(entry.shape)!s:<20} {entry.name}"
                 yield from slice_lines(entry)
 
@@ -297,7 +303,9 @@ def _catalog_rows(catalog: Catalog, numbers: Catalog, place: Place, width: int |
         yield from row("parallelism", ranks, width)
     for label, text in source.details:
         yield from row(label, text, width)
-    roles = Counter(entry.role for entry in numbers.tensors.values())
+    roles: Counter[str] = Counter()
+    for entry, number in alike(numbers.tensors):
+        roles[entry.role] += number
     kinds = [
         f"{roles[role]:,} {word} ({count(_numel(numbers, role), 'element')})" for role, word in _ROLES if roles[role]
     ]
@@ -316,23 +324,21 @@ def _catalog_rows(catalog: Catalog, numbers: Catalog, place: Place, width: int |
 
 
 def _numel(catalog: Catalog, role: Role) -> int:
-    return sum(entry.numel for entry in catalog.tensors.values() if entry.role == role)
+    return sum(entry.numel * number for entry, number in alike(catalog.tensors) if entry.role == role)
 
 
-def _tensor_json(entry: TensorEntry, slices: bool) -> dict[str, object]:
-    facts: dict[str, object] = {
-        "name": entry.name,
-        "shape": list(entry.shape),
-        "dtype": entry.dtype.name,
-        "role": entry.role,
-    }
-    return {**facts, "slices": slices_as_json(entry)} if slices else facts
+def _tensor_json(name: str, one: TensorEntry | TensorForm) -> dict[str, object]:
+    return {"name": name, "shape": list(one.shape), "dtype": one.dtype.name, "role": one.role}
+
+
+def _with_slices(entry: TensorEntry) -> dict[str, object]:
+    return {**_tensor_json(entry.name, entry), "slices": slices_as_json(entry)}
 
 
 def output_bytes(catalog: Catalog) -> dict[str, int]:
     """Bytes of all tensors, tied ones once, per output dtype."""
     return {
-        SHORT_NAMES[dtype]: sum(e.numel * output_dtype(e, dtype).itemsize for e in catalog.tensors.values())
+        SHORT_NAMES[dtype]: sum(e.numel * n * output_dtype(e, dtype).itemsize for e, n in alike(catalog.tensors))
         for dtype in CAST_TARGETS
     }
 
@@ -379,7 +385,8 @@ def inspect_checkpoint(
         place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
         now = numbers.catalog.tensors
-        stand_for = [name for name, entry in opened.catalog.tensors.items() if now.get(name, entry) is not entry]
+        was = opened.catalog.tensors
+        stand_for = [name for name, entry in was.items() if now.get(name, entry) is not entry] if was is not now else []
         if text := about(opened, stand_for):
             details = (*catalog.source.details, ("quantized", text))
             catalog = replace(catalog, source=replace(catalog.source, details=details))

@@ -108,27 +108,29 @@ def strip_wrappers(catalog: Catalog, *, of_trl: bool = True) -> tuple[Catalog, t
         The catalog under the model's own names, and sentences that say what was stripped.
     """
     notes: list[str] = []
-    wrapped = {found for name in (*catalog, *catalog.aliases) for found in WRAPPERS.findall(name)}
+    wrapped = {found for name in _names(catalog) for found in WRAPPERS.findall(name)}
     if wrapped:
         catalog = catalog.rename(lambda name: WRAPPERS.sub("", name))
         notes.append(f"{examples(sorted(wrapped))} of torch's wrappers was stripped from the names.")
     for prefix in ("_forward_module.", "module.", catalog.source.prefix):
-        names = [*catalog, *catalog.aliases]
-        if prefix and names and all(name.startswith(prefix) for name in names):
+        if prefix and len(catalog) and all(name.startswith(prefix) for name in _names(catalog)):
             catalog = catalog.rename(lambda name, prefix=prefix: name.removeprefix(prefix))  # type: ignore[misc]
             notes.append(f"The leading {prefix!r} was stripped from the names.")
-    names = [*catalog, *catalog.aliases]
     if (
         of_trl
-        and names
-        and all(name.startswith(_VALUE_HEAD) for name in names)
-        and len({name[:7] for name in names}) == 2
+        and len(catalog)
+        and all(name.startswith(_VALUE_HEAD) for name in _names(catalog))
+        and len({name[:7] for name in _names(catalog)}) == 2
     ):
         catalog = catalog.rename(lambda name: name.removeprefix(_VALUE_HEAD[0]))
         notes.append(
             f"The leading {_VALUE_HEAD[0]!r} was stripped from the names: TRL saves a model and its v_head so."
         )
     return catalog, tuple(notes)
+
+
+def _names(catalog: Catalog) -> Iterator[str]:
+    return itertools.chain(catalog, catalog.aliases)
 
 
 _VALUE_HEAD = ("pretrained_model.", "v_head.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, join_words
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import Catalog, TensorEntry, alike
 from zckpt.core.dtypes import BF16, DType
 from zckpt.core.ledger import TrainedTensor
 from zckpt.jobs.groups import Naming
@@ -115,11 +115,12 @@ def opened_as_stored(catalog: Catalog, place: Place) -> Opened:
         from zckpt.quantized.configs import quantization_of
 
         quantization = quantization_of(config)
-    if quantization is None and any(entry.dtype.name in _CODES for entry in catalog.tensors.values()):
+    if quantization is None and any(entry.dtype.name in _CODES for entry, _ in alike(catalog.tensors)):
         quantization = _said_beside(place)
     if quantization is not None and quantization.method == "gptq":
         quantization = replace(quantization, otherwise=_other_version(quantization, _said_beside(place)))
-    if quantization is None and not any(_may_be_packed(name, entry) for name, entry in catalog.tensors.items()):
+    may_be_packed = any(_may_be_packed(entry) for entry, _ in alike(catalog.tensors))
+    if quantization is None and not may_be_packed and not any(map(_is_of_packed, catalog.tensors)):
         return Opened(catalog, place, quantization)
     from zckpt.quantized.packed import find_packed
 
@@ -132,14 +133,18 @@ def _other_version(quantization: Quantization, other: Quantization | None) -> st
     return f"{version!r} in a file beside it" if version not in ("", quantization.version_of_gptq) else ""
 
 
-def _may_be_packed(name: str, entry: TensorEntry) -> bool:
-    """Whether a tensor may be packed, as `quantized.forms` knows it: integers, fp8, a column, or one of its names."""
+def _is_of_packed(name: str) -> bool:
+    """Whether a tensor has a name of `quantized.forms`."""
+    return name.endswith((".absmax", "W_q"))
+
+
+def _may_be_packed(entry: TensorEntry) -> bool:
+    """Whether a tensor may be packed, as `quantized.forms` knows it: integers, fp8, or a column."""
     kind = entry.dtype.name
     return (
         (entry.dtype.kind != "float" and kind != "BOOL" and (kind != "I64" or bool(entry.shape)))
         or kind.startswith("F8")
         or (len(entry.shape) == 2 and entry.shape[1] == 1)
-        or name.endswith((".absmax", "W_q"))
     )
 
 
@@ -166,7 +171,7 @@ def numbers_in(opened: Opened, dtype: DType | None = None) -> dict[str, TensorEn
         InconsistentError, IncompleteError: scales do not fit, or are missing.
     """
     packed = opened.packed
-    if packed is None and not any(entry.dtype.name.startswith("F8") for entry in opened.catalog.tensors.values()):
+    if packed is None and not any(entry.dtype.name.startswith("F8") for entry, _ in alike(opened.catalog.tensors)):
         return {}
     members = () if packed is None else packed.members
     from zckpt.quantized.plain import find_scaled, product

@@ -121,7 +121,7 @@ def select_wanted(model: WorkingModel, selecting: Selecting, naming: Naming) -> 
     chosen, notes = resolve_selection(before, selecting, naming, before=model.earlier)
     catalog = select(before, selecting, chosen)
     kept = before if selecting == Selecting() else before.select(lambda one: is_wanted(one, selecting))
-    dropped = before.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
+    dropped = () if kept is before else before.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
     return replace(
         model, catalog=catalog, notes=(*model.notes, *notes), selectable=before.tensors, naming=chosen,
         left_out=(*model.left_out, *dropped),

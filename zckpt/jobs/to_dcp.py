@@ -124,7 +124,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     optimizer = "optimizer" if asked.own.accelerate else asked.own.optimizer
     if optimizer is not None:
         _add_optimizer(other, _path(optimizer), key, opened, stripped, catalog, asked)
-    usual = asked.casting.dtype or usual_dtype(catalog.tensors.values())
+    usual = asked.casting.dtype or usual_dtype(catalog.tensors)
     saves = [save] if other is save else [save, other]
     plan = Plan.of(each.finish() for each in saves).with_files(config_file(opened.config(form.config), usual))
     home = opened.place.home

@@ -263,7 +263,7 @@ def prepare(
         )
         for name, entry in catalog.tensors.items()
     ]
-    usual = asked.casting.dtype or usual_dtype(catalog.tensors.values())
+    usual = asked.casting.dtype or usual_dtype(catalog.tensors)
     arguments = megatron_arguments(model.facts, model.parts, model.config, asked.own.make_vocab_size_divisible_by)
     arguments |= {
         "tensor_model_parallel_size": asked.own.tensor_parallel,

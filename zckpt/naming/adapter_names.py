@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import chain
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.patterns import compile_late
@@ -61,7 +62,7 @@ def _add_root(name: str) -> str:
 
 def adapters_in(catalog: Catalog) -> dict[str, Found]:
     """Name -> the adapter's tensor, for all tensors of adapters."""
-    return {name: it for name in (*catalog, *catalog.aliases) if (it := found_in(name))}
+    return {name: it for name in chain(catalog, catalog.aliases) if (it := found_in(name))}
 
 
 _OF_FILES = (
@@ -83,7 +84,11 @@ def is_adapter_file(catalog: Catalog) -> bool:
 
 def note_unmerged(catalog: Catalog) -> str:
     """A sentence on adapters that a checkpoint has beside its weights, or instead of them; "" where it has none."""
-    modules = {name.partition(".lora_")[0]: name for name in (*catalog, *catalog.aliases) if _LORA.search(name)}
+    modules = {
+        name.partition(".lora_")[0]: name
+        for name in chain(catalog, catalog.aliases)
+        if ".lora_" in name and _LORA.search(name)
+    }
     if not modules:
         return ""
     with_base = {name.rpartition(".base_layer.")[0] for name in (*catalog, *catalog.aliases) if ".base_layer." in name}

@@ -11,15 +11,20 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import ZckptError
 from zckpt.containers.alike_items import AlikeItems, AlikeTensor
 from zckpt.containers.container import Input, open_input
+from zckpt.core.catalog import TensorForm
 from zckpt.core.fragments import Fragment
 from zckpt.core.stores import FileStore
 from zckpt.layouts.dcp.chunks import Chunks
 from zckpt.layouts.dcp.metadata import TensorItem
 from zckpt.layouts.save.listing import Listing
+
+if TYPE_CHECKING:
+    from zckpt._core import Described
 
 _LEAST_CHUNKS = 8
 """Of a tensor that is cut: fewer are opened as quickly one by one."""
@@ -54,6 +59,50 @@ def fragments_of_rows(
             found[name] = fragments
         first += len(chunks)
     return found
+
+
+def places_of(
+    described: Described, forms: Sequence[TensorForm], form: Sequence[int], listing: Listing, alike: AlikeItems
+) -> tuple[tuple[list[FileStore], Sequence[int]], array[int]] | None:
+    """The files of tensors that are one chunk each, and for each tensor the number of its file, and the byte at which it begins.
+
+    None unless all files are here, all torch files are alike known ones and what the metadata say, and no two tensors share
+    bytes: then they are opened one by one, and whoever does that says what is wrong.
+
+    Args:
+        described: the tensors.
+        forms: their forms.
+        form: for each tensor the number of its form.
+        listing: the files.
+        alike: what is known of torch files; it learns more.
+    """
+    where = [listing.where(name) for name in described.files()]
+    if listing.absent or any(place.is_remote or not place.is_file() for place in where):
+        return None
+    opened = _Opened(listing, alike)
+    offsets, lengths = opened.take(described)
+    file = array("i", described.take("file"))
+    rows = [array("i") for _ in where]
+    for number, at in enumerate(file):
+        if at >= 0:
+            rows[at].append(number)
+    numels = [math.prod(one.shape) for one in forms]
+    nbytes = [numel * one.dtype.itemsize for numel, one in zip(numels, forms, strict=True)]
+    stores: list[FileStore] = []
+    for location, here in zip(where, rows, strict=True):
+        found = array("q", sorted((n for n in here if numels[form[n]]), key=offsets.__getitem__))
+        with open_input(location.path) as source:
+            stores.append(source.store())
+            end = 0
+            for number, distance in zip(found, opened.distances(source, found, lengths, forms, form), strict=True):
+                start = offsets[number] + distance
+                if distance < 0 or start < end:
+                    return None
+                end = start + nbytes[form[number]]
+                offsets[number] = start
+            if end > source.size:
+                return None
+    return (stores, file), offsets
 
 
 class _Opened:
@@ -108,6 +157,26 @@ class _Opened:
                 for chunk, kind in zip(found, self._kinds_in(source, found, lengths), strict=True):
                     self._which[chunk] = kind
         return bool(offsets)
+
+    def take(self, described: Described) -> tuple[array[int], array[int]]:
+        """The places of tensors' torch files: offsets and lengths."""
+        self._offsets = array("q", described.take("offset"))
+        return self._offsets, array("q", described.take("length"))
+
+    def distances(
+        self, source: Input, chunks: array[int], lengths: array[int], forms: Sequence[TensorForm], form: Sequence[int]
+    ) -> Iterator[int]:
+        """Of each chunk in a file, how far its elements are behind the beginning of its torch file; below zero where that holds
+        something else.
+        """
+        known: dict[tuple[int, int], int] = {}
+        for chunk, kind in zip(chunks, self._kinds_in(source, chunks, lengths), strict=True):
+            key = kind, form[chunk]
+            if (distance := known.get(key)) is None:
+                one = None if kind < 0 else self._kinds[kind]
+                is_such = one and one.ref.is_contiguous and (one.ref.shape, one.ref.dtype) == forms[form[chunk]][:2]
+                distance = known[key] = one.distance if one and is_such else -1
+            yield distance
 
     def _kinds_in(self, source: Input, chunks: Sequence[int], lengths: array[int]) -> Iterator[int]:
         """Of each chunk in a file, the number of what it is alike; what is new is read, and others are compared with it.

@@ -53,6 +53,7 @@ from zckpt.layouts.dcp.chunks import (
 from zckpt.layouts.save.listing import Listing
 
 if TYPE_CHECKING:
+    from zckpt._core import Described
     from zckpt.containers.records import PlaceTable
 
 _ROOTS = ("Metadata", "MCoreMetadata")
@@ -133,6 +134,28 @@ def read_metadata(listing: Listing) -> Metadata:
     if shards := listing.matching(SAFETENSORS):
         return _of_safetensors(listing, shards)
     raise _missing_error(listing)
+
+
+LARGE_BYTES = 16 << 20
+"""Metadata of 60,000 tensors: those of more are read as columns, where they can be."""
+
+
+def read_columns(listing: Listing) -> Described | None:
+    """The metadata of a save of very many tensors that are one chunk each, as columns; None for any other save, with which
+    `read_metadata` says what it is.
+    """
+    if ".metadata" not in listing.files or listing.options.key or listing.absent:
+        return None
+    with open_input(listing.files[".metadata"].path) as source:
+        descriptor = getattr(source.file, "descriptor", None)
+        if descriptor is None or not LARGE_BYTES <= source.size <= limits.METADATA_BYTES:
+            return None
+        try:
+            from zckpt._core import read_described
+        except ImportError:
+            return None
+        found = read_described(descriptor, source.size)
+    return found if found is not None and all(map(is_inside, found.files())) else None
 
 
 _MOST_FRAME_BYTES = 1 << 17

@@ -8,33 +8,42 @@ Source: torch/distributed/checkpoint/state_dict.py (2.13); accelerate 1.15, util
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from operator import eq
+from typing import TYPE_CHECKING
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import examples
 from zckpt.containers import torch_zip
+from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import open_input
-from zckpt.core.catalog import Catalog, Role, Source, Topology
-from zckpt.core.dtypes import F32, U8
+from zckpt.containers.meanings import global_of
+from zckpt.containers.tensor_ref import MAX_DIMS
+from zckpt.core.catalog import Catalog, Role, Source, TensorColumns, TensorEntry, TensorForm, Topology
+from zckpt.core.dtypes import F32, U8, DType
 from zckpt.core.evidence import Evidence
 from zckpt.layouts.dcp import DATA, METADATA, flat, rank_of
 from zckpt.layouts.dcp.chunks import Chunks, DcpChunk, Shape
+from zckpt.layouts.dcp.cut_rows import places_of
 from zckpt.layouts.dcp.items import Items, files_of, stored_in
-from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
+from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_columns, read_metadata
 from zckpt.layouts.dcp.optimizer import States
 from zckpt.layouts.dcp.shard_counts import evidence_of_shards
-from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
-from zckpt.layouts.dcp.ties import tied_copies
+from zckpt.layouts.dcp.state import DcpModel, join_path, model_of, notes_on, optimizers_of, section_of
+from zckpt.layouts.dcp.ties import may_be_tied, tied_copies
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.listing import Listing, list_files, natural
 from zckpt.layouts.save.trainers import optimizer_beside
 from zckpt.layouts.save.whole import is_short, missing_elements
+
+if TYPE_CHECKING:
+    from zckpt._core import Described
 
 DEEPSPEED = "0.19.8"
 """The version of DeepSpeed that is recorded for a run from elsewhere: its files are those that zckpt writes."""
@@ -107,6 +116,11 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UsageError: there are no weights under the key of the options.
     """
     del allow_unknown  # nothing here is laid out by unknown rules
+    if (columns := read_columns(listing)) is not None and (
+        catalog := _catalog_of_columns(columns, listing)
+    ) is not None:
+        listing.once(_UNREAD, lambda: "")
+        return catalog
     save = load(listing)
     listing.once(_UNREAD, lambda: unread_in(save))  # the metadata of a large save are not read again to say it
     return catalog_of(save, listing, evidence_of(listing, save.metadata.items))
@@ -166,24 +180,78 @@ def catalog_of(save: DcpSave, listing: Listing, evidence: Evidence) -> Catalog:
     kept, aliases = ties(save.model.items)
     tensors, copies = tied_copies(save.items.tensors(kept, roles), trained, _steps(save), listing)
     aliases = {name: copies.get(first, first) for name, first in aliases.items()} | copies
-    strange = unnamed_in(save.metadata, listing)
-    ranks = {rank for rank in map(rank_of, listing.files.keys() - {*strange}) if rank is not None}
-    return Catalog(
+    return _catalog(
         tensors,
-        Source(
-            layout="dcp",
-            path=listing.directory.path,
-            tag=listing.tag,
-            framework=("torch.distributed.checkpoint", save.metadata.version),
-            global_steps=_steps(save),
-            optimizer_states=tuple(dict.fromkeys(s for o in save.optimizers for n in o.tensors.values() for s in n)),
-            notes=save.model.notes + notes + note_on_unnamed(strange),
-            prefix=_prefix(save),
-        ),
+        listing,
+        save.metadata.version,
         evidence,
-        aliases,
-        Topology(dp=max(len(ranks), 1)),
+        unnamed_in(save.metadata, listing),
+        save.model.notes + notes,
+        aliases=aliases,
+        steps=_steps(save),
+        states=tuple(dict.fromkeys(s for o in save.optimizers for n in o.tensors.values() for s in n)),
+        prefix=_prefix(save),
     )
+
+
+def _catalog(
+    tensors: Mapping[str, TensorEntry],
+    listing: Listing,
+    version: str,
+    evidence: Evidence,
+    strange: list[str],
+    notes: tuple[str, ...],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    steps: int | None = None,
+    states: tuple[str, ...] = (),
+    prefix: str = "",
+) -> Catalog:
+    """A catalog of tensors; `strange`: data files that are of another save."""
+    ranks = {rank for rank in map(rank_of, listing.files.keys() - {*strange}) if rank is not None}
+    source = Source(
+        layout="dcp",
+        path=listing.directory.path,
+        tag=listing.tag,
+        framework=("torch.distributed.checkpoint", version),
+        global_steps=steps,
+        optimizer_states=states,
+        notes=notes + note_on_unnamed(strange),
+        prefix=prefix,
+    )
+    return Catalog(tensors, source, evidence, aliases or {}, Topology(dp=max(len(ranks), 1)))
+
+
+def _catalog_of_columns(columns: Described, listing: Listing) -> Catalog | None:
+    """The catalog of a save that is one state dict of weights and nothing else; None for any other."""
+    prefixes = [tuple(prefix.splitlines()) for prefix in columns.prefixes()]
+    has_more = any(map(columns.mentions, _NO_WEIGHTS)) or any(columns.find(name) >= 0 for name in _STEPS)
+    if len(prefixes) != 1 or has_more or _beside(listing) is not None:
+        return None
+    section = section_of(prefixes[0])
+    forms: list[TensorForm] = []
+    for name, shape in columns.forms():
+        dtype = global_of("torch", name)
+        if not isinstance(dtype, DType) or len(shape) > MAX_DIMS:
+            return None
+        forms.append(TensorForm(shape, dtype, "buffer" if dtype.kind not in ("float", "complex") else "parameter"))
+    if section == ("state", "model") or may_be_tied([form.shape for form in forms], listing):
+        return None
+    form = array("i", columns.take("form"))
+    if (placed := places_of(columns, forms, form, listing, AlikeItems())) is None:
+        return None
+    key = join_path(section)
+    tensors = TensorColumns(columns, key and key + ".", (forms, form), *placed)
+    strange = unnamed_among({*columns.files()}, listing)
+    return _catalog(
+        tensors, listing, columns.version(), Evidence("metadata", "'.metadata'"), strange, tuple(notes_on(section))
+    )
+
+
+_NO_WEIGHTS = ("param_groups", "flat_param")
+"""In names of an optimizer's items, and of flat parameters."""
+_STEPS = ("step", "global_step", "train_state.step", "global_steps")
+"""Names of items that count the optimizer's steps."""
 
 
 _COMPOSER = ("state", "integrations", "huggingface")
@@ -276,7 +344,7 @@ def _steps(save: DcpSave) -> int | None:
         for singles in states.singles.values():
             if "step" in singles and save.items.has(singles["step"]):
                 return step_of(states.value(singles["step"]))
-    for name in ("step", "global_step", "train_state.step", "global_steps"):
+    for name in _STEPS:
         if (item := save.metadata.items.get(name)) is not None and save.items.has(item):
             return step_of(save.items.value(item))
     return None
@@ -371,10 +439,13 @@ def _rest(save: DcpSave) -> dict[str, object]:
 
 
 def unnamed_in(metadata: Metadata, listing: Listing) -> list[str]:
-    """The data files that a save's metadata do not name: those of another save in the same directory. Empty ones are of a
-    writer that had more threads than tensors.
-    """
-    names = {*listing.matching(DATA)} - files_of(metadata) if listing.matching(METADATA) else ()
+    """The data files that a save's metadata do not name: those of another save in the same directory."""
+    return unnamed_among(files_of(metadata), listing) if listing.matching(METADATA) else []
+
+
+def unnamed_among(named: set[str], listing: Listing) -> list[str]:
+    """The data files of a save that are not among these. Empty ones are of a writer that had more threads than tensors."""
+    names = {*listing.matching(DATA)} - named
     return sorted((name for name in names if listing.files[name].size()), key=natural)
 
 

@@ -208,6 +208,17 @@ def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tup
     return (), bool(sections) and 2 * on_top > everywhere
 
 
+def section_of(keys: Path) -> Path:
+    """The section that holds the model, as in `model_of`, where all tensors of a save are under these keys."""
+    named = [keys[: at + 1] for at, key in enumerate(keys[:2]) if key in MODEL_KEYS]
+    return min(named, key=_preference) if named else keys[:1]
+
+
+def notes_on(section: Path) -> Iterator[str]:
+    """Sentences on a section that holds all tensors of a save."""
+    return _notes(section, {}, several=False)
+
+
 def _notes(section: Path, left: Mapping[str, Sequence[str]], several: bool) -> Iterator[str]:
     if section and (left or section != ("model",)):
         yield f"The weights under the key {join_path(section)!r} are taken."

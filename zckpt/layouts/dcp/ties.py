@@ -10,7 +10,7 @@ Source: torch 2.13, torch/distributed/checkpoint/state_dict.py (`get_model_state
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -68,13 +68,25 @@ def _by_optimizer(tensors: Mapping[str, TensorEntry], trained: AbstractSet[str])
                 yield name, other
 
 
+def may_be_tied(shapes: Iterable[tuple[int, ...]], listing: Listing) -> bool:
+    """Whether tensors of these shapes, without an optimizer, may have copies under further names."""
+    rows = _rows_by_config(listing)
+    return rows is not None and any(len(shape) == 2 and shape[0] == rows for shape in shapes)
+
+
+def _rows_by_config(listing: Listing) -> int | None:
+    """The rows of a matrix with one for each token; None if no config says them, or it says that the head is another one."""
+    known = config_near(listing.directory)
+    rows = known.get("vocab_size", value_at(known, "text_config", "vocab_size"))
+    return rows if isinstance(rows, int) and is_tied(known) is not False else None
+
+
 def _by_config(
     tensors: Mapping[str, TensorEntry], trained: AbstractSet[str], listing: Listing
 ) -> Iterator[tuple[str, str]]:
     """Pairs of matrices with a row for each token, if a config is there and does not say that the head is another one."""
-    known = config_near(listing.directory)
-    rows = known.get("vocab_size", value_at(known, "text_config", "vocab_size"))
-    if not isinstance(rows, int) or is_tied(known) is False:
+    rows = _rows_by_config(listing)
+    if rows is None:
         return
     names = [name for name, entry in tensors.items() if len(entry.shape) == 2 and entry.shape[0] == rows]
     names = [name for name in names if tensors[name].dtype.kind == "float" and _is_outside_layers(name)]

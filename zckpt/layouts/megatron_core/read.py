@@ -156,12 +156,15 @@ _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq", "max_logits")
 """Ends of names of floating buffers."""
 
 
+_NAMES = "whether items have names of Megatron-Core"
+
+
 def match(listing: Listing) -> str | None:
     """None when this layout reads the files; otherwise why not. Reads the metadata's bytes if there is no metadata.json."""
     if backend(listing):
         return None
     files = [listing.files[name] for name in listing.matching(METADATA)]
-    if any(map(has_names, files)):
+    if listing.once(_NAMES, lambda: any(map(has_names, files))):
         return None
     return NONE
 
