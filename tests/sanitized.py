@@ -47,7 +47,7 @@ from zckpt.core.dtypes import ALL, BF16, F8_E4M3, F16, F32, F64, DType  # noqa: 
 from zckpt.core.folds import MatrixBlocks, NumberGrid  # noqa: E402
 from zckpt.core.fragments import Fragment  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
-from zckpt.core.recipes import Mean, Moved, MovingAverage, derive_entry  # noqa: E402
+from zckpt.core.recipes import Mean, MovingAverage, WeightedSum, derive_entry  # noqa: E402
 from zckpt.core.stores import FileStore, MemoryStore  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.independent import derived_again  # noqa: E402
@@ -57,7 +57,7 @@ from zckpt.engine.kernels_to_ggml import KINDS  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
 from zckpt.engine.rounding import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
-from zckpt.engine.scan_requests import CrcRange, comparisons, requests_of  # noqa: E402
+from zckpt.engine.scan_requests import CrcRange, comparisons, request_of  # noqa: E402
 from zckpt.engine.tensor_statistics import Relation  # noqa: E402
 from zckpt.layouts.dcp.chunks import FINISHERS, row_kinds  # noqa: E402
 from zckpt.naming.merged_matrix import MergedMatrix, Update  # noqa: E402
@@ -165,7 +165,9 @@ def folds(root: Path) -> None:
             fragments.append(Fragment(locate(path).store(byteorder), 3, low, high - low))  # type: ignore[arg-type]
         inputs.append(entry(None, dtype, (numel,), 0, *fragments))
     weights = (0.5, 2.0, -1.0)
-    for n, recipe in enumerate((Mean(tuple(inputs)), MovingAverage(tuple(inputs), 0.9), Moved(tuple(inputs), weights))):
+    for n, recipe in enumerate(
+        (Mean(tuple(inputs)), MovingAverage(tuple(inputs), 0.9), WeightedSum(tuple(inputs), weights, moves_base=True))
+    ):
         total = derive_entry("x", (numel,), F32, recipe)
         for dtype, at in ((F32, 5), (BF16, 8)):
             store = FileStore("out", at + numel * dtype.itemsize)
@@ -308,7 +310,8 @@ def scans(root: Path) -> None:
             one.statistics[0].differ == two.statistics[0].differ
             and one.statistics[0].nonzero == two.statistics[0].nonzero
         )
-    assert scan(requests_of(wide, 0), engine="native", threads=6).statistics[0].count == 70_000
+    whole = scan((request_of(one, wide.dtype, 0) for one in wide.fragments), engine="native", threads=6)
+    assert whole.statistics[0].count == 70_000
 
 
 def early(root: Path) -> None:

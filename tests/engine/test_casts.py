@@ -24,7 +24,7 @@ from zckpt.engine.elements import ElementReader
 from zckpt.engine.move import run
 from zckpt.engine.replicas import first_difference
 from zckpt.engine.rounding import cast as reference_cast
-from zckpt.engine.rounding import round_to
+from zckpt.engine.rounding import number, rounded_bits
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.engine.tensor_statistics import Relation
@@ -37,6 +37,11 @@ def value(bits: np.ndarray, dtype: DType) -> np.ndarray:
     exponent, fraction = (bits >> mantissa).astype(int), (bits & ((1 << mantissa) - 1)).astype(float)
     normal = (fraction + (1 << mantissa)) * 2.0 ** (exponent - bias - mantissa)
     return np.where(exponent == 0, fraction * 2.0 ** (1 - bias - mantissa), normal)
+
+
+def round_to(double: float, dtype: DType) -> float:
+    """A number rounded to a dtype, once and to nearest even; what is too large becomes infinite."""
+    return number(rounded_bits(double, dtype), dtype)
 
 
 def neighbourhoods(dtype: DType) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,7 @@ from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
 from zckpt.core.folds import DRAWS, Sparsity, Thinned, Tools
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.core.recipes import DerivedStore, Interpolated, Mean, Moved, MovingAverage, WeightedSum, derive_entry
+from zckpt.core.recipes import DerivedStore, Interpolated, Mean, MovingAverage, WeightedSum, derive_entry
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.bringing import Bringer
 from zckpt.engine.choice import threads_for
@@ -336,7 +336,12 @@ def folds(tmp_path: Path) -> list[Any]:
     dtypes = ((F32, "little"), (BF16, "little"), (F16, "big"), (F32, "big"), (F8_E4M3, "little"), (F8_E5M2, "little"))
     inputs = tuple(scattered(tmp_path, seed, *how) for seed, how in enumerate(dtypes))  # type: ignore[arg-type]
     weights = (0.5, -0.25, 1e300, 0.0, 3.0, 1e-3)
-    return [Mean(inputs), MovingAverage(inputs, 0.9), WeightedSum(inputs, weights), Moved(inputs, weights[1:])]
+    return [
+        Mean(inputs),
+        MovingAverage(inputs, 0.9),
+        WeightedSum(inputs, weights),
+        WeightedSum(inputs, weights[1:], moves_base=True),
+    ]
 
 
 def test_engines_take_up_one_tensor_after_another_alike(tmp_path: Path) -> None:
@@ -484,12 +489,15 @@ def test_the_sum_says_what_it_depends_on(tmp_path: Path) -> None:
 
 def test_a_base_is_moved_by_differences(tmp_path: Path) -> None:
     (base, x), (a, y), (b, z) = (stored(tmp_path / name, seed) for seed, name in enumerate("xyz"))
-    moved = derive_entry("x", SHAPE, F32, Moved((base, a, b), (0.5, 2.0)))
+    moved = derive_entry("x", SHAPE, F32, WeightedSum((base, a, b), (0.5, 2.0), moves_base=True))
     expected = x + np.float32(0.5) * (y - x)
     expected = expected + np.float32(2) * (z - x)
     for engine in ("native", "reference"):
         assert written(tmp_path, moved, engine) == expected.tobytes()  # type: ignore[arg-type]
-    assert written(tmp_path, derive_entry("x", SHAPE, F32, Moved((base, base), (0.7,))), "native") == x.tobytes()
+    assert (
+        written(tmp_path, derive_entry("x", SHAPE, F32, WeightedSum((base, base), (0.7,), moves_base=True)), "native")
+        == x.tobytes()
+    )
 
 
 def test_points_on_an_arc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from zckpt.engine.scan_requests import (
     comparisons,
     request_of,
     request_of_bytes,
-    requests_of,
 )
 from zckpt.engine.tensor_statistics import Relation, Statistics
 from zckpt.storage.location import locate
@@ -58,6 +57,11 @@ def stored(path: Path, data: bytes, dtype: DType, shape: tuple[int, ...], byteor
     path.write_bytes(b"pad" + data)
     numel = math.prod(shape)
     return TensorEntry(path.name, shape, dtype, "parameter", (Fragment(locate(path).store(byteorder), 3, 0, numel),))
+
+
+def requests_of(entry: TensorEntry, tensor: int) -> list[looks.ScanRequest]:
+    """Requests for all elements of a tensor."""
+    return [request_of(fragment, entry.dtype, tensor) for fragment in entry.fragments if fragment.numel]
 
 
 def agree(a: Statistics, b: Statistics) -> None:

@@ -7,8 +7,9 @@ model; the headers of MODEL's own weights; shapes that zckpt knows by formula; t
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -96,16 +97,16 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
             checks.append(scales)
     except ZckptError as error:
         checks.append(replace(scales, problems=(str(error),)))
-    theirs = _Headers(home, as_stored=opened.packed is not None)
+    theirs = functools.cache(lambda: _own_shapes(home, as_stored=opened.packed is not None))
     loaded = _load(config, tensors, opened, theirs)
     if loaded.in_memory:
-        loaded = loaded._replace(in_memory=[name for name in loaded.in_memory if name not in theirs.shapes()])
+        loaded = loaded._replace(in_memory=[name for name in loaded.in_memory if name not in theirs()])
     checks += _as_checks(loaded, tensors, config)
     checks += _check_config(opened, config, tensors)
     if opened.place.listing.directory.is_dir() and find_config(opened.place.home) is None:
         notes.append("There is no config.json beside the weights: a loader needs MODEL's.")
     notes += _note_dtypes(tensors, config)
-    if home is not None and not home.is_remote and (lacking := _not_here(theirs.shapes(), tensors, loaded)):
+    if home is not None and not home.is_remote and (lacking := _not_here(theirs(), tensors, loaded)):
         notes.append(
             f"MODEL's own weights have {count(len(lacking), 'tensor')} that the class does not use and that are not here: "
             f"{examples(lacking)}."
@@ -142,23 +143,14 @@ def _read_model(like: Location) -> tuple[dict[str, Any] | None, Location | None]
     return (None if found is None else found[0]), like
 
 
-class _Headers:
-    """The headers of MODEL's own weights, which are read when something asks for them."""
-
-    def __init__(self, home: Location | None, *, as_stored: bool) -> None:
-        self._home = home
-        self._as_stored = as_stored
-        self._found: dict[str, tuple[int, ...]] | None = None
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name -> shape; empty where MODEL has no weights."""
-        if self._found is None:
-            self._found = (_shapes_at(self._home) if self._home is not None and self._home.is_remote else None) or {}
-            if self._home is not None and not self._found:
-                with contextlib.suppress(NotACheckpointError):  # a config alone
-                    opened = open_catalog(self._home, Reading(), as_stored=self._as_stored)
-                    self._found = {name: entry.shape for name, entry in _list_stored(opened).items()}
-        return self._found
+def _own_shapes(home: Location | None, *, as_stored: bool) -> dict[str, tuple[int, ...]]:
+    """Name -> shape, by the headers of MODEL's own weights; empty where it has none."""
+    found = (_shapes_at(home) if home is not None and home.is_remote else None) or {}
+    if home is not None and not found:
+        with contextlib.suppress(NotACheckpointError):  # a config alone
+            opened = open_catalog(home, Reading(), as_stored=as_stored)
+            found = {name: entry.shape for name, entry in _list_stored(opened).items()}
+    return found
 
 
 def _shapes_at(home: Location) -> dict[str, tuple[int, ...]] | None:
@@ -205,13 +197,16 @@ def _list_stored(opened: Opened) -> dict[str, TensorEntry]:
 
 
 def _load(
-    config: Mapping[str, Any] | None, tensors: Mapping[str, TensorEntry], opened: Opened, theirs: _Headers
+    config: Mapping[str, Any] | None,
+    tensors: Mapping[str, TensorEntry],
+    opened: Opened,
+    theirs: Callable[[], Mapping[str, tuple[int, ...]]],
 ) -> Misfits:
     """The result of loading the tensors, by the best reference that there is."""
     packed = opened.packed is not None
     if config is not None and not packed and (loaded := load_on_meta(config, tensors)) is not None:
         return loaded
-    if known := theirs.shapes():
+    if known := theirs():
         own = opened.catalog.tensors if packed else tensors
         by = f"{_named_class(config) or 'a model'}, by MODEL's own weights"
         here = {name: entry.shape for name, entry in own.items()}

@@ -39,13 +39,11 @@ class Places(NamedTuple):
     why: str
     problems: tuple[str, ...] = ()
 
-    def as_answer(self, what: str = "tensor") -> str:
+    def as_answer(self) -> str:
         """The answer of `verify` after "places"."""
         if self.by == "none":
             return f"not found a second time: {self.why}; a mistake of zckpt's own reader would not be noticed"
-        return (
-            f"a second reader, which shares no code with the first, finds {count(self.found, what)} in the same places"
-        )
+        return f"a second reader, which shares no code with the first, finds {count(self.found, 'tensor')} in the same places"
 
 
 def as_unproved(why: str, found: int = 0) -> Places:

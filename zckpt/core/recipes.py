@@ -154,47 +154,29 @@ class MovingAverage(Fold):
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum(Fold):
-    """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given.
+    """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given; or a base, moved by
+    such a sum of the differences of other tensors from it: base + sum of weight * (other - base).
 
     Attributes:
-        inputs: the tensors.
-        weights: a factor for each; rounded to fp32.
+        inputs: the tensors; the base first, where one is moved.
+        weights: a factor for each but the base; rounded to fp32.
+        moves_base: whether the first tensor is a base.
     """
 
     inputs: tuple[TensorEntry, ...]
     weights: tuple[float, ...]
+    moves_base: bool = False
     unit: int = 1
 
     @property
     def facts(self) -> tuple[object, ...]:
-        return ("weighted sum", self.weights)
+        return ("moved" if self.moves_base else "weighted sum", self.weights)
 
     @property
     def steps(self) -> tuple[Uptake, ...]:
+        if self.moves_base:
+            return Uptake(How.SET), *(Uptake(How.DIFFER, weight) for weight in self.weights)
         return tuple(Uptake(How.ADD, weight) for weight in self.weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Moved(Fold):
-    """A base, moved by the weighted sum of the differences of other tensors from it: base + sum of weight * (other -
-    base), in fp32.
-
-    Attributes:
-        inputs: the base, and the others.
-        weights: a factor for each of the others; rounded to fp32.
-    """
-
-    inputs: tuple[TensorEntry, ...]
-    weights: tuple[float, ...]
-    unit: int = 1
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("moved", self.weights)
-
-    @property
-    def steps(self) -> tuple[Uptake, ...]:
-        return Uptake(How.SET), *(Uptake(How.DIFFER, weight) for weight in self.weights)
 
 
 class Interpolated:

@@ -80,11 +80,6 @@ def rounded_bits(value: float, dtype: DType) -> int:
     return narrow_bits(bits & ones(63), F64, dtype) | (bits >> 63) << (8 * dtype.itemsize - 1)
 
 
-def round_to(value: float, dtype: DType) -> float:
-    """A number rounded to a dtype, once and to nearest even; what is too large becomes infinite."""
-    return number(rounded_bits(value, dtype), dtype)
-
-
 def native(data: bytes, dtype: DType, byteorder: str) -> bytes:
     """Elements in the machine's byte order."""
     width = dtype.swap(byteorder)

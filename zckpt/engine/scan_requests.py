@@ -12,7 +12,7 @@ from dataclasses import field
 from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.catalog import Padding, TensorEntry
+from zckpt.core.catalog import TensorEntry
 from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import U8, DType
 from zckpt.core.fragments import Fragment
@@ -42,13 +42,6 @@ class CrcRange(NamedTuple):
     store: FileStore
     start: int
     nbytes: int
-
-
-def requests_of(entry: TensorEntry | Padding, tensor: int) -> Iterator[ScanRequest]:
-    """Requests for all elements of a tensor."""
-    for fragment in entry.fragments:
-        if fragment.numel:
-            yield request_of(fragment, entry.dtype, tensor)
 
 
 def request_of(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -> ScanRequest:

@@ -25,7 +25,7 @@ from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType, is_lossless
 from zckpt.core.evidence import weakest
 from zckpt.core.folds import Sparsity
-from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derive_entry
+from zckpt.core.recipes import Interpolated, Mean, MovingAverage, Recipe, WeightedSum, derive_entry
 from zckpt.core.task_vectors import SparseSum
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
@@ -318,7 +318,7 @@ def _recipe(
         return MovingAverage(inputs, how.ema)
     if weights is None:
         return Mean(inputs)
-    return WeightedSum(inputs, weights) if how.task_vector is None else Moved(inputs, weights)
+    return WeightedSum(inputs, weights, moves_base=how.task_vector is not None)
 
 
 def _check_same(catalogs: Sequence[Catalog], names: Sequence[str]) -> None:

@@ -199,24 +199,23 @@ def bring(
     return failed or Brought(lost, sink.sums if isinstance(sink, Files) else {})
 
 
-class PieceCaster:
-    """Casts one piece after the other, through buffers that all pieces share.
+def piece_caster(held: LocalModel, lost: Lost) -> Callable[[ContributionPart], torch.Tensor]:
+    """A function that casts one piece after the other, through buffers that all pieces share: its bytes, valid until the
+    next call.
 
     Args:
         held: this rank's part of the model.
         lost: numbers that casts changed; filled in.
     """
+    batch = _Batch(torch.empty(PIECE_BYTES, dtype=torch.uint8), False, lost)
 
-    def __init__(self, held: LocalModel, lost: Lost) -> None:
-        self._held = held
-        self._batch = _Batch(torch.empty(PIECE_BYTES, dtype=torch.uint8), False, lost)
-
-    def cast(self, piece: ContributionPart) -> torch.Tensor:
-        """The piece's bytes, valid until the next call."""
-        self._batch.add(piece, self._held.elements(piece.of.name, piece.of.target.dtype))
-        self._batch.start()
-        [(_, data)] = self._batch.cast()
+    def cast_piece(piece: ContributionPart) -> torch.Tensor:
+        batch.add(piece, held.elements(piece.of.name, piece.of.target.dtype))
+        batch.start()
+        [(_, data)] = batch.cast()
         return data
+
+    return cast_piece
 
 
 def _put_all(sink: ContributionSink, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:

@@ -49,7 +49,7 @@ from zckpt.live.assignment import (
     digest_of_names,
 )
 from zckpt.live.assignment import pieces as pieces_of
-from zckpt.live.carry import Lost, PieceCaster, view_of
+from zckpt.live.carry import Lost, piece_caster, view_of
 from zckpt.live.parts import LocalModel, local_model
 from zckpt.live.ranks import Ranks
 from zckpt.output.checks import check_path
@@ -258,7 +258,7 @@ class _Work:
         self._world, self._old, self._share, self._tasks, self._held = world, old, share, tasks, held
         self._mine = share.mine(world.rank, world.size)
         self._lost: Lost = {}
-        self._caster = PieceCaster(given, self._lost)
+        self._cast_piece = piece_caster(given, self._lost)
         self._queue: Queue[tuple[_Task, Bytes]] = Queue(1)
         self._new: dict[str, Bytes] = {}
         self._error: Exception | None = None
@@ -312,7 +312,7 @@ class _Work:
     def _cast(self, piece: ContributionPart) -> torch.Tensor:
         """The bytes of a piece; after an error, zeros."""
         if self._error is None:
-            data = attempt(lambda: self._caster.cast(piece))
+            data = attempt(lambda: self._cast_piece(piece))
             if not isinstance(data, Exception):
                 return data
             self._error = data

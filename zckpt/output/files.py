@@ -273,7 +273,7 @@ class MadeFiles:
 
     def __init__(self, order: FileOrder, team: Team, progress: Callable[[int], None] | None) -> None:
         self._order, self._team = order, team
-        self._moved = RunningSum(team.watched(progress if team.rank == 0 else None) if team.size > 1 else progress)
+        self._moved = _running_sum(team.watched(progress if team.rank == 0 else None) if team.size > 1 else progress)
         self._unsent: dict[str, Finished] = {}
         self.names: Collection[str] = ()
         self.makes_files, self.watch = True, None
@@ -389,17 +389,17 @@ FileSource = PlanFiles | MadeFiles
 """The files of one output."""
 
 
-class RunningSum:
+def _running_sum(progress: Callable[[int], None] | None) -> Moved:
     """Adds up the progress of several sources, and passes on the sum."""
+    total = 0
 
-    def __init__(self, progress: Callable[[int], None] | None) -> None:
-        self._progress, self._nbytes = progress, 0
+    def add(nbytes: int) -> None:
+        nonlocal total
+        total += nbytes
+        if progress is not None:
+            progress(total)
 
-    def __call__(self, nbytes: int) -> None:
-        """Adds `nbytes`, which were read or written."""
-        self._nbytes += nbytes
-        if self._progress is not None:
-            self._progress(self._nbytes)
+    return add
 
 
 def finish_file(directory: str, name: str) -> Finished:

@@ -202,7 +202,7 @@ def _starts(
     """Parameter -> the element of the vector at which it begins, and the vector's length; see [Note: buckets]."""
     ranks = _data_parallel(args)
     padded = math.lcm(ranks, 128) if not args.get("ddp_pad_buckets_for_high_nccl_busbw") else math.lcm(ranks, 1 << 16)
-    shared = _is_shared(rank, args)
+    shared = _is_shared(args)
     starts: dict[int, int] = {}
     at = bucket = behind = (
         0  # elements of the padded buffer: the next one, the bucket's first; and saved ones before it
@@ -227,7 +227,7 @@ def _starts(
     return starts, behind + at - bucket
 
 
-def _is_shared(rank: TensorsOfRank, args: Mapping[str, object]) -> bool:
+def _is_shared(args: Mapping[str, object]) -> bool:
     """Whether two pipeline stages share the embedding."""
     stages = args.get("pipeline_model_parallel_size")
     return type(stages) is int and stages > 1 and not args.get("untie_embeddings_and_output_weights")

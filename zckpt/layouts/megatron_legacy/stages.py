@@ -110,7 +110,7 @@ def tensors_of(
         held = [
             each
             for number, chunk in enumerate(chunks)
-            for each in _tensors_of(chunk, number, offsets[rank.pp, number], rank, split, file)
+            for each in _tensors_of(chunk, number, offsets[rank.pp, number], rank, file)
         ]
         found.append(TensorsOfRank(rank, file, root, tuple(held), len(chunks)))
     return found
@@ -192,7 +192,7 @@ def _offsets(
 
 
 def _tensors_of(
-    chunk: Mapping[str, TensorRef], number: int, offsets: Mapping[str, int], rank: ModelRank, split: RunSplit, file: str
+    chunk: Mapping[str, TensorRef], number: int, offsets: Mapping[str, int], rank: ModelRank, file: str
 ) -> Iterator[RankTensor]:
     experts: dict[str, set[int]] = {}
     for name in chunk:

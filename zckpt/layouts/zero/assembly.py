@@ -15,7 +15,6 @@ from dataclasses import replace
 from zckpt.base.errors import IncompleteError
 from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
-from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
 from zckpt.core.evidence import LEFT_OUT, NO_LIST_OF_FROZEN, Evidence
 from zckpt.layouts.save.listing import Listing
@@ -124,8 +123,8 @@ def assemble(
         if ref.numel:
             by_place.setdefault(ref.place, name)
     tensors.update(owned)  # names that the state dict lacks: it was saved without frozen parameters, say
-    aliases = _resolve(aliases, model.module, tensors)
-    _check_frozen(model, tensors, aliases)
+    aliases = _resolve(aliases, tensors)
+    _check_frozen(model, tensors)
     return Catalog(
         tensors,
         replace(source, notes=source.notes + model.notes),
@@ -148,9 +147,7 @@ def _whole_frozen(model: ModelStates) -> dict[str, TensorEntry]:
     return frozen
 
 
-def _resolve(
-    aliases: Mapping[str, str], module: Mapping[str, TensorRef], tensors: Mapping[str, TensorEntry]
-) -> dict[str, str]:
+def _resolve(aliases: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """The aliases with a kept name that exists; chains of aliases are followed to their end."""
     resolved: dict[str, str] = {}
     for dropped in aliases:
@@ -163,7 +160,7 @@ def _resolve(
     return resolved
 
 
-def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> None:
+def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry]) -> None:
     """Checks that parameters with a recorded shape that is not empty have elements."""
     recorded = {name: shape for group in (*model.param_shapes, model.frozen_shapes) for name, shape in group.items()}
     empty = [
