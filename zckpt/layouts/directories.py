@@ -20,10 +20,9 @@ from zckpt.layouts.save import trainers
 from zckpt.layouts.save.companions import home_of
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.folder import Folder, list_folder
-from zckpt.layouts.save.foreign import foreign_error, foreign_save
 from zckpt.layouts.save.listing import Listing, lay_over, natural
 from zckpt.layouts.save.pointers import check_tag, read_pointer
-from zckpt.layouts.search import has_saves, has_weights, pointer_in, tag_meant, tags_in
+from zckpt.layouts.search import foreign_error, foreign_save, has_saves, has_weights, pointer_in, tag_meant, tags_in
 from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location, locate
 

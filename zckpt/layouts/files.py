@@ -17,11 +17,10 @@ from zckpt.layouts.save import trainers
 from zckpt.layouts.save.companions import home_of
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.folder import Folder, list_folder
-from zckpt.layouts.save.foreign import foreign_error, foreign_format, foreign_save
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.series import series_of
 from zckpt.layouts.save.weight_files import WeightFiles, is_weights, models_in
-from zckpt.layouts.search import has_weights, look_below
+from zckpt.layouts.search import foreign_error, foreign_format, foreign_save, has_weights, look_below
 from zckpt.storage.location import Location
 
 

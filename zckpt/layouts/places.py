@@ -26,7 +26,7 @@ from zckpt.layouts.save import trainers
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER
 from zckpt.layouts.save.pointers import read_pointer
-from zckpt.layouts.search import POINTERS, look_below, missing_error
+from zckpt.layouts.search import POINTERS, foreign_error, foreign_format, look_below, missing_error
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
@@ -157,7 +157,6 @@ def _find_in_directory(look: Look) -> Place:
             if isinstance(answer, Place):
                 return answer
             return _enter(look, answer) if isinstance(answer, NextEntry) else _join_parts(answer, look)
-    from zckpt.layouts.save.foreign import foreign_error, foreign_format
     from zckpt.layouts.save.series import meaning_of
 
     if foreign := foreign_format(look.names):
