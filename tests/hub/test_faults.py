@@ -18,8 +18,8 @@ import zckpt
 from zckpt.base.errors import AccessError, CorruptError, RemoteError
 from zckpt.hub import PushReport, cargo, client, push_to_hub
 from zckpt.hub.client import Hub
-from zckpt.hub.operations import SentFile
 from zckpt.hub.pipeline import Stopped
+from zckpt.hub.target import SentFile
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

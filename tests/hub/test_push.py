@@ -25,7 +25,7 @@ from zckpt.base.progress import JobWatch
 from zckpt.base.sizes import to_bytes
 from zckpt.hub import PageTarget, PushReport, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
-from zckpt.hub.operations import Watched
+from zckpt.hub.target import Watched
 from zckpt.jobs.declarations import PUSH
 from zckpt.jobs.options import LoraMerge, Options
 

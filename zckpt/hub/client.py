@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.base.errors import AccessError, CorruptError, RemoteError, UsageError, ZckptError, causes_of, redact
 from zckpt.base.version import __version__
-from zckpt.hub.operations import SentFile, Watched
-from zckpt.hub.target import Committed, Page, PageFile, PageTarget
+from zckpt.hub.target import Committed, Page, PageFile, PageTarget, SentFile, Watched
 from zckpt.storage.fsspec_io import token_source
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from zckpt.base.errors import OutputError, UsageError
 from zckpt.base.progress import JobWatch
 from zckpt.hub.cargo import Progress, Shard
 from zckpt.hub.client import Hub
-from zckpt.hub.operations import SentFile
-from zckpt.hub.target import Page, PageTarget
+from zckpt.hub.target import Page, PageTarget, SentFile
 from zckpt.output import locks
 from zckpt.output.durable import make_directories, replace_file, sync
 from zckpt.storage.fsync_queue import make_durable

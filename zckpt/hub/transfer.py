@@ -18,9 +18,8 @@ from zckpt.hub import checks
 from zckpt.hub.card import card, with_large
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
 from zckpt.hub.client import Hub, MovedError, in_large_pieces, quietly
-from zckpt.hub.operations import SentFile, small_operations
 from zckpt.hub.pipeline import Pipeline, default_directory, open_scratch, read_known_shards
-from zckpt.hub.target import Committed, Page, PageFile, PageTarget
+from zckpt.hub.target import Committed, Page, PageFile, PageTarget, SentFile, small_operations
 from zckpt.output.checks import check_free
 from zckpt.output.manifest import SIGNATURE
 
