@@ -51,10 +51,10 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 
 HOUSE = {
-    "modules": 489,
-    "lines": 105_470,
+    "modules": 487,
+    "lines": 105_399,
     "lines of the trainer": 15_419,
-    "classes": 800,
+    "classes": 796,
     "functions named by one participle": 0,
 }
 """Of the package's source; each may only fall. The aims are 505, 80,000, 15,700 and 655."""
