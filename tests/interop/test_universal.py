@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -66,11 +63,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     listed = [[str(home / tag), f"{root}/{name}/{tag}_universal"] for name, (home, tag) in jobs().items()]
     path = root / "jobs.json"
     path.write_text(json.dumps(listed))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_ranks(1, path, WORKER)
     told = dict(zip(jobs(), json.loads(Path(f"{path}.done").read_text()), strict=True))
     assert {name: why.split(":")[0] for name, why in told.items() if why} == CANNOT
     return root
