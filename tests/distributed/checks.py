@@ -19,7 +19,7 @@ from zckpt.runtime.utils import zero_to_fp32
 from zckpt import live, runtime
 from zckpt.base.errors import CastError, InconsistentError, UsageError
 from zckpt.runtime import zero
-from zckpt.runtime.config.read import DTYPES
+from zckpt.runtime.config.attributes import DTYPES
 from zckpt.runtime.saves import run_state
 from zckpt.runtime.sharding.deferred import rows_held_by
 

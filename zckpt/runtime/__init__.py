@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer as DeepSpeedOptimizer
 
     from zckpt.runtime.arguments import add_config_arguments
-    from zckpt.runtime.config.read import DeepSpeedConfig, read_config
+    from zckpt.runtime.config.attributes import DeepSpeedConfig
+    from zckpt.runtime.config.read import read_config
     from zckpt.runtime.deepspeed_api.accelerator import get_accelerator
     from zckpt.runtime.deepspeed_api.utilities import OnDevice, log_dist, logger
     from zckpt.runtime.engine import Engine

@@ -25,7 +25,8 @@ from zckpt.base.errors import UsageError
 from zckpt.base.version import __version__
 from zckpt.runtime.activations import configure_once
 from zckpt.runtime.arguments import config_of, refuse_parallel
-from zckpt.runtime.config.read import DTYPES, BatchSizes, Settings, batch_of, flatten, read_config
+from zckpt.runtime.config.attributes import DTYPES
+from zckpt.runtime.config.read import BatchSizes, Settings, batch_of, flatten, read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.loader import Loader
 from zckpt.runtime.observe.observer import check_libraries

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch import distributed as dist
 
-from zckpt.runtime.config.read import DTYPES, DeepSpeedConfig, torch_dtype
+from zckpt.runtime.config.attributes import DTYPES, DeepSpeedConfig, torch_dtype
 from zckpt.runtime.names.table import refuse
 from zckpt.runtime.training_run import TrainingRun
 

@@ -149,7 +149,7 @@ BUILT: dict[str, str | Names] = {
     "runtime.activation_checkpointing.checkpointing": ".activations",
     "runtime.base_optimizer": {"DeepSpeedOptimizer": "torch.optim:Optimizer", "ZeROOptimizer": "torch.optim:Optimizer"},
     "runtime.config": {
-        "DeepSpeedConfig": ".config.read:DeepSpeedConfig",
+        "DeepSpeedConfig": ".config.attributes:DeepSpeedConfig",
         "DeepSpeedConfigError": "zckpt.base.errors:UsageError",
         "ONEBIT_ADAM_OPTIMIZER": Constant("onebitadam"),
         "ONEBIT_LAMB_OPTIMIZER": Constant("onebitlamb"),

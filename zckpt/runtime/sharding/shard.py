@@ -36,7 +36,8 @@ from torch.distributed.tensor import DTensor
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.live.device import pins
-from zckpt.runtime.config.read import DTYPES, Settings
+from zckpt.runtime.config.attributes import DTYPES
+from zckpt.runtime.config.read import Settings
 from zckpt.runtime.config.sections import Zero
 from zckpt.runtime.sharding.deferred import Rows, rows_held_by
 from zckpt.runtime.sharding.gradients import names_of_places, place_of, units_of
