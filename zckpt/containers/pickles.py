@@ -2,7 +2,7 @@
 
 For `torch_zip`, `torch_legacy` and the layouts' metadata. A pickle is a program for a stack machine, which can import a name and
 call it. Here a name stays a name (`meanings.global_of`), a call makes one of a few plain values (`meanings.MEANINGS`) or a
-`Placeholder`, and a call that is known to run code (`danger`) is an error.
+`Placeholder`, and a call that is known to run code (`meanings`) is an error.
 
 [Note: bombs]
 A small file must not cost much memory or time. Lengths are checked against the bytes that are left before anything is allocated.

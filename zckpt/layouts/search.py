@@ -1,10 +1,9 @@
 """Which directories hold saves: tags, trainers' folders, weights, and what lies further below; what was meant where none does.
 
-For `places`, and for the trainer. Every directory is listed once (`save.folder`), and families are asked about names alone.
-Where a search found nothing, a neighbour of nearly the same name may be meant, or a model of the hub. Checkpoints of other
-programs, which zckpt does not read, are known by the names of their files.
-Source: fairseq2, checkpoint.py; torchsnapshot, snapshot.py; transformers 4.57, utils/__init__.py (TensorFlow's, Flax's, Rust's
-weights).
+For `places`, and for the trainer. Every directory is listed once (`save.folder`), and families are asked about names alone. Where
+a search found nothing, a neighbour of nearly the same name may be meant, or a model of the hub. Checkpoints of other programs,
+which zckpt does not read, are known by the names of their files.
+Source: fairseq2, checkpoint.py; torchsnapshot, snapshot.py; transformers 4.57, utils/__init__.py (TensorFlow, Flax, Rust).
 """
 
 from __future__ import annotations

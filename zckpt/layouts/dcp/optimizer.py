@@ -365,7 +365,7 @@ class States:
 
     def check_fused(self) -> dict[str, int]:
         """Fused parameter -> the number of groups in which its rows lie. Raises UnsupportedError, InconsistentError if
-        its states cannot be taken apart; see `fused`.
+        its states cannot be taken apart; see [Note: fused parameters].
         """
         plain = {plain_name(name): shape for name, shape in self.shapes.items()}
         found: dict[str, int] = {}

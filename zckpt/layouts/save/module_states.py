@@ -1,6 +1,7 @@
 """What a DeepSpeed `*_model_states.pt` file records, as one checked value; state dicts that hold several models.
 
-For the ZeRO layouts and the unsharded one. Nothing here knows how masters are partitioned.
+For the ZeRO layouts and the unsharded one. Nothing here knows how masters are partitioned. State dicts in one save may be models
+of their own, such as a policy and its reference: which is meant, only a person knows.
 Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param_shapes`, `_get_shared_params` (0.19.8);
 `param_shapes` was one plain dict before 0.3.17; `frozen_*` and `shared_params` came later and may be absent.
 """

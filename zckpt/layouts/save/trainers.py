@@ -8,8 +8,8 @@ newest. Either has the model at `state.model`.
 [Note: the best] transformers records in the `trainer_state.json` of each `checkpoint-N` and, after training, of the output
 directory which save is the best, by its own evaluations. The path in it is of the machine that trained: its last part counts.
 Source: transformers trainer_callback.py `TrainerState.best_model_checkpoint`; lightning 2.6,
-pytorch/callbacks/model_checkpoint.py, pytorch/strategies/{fsdp,model_parallel,deepspeed}.py; composer 0.32,
-callbacks/checkpoint_saver.py, utils/checkpoint.py `_save_checkpoint`.
+pytorch/callbacks/model_checkpoint.py, pytorch/strategies/{fsdp,model_parallel,deepspeed}.py; accelerate 1.15, utils/fsdp_utils.py
+`save_fsdp_model`, `save_fsdp_optimizer`; composer 0.32, callbacks/checkpoint_saver.py, utils/checkpoint.py `_save_checkpoint`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLDER = compile_late(r"checkpoint-\d+")
 """Folders of transformers' Trainer; with DeepSpeed, `checkpoint-2` holds the tag `global_step2`."""
 
 FSDP_MODEL = compile_late(r"pytorch_model_fsdp_(?P<number>\d+)")
-"""Directories of models that accelerate's `save_state` leaves of an FSDP run; see `accelerate`."""
+"""Directories of models that accelerate's `save_state` leaves of an FSDP run."""
 
 STEP = compile_late(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
 """Directories of a run's steps, of verl and Megatron."""
