@@ -174,6 +174,7 @@ def test_what_the_caller_hands_in(outcome: Outcome) -> None:
         assert "does not have" in words["stranger"] and "schedule" in words["lone schedule"]
 
 
+@proofs.MORE
 def test_ways_to_accumulate(outcome: Outcome) -> None:
     for given in outcome("checks.py", 2, "accumulation"):
         assert len(given) == 13

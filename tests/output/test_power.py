@@ -78,6 +78,7 @@ def power(name: str, checkpoint: str) -> Power:
     return _KNOWN[checkpoint, name]
 
 
+@proofs.MORE
 @pytest.mark.parametrize("name", [*TRIALS, *proofs.cases((name,) for name in MORE)])
 def test_the_power_fails_at_any_moment(name: str, checkpoint: str) -> None:
     """What is there is the old or the new or what the next run makes whole; what was said to be done is done."""
