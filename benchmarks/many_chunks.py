@@ -33,7 +33,7 @@ ABOUT = """Saves of `torch.distributed.checkpoint` that torch's own classes desc
 `benchmarks/many_chunks.py`. CPU seconds (user and system) and peak memory of each command, from outside, on 2 cores that others
 used too. Chunk by chunk, in Python, 102,400 chunks had taken 9.8 s and 138 MiB to inspect, and 6.8 s and 123 MiB to plan.
 With an object for each, a million tensors on one rank each had taken 35.9 s and 915 MiB to inspect, and 48.6 s and 1,196 MiB
-to plan, with the code before that of these rows, in the same hour. Plans are for shards of 4 MB, since the header of one file of
+to plan, with the code before that of these rows, an hour before. Plans are for shards of 4 MB, since the header of one file of
 safetensors has at most 100 MB.
 """
 
