@@ -196,6 +196,7 @@ def cut_short(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut short": cut_short, "missing": Path.unlink, "pickle": damage_pickle,
+    "of another rank": lambda path: shutil.copyfile(path.with_name(path.name.replace("rank_1", "rank_0")), path),
     "of another step": lambda path: shutil.copyfile(path.parent.parent / "later" / path.name, path),
     "a file beside": lambda path: (path.parent / "zckpt_rank_0_states.pt").write_bytes(b"no zip"),
 }  # fmt: skip

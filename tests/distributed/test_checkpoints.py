@@ -84,7 +84,7 @@ def test_a_save_of_another_layout_is_loaded_the_long_way(outcome: Outcome) -> No
 
 def test_damage_is_said_as_without_the_short_way(outcome: Outcome) -> None:
     for given in outcome("loads.py", 2, "damaged_saves"):
-        assert len(given) == 15
+        assert len(given) == 18
         for name, ((said, as_before), unchanged) in given.items():
             assert said == as_before and said and unchanged, name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,25 @@ def test_two_ranks_files_that_changed_places_are_refused(save: str, tmp_path: Pa
     taken = zckpt.Options(allow_unknown_layout=True)
     report = zckpt.convert(home, tmp_path / "out.safetensors", options=taken, progress=False)
     assert any("was written as" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("save", ["zero3/bf16_w2", "zero2/bf16_w2"])
+def test_a_rank_file_that_zckpt_writes_bears_its_name(save: str, tmp_path: Path) -> None:
+    """As torch names the records of a file that it saves; at stage 3 nothing else would show that two changed places."""
+    home = tmp_path / "save"
+    zckpt.reshard(FIXTURES / save / "checkpoint", home, world_size=3, progress=False)
+    files = sorted(home.glob("global_step2/*_states.pt"))
+    assert len(files) == (6 if save.startswith("zero3") else 4)
+    for file in files:
+        torch.save(torch.load(file, weights_only=False), tmp_path / file.name)
+        written, own = (zipfile.ZipFile(path).namelist()[0] for path in (file, tmp_path / file.name))
+        assert written == own == f"{file.stem}/data.pkl"
+    first, second, _ = sorted(home.glob("global_step2/*_optim_states.pt"))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(zckpt.InconsistentError, match="name of another part"):
+        zckpt.convert(home, tmp_path / "out.safetensors", progress=False)
 
 
 def test_a_model_that_got_another_name_is_itself(tmp_path: Path) -> None:

@@ -125,17 +125,18 @@ def find_storages(
 
     `keys`: of storages, as the pickle of another file that was written alike says them. Returns the file; by key, where a storage
     begins and its bytes, 0 of one without a record; and a text that tells this file from others. Raises CorruptError if the
-    pickle does not have its checksum, ZckptError as `read_input`.
+    pickle does not have its checksum, or was written under another name, ZckptError as `read_input`.
     """
+    prefix = prefix_of(os.fspath(path))
     with open_input(path) as file:
         directory = Directory(file)
-        crc = zlib.crc32(directory.read(f"{PREFIX}/data.pkl", limits.PICKLE_BYTES))
-        order = directory.read(f"{PREFIX}/byteorder", 64)
-        if crc != directory.records[f"{PREFIX}/data.pkl"].crc or order != b"little":
+        crc = zlib.crc32(directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES))
+        order = directory.read(f"{prefix}/byteorder", 64)
+        if crc != directory.records[f"{prefix}/data.pkl"].crc or order != b"little":
             raise file.damaged("its pickle is damaged", f"checksum {crc:08x}")
         places: dict[str, tuple[int, int]] = {}
         for key in keys:
-            name = f"{PREFIX}/data/{key}"
+            name = f"{prefix}/data/{key}"
             places[key] = (
                 (directory.data_offset(name), directory.records[name].nbytes) if name in directory.records else (0, 0)
             )
@@ -214,6 +215,15 @@ def records_in(file: Input) -> list[tuple[str, int, int, int]]:
     return [(r.name, file.base + directory.data_offset(r.name), r.nbytes, r.crc) for r in directory.records.values()]
 
 
+def prefix_of(path: str) -> str:
+    """What torch names the records of a file that it saves under a path: by this a file is known that bears another rank's name.
+
+    Source: as `Listing.find_misnamed`.
+    """
+    stem = os.path.splitext(path.rpartition("/")[2])[0]
+    return stem if stem and stem.isascii() else PREFIX
+
+
 def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = None, zip64: bool = False) -> Skeleton:
     """A torch zip file of a state dict, without its elements.
 
@@ -231,7 +241,12 @@ def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None =
 
 
 def skeleton_of(
-    root: object, specs: Sequence[TensorSpec], *, zip64: bool = False, phases: Mapping[str, int] | None = None
+    root: object,
+    specs: Sequence[TensorSpec],
+    *,
+    zip64: bool = False,
+    phases: Mapping[str, int] | None = None,
+    prefix: str = PREFIX,
 ) -> Skeleton:
     """A torch zip file of any inert object, without the elements of its tensors.
 
@@ -241,10 +256,11 @@ def skeleton_of(
         zip64: write 64-bit figures even where 32 bits would do.
         phases: tensor name -> bytes from the last multiple of `PAGE` to its record, a multiple of `ALIGNMENT`; 0 for others. Of
             records of `LONG` bytes and more; shorter ones begin as soon as they can.
+        prefix: of the records' names, as `prefix_of` has it.
     """
     phases = phases or {}
     keys = {spec.name: str(number) for number, spec in enumerate(specs)}
-    writer = _Writer(zip64)
+    writer = _Writer(zip64, prefix)
     from zckpt.containers.emit import emit
 
     writer.add("data.pkl", emit(root, keys))
@@ -259,8 +275,9 @@ def skeleton_of(
 class _Writer:
     """Lays records out one after another. `entries` is the directory so far, `pending` are the CRCs to be filled in."""
 
-    def __init__(self, zip64: bool) -> None:
+    def __init__(self, zip64: bool, prefix: str) -> None:
         self.zip64 = zip64
+        self.prefix = prefix
         self.size = 0
         self.literals: list[tuple[int, bytes]] = []
         self.entries = bytearray()
@@ -284,7 +301,7 @@ class _Writer:
 
     def _header(self, name: str, nbytes: int, crc: int, phase: int | None = None) -> int:
         offset = self.size
-        encoded = f"{PREFIX}/{name}".encode()
+        encoded = f"{self.prefix}/{name}".encode()
         wide = self.zip64 or nbytes >= MAX32
         far = self.zip64 or offset >= MAX32
         version, shown = (45 if wide or far else 20), MAX32 if wide else nbytes

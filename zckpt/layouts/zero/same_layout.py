@@ -104,6 +104,8 @@ def read(listing: Listing, layout: SameLayout) -> SameSave | None:
         return None
     own = models[rank if is_3 else 0]
     model, beside = root_of(listing, own), root_of(listing, optims[rank])
+    if listing.find_misnamed(of_parts=True):
+        return None
     root = mapping_at(beside, "optimizer_state_dict")
     flats, numbers, paddings = _flats(groups, target)
     inner = root["optimizer_state_dict" if is_3 else "base_optimizer_state"]

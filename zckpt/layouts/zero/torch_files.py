@@ -113,7 +113,8 @@ class TorchFile:
 
     def finish(self, root: object) -> Plan:
         """The file's plan, in the order of its bytes."""
-        skeleton = torch_zip.skeleton_of(root, self._specs, phases=self._phases())
+        prefix = torch_zip.prefix_of(self.path)
+        skeleton = torch_zip.skeleton_of(root, self._specs, phases=self._phases(), prefix=prefix)
         store = FileStore(self.path, skeleton.size)
         pairs: list[Pair] = []
         literals = list(skeleton.literals)
