@@ -63,10 +63,11 @@ asan: .make/asan/built
 tsan: .make/tsan/built
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 setarch -R $(BIN)/python tests/sanitized.py .make/tsan/_core.*so
 
-# The trainer, live export and loading with the oldest torch that they take, in a second environment beside the first.
+# The trainer, live export and loading with the oldest torch that they take, in a second environment beside the first. Today's
+# transformers is left out: it asks this torch, built for CUDA, for a stream, which ends a process on a machine without a GPU.
 OLD_TORCH ?= 2.6.0
 old-torch: .make/old-torch
-	.venv-old/bin/python benchmarks/gpu_check.py --cpu --ranks 2
+	.venv-old/bin/python benchmarks/gpu_check.py --cpu --ranks 2 --only training offload nvme saves export live
 	OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -q tests/runtime tests/live/test_device.py tests/test_drop_in.py
 .make/old-torch: .make/test
 	$(BIN)/python -m venv --clear .venv-old

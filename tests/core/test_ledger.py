@@ -99,12 +99,11 @@ def test_a_step_that_drops_a_tensor_is_caught_before_anything_is_written(
     checkpoint = Path(__file__).parents[2] / "fixtures" / "zero2" / "bf16_w2" / "checkpoint"
     right = convert.steps_of
 
-    class Lossy:
-        def apply(self, model: WorkingModel) -> WorkingModel:
-            lost = list(model.catalog.tensors)[2]
-            return replace(model, catalog=model.catalog.select(lambda entry: entry.name != lost))
+    def lose(model: WorkingModel) -> WorkingModel:
+        lost = list(model.catalog.tensors)[2]
+        return replace(model, catalog=model.catalog.select(lambda entry: entry.name != lost))
 
-    monkeypatch.setattr(convert, "steps_of", lambda asked, **how: (*right(asked, **how), Lossy()))
+    monkeypatch.setattr(convert, "steps_of", lambda asked, **how: (*right(asked, **how), lose))
     with pytest.raises(zckpt.InconsistentError, match="would be lost"):
         zckpt.convert(checkpoint, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()

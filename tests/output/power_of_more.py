@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from kill_points import contents
@@ -136,6 +138,12 @@ class WholeSave(Trial):
         self.place, self.run_directory = work / "place", work / "place" / "run"
 
     def save(self, tag: str) -> None:
+        for seed in (
+            random.seed,
+            np.random.seed,
+            torch.manual_seed,
+        ):  # a save has the states; other tests' threads may draw
+            seed(0)
         self.engine.save_checkpoint(str(self.run_directory), tag=tag)
 
     def step(self) -> None:
