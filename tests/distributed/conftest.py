@@ -18,6 +18,10 @@ from ranks import BARE, DEEPSPEED, OURS, OWN, fork_ranks
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for what the scripts and the tests share
 Results = dict[str, list[Any]]
+MODULES = {
+    "deepspeed_losses.py": DEEPSPEED, "deepspeed_goes_on.py": DEEPSPEED, "pushes.py": BARE, "pretrained_checks.py": BARE,
+}  # fmt: skip
+"""What some scripts have imported when they begin; `BARE` where an environment or a trainer must be seen by transformers first."""
 
 TORCHRUN = "api_checks.py"
 """Its ranks are torchrun's own, with an order of sets for each."""
@@ -48,8 +52,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], R
                 if script == TORCHRUN:
                     torchrun(script, world, out)
                 else:
-                    own = {"deepspeed_losses.py": DEEPSPEED, "deepspeed_goes_on.py": DEEPSPEED, "pushes.py": BARE}
-                    modules = own.get(script, OURS)
+                    modules = MODULES.get(script, OURS)
                     fork_ranks(world, [str(HERE / script), str(out)], out / "log.txt", modules)
         ranks = [json.loads(path.read_text()) for path in sorted(out.glob("rank_*.json"))]
         assert len(ranks) == world, (out / "log.txt").read_text()[-4000:]
