@@ -21,7 +21,7 @@ Results = dict[str, list[Any]]
 MODULES = {
     "deepspeed_losses.py": DEEPSPEED, "deepspeed_goes_on.py": DEEPSPEED, "pushes.py": BARE, "pretrained_checks.py": BARE,
 }  # fmt: skip
-"""What some scripts have imported when they begin; `BARE` where an environment or a trainer must be seen by transformers first."""
+"""What some scripts have imported when they begin; `BARE` where transformers must see an environment or a trainer first."""
 
 TORCHRUN = "api_checks.py"
 """Its ranks are torchrun's own, with an order of sets for each."""
