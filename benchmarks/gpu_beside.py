@@ -48,22 +48,20 @@ def main() -> None:
 
 
 def _measured(bench: Bench, library: str, stage: int, precision: str, offload: str) -> dict[str, Any]:
-    import torch
-
     zero = {"offload_optimizer": {"device": offload}} if offload else {}
     settings = config(stage, precision, zero=zero)
     if library == "deepspeed":  # its own kernels for optimizers have to be compiled
         settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
         settings["zero_force_ds_cpu_optimizer"] = False
-    module = torch.get_device_module(bench.device) if bench.on_gpu else None
-    before = bench.held()
-    if module:
-        module.reset_peak_memory_stats()
-    engine = importlib.import_module(library).initialize(model=bench.model(), config=settings)[0]
-    losses = train(engine, bench.batches(STEPS))
     batches = list(bench.batches(4, STEPS))
-    steps = [_milliseconds(bench, lambda: train(engine, iter(batches))) / len(batches) for _ in range(3)]
-    memory = (module.max_memory_allocated() - before) / 2**20 if module else 0
+
+    def steps() -> tuple[Any, list[float], float]:
+        engine = importlib.import_module(library).initialize(model=bench.model(), config=settings)[0]
+        losses = train(engine, bench.batches(STEPS))
+        took = [_milliseconds(bench, lambda: train(engine, iter(batches))) for _ in range(3)]
+        return engine, losses, statistics.median(took) / len(batches)
+
+    (engine, losses, step), memory = bench.peak(steps, bench.held())
     saves = [_milliseconds(bench, lambda tag=tag: engine.save_checkpoint(bench.home / "run", tag=tag)) for tag in "abc"]
     first, *loads = [
         _milliseconds(bench, lambda: engine.load_checkpoint(bench.home / "run", tag="c")) for _ in range(4)
@@ -72,7 +70,7 @@ def _measured(bench: Bench, library: str, stage: int, precision: str, offload: s
     shutil.rmtree(bench.home / "run")
     return {
         "case": f"stage {stage}, {precision}{', optimizer on the CPU' if offload else ''}", "losses": losses,
-        "step": statistics.median(steps), "memory": memory, "save": statistics.median(saves), "first load": first,
+        "step": step, "memory": memory / 2**20, "save": statistics.median(saves), "first load": first,
         "load": statistics.median(loads),
     }  # fmt: skip
 

@@ -104,7 +104,6 @@ def check_estimate(bench: Bench) -> None:
         return
     import transformers
 
-    module = torch.get_device_module(bench.device)
     cases = [
         (stage, precision, what) for precision in ("bf16", "fp32") for stage in (0, 2, 3) for what in ("", "offload")
     ]
@@ -129,15 +128,17 @@ def check_estimate(bench: Bench) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         engine = zckpt.runtime.initialize(model=model, config=settings)[0]
         tokens = torch.randint(0, 32000, (2, 1024), device=bench.device)
-        for _ in range(2):
-            module.reset_peak_memory_stats()
+
+        def step(engine: Any = engine, tokens: Any = tokens) -> None:
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             del loss
             engine.step()
-        taken = module.max_memory_allocated() - before
+
+        step()
+        _, taken = bench.peak(step, before)
         engine.destroy()
-        del engine, model
+        del engine, model, step
         right = 0.9 <= peak / taken <= 1.1
         figures = f"{taken / 2**20:,.0f} MiB, estimated {peak / 2**20:,.0f} ({peak / taken:.2f})"
         bench.add(f"memory, stage {stage}, {precision}{what and ', '}{what}", "right" if right else "WRONG", figures)

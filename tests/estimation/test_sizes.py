@@ -48,7 +48,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_grouped_queries_in_fp32_keep_their_scores_on_a_gpu() -> None:
-    """Torch has no kernel for them there; in bf16, and where each query has its own key, it has one."""
+    """Torch (seen with 2.11) has no kernel for them there; in bf16, and where each query has its own key, it has one."""
     size = {"model_type": "llama", **SMALL, "architectures": ["LlamaModel"]}
     length, grown = 128, {}
     for groups in (2, 4):

@@ -15,10 +15,10 @@ attention and without a mask of padding.
 [Note: bytes of a block] Per token, with c bytes of the computation's dtype, width h, queries q, keys k, inner width f:
 Llama: c (4h + 2q + 2k + 4f) and 8h + 8 in fp32 for its two norms; Qwen 3 also (c + 4)(q + k) for the norms of queries and keys.
 GPT-2 and BERT: c (8h + 2f), and with GPT-2's own gelu, which is made from five operations, c (8h + 5f).
-Each head keeps 4 bytes for the softmax. On a GPU torch has no kernel for grouped queries in fp32: the matrix
+Each head keeps 4 bytes for the softmax. On a GPU torch (2.11) has no kernel for grouped queries in fp32: the matrix
 of scores is kept, and keys and values once for each query. Dropout keeps a mask of every element that it sees: a byte on a GPU, c
 bytes on a CPU, where dropout in the attention also keeps three fp32 matrices of scores.
-Source: transformers 5.23; checked by tests/estimation/test_activations.py.
+Source: transformers 5.23; checked by tests/estimation/test_sizes.py.
 """
 
 from __future__ import annotations
