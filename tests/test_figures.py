@@ -15,7 +15,7 @@ from sources import ROOT, TOGETHER, parsed
 pytestmark = TOGETHER
 CHECKPOINT = ROOT.parent / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
 
-MODULES = 133
+MODULES = 132
 """Modules of zckpt that `to-bf16` of a small ZeRO-3 save imports; that is the aim."""
 
 FUNCTIONS = 836
@@ -52,9 +52,9 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 487,
-    "lines": 105_411,
+    "lines": 105_162,
     "lines of the trainer": 15_432,
-    "classes": 796,
+    "classes": 781,
     "functions named by one participle": 0,
 }
 """Of the package's source; each may only fall. The aims are 505, 80,000, 15,700 and 655."""

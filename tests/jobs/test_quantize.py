@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ from zckpt.cli import app
 from zckpt.core.dtypes import F32
 from zckpt.core.recipes import derive_entry
 from zckpt.engine.kernels import ReferenceKernels
-from zckpt.quantized import grids
-from zckpt.quantized.quantise import Elements, Scales, SecondScale
+from zckpt.quantized import grids, quantise
 from zckpt.quantized.targets import Second, second_of
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
@@ -194,25 +194,33 @@ def test_verify_finds_one_bit(tmp_path: Path, form: str, monkeypatch: pytest.Mon
         zckpt.quantize(source, tmp_path / of, to=of, progress=False)
         source = tmp_path / of
 
-    def wrong(compute: Any) -> Any:
-        def computed(self: Any, start: int, stop: int, tools: Any) -> Any:
-            found = np.array(compute(self, start, stop, tools))
-            found.view(np.uint8)[: start == 0] ^= 1
-            return found
+    def wrong(recipe_of: Any) -> Any:
+        def made(one: Any) -> Any:
+            recipe = recipe_of(one)
 
-        return computed
+            def computed(start: int, stop: int, tools: Any) -> Any:
+                found = np.array(recipe.compute(start, stop, tools))
+                found.view(np.uint8)[: start == 0] ^= 1
+                return found
 
-    for recipe in (Elements, Scales, SecondScale):
+            return replace(recipe, compute=computed)
+
+        return made
+
+    for recipe_of in (quantise.elements_of, quantise.scales_of, quantise.scale_of_scales):
         with monkeypatch.context() as patch:
-            patch.setattr(recipe, "compute", wrong(recipe.compute))
-            out = tmp_path / recipe.__name__
+            patch.setattr(quantise, recipe_of.__name__, wrong(recipe_of))
+            out = tmp_path / recipe_of.__name__
             if to in FORMS:
                 zckpt.quantize(source, out, to=to, progress=False)
             else:
                 zckpt.to_fp8(source, out, scheme=to, progress=False)  # type: ignore[arg-type]
         verified = zckpt.verify(source, out, progress=False)
         number = next(check for check in verified.checks if check.name == "equal").number
-        assert number == (0 if recipe is SecondScale and to != "nvfp4" else len(LINEAR)), (recipe, verified.lines())
+        assert number == (0 if recipe_of is quantise.scale_of_scales and to != "nvfp4" else len(LINEAR)), (
+            recipe_of,
+            verified.lines(),
+        )
         assert verified.ok == (not number)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -46,11 +47,23 @@ class Recipe(Protocol):
         of it.
         """
 
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(self, start: int, stop: int, tools: Tools, /) -> Array:
         """Elements [start, stop) of the result, as an array of its dtype (or of unsigned integers of that width).
 
         `start` is a multiple of `unit`, and `stop` is one or the end of the tensor. Several threads may call it at once.
         """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Formula:
+    """A recipe that is a function, with what it reads; attributes as in `Recipe`. `reads`: None where it is not known."""
+
+    inputs: tuple[TensorEntry, ...]
+    facts: tuple[object, ...]
+    compute: Callable[[int, int, Tools], Array]
+    unit: int = 1
+    reads: Callable[[int, int], Iterable[tuple[TensorEntry, int, int]]] | None = None
+    is_byproduct: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import join_words
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.folds import Tools
-from zckpt.core.recipes import Recipe, WeightedSum, derive_entry
+from zckpt.core.recipes import Formula, Recipe, WeightedSum, derive_entry
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merged_matrix import KEPT
 
@@ -27,97 +26,81 @@ if TYPE_CHECKING:
 Combination = Literal["linear", "cat", "ties", "magnitude_prune"]
 
 
-@dataclass(frozen=True, slots=True)
-class ThinnedFactors:
-    """Factors without their smaller numbers, added: a recipe. They are read whole.
+def thin_factors(
+    inputs: tuple[TensorEntry, ...], weights: tuple[float, ...], density: float, *, elects: bool
+) -> Formula:
+    """The recipe of factors without their smaller numbers, added. They are read whole.
 
-    Attributes:
+    Args:
         inputs: the factors, of one shape.
         weights: of each.
         density: the part of each that stays.
         elects: whether only numbers with the sign of their sum count, and their number divides (TIES).
     """
 
-    inputs: tuple[TensorEntry, ...]
-    weights: tuple[float, ...]
-    density: float
-    elects: bool
-    unit = 1
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("thinned", self.weights, self.density, self.elects)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        whole: Floats = KEPT.get((self,), lambda: self._whole(tools))
-        return whole[start:stop].copy()
-
-    def _whole(self, tools: Tools) -> Floats:
+    def add_all(tools: Tools) -> Floats:
         import numpy as np
 
         terms: list[Floats] = []
-        for entry in self.inputs:
+        for entry in inputs:
             numbers = tools.read_floats(entry, 0, entry.numel)
-            if self.density < 1:
+            if density < 1:
                 order = np.argsort(-np.abs(numbers), kind="stable")
-                numbers[order[int(self.density * len(numbers)) :]] = 0
+                numbers[order[int(density * len(numbers)) :]] = 0
             terms.append(numbers)
         sign = np.where(sum(terms[1:], terms[0].copy()) >= 0, np.float32(1), np.float32(-1))
         total, counts = np.zeros_like(terms[0]), np.zeros_like(terms[0])
-        for numbers, weight in zip(terms, self.weights, strict=True):
+        for numbers, weight in zip(terms, weights, strict=True):
             counted = np.sign(numbers) == sign
             weighted = numbers * np.float32(weight)
-            total += weighted * counted if self.elects else weighted
+            total += weighted * counted if elects else weighted
             counts += counted
-        if self.elects:
+        if elects:
             total /= np.maximum(counts, np.float32(1))
         return total
 
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        whole: Floats = KEPT.get((inputs,), lambda: add_all(tools))
+        return whole[start:stop].copy()
 
-@dataclass(frozen=True, slots=True)
-class JoinedFactors:
-    """Factors one behind the other along their ranks, each times its factors: a recipe.
+    return Formula(inputs, ("thinned", weights, density, elects), compute)
 
-    Attributes:
+
+def join_factors(
+    inputs: tuple[TensorEntry, ...], scales: tuple[tuple[float, ...], ...], ranks: int, *, by_row: bool
+) -> Formula:
+    """The recipe of factors one behind the other along their ranks, each times its factors.
+
+    Args:
         inputs: the factors.
         scales: what each is multiplied by, one after the other.
         ranks: of all together; those that no factor has are zeros.
         by_row: whether a rank is a row, as in A, or a column, as in B.
     """
+    unit = math.prod(inputs[0].shape[1:]) if by_row else ranks
 
-    inputs: tuple[TensorEntry, ...]
-    scales: tuple[tuple[float, ...], ...]
-    ranks: int
-    by_row: bool
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("joined", self.scales, self.ranks, self.by_row)
-
-    @property
-    def unit(self) -> int:
-        return math.prod(self.inputs[0].shape[1:]) if self.by_row else self.ranks
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        first, last = start // self.unit, stop // self.unit
-        found: Floats = np.zeros((last - first, self.unit), np.float32)
+        first, last = start // unit, stop // unit
+        found: Floats = np.zeros((last - first, unit), np.float32)
         at = 0
-        for entry, scales in zip(self.inputs, self.scales, strict=True):
-            width = self.unit if self.by_row else entry.shape[1]
-            low, high = (max(first, at), min(last, at + entry.shape[0])) if self.by_row else (first, last)
+        for entry, factors in zip(inputs, scales, strict=True):
+            width = unit if by_row else entry.shape[1]
+            low, high = (max(first, at), min(last, at + entry.shape[0])) if by_row else (first, last)
             if low < high:
-                own = at if self.by_row else 0
+                own = at if by_row else 0
                 part = tools.read_floats(entry, (low - own) * width, (high - own) * width).reshape(-1, width)
-                for scale in scales:
-                    part *= np.float32(scale)
-                if self.by_row:
+                for factor in factors:
+                    part *= np.float32(factor)
+                if by_row:
                     found[low - first : high - first] = part
                 else:
                     found[:, at : at + width] = part
-            at += entry.shape[0] if self.by_row else width
+            at += entry.shape[0] if by_row else width
         return found.reshape(-1)
+
+    return Formula(inputs, ("joined", scales, ranks, by_row), compute, unit)
 
 
 def combine(adapters: Sequence[AdapterWeights], how: Combination, density: float | None) -> AdapterWeights:
@@ -212,11 +195,11 @@ def _combine_module(
                 (one.weight, scaling / one.weight if one.weight else 0.0)
                 for (one, _), scaling in zip(own, scalings, strict=True)
             )
-            recipe = JoinedFactors(entries, scales if is_a else ((),) * len(own), total, by_row=is_a)
+            recipe = join_factors(entries, scales if is_a else ((),) * len(own), total, by_row=is_a)
             shape = (total, *shape[1:]) if is_a else (*shape[:1], total)
         elif how == "linear":
             recipe = WeightedSum(entries, tuple(weights))
         else:
-            recipe = ThinnedFactors(entries, tuple(weights), density, elects=how == "ties")
+            recipe = thin_factors(entries, tuple(weights), density, elects=how == "ties")
         found.append(derive_entry(first.name, shape, F32, recipe))
     return found[0], found[1]

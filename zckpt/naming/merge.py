@@ -22,8 +22,8 @@ from zckpt.naming.adapter_names import found_in
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merge_places import ModelTensors, base_tensor, not_in_base, other_shape, places
 from zckpt.naming.merged_config import find_class, is_of_tokens, is_other_head, without_language_head
-from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
-from zckpt.naming.other_methods import CONV1D, SHARED, SUMS, MergedProduct, MergedVera, ScaledLines, rotate_rows
+from zckpt.naming.merged_matrix import MergedMatrix, Update, replace_rows
+from zckpt.naming.other_methods import CONV1D, SHARED, SUMS, add_product, add_vera, rotate_rows, scale_lines
 from zckpt.naming.rows import transpose
 
 _ENDS = (*HEADS, *EMBEDDINGS)
@@ -237,10 +237,11 @@ def _recipe(
                 expected="a LoKr of Linear or Conv2d, or one of Conv1d of a lower rank",
                 remedy="Merge this adapter with PEFT.",
             )  # fmt: skip
-        product = MergedProduct(base, tuple(sorted(parts.items())), adapter.scaling_of_product(name[: -len(".weight")]))
-        if (misfit := product.misfit()) is not None:
-            raise other_shape(adapter, misfit.name, misfit.shape, name, base.shape)
-        return product
+        parts = dict(sorted(parts.items()))
+        odd = next(iter(parts.values()))
+        if (product := add_product(base, parts, adapter.scaling_of_product(name[: -len(".weight")]))) is not None:
+            return product
+        raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
     if len(base.shape) != 2:
         raise UnsupportedError(
             f"{kind} of the convolution {name!r} is not merged", file=adapter.file, found=f"shape {list(base.shape)}",
@@ -253,15 +254,14 @@ def _recipe(
             f"BOFT of several butterfly factors is not merged, as in {name!r}", file=adapter.file,
             found=f"shape {list(odd.shape)}", expected="boft_n_butterfly_factor 1", remedy="Merge this adapter with PEFT.",
         )  # fmt: skip
-    turned = rotate_rows(adapter.config, base, parts)
-    if not turned.fits(is_shared=bool(adapter.config.get("block_share"))):
-        raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
-    return turned
+    if (turned := rotate_rows(adapter.config, base, parts)) is not None:
+        return turned
+    raise other_shape(adapter, odd.name, odd.shape, name, base.shape)
 
 
 def _recipe_of_vera(
     model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, parts: Mapping[str, TensorEntry]
-) -> MergedVera:
+) -> Recipe:
     needs = ("vera_A", "vera_B", "vera_lambda_d", "vera_lambda_b")
     if lacks := [part for part in needs if part not in parts]:
         raise IncompleteError(
@@ -272,10 +272,9 @@ def _recipe_of_vera(
     a, b, of_ranks, of_outputs = (parts[part] for part in needs)
     is_square = base.shape[0] == base.shape[1]
     turned = model.config.get("model_type") in CONV1D if is_square else of_outputs.numel != base.shape[0]
-    recipe = MergedVera(base, a, b, of_ranks, of_outputs, turned)
-    if not recipe.fits():
-        raise other_shape(adapter, of_outputs.name, of_outputs.shape, name, base.shape)
-    return recipe
+    if (recipe := add_vera(base, a, b, of_ranks, of_outputs, turned=turned)) is not None:
+        return recipe
+    raise other_shape(adapter, of_outputs.name, of_outputs.shape, name, base.shape)
 
 
 def _scale(model: ModelTensors, adapter: AdapterWeights, name: str, base: TensorEntry, factors: TensorEntry) -> None:
@@ -289,12 +288,12 @@ def _scale(model: ModelTensors, adapter: AdapterWeights, name: str, base: Tensor
     by_row = is_input == turned
     if factors.numel != (rows if by_row else columns):
         raise other_shape(adapter, factors.name, factors.shape, name, base.shape)
-    model.put(name, derive_entry(name, base.shape, F32, ScaledLines(base, factors, by_row), base.role))
+    model.put(name, derive_entry(name, base.shape, F32, scale_lines(base, factors, by_row=by_row), base.role))
     bias = model.find(f"{name.removesuffix('.weight')}.bias")
     if bias is not None and not is_input:
         own = replace(bias, replicas=())
         model.put(
-            bias.name, derive_entry(bias.name, bias.shape, F32, ScaledLines(own, factors, by_row=True), bias.role)
+            bias.name, derive_entry(bias.name, bias.shape, F32, scale_lines(own, factors, by_row=True), bias.role)
         )
 
 
@@ -468,7 +467,7 @@ def _replace_tokens(
         if name != kept and kept in found and are_alike:
             yield from ((one, own) for (one, _), (own, _) in zip(others, found[kept], strict=True))
             continue
-        recipe = ReplacedRows(replace(base, replicas=()), tuple(others), math.prod(base.shape[1:]))
+        recipe = replace_rows(replace(base, replicas=()), tuple(others))
         entry = derive_entry(name, base.shape, F32, recipe, base.role)
         model.put(name, entry, tied=name == kept and are_alike)
 

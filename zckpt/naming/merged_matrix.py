@@ -14,6 +14,7 @@ tuners/lora/variants.py `DoraLinearVariant.merge_safe`, `DoraEmbeddingVariant.me
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.folds import Fold, How, ThinProduct, Tools, Uptake
+from zckpt.core.recipes import Formula
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
@@ -214,41 +216,26 @@ def _row_lengths(matrix: Floats, rows: int) -> Floats:
     return lengths
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedRows:
-    """A matrix with some rows taken from others: tokens of an embedding that were trained alone; a recipe.
+def replace_rows(base: TensorEntry, others: tuple[tuple[TensorEntry, tuple[tuple[int, int], ...]], ...]) -> Formula:
+    """The recipe of a matrix with some rows taken from others: tokens of an embedding that were trained alone.
 
-    Attributes:
+    Args:
         base: the matrix.
         others: (matrix, row of `base` -> row of this matrix) of each adapter.
-        columns: elements in a row.
     """
+    width = math.prod(base.shape[1:])
 
-    base: TensorEntry
-    others: tuple[tuple[TensorEntry, tuple[tuple[int, int], ...]], ...]
-    columns: int
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return self.base, *(entry for entry, _ in self.others)
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("rows", self.columns, *(rows for _, rows in self.others))
-
-    @property
-    def unit(self) -> int:
-        return self.columns
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        matrix, width = tools.read_floats(self.base, start, stop), self.columns
-        first, last = start // width, stop // width
-        for entry, rows in self.others:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        matrix, first, last = tools.read_floats(base, start, stop), start // width, stop // width
+        for entry, rows in others:
             for row, own in rows:
                 if first <= row < last:
                     at = (row - first) * width
                     matrix[at : at + width] = tools.read_floats(entry, own * width, (own + 1) * width)
         return matrix
+
+    inputs = base, *(entry for entry, _ in others)
+    return Formula(inputs, ("rows", width, *(rows for _, rows in others)), compute, width)
 
 
 class _Kept:

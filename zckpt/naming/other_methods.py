@@ -21,9 +21,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.folds import Tools
+from zckpt.core.recipes import Formula
 from zckpt.naming.merged_matrix import KEPT
 
 if TYPE_CHECKING:
@@ -71,101 +71,78 @@ def is_known(peft_type: object) -> bool:
     return str(peft_type) in _PARTS
 
 
-@dataclass(frozen=True, slots=True)
-class MergedProduct:
-    """A weight to which a LoHa or a LoKr is added: a recipe.
+def add_product(base: TensorEntry, parts: Parts, scaling: float) -> Formula | None:
+    """The recipe of a weight to which a LoHa or a LoKr is added; None where shapes do not fit each other.
 
-    Attributes:
+    Args:
         base: the weight.
-        parts: the method's matrices by what they are called: `hada_w1_a`, `lokr_w2`.
+        parts: the method's matrices by what they are called (`hada_w1_a`, `lokr_w2`), in the order of these names.
         scaling: what the product is multiplied by.
     """
+    is_hadamard = next(iter(parts)).startswith("hada")
+    left, right = ("hada_w1", "hada_w2") if is_hadamard else ("lokr_w1", "lokr_w2")
+    first, second = _sides(parts, left), _sides(parts, right)
+    rows, unit = base.shape[0], math.prod(base.shape[1:])
+    if first is None or second is None:
+        return None
+    if is_hadamard and not first == second == (rows, unit):
+        return None
+    if not is_hadamard and (first[0] * second[0], first[1] * second[1]) != (rows, unit):
+        return None
+    height = second[0]
 
-    base: TensorEntry
-    parts: tuple[tuple[str, TensorEntry], ...]
-    scaling: float
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return self.base, *(entry for _, entry in self.parts)
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("product", self.scaling, *(name for name, _ in self.parts))
-
-    @property
-    def unit(self) -> int:
-        return math.prod(self.base.shape[1:])
-
-    def misfit(self) -> TensorEntry | None:
-        """A matrix with a shape that does not fit the others or the weight; None if all fit."""
-        parts = dict(self.parts)
-        sides = (
-            self._side(parts, name)
-            for name in (("hada_w1", "hada_w2") if self._is_hadamard else ("lokr_w1", "lokr_w2"))
-        )
-        (first, second), (rows, columns) = sides, (self.base.shape[0], self.unit)
-        odd = next(iter(parts.values()))
-        if first is None or second is None:
-            return odd
-        if self._is_hadamard:
-            return None if first == second == (rows, columns) else odd
-        return None if (first[0] * second[0], first[1] * second[1]) == (rows, columns) else odd
-
-    @property
-    def _is_hadamard(self) -> bool:
-        return self.parts[0][0].startswith("hada")
-
-    @staticmethod
-    def _side(parts: Parts, name: str) -> tuple[int, int] | None:
-        """The rows and columns of a matrix, or of the product of its factors; None if these do not fit each other."""
-        if name in parts:
-            shape = parts[name].shape
-            return (shape[0], math.prod(shape[1:])) if len(shape) in (2, 4) else None
-        a, b = (parts[f"{name}_{side}"].shape if f"{name}_{side}" in parts else () for side in "ab")
-        return (a[0], b[1]) if len(a) == len(b) == 2 and a[1] == b[0] else None
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        first, last = start // self.unit, stop // self.unit
-        matrix: Floats = tools.read_floats(self.base, start, stop)
-        if self._is_hadamard:
-            update = self._matrix("hada_w1", first, last, tools) * self._matrix("hada_w2", first, last, tools)
+        first, last = start // unit, stop // unit
+        matrix: Floats = tools.read_floats(base, start, stop)
+        if is_hadamard:
+            update = _matrix(parts, left, first, last, tools) * _matrix(parts, right, first, last, tools)
         else:
-            height = dict(self.parts).get("lokr_w2", dict(self.parts).get("lokr_w2_a", self.base)).shape[0]
             low, high = first // height, -(-last // height)
-            outer, inner = self._matrix("lokr_w1", low, high, tools), self._matrix("lokr_w2", 0, height, tools)
+            outer, inner = _matrix(parts, left, low, high, tools), _matrix(parts, right, 0, height, tools)
             numbers = np.arange(first, last)
             update = (outer[numbers // height - low][:, :, None] * inner[numbers % height][:, None, :]).reshape(
                 last - first, -1
             )
-        update *= np.float32(self.scaling)
+        update *= np.float32(scaling)
         matrix += update.reshape(-1)
         return matrix
 
-    def _matrix(self, name: str, first: int, last: int, tools: Tools) -> Floats:
-        """Rows [first, last) of a matrix, or of the product of its factors."""
-        import numpy as np
-
-        parts = dict(self.parts)
-        if name in parts:
-            columns = math.prod(parts[name].shape[1:])
-            rows: Floats = tools.read_floats(parts[name], first * columns, last * columns)
-            return rows.reshape(last - first, columns)
-        a, b = parts[f"{name}_a"], parts[f"{name}_b"]
-        rank, columns = b.shape
-        product: Floats = np.zeros((last - first) * columns, np.float32)
-        left = tools.read_floats(a, first * rank, last * rank)
-        tools.kernels.add_low_rank(product, left, tools.read_floats(b, 0, b.numel), rank, 1.0)
-        return product.reshape(last - first, columns)
+    return Formula((base, *parts.values()), ("product", scaling, *parts), compute, unit)
 
 
-@dataclass(frozen=True, slots=True)
-class MergedVera:
-    """A weight to which a VeRA is added: a recipe.
+def _sides(parts: Parts, name: str) -> tuple[int, int] | None:
+    """The rows and columns of a matrix, or of the product of its factors; None if these do not fit each other."""
+    if name in parts:
+        shape = parts[name].shape
+        return (shape[0], math.prod(shape[1:])) if len(shape) in (2, 4) else None
+    a, b = (parts[f"{name}_{side}"].shape if f"{name}_{side}" in parts else () for side in "ab")
+    return (a[0], b[1]) if len(a) == len(b) == 2 and a[1] == b[0] else None
 
-    Attributes:
+
+def _matrix(parts: Parts, name: str, first: int, last: int, tools: Tools) -> Floats:
+    """Rows [first, last) of a matrix, or of the product of its factors."""
+    import numpy as np
+
+    if name in parts:
+        columns = math.prod(parts[name].shape[1:])
+        rows: Floats = tools.read_floats(parts[name], first * columns, last * columns)
+        return rows.reshape(last - first, columns)
+    a, b = parts[f"{name}_a"], parts[f"{name}_b"]
+    rank, columns = b.shape
+    product: Floats = np.zeros((last - first) * columns, np.float32)
+    left = tools.read_floats(a, first * rank, last * rank)
+    tools.kernels.add_low_rank(product, left, tools.read_floats(b, 0, b.numel), rank, 1.0)
+    return product.reshape(last - first, columns)
+
+
+def add_vera(
+    base: TensorEntry, a: TensorEntry, b: TensorEntry, of_ranks: TensorEntry, of_outputs: TensorEntry, *, turned: bool
+) -> Formula | None:
+    """The recipe of a weight to which a VeRA is added; None where shapes do not fit each other.
+
+    Args:
         base: the weight.
         a: the shared matrix with a row for each rank, of more columns perhaps than the weight has inputs.
         b: the shared matrix with a row for each output, and perhaps more.
@@ -173,183 +150,132 @@ class MergedVera:
         of_outputs: a number for each output.
         turned: whether the weight has a row for each input.
     """
+    outputs, inputs = base.shape[::-1] if turned else base.shape
+    if not len(a.shape) == len(b.shape) == 2 or not b.shape[1] == a.shape[0] == of_ranks.numel:
+        return None
+    if of_outputs.numel != outputs or b.shape[0] < outputs or a.shape[1] < inputs:
+        return None
+    (rank, width), unit = a.shape, base.shape[1]
 
-    base: TensorEntry
-    a: TensorEntry
-    b: TensorEntry
-    of_ranks: TensorEntry
-    of_outputs: TensorEntry
-    turned: bool
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return self.base, self.a, self.b, self.of_ranks, self.of_outputs
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("vera", self.turned)
-
-    @property
-    def unit(self) -> int:
-        return self.base.shape[1]
-
-    def fits(self) -> bool:
-        """Whether the shapes fit each other."""
-        outputs, inputs = self.base.shape[::-1] if self.turned else self.base.shape
-        ranks, there = self.of_ranks.numel, len(self.a.shape) == len(self.b.shape) == 2
-        fits = self.of_outputs.numel == outputs and there and self.b.shape[1] == self.a.shape[0] == ranks
-        return fits and self.b.shape[0] >= outputs and self.a.shape[1] >= inputs
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        rank, width = self.a.shape
-        first, last = start // self.unit, stop // self.unit
-        matrix: Floats = tools.read_floats(self.base, start, stop)
-        ranks = tools.read_floats(self.of_ranks, 0, rank)[:, None]
+        first, last = start // unit, stop // unit
+        matrix: Floats = tools.read_floats(base, start, stop)
+        ranks = tools.read_floats(of_ranks, 0, rank)[:, None]
 
         def down(low: int, high: int) -> Floats:
-            rows = [tools.read_floats(self.a, at + low, at + high) for at in range(0, rank * width, width)]
+            rows = [tools.read_floats(a, at + low, at + high) for at in range(0, rank * width, width)]
             return np.stack(rows) * ranks
 
         def up(low: int, high: int) -> Floats:
-            factors = tools.read_floats(self.of_outputs, low, high)[:, None]
-            return tools.read_floats(self.b, low * rank, high * rank).reshape(-1, rank) * factors
+            factors = tools.read_floats(of_outputs, low, high)[:, None]
+            return tools.read_floats(b, low * rank, high * rank).reshape(-1, rank) * factors
 
-        if self.turned:
+        if turned:
             left = np.ascontiguousarray(down(first, last).T)
-            right = KEPT.get((self,), lambda: np.ascontiguousarray(up(0, self.unit).T))
+            right = KEPT.get((base, b), lambda: np.ascontiguousarray(up(0, unit).T))
         else:
             left = up(first, last)
-            right = KEPT.get((self,), lambda: down(0, self.unit))
+            right = KEPT.get((base, a), lambda: down(0, unit))
         tools.kernels.add_low_rank(matrix, left.reshape(-1), right.reshape(-1), rank, 1.0)
         return matrix
 
+    return Formula((base, a, b, of_ranks, of_outputs), ("vera", turned), compute, unit)
 
-@dataclass(frozen=True, slots=True)
-class ScaledLines:
-    """A weight, its rows or columns multiplied by an IA3: a recipe.
 
-    Attributes:
-        base: the weight, or a bias.
-        factors: a number for each row, or for each column.
-        by_row: which.
-    """
+def scale_lines(base: TensorEntry, factors: TensorEntry, *, by_row: bool) -> Formula:
+    """The recipe of a weight or a bias, its rows (`by_row`) or columns multiplied by an IA3: a factor for each of these."""
+    unit = max(1, math.prod(base.shape[1:]))
 
-    base: TensorEntry
-    factors: TensorEntry
-    by_row: bool
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return self.base, self.factors
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("scaled", self.by_row)
-
-    @property
-    def unit(self) -> int:
-        return max(1, math.prod(self.base.shape[1:]))
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        first, last = start // self.unit, stop // self.unit
-        matrix: Floats = tools.read_floats(self.base, start, stop)
-        low, high = (first, last) if self.by_row else (0, self.factors.numel)
-        factors = tools.read_floats(self.factors, low, high)
-        shaped = matrix.reshape(last - first, -1) if self.by_row else matrix.reshape(-1, self.factors.numel)
-        shaped *= factors[:, None] if self.by_row else factors[None, :]
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        first, last = start // unit, stop // unit
+        matrix: Floats = tools.read_floats(base, start, stop)
+        low, high = (first, last) if by_row else (0, factors.numel)
+        own = tools.read_floats(factors, low, high)
+        shaped = matrix.reshape(last - first, -1) if by_row else matrix.reshape(-1, factors.numel)
+        shaped *= own[:, None] if by_row else own[None, :]
         return matrix
+
+    return Formula((base, factors), ("scaled", by_row), compute, unit)
 
 
 _EXACT = 0
-"""The value of `terms` for Cayley's formula itself."""
+"""The number of terms that stands for Cayley's formula itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class RotatedRows:
-    """A matrix, each row's blocks of elements times rotations: a recipe.
+def rotate_rows(config: Mapping[str, object], base: TensorEntry, parts: Parts) -> Formula | None:
+    """The recipe of a matrix with each row's blocks of elements times rotations; None where shapes do not fit each other.
 
-    Attributes:
+    Args:
+        config: of the adapter. It says how many terms of the series count, the largest length of a skew-symmetric matrix
+            times the root of their number (COFT), and whether all blocks share one rotation.
         base: the matrix.
-        skew: what the rotations are made from: upper triangles of an OFT (blocks x numbers), or matrices of a BOFT
-            (1 x blocks x size x size).
-        factors: a number for each row, of a BOFT.
-        terms: of the series; 0 for Cayley's formula.
-        bound: largest length of a skew-symmetric matrix times the root of their number (COFT); 0 for none.
-        turned: whether rotations are transposed, as those of a Linear are.
+        parts: what the rotations are made from: upper triangles of an OFT (`oft_R.weight`, blocks x numbers), or matrices of
+            a BOFT (`boft_R`, 1 x blocks x size x size) with a number for each row (`boft_s`).
     """
+    name = "boft_R" if "boft_R" in parts else next(iter(parts))
+    skew, of_rows = parts[name], parts.get("boft_s")
+    turned, terms, bound = "embedding" not in name, _EXACT, 0.0  # rotations of a Linear are transposed
+    if name != "boft_R":
+        said, length = config.get("num_cayley_neumann_terms", 5), config.get("eps", 6e-5)
+        terms = max(1, said) if config.get("use_cayley_neumann") and isinstance(said, int) else _EXACT
+        bound = float(length) if config.get("coft") and isinstance(length, (int, float)) else 0.0
+    unit, size = math.prod(base.shape[1:]), _block_rows(skew.shape)
+    number = skew.shape[-3] if len(skew.shape) == 4 else skew.shape[0]
+    is_shared = bool(config.get("block_share")) and number == 1
+    covers = size * number == unit or (is_shared and unit % max(1, size) == 0)
+    if not size or not covers or (of_rows is not None and of_rows.numel != base.shape[0]):
+        return None
 
-    base: TensorEntry
-    skew: TensorEntry
-    factors: TensorEntry | None = None
-    terms: int = _EXACT
-    bound: float = 0.0
-    turned: bool = True
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return (self.base, self.skew) if self.factors is None else (self.base, self.skew, self.factors)
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("rotated", self.terms, self.bound, self.turned)
-
-    @property
-    def unit(self) -> int:
-        return math.prod(self.base.shape[1:])
-
-    @property
-    def size(self) -> int:
-        """The rows of a block; 0 for a shape that no such adapter has."""
-        shape = self.skew.shape
-        if len(shape) == 4:
-            return shape[2] if shape[0] == 1 and shape[2] == shape[3] else 0
-        found = (1 + math.isqrt(1 + 8 * shape[1])) // 2 if len(shape) == 2 else 0
-        return found if found * (found - 1) == 2 * (shape[1] if len(shape) == 2 else 0) else 0
-
-    def fits(self, *, is_shared: bool) -> bool:
-        """Whether the blocks cover a row, each by itself or `is_shared` one for all, and the factors the rows."""
-        number = self.skew.shape[-3] if len(self.skew.shape) == 4 else self.skew.shape[0]
-        covers = self.size * number == self.unit or (is_shared and number == 1 and self.unit % max(1, self.size) == 0)
-        return bool(self.size) and covers and (self.factors is None or self.factors.numel == self.base.shape[0])
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        rows, size = (stop - start) // self.unit, self.size
-        blocks: Floats = KEPT.get((self, self.skew), lambda: self._rotations(tools))
-        matrix = tools.read_floats(self.base, start, stop).reshape(rows, -1, size)
+        rows = (stop - start) // unit
+        blocks: Floats = KEPT.get((base, skew), lambda: _rotations(skew, size, terms, bound, tools, turned=turned))
+        matrix = tools.read_floats(base, start, stop).reshape(rows, -1, size)
         found = np.zeros_like(matrix)
         for at in range(matrix.shape[1]):
             product: Floats = np.zeros(rows * size, np.float32)
             left = np.ascontiguousarray(matrix[:, at]).reshape(-1)
             tools.kernels.add_low_rank(product, left, blocks[at % len(blocks)].reshape(-1), size, 1.0)
             found[:, at] = product.reshape(rows, size)
-        if self.factors is not None:
-            first = start // self.unit
-            found *= tools.read_floats(self.factors, first, first + rows)[:, None, None]
+        if of_rows is not None:
+            first = start // unit
+            found *= tools.read_floats(of_rows, first, first + rows)[:, None, None]
         return found.reshape(-1)
 
-    def _rotations(self, tools: Tools) -> Floats:
-        """The matrices that blocks of a row are multiplied by, from the right."""
-        import numpy as np
+    inputs = (base, skew) if of_rows is None else (base, skew, of_rows)
+    return Formula(inputs, ("rotated", terms, bound, turned), compute, unit)
 
-        size, numbers = self.size, tools.read_floats(self.skew, 0, self.skew.numel)
-        if len(self.skew.shape) == 4:
-            blocks = numbers.reshape(-1, size, size)
-            skew = np.float32(0.5) * (blocks - blocks.transpose(0, 2, 1))
-        else:
-            upper = np.zeros((self.skew.shape[0], size, size), np.float32)
-            rows, columns = np.triu_indices(size, 1)
-            upper[:, rows, columns] = numbers.reshape(len(upper), -1)
-            skew = upper - upper.transpose(0, 2, 1)
-        if self.bound:
-            bound = np.float32(self.bound) / np.sqrt(np.float32(len(skew)))
-            lengths = np.sqrt(np.square(skew, dtype=np.float64).sum(axis=(1, 2))).astype(np.float32)[:, None, None]
-            skew = np.where(lengths <= bound, skew, bound * (skew / np.where(lengths == 0, np.float32(1), lengths)))
-        turns = _solve(skew) if self.terms == _EXACT else _add_terms(skew, self.terms, tools)
-        return np.ascontiguousarray(turns.transpose(0, 2, 1) if self.turned else turns)
+
+def _block_rows(shape: tuple[int, ...]) -> int:
+    """The rows of a block that is turned, by the shape of what rotations are made from; 0 for one that no adapter has."""
+    if len(shape) == 4:
+        return shape[2] if shape[0] == 1 and shape[2] == shape[3] else 0
+    found = (1 + math.isqrt(1 + 8 * shape[1])) // 2 if len(shape) == 2 else 0
+    return found if found * (found - 1) == 2 * (shape[1] if len(shape) == 2 else 0) else 0
+
+
+def _rotations(entry: TensorEntry, size: int, terms: int, bound: float, tools: Tools, *, turned: bool) -> Floats:
+    """The matrices that blocks of a row are multiplied by, from the right."""
+    import numpy as np
+
+    numbers = tools.read_floats(entry, 0, entry.numel)
+    if len(entry.shape) == 4:
+        blocks = numbers.reshape(-1, size, size)
+        skew = np.float32(0.5) * (blocks - blocks.transpose(0, 2, 1))
+    else:
+        upper = np.zeros((entry.shape[0], size, size), np.float32)
+        rows, columns = np.triu_indices(size, 1)
+        upper[:, rows, columns] = numbers.reshape(len(upper), -1)
+        skew = upper - upper.transpose(0, 2, 1)
+    if bound:
+        most = np.float32(bound) / np.sqrt(np.float32(len(skew)))
+        lengths = np.sqrt(np.square(skew, dtype=np.float64).sum(axis=(1, 2))).astype(np.float32)[:, None, None]
+        skew = np.where(lengths <= most, skew, most * (skew / np.where(lengths == 0, np.float32(1), lengths)))
+    turns = _solve(skew) if terms == _EXACT else _add_terms(skew, terms, tools)
+    return np.ascontiguousarray(turns.transpose(0, 2, 1) if turned else turns)
 
 
 def _add_terms(skew: Floats, terms: int, tools: Tools) -> Floats:
@@ -393,14 +319,3 @@ def _solve(skew: Floats) -> Floats:
         left -= factors * own
         right[:, at : at + 1], left[:, at : at + 1] = row, own
     return left.astype(np.float32)
-
-
-def rotate_rows(config: Mapping[str, object], base: TensorEntry, parts: Mapping[str, TensorEntry]) -> RotatedRows:
-    """The recipe of a weight with an OFT or a BOFT; `parts` by what they are called: `oft_R.weight`, `boft_s`."""
-    if "boft_R" in parts:
-        return RotatedRows(base, parts["boft_R"], parts.get("boft_s"))
-    (name, skew), *_ = parts.items()
-    said, length = config.get("num_cayley_neumann_terms", 5), config.get("eps", 6e-5)
-    terms = max(1, said) if config.get("use_cayley_neumann") and isinstance(said, int) else _EXACT
-    bound = float(length) if config.get("coft") and isinstance(length, (int, float)) else 0.0
-    return RotatedRows(base, skew, terms=terms, bound=bound, turned="embedding" not in name)

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.core.catalog import Replica, TensorEntry, replace_name
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Block, ComputedStore, Fragment
 from zckpt.core.overlaps import place, reorder_rows, shift, split_at
-from zckpt.core.recipes import derive_entry
+from zckpt.core.recipes import Formula, derive_entry
 from zckpt.core.views import transpose_fragments
 
 if TYPE_CHECKING:
@@ -205,30 +204,15 @@ def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
     return TensorEntry(entry.name, (rows, *rest), entry.dtype, entry.role, fragments, replicas)
 
 
-@dataclass(frozen=True, slots=True)
-class ShiftedElements:
-    """A recipe (`core.recipes`): the elements of a tensor as fp32, each times a number, over one, with one added to it."""
-
-    inputs: tuple[TensorEntry]
-    amount: float
-    times: float = 1
-    over: float = 1
-    unit: int = 1
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("shifted", self.amount, self.times, self.over)
-
-    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        return [(self.inputs[0], start, stop)]
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        import numpy as np
-
-        found = tools.read_floats(self.inputs[0], start, stop) * np.float32(self.times)
-        return (found if self.over == 1 else found / np.float32(self.over)) + np.float32(self.amount)
-
-
 def shifted_by(entry: TensorEntry, amount: float, times: float = 1, over: float = 1) -> TensorEntry:
     """The tensor as fp32, each element times a number, over one, with one added to it; without its replicas."""
-    return derive_entry(entry.name, entry.shape, F32, ShiftedElements((entry,), amount, times, over), entry.role)
+
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        import numpy as np
+
+        found = tools.read_floats(entry, start, stop) * np.float32(times)
+        return (found if over == 1 else found / np.float32(over)) + np.float32(amount)
+
+    facts = ("shifted", amount, times, over)
+    recipe = Formula((entry,), facts, compute, reads=lambda start, stop: [(entry, start, stop)])
+    return derive_entry(entry.name, entry.shape, F32, recipe, entry.role)

@@ -11,12 +11,11 @@ from __future__ import annotations
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, U32, DType
-from zckpt.core.recipes import derive_entry
-from zckpt.quantized.grids import Narrowed
+from zckpt.core.recipes import Formula, derive_entry
+from zckpt.quantized.grids import in_dtype
 from zckpt.quantized.targets import rounded_to, stored_bits
 
 if TYPE_CHECKING:
@@ -151,54 +150,25 @@ class Affine:
         return stored_bits(numbers, self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class AffinePart:
-    """A recipe (`core.recipes`): the codes of a tensor, its scales or its biases.
-
-    Attributes:
-        affine: the tensor.
-        name: "weight", "scales" or "biases".
-    """
-
-    affine: Affine
-    name: str
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return (self.affine.entry,)
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("affine", self.name, self.affine.group, self.affine.bits, self.affine.dtype.name)
-
-    @property
-    def unit(self) -> int:
-        return self.affine.words if self.name == "weight" else self.affine.across
-
-    @property
-    def is_byproduct(self) -> bool:
-        return self.name != "weight"
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        first, last = start // self.unit, stop // self.unit
-        if self.name == "weight":
-            return self.affine.packed(first, last, tools).view("<u4")
-        return self.affine.beside(first, last, int(self.name == "biases"), tools)
-
-
 def affine_entries(entry: TensorEntry, group: int, bits: int, dtype: DType) -> dict[str, TensorEntry]:
     """The tensors that stand for `X.weight` in MLX's form: name -> tensor, in the order of a file."""
     affine = Affine(in_dtype(entry, dtype), group, bits, dtype)
-    module, lead = entry.name.removesuffix(".weight"), entry.shape[:-1]
-    sizes = {"weight": (affine.words, U32), "scales": (affine.across, dtype), "biases": (affine.across, dtype)}
-    return {
-        f"{module}.{name}": derive_entry(f"{module}.{name}", (*lead, size), of, AffinePart(affine, name), entry.role)
-        for name, (size, of) in sizes.items()
-    }
+    module, lead, across = entry.name.removesuffix(".weight"), entry.shape[:-1], affine.across
 
+    def codes(start: int, stop: int, tools: Tools) -> Array:
+        return affine.packed(start // affine.words, stop // affine.words, tools).view("<u4")
 
-def in_dtype(entry: TensorEntry, dtype: DType) -> TensorEntry:
-    """The tensor in another dtype, rounded once; the entry itself if it has that dtype."""
-    if entry.dtype == dtype:
-        return entry
-    return derive_entry(entry.name, entry.shape, dtype, Narrowed((entry,), dtype), entry.role)
+    def scales(start: int, stop: int, tools: Tools) -> Array:
+        return affine.beside(start // across, stop // across, 0, tools)
+
+    def biases(start: int, stop: int, tools: Tools) -> Array:
+        return affine.beside(start // across, stop // across, 1, tools)
+
+    found: dict[str, TensorEntry] = {}
+    for name, compute, size, of in (
+        ("weight", codes, affine.words, U32), ("scales", scales, across, dtype), ("biases", biases, across, dtype),
+    ):  # fmt: skip
+        facts = ("affine", name, group, bits, dtype.name)
+        recipe = Formula((affine.entry,), facts, compute, size, is_byproduct=name != "weight")
+        found[f"{module}.{name}"] = derive_entry(f"{module}.{name}", (*lead, size), of, recipe, entry.role)
+    return found

@@ -19,6 +19,7 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.folds import MatrixBlocks, Tools
+from zckpt.core.recipes import derive_entry
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array
@@ -210,3 +211,10 @@ class Narrowed:
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         return tools.read(self.inputs[0], start, stop, self.dtype)
+
+
+def in_dtype(entry: TensorEntry, dtype: DType, unit: int = 1) -> TensorEntry:
+    """The tensor in another dtype, rounded once, or the entry itself if it has that dtype; `unit` is as in its recipe."""
+    if entry.dtype == dtype:
+        return entry
+    return derive_entry(entry.name, entry.shape, dtype, Narrowed((entry,), dtype, unit), entry.role)

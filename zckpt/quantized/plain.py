@@ -183,13 +183,11 @@ def _is_of_cache(entry: TensorEntry) -> bool:
 def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
     """The numbers of a quantised tensor, in fp32 or rounded to a dtype."""
     entry = each.entry
-    from zckpt.quantized.grids import Dequantised, Narrowed
+    from zckpt.quantized.grids import Dequantised, in_dtype
 
     recipe = Dequantised((entry, each.scales), each.grid)
     wide = derive_entry(entry.name, entry.shape, F32, recipe, entry.role)
-    if dtype is None or dtype == F32:
-        return wide
-    return derive_entry(entry.name, entry.shape, dtype, Narrowed((wide,), dtype, recipe.unit), entry.role)
+    return wide if dtype is None else in_dtype(wide, dtype, recipe.unit)
 
 
 def about(quantization: Quantization | None, found: Collection[str]) -> str:

@@ -17,14 +17,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, U8, DType
 from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools, read_numbers
-from zckpt.core.recipes import DerivedStore, derive_entry
+from zckpt.core.recipes import DerivedStore, Formula, derive_entry
 from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
 from zckpt.quantized.grids import Dequantised, Grid, Narrowed
 from zckpt.quantized.packed import Packed
@@ -255,36 +255,15 @@ class Quantiser:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Elements:
+def elements_of(quantiser: Quantiser) -> Formula:
     """The recipe of a quantised tensor's elements."""
+    columns, target = max(1, quantiser.grid.columns), quantiser.target
+    across = columns if target is None else target.stored_columns(columns)  # as they are stored
 
-    quantiser: Quantiser
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return _inputs_of(self.quantiser)
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("elements", *self.quantiser.facts)
-
-    @property
-    def unit(self) -> int:
-        grid = self.quantiser.grid
-        return grid.unit // max(1, grid.columns) * self._stored_columns
-
-    @property
-    def _stored_columns(self) -> int:
-        """The elements of a row as it is stored."""
-        columns, target = max(1, self.quantiser.grid.columns), self.quantiser.target
-        return columns if target is None else target.stored_columns(columns)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        across, target = self._stored_columns, self.quantiser.target
-        codes = self.quantiser.elements(start // across, stop // across, tools)
+        codes = quantiser.elements(start // across, stop // across, tools)
         if target is None or target.bits == 8:
             return codes
         size = target.codes[0].itemsize
@@ -292,29 +271,18 @@ class Elements:
         tools.kernels.join_codes(codes.reshape(len(packed), -1), 0, packed)
         return packed.reshape(-1).view(f"<u{size}")
 
+    unit = quantiser.grid.unit // columns * across
+    return Formula(_inputs_of(quantiser), ("elements", *quantiser.facts), compute, unit)
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+
+def scales_of(quantiser: Quantiser) -> Formula:
     """The recipe of a quantised tensor's scales."""
+    across = max(1, quantiser.grid.across)
 
-    quantiser: Quantiser
-    is_byproduct: ClassVar[bool] = True
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        return quantiser.give(start // across, stop // across, tools)
 
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return _inputs_of(self.quantiser)
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("scales", *self.quantiser.facts)
-
-    @property
-    def unit(self) -> int:
-        return max(1, self.quantiser.grid.across)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        across = max(1, self.quantiser.grid.across)
-        return self.quantiser.give(start // across, stop // across, tools)
+    return Formula(_inputs_of(quantiser), ("scales", *quantiser.facts), compute, across, is_byproduct=True)
 
 
 def _inputs_of(quantiser: Quantiser) -> tuple[TensorEntry, ...]:
@@ -323,53 +291,36 @@ def _inputs_of(quantiser: Quantiser) -> tuple[TensorEntry, ...]:
     return (quantiser.entry, *(entry for entry in second if entry is not quantiser.entry))
 
 
-@dataclass(frozen=True, slots=True)
-class SecondScale:
+def scale_of_scales(second: Second) -> Formula:
     """The recipe of a scale of scales."""
 
-    second: Second
-    unit: int = 1
-    facts: tuple[object, ...] = ("scale of scales",)
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return self.second.inputs
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        return np.full(stop - start, self.second.value(tools), np.float32)
+        return np.full(stop - start, second.value(tools), np.float32)
+
+    return Formula(second.inputs, ("scale of scales",), compute)
 
 
-@dataclass(frozen=True, slots=True)
-class Inverse:
+def _inverse(entry: TensorEntry) -> Formula:
     """The recipe of 1 divided by each number of a tensor, rounded to fp32."""
-
-    inputs: tuple[TensorEntry]
-    unit: int = 1
-    facts: tuple[object, ...] = ("inverse",)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        return 1 / tools.read_floats(self.inputs[0], start, stop)
+    return Formula((entry,), ("inverse",), lambda start, stop, tools: 1 / tools.read_floats(entry, start, stop))
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeOf:
-    """The recipe of a tensor with the shape of another one."""
+def _shape_entry(entry: TensorEntry) -> TensorEntry:
+    """The tensor with the shape of a matrix: words of codes may be longer than rows."""
 
-    inputs: tuple[TensorEntry]
-    unit: int = 2
-    facts: tuple[object, ...] = ("shape",)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
-        return np.array(self.inputs[0].shape, np.int64)[start:stop]
+        return np.array(entry.shape, np.int64)[start:stop]
+
+    return derive_entry(f"{entry.name}_shape", (2,), I64, Formula((entry,), ("shape",), compute, 2))
 
 
 def quantise_entry(entry: TensorEntry, quantiser: Quantiser) -> TensorEntry:
     """The elements of a quantised tensor."""
-    return derive_entry(entry.name, entry.shape, F8_E4M3, Elements(quantiser), entry.role)
+    return derive_entry(entry.name, entry.shape, F8_E4M3, elements_of(quantiser), entry.role)
 
 
 def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntry]:
@@ -378,13 +329,13 @@ def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntr
     *lead, columns = entry.shape
     stored = (*lead, target.stored_columns(columns))
     found = [
-        derive_entry(entry.name + end, stored, dtype, Elements(quantiser), entry.role),
-        derive_entry(f"{entry.name}_scale", (*lead, grid.across), quantiser.dtype, Scales(quantiser)),
+        derive_entry(entry.name + end, stored, dtype, elements_of(quantiser), entry.role),
+        derive_entry(f"{entry.name}_scale", (*lead, grid.across), quantiser.dtype, scales_of(quantiser)),
     ]
     if quantiser.second is not None:
-        found.append(derive_entry(f"{entry.name}_global_scale", (1,), F32, SecondScale(quantiser.second)))
-    if target.codes[0] == I32:  # words may be longer than rows
-        found.append(derive_entry(f"{entry.name}_shape", (2,), I64, ShapeOf((entry,))))
+        found.append(derive_entry(f"{entry.name}_global_scale", (1,), F32, scale_of_scales(quantiser.second)))
+    if target.codes[0] == I32:
+        found.append(_shape_entry(entry))
     return {one.name: one for one in found}
 
 
@@ -420,7 +371,7 @@ def as_stack(made: Mapping[str, TensorEntry], entry: TensorEntry) -> dict[str, T
         turned = turn(made[entry.name + end], math.prod(lead), rows, columns // each)
         found[entry.name + to] = replace(turned, name=entry.name + to, shape=(*lead, columns // each, rows))
     second, name = made[f"{entry.name}_global_scale"], f"{entry.name}_weight_scale_2"
-    found[name] = derive_entry(name, (), F32, Inverse((second,)))
+    found[name] = derive_entry(name, (), F32, _inverse(second))
     return found
 
 
@@ -463,8 +414,8 @@ def carried_entries(entry: TensorEntry, target: Target) -> dict[str, TensorEntry
     ]
     if factors.second is not None:
         found.append(replace(factors.second, name=f"{entry.name}_global_scale", shape=(1,)))
-    if target.codes[0] == I32:  # words may be longer than rows
-        found.append(derive_entry(f"{entry.name}_shape", (2,), I64, ShapeOf((entry,))))
+    if target.codes[0] == I32:
+        found.append(_shape_entry(entry))
     return {one.name: one for one in found}
 
 
@@ -527,4 +478,4 @@ def _recipe_of(entry: TensorEntry) -> object:
 
 def scales(name: str, shape: tuple[int, ...], quantiser: Quantiser) -> TensorEntry:
     """The tensor's scales, under a name and in a shape."""
-    return derive_entry(name, shape, F32 if quantiser.dtype == F32 else BF16, Scales(quantiser))
+    return derive_entry(name, shape, F32 if quantiser.dtype == F32 else BF16, scales_of(quantiser))

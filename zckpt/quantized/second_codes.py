@@ -10,7 +10,7 @@ Source: mlx 0.32.4, backend/metal/kernels/quantized.h `affine_quantize`, which i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I8, I32, I64, U8, U32, DType
 from zckpt.core.folds import Tools
-from zckpt.core.recipes import derive_entry
+from zckpt.core.recipes import Formula, derive_entry
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Array, Tools
+    from zckpt.core.folds import Array
 
 
 _FORMS: dict[str, tuple[str, tuple[int, int], float, DType, str]] = {
@@ -65,16 +65,37 @@ def quantise_again(
     per_row = -(-columns // (8 * dtype.itemsize // (4 if end else 8)))
     shape = (1,) if scheme == "tensor" else (*lead, down, across)
     own = _Blocks(entry, scheme, kind, matrices, rows, columns, tall, wide, top, tuple(together), scales, tuple(powers))
-    beside = entry.name + ("_scale_inv" if scheme == "block128" else "_scale")
+    inputs = entry, *(one for one in (*together, *powers) if one is not entry)
+
+    def derived(
+        end: str, shape: tuple[int, ...], of: DType, width: int, compute: Callable[[int, int, Tools], Array]
+    ) -> TensorEntry:
+        """A tensor of rows of `width` elements, which `compute` gives by their numbers."""
+
+        def of_elements(start: int, stop: int, tools: Tools) -> Array:
+            return compute(start // width, -(-stop // width), tools)
+
+        return derive_entry(entry.name + end, shape, of, Formula(inputs, ("again", scheme, end), of_elements, width))
+
+    def codes(first: int, last: int, tools: Tools) -> Array:
+        return own.packed(first, last, tools, per_row, dtype)
+
+    beside = "_scale_inv" if scheme == "block128" else "_scale"
     found = [
-        derive_entry(entry.name + end, (*lead, rows, per_row), dtype, _Again(own, per_row, dtype)),
-        derive_entry(beside, shape, scales, _Again(own, across, scales, is_scales=True)),
+        derived(end, (*lead, rows, per_row), dtype, max(1, per_row), codes),
+        derived(beside, shape, scales, max(1, across), own.stored_scales),
     ]
     if scheme == "nvfp4":
-        found.append(derive_entry(entry.name + "_global_scale", (1,), F32, _Again(own, 1, F32, is_second=True)))
+        found.append(derived("_global_scale", (1,), F32, 1, lambda first, last, tools: own.second(tools).reshape(1)))
     if dtype == I32:
-        found.append(derive_entry(entry.name + "_shape", (2,), I64, _Again(own, 2, I64)))
+        found.append(derived("_shape", (2,), I64, 2, lambda *_: _as_array(entry.shape)))
     return {one.name: one for one in found}
+
+
+def _as_array(shape: tuple[int, ...]) -> Array:
+    import numpy as np
+
+    return np.array(shape, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,51 +208,24 @@ class _Blocks:
             return whole + (8 if self.scheme == "int4" else 0)
         return _nearest(abs(quotients), _numbers(self.kind)) | np.signbit(quotients) << (3 if self.kind == "fp4" else 7)
 
-
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """A recipe (`core.recipes`): codes, scales, the scale of scales or the shape of a tensor."""
-
-    blocks: _Blocks
-    across: int
-    dtype: DType
-    is_scales: bool = False
-    is_second: bool = False
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        others = (*self.blocks.together, *self.blocks.powers)
-        return (self.blocks.entry, *(one for one in others if one is not self.blocks.entry))
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("again", self.blocks.scheme, self.across, self.is_scales, self.is_second)
-
-    @property
-    def unit(self) -> int:
-        return max(1, self.across)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def packed(self, first: int, last: int, tools: Tools, across: int, dtype: DType) -> Array:
+        """The codes of rows of the stack as they are stored: `across` elements of a dtype in a row."""
         import numpy as np
 
-        blocks, first, last = self.blocks, start // self.unit, -(-stop // self.unit)
-        if self.dtype == I64:
-            return np.array(blocks.entry.shape, np.int64)
-        if self.is_second:
-            return np.array([blocks.second(tools)], np.float32)
-        if self.is_scales:
-            second = blocks.second(tools) if blocks.scheme == "nvfp4" else None
-            bits: Array = _as_stored(blocks.scales_in(first, last, second, tools).reshape(-1), self.dtype)
-            return bits
-        codes = np.concatenate(
-            [blocks.codes(row, min(row + 64, last), tools) for row in range(first, last, 64)]
-        ).astype(np.uint8)
-        if self.dtype in (U8, I32):  # two in a byte
-            wide = np.zeros((len(codes), self.across * self.dtype.itemsize * 2), np.uint8)
-            wide[:, : blocks.columns] = codes
+        parts = [self.codes(row, min(row + 64, last), tools) for row in range(first, last, 64)]
+        codes = np.concatenate(parts).astype(np.uint8)
+        if dtype in (U8, I32):  # two in a byte
+            wide = np.zeros((len(codes), across * dtype.itemsize * 2), np.uint8)
+            wide[:, : self.columns] = codes
             codes = wide[:, ::2] + 16 * wide[:, 1::2]
-        packed: Array = codes.reshape(-1).view(f"<u{self.dtype.itemsize}")
-        return packed
+        found: Array = codes.reshape(-1).view(f"<u{dtype.itemsize}")
+        return found
+
+    def stored_scales(self, first: int, last: int, tools: Tools) -> Array:
+        """The scales of rows of blocks as they are stored."""
+        second = self.second(tools) if self.scheme == "nvfp4" else None
+        found: Array = _as_stored(self.scales_in(first, last, second, tools).reshape(-1), self.scales)
+        return found
 
 
 def _numbers(kind: str) -> Any:
@@ -254,7 +248,7 @@ def _nearest(numbers: Any, table: Any) -> Any:
 
 
 def _digits(numbers: Any, dtype: DType) -> Any:
-    """Positive numbers rounded to the digits of a dtype."""
+    """Numbers rounded to the digits of a dtype: to nearest even, as multiples of the step that these leave; doubles."""
     import numpy as np
 
     digits, least = {BF16: (8, -133), F16: (11, -24)}.get(dtype, (24, -149))
@@ -276,82 +270,50 @@ def _as_stored(scales: Any, dtype: DType) -> Any:
     return (wide.view(np.uint32) >> 16).astype(np.uint16) if dtype == BF16 else wide
 
 
-@dataclass(frozen=True, slots=True)
-class AffineAgain:
-    """A recipe (`core.recipes`): one of the three tensors that a quantised tensor becomes.
-
-    Attributes:
-        inputs: the tensor.
-        name: "weight", "scales" or "biases".
-        group: columns of a group.
-        bits: of a code.
-        dtype: of the model.
-    """
-
-    inputs: tuple[TensorEntry]
-    name: str
-    group: int
-    bits: int
-    dtype: DType
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("affine again", self.name, self.group, self.bits, self.dtype.name)
-
-    @property
-    def unit(self) -> int:
-        columns = self.inputs[0].shape[-1]
-        return columns * self.bits // 32 if self.name == "weight" else columns // self.group
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        import numpy as np
-
-        first, last, columns = start // self.unit, stop // self.unit, self.inputs[0].shape[-1]
-        step = max(1, _AT_ONCE // columns)
-        found = []
-        for row in range(first, last, step):
-            stop_row = min(row + step, last)
-            wide = tools.read_floats(self.inputs[0], row * columns, stop_row * columns)
-            found.append(self._part(_in_dtype(wide.astype(np.float64), self.dtype).reshape(-1, self.group)))
-        whole: Array = np.concatenate(found)
-        return whole
-
-    def _part(self, x: Any) -> Any:
-        """Computes the codes, scales or biases of groups of columns; `x` has a row of doubles for each group."""
-        import numpy as np
-
-        most = 2**self.bits - 1
-        ends = np.sort(x, axis=1)[:, [0, -1]]
-        is_low = -ends[:, 0] > abs(ends[:, 1])
-        edge = np.where(is_low, ends[:, 0], ends[:, 1])
-        least = float(np.float32(1e-7))
-        size = np.maximum(_single(_single(ends[:, 1] - ends[:, 0]) / most), least)
-        steps = np.rint(_single(edge / size)) * np.where(is_low, 1, -1)
-        has_edge = steps != 0
-        scale = np.where(has_edge, _single(edge / np.where(has_edge, steps, 1)), np.where(is_low, size, -size))
-        bias = np.where(has_edge, edge, 0.0)
-        if self.name != "weight":
-            return _bits(scale if self.name == "scales" else bias, self.dtype)
-        codes = np.rint(_single(_single(x - bias[:, None]) / scale[:, None])).clip(0, most).astype(np.int64)
-        places = codes.reshape(-1, 32)[:, :, None] >> np.arange(self.bits) & 1
-        weights = np.uint64(1) << np.arange(32, dtype=np.uint64)
-        words = (places.reshape(-1, self.bits, 32).astype(np.uint64) * weights).sum(axis=2)
-        return words.reshape(-1).astype(np.uint32)
-
-
 def affine_again(entry: TensorEntry, group: int, bits: int, dtype: DType) -> dict[str, TensorEntry]:
     """The tensors that stand for a quantised one in an output: name -> tensor."""
     columns, stem = entry.shape[-1], entry.name[: -len("weight")]
     found: dict[str, TensorEntry] = {}
-    beside = columns // group
     for name, width, of in (
-        ("weight", columns * bits // 32, U32),
-        ("scales", beside, dtype),
-        ("biases", beside, dtype),
-    ):
-        recipe = AffineAgain((entry,), name, group, bits, dtype)
+        ("weight", columns * bits // 32, U32), ("scales", columns // group, dtype), ("biases", columns // group, dtype),
+    ):  # fmt: skip
+
+        def compute(start: int, stop: int, tools: Tools, name: str = name, width: int = width) -> Array:
+            import numpy as np
+
+            last, step, parts = stop // width, max(1, _AT_ONCE // columns), list[Any]()
+            for row in range(start // width, last, step):
+                wide = tools.read_floats(entry, row * columns, min(row + step, last) * columns).astype(np.float64)
+                parts.append(_affine_part(name, _in_dtype(wide, dtype).reshape(-1, group), bits, dtype))
+            whole: Array = np.concatenate(parts)
+            return whole
+
+        recipe = Formula((entry,), ("affine again", name, group, bits, dtype.name), compute, width)
         found[stem + name] = derive_entry(stem + name, (*entry.shape[:-1], width), of, recipe, entry.role)
     return found
+
+
+def _affine_part(name: str, x: Any, bits: int, dtype: DType) -> Any:
+    """The codes ("weight"), scales or biases of groups of columns; `x` has a row of doubles for each group."""
+    import numpy as np
+
+    most = 2**bits - 1
+    ends = np.sort(x, axis=1)[:, [0, -1]]
+    is_low = -ends[:, 0] > abs(ends[:, 1])
+    edge = np.where(is_low, ends[:, 0], ends[:, 1])
+    least = float(np.float32(1e-7))
+    size = np.maximum(_single(_single(ends[:, 1] - ends[:, 0]) / most), least)
+    steps = np.rint(_single(edge / size)) * np.where(is_low, 1, -1)
+    has_edge = steps != 0
+    scale = np.where(has_edge, _single(edge / np.where(has_edge, steps, 1)), np.where(is_low, size, -size))
+    bias = np.where(has_edge, edge, 0.0)
+    if name != "weight":
+        return _as_stored(_in_dtype(scale if name == "scales" else bias, dtype), dtype)
+    codes = np.rint(_single(_single(x - bias[:, None]) / scale[:, None])).clip(0, most).astype(np.int64)
+    places = codes.reshape(-1, 32)[:, :, None] >> np.arange(bits) & 1
+    weights = np.uint64(1) << np.arange(32, dtype=np.uint64)
+    words = (places.reshape(-1, bits, 32).astype(np.uint64) * weights).sum(axis=2)
+    return words.reshape(-1).astype(np.uint32)
 
 
 def _single(numbers: Any) -> Any:
@@ -360,22 +322,5 @@ def _single(numbers: Any) -> Any:
 
 
 def _in_dtype(numbers: Any, dtype: DType) -> Any:
-    """Rounds doubles to a dtype, to nearest even: to multiples of the step that its digits leave. Returns doubles."""
-    import numpy as np
-
-    if dtype == F32:
-        return numbers
-    digits, least = {BF16: (8, -133), F16: (11, -24)}[dtype]
-    step = np.ldexp(1.0, np.maximum(np.frexp(numbers)[1] - digits, least))
-    return np.rint(numbers / step) * step
-
-
-def _bits(numbers: Any, dtype: DType) -> Any:
-    """Converts doubles to a dtype; returns the elements as they are stored."""
-    import numpy as np
-
-    rounded = _in_dtype(numbers, dtype)
-    if dtype == F16:
-        return rounded.astype(np.float16)
-    single = rounded.astype(np.float32)
-    return (single.view(np.uint32) >> 16).astype(np.uint16) if dtype == BF16 else single
+    """Doubles rounded to a dtype."""
+    return numbers if dtype == F32 else _digits(numbers, dtype)

@@ -31,7 +31,7 @@ from zckpt.quantized.coded import (
     unsigned_codes,
 )
 from zckpt.quantized.configs import BLOCK, Quantization
-from zckpt.quantized.grids import Grid, Narrowed, as_matrices, grid_of
+from zckpt.quantized.grids import Grid, as_matrices, grid_of, in_dtype
 from zckpt.quantized.packed import Packed, Part
 
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -79,9 +79,7 @@ def unpack(
             )  # fmt: skip
         role = "frozen" if part.codes.role == "buffer" else part.codes.role
         wide = derive_entry(name, shape, F32, recipe, role)
-        if dtype is not None and dtype != F32:
-            wide = derive_entry(name, shape, dtype, Narrowed((wide,), dtype, recipe.unit), role)
-        found[part.codes.name] = wide
+        found[part.codes.name] = wide if dtype is None else in_dtype(wide, dtype, recipe.unit)
     return found
 
 
