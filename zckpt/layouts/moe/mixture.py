@@ -66,7 +66,7 @@ class MixtureReader:
         self.optimizers = None if save else Optimizers(listing, dict(zip(mp_ranks, slices or [model])))
         self.first_state = self.optimizers.states.get(0) if self.optimizers else None
         spread = spread_of(layers, self.first_state)
-        listed = [name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes]
+        listed = list(model.shapes)
         _check_prefixes(model, listed, layers)
         self.layers = layers.spread((*listed, *model.buffer_names), lambda layer: spread.get(layer.experts, 1))
         self.model = _everywhere(model, self.layers)

@@ -260,7 +260,7 @@ class ParallelSave:
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
         tp_rank = rank % self.topology.tp
-        listed = {*_parameters(model), *model.buffer_names}
+        listed = {*model.shapes, *model.buffer_names}
         owned = _layers_of(listed)
         has_tied = not listed.isdisjoint(tied.values())
         module: dict[str, TensorRef] = {}
@@ -288,7 +288,7 @@ class ParallelSave:
     def _check_layers(self, models: Iterable[ModelStates]) -> None:
         """Checks that layer files that no stage lists are empty, as those of activations are."""
         models = list(models)
-        owned = {layer for model in models for layer in _layers_of({*_parameters(model), *model.buffer_names})}
+        owned = {layer for model in models for layer in _layers_of({*model.shapes, *model.buffer_names})}
         for (layer, _), file in self.layers.items():
             if all(model.is_zero() for model in models) and str(layer) not in owned and self._layer_tensors(file):
                 raise InconsistentError(
@@ -472,11 +472,6 @@ def _layers(listing: Listing) -> dict[tuple[int, int], str]:
     return dict(sorted(found.items()))
 
 
-def _parameters(model: ModelStates) -> Iterator[str]:
-    """The names of trainable and frozen parameters that a rank lists."""
-    return (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
-
-
 def _layers_of(names: Iterable[str]) -> set[str]:
     """The first parts of global names: numbers of layers, and `tied_modules`."""
     return {name.partition(".")[0] for name in names}
@@ -489,7 +484,7 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
     """Local name -> global name of parameters of tied modules."""
     found: dict[str, str] = {}
     for model in models:
-        for name in _parameters(model):
+        for name in model.shapes:
             if match := _TIED.fullmatch(name):
                 found.setdefault(match["local"], name)
     return found

@@ -96,6 +96,22 @@ class ModelStates:
         return mapping_at(self.config, "zero_optimization")
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        """Name -> shape of all parameters, trained and frozen ones."""
+        return {name: shape for group in (*self.param_shapes, self.frozen_shapes) for name, shape in group.items()}
+
+    @property
+    def unlisted(self) -> dict[str, TensorRef]:
+        """What the state dict has under names that are in no list."""
+        listed = {*self.shapes, *self.shared, *self.shared.values(), *self.buffer_names}
+        return {name: ref for name, ref in self.module.items() if name not in listed}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are experts, which have files and names of their own."""
+        return bool(self.root.get("num_experts") or self.root.get("ds_autoep_layers"))
+
+    @property
     def extras(self) -> dict[str, object]:
         """The caller's client state: every entry that is not DeepSpeed's own."""
         return {key: value for key, value in self.root.items() if key not in _OURS}
@@ -170,28 +186,13 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
     frozen_shapes = _shapes(root.get("frozen_param_shapes") or {}, file)
     names = root.get("buffer_names")
     buffer_names = frozenset(map(str, names)) if isinstance(names, list | tuple | set | frozenset) else frozenset[str]()
-    shared = _read_shared(root.get("shared_params"), file)
-    listed = {name: shape for group in (*param_shapes, frozen_shapes) for name, shape in group.items()}
-    if not listed:  # nothing but the buffers' names says what torch's wrappers have put into names
+    is_listed = any((*param_shapes, frozen_shapes))
+    if not is_listed:  # nothing but the buffers' names says what torch's wrappers have put into names
         bare = {WRAPPERS.sub("", name) for name in buffer_names}
         buffer_names |= {name for name in module if WRAPPERS.sub("", name) in bare}
-    here = listed
-    if _has_experts(root):  # a name of theirs is in no state dict; a layer beside them must not be taken for it
-        here = {name: shape for name, shape in listed.items() if _EXPERTS.isdisjoint(name.split("."))}
-    renamed = match_names(module, here, buffer_names, shared) if listed else {}
-    more = module.keys() - listed.keys() - renamed.keys() - buffer_names - {*shared, *shared.values()}
-    lacking = here.keys() - module.keys() - {*renamed.values()} - frozen_shapes.keys()
-    if more and lacking and _has_experts(root):
-        raise renamed_experts(file, examples(sorted(more)), examples(sorted(lacking)))
-    if renamed:
-        own, name = next(iter(renamed.items()))
-        notes.append(
-            f"The model's state_dict() has other names for {count(len(renamed), 'tensor')} than the module, such as {own!r} for "
-            f"{name!r}: those of the module are used, as in DeepSpeed's own lists."
-        )
-    return ModelStates(
+    model = ModelStates(
         file=file,
-        module={renamed.get(name, name): ref for name, ref in module.items()},
+        module=module,
         buffer_names=buffer_names,
         param_shapes=param_shapes,
         frozen_shapes=frozen_shapes,
@@ -199,10 +200,37 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
             str(n): as_tensor(ref, f"frozen parameter {n!r}", file)
             for n, ref in as_mapping(root.get("frozen_param_fragments") or {}, "frozen_param_fragments", file).items()
         },
-        shared=shared,
+        shared=_read_shared(root.get("shared_params"), file),
         root=root,
         notes=tuple(notes),
         others=others,
+    )
+    return _with_listed_names(model) if is_listed and model.unlisted else model
+
+
+def _with_listed_names(model: ModelStates) -> ModelStates:
+    """The file with the names of its lists in place of those of its state dict. Raises InconsistentError if there are
+    experts, and no name tells which is which.
+    """
+    here = model.shapes
+    if model.has_experts:  # a name of theirs is in no state dict; a layer beside them must not be taken for it
+        here = {name: shape for name, shape in here.items() if _EXPERTS.isdisjoint(name.split("."))}
+    renamed = match_names(model.module, here, model.buffer_names, model.shared)
+    more = model.unlisted.keys() - renamed.keys()
+    lacking = here.keys() - model.module.keys() - {*renamed.values()} - model.frozen_shapes.keys()
+    if more and lacking and model.has_experts:
+        raise renamed_experts(model.file, examples(sorted(more)), examples(sorted(lacking)))
+    if not renamed:
+        return model
+    own, name = next(iter(renamed.items()))
+    note = (
+        f"The model's state_dict() has other names for {count(len(renamed), 'tensor')} than the module, such as {own!r} for "
+        f"{name!r}: those of the module are used, as in DeepSpeed's own lists."
+    )
+    return replace(
+        model,
+        module={renamed.get(name, name): ref for name, ref in model.module.items()},
+        notes=(*model.notes, note),
         state_names={name: own for own, name in renamed.items()},
     )
 
@@ -356,10 +384,6 @@ def as_tensor(value: object, what: str, file: str) -> TensorRef:
     return value
 
 
-def _has_experts(root: Mapping[str, object]) -> bool:
-    return bool(root.get("num_experts") or root.get("ds_autoep_layers"))
-
-
 _EXPERTS = frozenset(("experts", "deepspeed_experts"))
 """The parts of names of experts, which have files of their own."""
 
@@ -376,7 +400,7 @@ def renamed_experts(file: str, found: str, expected: str) -> InconsistentError:
 def _shapes(value: object, file: str) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for name, shape in as_mapping(value, "param_shapes", file).items():
-        if not isinstance(shape, tuple | list) or not all(type(dim) is int for dim in shape):
+        if not isinstance(shape, tuple | list) or not {int}.issuperset(map(type, shape)):
             raise CorruptError(
                 f"records a shape of {name!r} that is not a list of whole numbers",
                 file=file,

@@ -61,11 +61,10 @@ def evidence_of(model: ModelStates, tensors: Mapping[str, TensorEntry], stage: i
     may say it: of those that are not trained, such a save leaves out the first. Where neither tells, the doubt stays. A save of
     PEFT is meant to be without: it holds adapters.
     """
-    listed = {*model.frozen_shapes, *model.shared.values()}
-    lacks = tuple(sorted(name for name in listed if name not in tensors and name not in model.shared))
+    lacks = tuple(sorted({*model.frozen_shapes, *model.shared.values()} - tensors.keys() - model.shared.keys()))
     no_list = model.root.get("frozen_param_shapes", model) is None and stage in (2, 3)
     second_alone = any(name in model.module and kept not in model.module for name, kept in model.shared.items())
-    is_peft = any(_PEFT.search(name) for name in tensors)
+    is_peft = any(map(_PEFT.search, tensors))
     if (lacks or no_list or second_alone) and model.is_zero() and not is_peft:
         return Evidence("unknown", LEFT_OUT, "the model that the run began with", lacks)
     by = "param_shapes of the model file" if model.param_shapes else "the model file's state dict"
@@ -162,17 +161,13 @@ def _resolve(aliases: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> 
 
 def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry]) -> None:
     """Checks that parameters with a recorded shape that is not empty have elements."""
-    recorded = {name: shape for group in (*model.param_shapes, model.frozen_shapes) for name, shape in group.items()}
-    empty = [
-        n for n, s in recorded.items() if n in tensors and tensors[n].shape != s and not tensors[n].numel and 0 not in s
-    ]
-    placeholders = [
-        name
-        for name, entry in tensors.items()
-        if model.is_zero() and name not in recorded and entry.shape == (0,) and name not in model.buffer_names
-    ]
-    if empty or placeholders:
+    recorded = model.shapes
+    empty = [n for n, s in recorded.items() if n in tensors and not tensors[n].numel and 0 not in s]
+    if model.is_zero() and not empty:
+        rest = tensors.keys() - recorded.keys() - model.buffer_names
+        empty = [name for name, entry in tensors.items() if entry.shape == (0,) and name in rest]
+    if empty:
         raise IncompleteError(
-            "the weights of some parameters are empty", file=model.file, found=examples(empty or placeholders),
+            "the weights of some parameters are empty", file=model.file, found=examples(empty),
             remedy="Convert the directory with the zero_pp_rank_* files of the same save: this file holds placeholders.",
         )  # fmt: skip

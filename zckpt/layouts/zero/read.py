@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.base.words import count, examples
-from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.engine.elements import ElementReader
 from zckpt.engine.replicas import is_copy
@@ -30,10 +29,9 @@ def has_unknown_weights(model: ModelStates) -> bool:
     """Whether the state dict has names that are in no list, and lacks a trained parameter or a frozen one that the file
     has.
     """
-    if model.root.get("num_experts") or model.root.get("ds_autoep_layers"):
-        return False  # experts are in other files, under names that `moe` knows
-    listed = (*model.param_shapes, model.frozen_fragments)
-    return bool(_unknown(model)) and any(name not in model.module for names in listed for name in names)
+    if not model.unlisted or model.has_experts:  # experts are in other files, under names that `moe` knows
+        return False
+    return any(name not in model.module for names in (*model.param_shapes, model.frozen_fragments) for name in names)
 
 
 def match_by_values(model: ModelStates, masters: Mapping[str, TensorEntry]) -> ModelStates:
@@ -41,7 +39,7 @@ def match_by_values(model: ModelStates, masters: Mapping[str, TensorEntry]) -> M
 
     Placeholders (ZeRO-3) have no numbers. They are left out if there are no more of them than parameters that are lacking.
     """
-    unknown = _unknown(model)
+    unknown = model.unlisted
     lacking = {name: entry for name, entry in masters.items() if name not in model.module}
     found: dict[str, str] = {}
     by_shape: dict[tuple[int, ...], dict[str, TensorEntry]] = {}
@@ -83,12 +81,6 @@ def match_by_values(model: ModelStates, masters: Mapping[str, TensorEntry]) -> M
         state_names={**model.state_names, **{name: own for own, name in found.items()}},
         notes=(*model.notes, note),
     )
-
-
-def _unknown(model: ModelStates) -> dict[str, TensorRef]:
-    listed = {name for group in (*model.param_shapes, model.frozen_shapes) for name in group}
-    listed |= {*model.shared, *model.shared.values(), *model.buffer_names}
-    return {name: ref for name, ref in model.module.items() if name not in listed}
 
 
 if TYPE_CHECKING:
