@@ -122,6 +122,11 @@ def _is_of(look: Look, family: Family) -> bool:
     return not held or any(map(family.owns, (*names, *inner)))
 
 
+def as_pointed(look: Look) -> Place | None:
+    """The directory that holds tags, where a file in it names one: that counts before what entries are called."""
+    return as_home(look) if look.tag is None and pointer_in(look.names) is not None else None
+
+
 def as_accelerate(look: Look) -> Place | None:
     """The directory as the output of accelerate's `save_state` for an FSDP run: models and optimizers in directories of
     their own.
@@ -300,7 +305,7 @@ def refuse_foreign(look: Look) -> None:
 
 def as_parts(look: Look) -> PlacedPart | None:
     """The directories of ranks or nodes, each with a part of one save."""
-    if look.tag is not None or pointer_in(look.names) or step_pointer(look.names):
+    if look.tag is not None or step_pointer(look.names):
         return None
     from zckpt.layouts.parts import part_error, parts_in
 
@@ -393,6 +398,7 @@ def _pointer_of(folder: Folder, tags: Sequence[str]) -> str:
 QUESTIONS = (
     as_save,
     refuse_foreign,
+    as_pointed,
     as_accelerate,
     as_role,
     as_run,

@@ -206,7 +206,8 @@ class Family:
         for kind in self.files:
             if kind.pattern.fullmatch(name):
                 return True
-        return self.is_raw(name) or (bool(self.directory) and name.startswith(f"{self.directory}/"))
+        above, slash, _ = name.partition("/")
+        return bool(slash) and above in (self.directory, self.raw_directory)
 
     def is_raw(self, name: str) -> bool:
         """Whether a file of this name holds elements and nothing else."""
