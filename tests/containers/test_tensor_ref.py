@@ -20,7 +20,7 @@ STORAGE = np.arange(97, dtype="<i2")
 def storage(tmp_path_factory):
     path = tmp_path_factory.mktemp("views") / "storage"
     path.write_bytes(b"head" + STORAGE.tobytes())
-    return StorageRef("0", I16, len(STORAGE), "cpu", locate(path).store(), 4)
+    return StorageRef("0", I16, len(STORAGE), locate(path).store(), 4)
 
 
 @st.composite
@@ -124,8 +124,8 @@ def test_a_view_may_have_another_dtype(storage):
     with pytest.raises(CorruptError):
         storage.view(48, (1,), (1,), F32)
     with pytest.raises(CorruptError, match="without a dtype"):
-        StorageRef("0", None, 4, "cpu", storage.store, 0).view(0, (4,), (1,))
-    assert StorageRef("0", None, 4, "cpu", storage.store, 0).view(0, (4,), (1,), U8).nbytes == 4
+        StorageRef("0", None, 4, storage.store, 0).view(0, (4,), (1,))
+    assert StorageRef("0", None, 4, storage.store, 0).view(0, (4,), (1,), U8).nbytes == 4
 
 
 def test_place_tells_tied_from_merely_overlapping(storage):

@@ -325,7 +325,7 @@ def _tensor(
         raise index_error(file, f"tensor {name!r:.80} of shape {list(shape)}", "at most 2^63 bytes")
     if byte_offset + nbytes > file.size:
         raise file.cut_short(f"tensor {name!r:.80}", byte_offset + nbytes)
-    storage = StorageRef(name, kind.dtype, numel, "", store, byte_offset)
+    storage = StorageRef(name, kind.dtype, numel, store, byte_offset)
     ref = storage.view(0, stored, contiguous_stride(stored))
     return ref if kind.block == 1 else replace(ref, attributes={BLOCKS: kind.name})
 

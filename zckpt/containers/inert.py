@@ -100,11 +100,6 @@ def list_at(value: object, *keys: object) -> list[Any]:
     return list(found) if isinstance(found, list | tuple) else []
 
 
-def brief_text(value: object) -> str:
-    """The beginning of a text; empty for any other object."""
-    return value[:64] if type(value) is str else ""
-
-
 def brief(value: object) -> str:
     """A short description of any object of a file; unlike that of `repr`, its cost does not grow with the object."""
     if isinstance(value, str | bytes):

@@ -29,7 +29,6 @@ from zckpt.containers.inert import NumpyArray, Placeholder
 from zckpt.containers.machine import ENTRY_COST, STEP, Finishers, Machine, PersistentLoad, as_new
 from zckpt.containers.meanings import MISFITS
 from zckpt.containers.opcodes import COSTS, OPCODES, STOP
-from zckpt.containers.phrases import Phrases
 
 try:
     from zckpt._core import entries_behind
@@ -37,6 +36,7 @@ except ImportError:
     entries_behind = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    from zckpt.containers.phrases import Phrases
     from zckpt.containers.records import Records, RowKinds
 
 MAX_DEPTH = 400
@@ -98,7 +98,11 @@ def _run(machine: Machine, rows: RowKinds | None) -> object:
         b"\x94\x81bJ})\x86\x8c"  # torch's metadata
     )
     at = machine.position
-    phrases = Phrases() if machine.finishers else None
+    phrases = None
+    if machine.finishers:  # few pickles are metadata
+        from zckpt.containers.phrases import Phrases
+
+        phrases = Phrases()
     records = None if rows is None else _records(machine, rows, phrases)
     needed: bytearray | None = None
     dropped = 0  # objects that no opcode takes out of the memo, and that are not kept there

@@ -125,7 +125,7 @@ def _tensor(file: Input, store: FileStore, data_at: int, name: str, entry: objec
             raise _corrupt(file, f"tensor {name!r} of an impossible shape, in {len(shape):,} dimensions")
     if end - begin != nbytes:
         raise _corrupt(file, f"tensor {name!r} of {end - begin:,} bytes", f"{nbytes:,} bytes for {dtype} {shape[:8]}")
-    storage = StorageRef(name, dtype, nbytes // dtype.itemsize, "", store, data_at + begin)
+    storage = StorageRef(name, dtype, nbytes // dtype.itemsize, store, data_at + begin)
     return storage.view(0, tuple(shape), contiguous_stride(tuple(shape)))
 
 

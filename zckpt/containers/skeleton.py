@@ -58,7 +58,7 @@ def check_names(specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> None
     Raises UsageError otherwise.
     """
     names = {spec.name for spec in specs}
-    if len(names) < len(specs) or any(kept not in names or name in names for name, kept in aliases.items()):
+    if len(names) < len(specs) or not names.isdisjoint(aliases) or not names.issuperset(aliases.values()):
         raise UsageError(
             "two tensors have the same name, or an alias has no tensor", found=examples(spec.name for spec in specs),
             remedy="Give each tensor a name of its own.",

@@ -53,7 +53,6 @@ class StorageRef:
         key: its name in the file.
         dtype: of its elements; None for torch's `UntypedStorage`, which is bytes.
         numel: elements in it; bytes when it is untyped.
-        location: the device it was saved from.
         store: the file.
         byte_offset: of its first byte.
     """
@@ -61,7 +60,6 @@ class StorageRef:
     key: str
     dtype: DType | None
     numel: int
-    location: str
     store: FileStore
     byte_offset: int
 

@@ -20,7 +20,6 @@ from dataclasses import replace
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.containers.container import Container, Input, open_input
-from zckpt.containers.inert import brief_text
 from zckpt.containers.machine import Machine, PersistentLoad
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import read_pickle
@@ -165,9 +164,9 @@ def read_tar(file: Input) -> Container:
     objects: dict[object, object] = {}
     stream = _Stream(file, *members["storages"])
     for _ in range(_count(stream)):
-        key, location, kind = _fields(stream, 3)
+        key, _, kind = _fields(stream, 3)
         try:
-            storage = StorageRef(str(key), storage_dtype(kind), 0, brief_text(location), store, 0)
+            storage = StorageRef(str(key), storage_dtype(kind), 0, store, 0)
         except LookupError as error:
             raise unknown_storage(file.path, kind) from error
         (numel,) = stream.numbers("<q")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.containers.container import Container, Input, open_input
-from zckpt.containers.inert import brief, brief_text
+from zckpt.containers.inert import brief
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec, check_names
@@ -164,7 +164,7 @@ class _Storages:
         return self._placed(storage_of(key, self.store))
 
     def like(self, storage: StorageRef) -> StorageRef:
-        return self._placed(StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, 0))
+        return self._placed(StorageRef(storage.key, storage.dtype, storage.numel, self.store, 0))
 
     def _placed(self, storage: StorageRef) -> StorageRef:
         if storage.numel == 0:  # ZeRO-3 leaves thousands of these: they have no record
@@ -178,7 +178,7 @@ class _Storages:
                 f"record {name!r} is too small for its storage", found, f"{storage.nbytes:,} bytes", byte_offset
             )
         at = self.directory.file.base + byte_offset
-        return StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, at)
+        return StorageRef(storage.key, storage.dtype, storage.numel, self.store, at)
 
 
 def storage_of(key: object, store: FileStore) -> StorageRef:
@@ -186,10 +186,10 @@ def storage_of(key: object, store: FileStore) -> StorageRef:
     CorruptError if `key` is not such an id, UnsupportedError if zckpt does not know the storage class.
     """
     if type(key) is tuple and len(key) >= 5 and key[0] == "storage" and type(key[2]) is str and type(key[4]) is int:
-        _, kind, name, location, numel = key[:5]
+        _, kind, name, _, numel = key[:5]
         if 0 <= numel <= MAX_NUMBER:
             try:
-                return StorageRef(name, storage_dtype(kind), numel, brief_text(location), store, 0)
+                return StorageRef(name, storage_dtype(kind), numel, store, 0)
             except LookupError as error:
                 raise unknown_storage(store.path, kind) from error
     raise CorruptError("its pickle refers to something that is not a storage", file=store.path, remedy=COPY_AGAIN)

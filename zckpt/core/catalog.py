@@ -9,12 +9,11 @@ wrong places is found here too.
 
 from __future__ import annotations
 
-import itertools
 import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import field, replace
 from operator import eq
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -181,17 +180,14 @@ class TensorEntry:
         return replace(self, dtype=copy.dtype, fragments=copy.fragments, replicas=())
 
 
-def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Claim]:
-    """The claims of tensors and their replicas."""
+def held_by(tensors: Iterable[tuple[str, TensorEntry]], padding: Iterable[Padding]) -> Iterator[Claim]:
+    """The claims of tensors and their replicas, and of elements that belong to no tensor."""
     for name, entry in tensors:
         yield Claim(name, 0, entry.dtype.itemsize, entry.fragments)
         for number, replica in enumerate(entry.replicas, 1):
             yield Claim(name, number, replica.dtype.itemsize, replica.fragments)
-
-
-def held_as_padding(padding: Iterable[Padding]) -> Iterator[Claim]:
-    """The claims of elements that belong to no tensor."""
-    return (Claim(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments) for pad in padding)
+    for pad in padding:
+        yield Claim(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments)
 
 
 _WHOLE = {int}
@@ -458,7 +454,7 @@ class Catalog(Mapping[str, TensorEntry]):
             object.__setattr__(self, "claims", Claims(self._held(), self.views))
 
     def _held(self) -> Iterator[Claim]:
-        return itertools.chain(held_by(self.tensors.items()), held_as_padding(self.padding))
+        return held_by(self.tensors.items(), self.padding)
 
     def source_facts(self) -> dict[str, object]:
         """What an output records of its source, and of what proves that it is whole; no path and no host."""
@@ -538,10 +534,7 @@ def replace_name(entry: TensorEntry, name: str) -> TensorEntry:
     if entry.name == name:
         return entry
     named = object.__new__(TensorEntry)
-    for one in _FIELDS:
+    for one in TensorEntry.__slots__:
         object.__setattr__(named, one, getattr(entry, one))
     object.__setattr__(named, "name", name)
     return named
-
-
-_FIELDS = tuple(one.name for one in fields(TensorEntry))

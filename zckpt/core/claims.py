@@ -198,7 +198,7 @@ def _spans(held: Iterable[Claim]) -> tuple[dict[Hashable, array[int]], set[Hasha
             merged[key] += spans
         else:
             merged[key] = spans
-    return merged, {_key(store) for store in holed}
+    return merged, set(map(_key, holed))
 
 
 def _follow(starts: Sequence[int], stops: Sequence[int]) -> bool:

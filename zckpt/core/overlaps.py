@@ -21,6 +21,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
@@ -110,6 +111,9 @@ def _rows_with_rows(a: Block, b: Block, before: int = 0) -> Iterator[Overlap]:
             )
 
 
+_start_of = attrgetter("start")
+
+
 def touching(fragments: Sequence[Fragment], start: int, stop: int, *, flat: bool = False) -> Iterator[Fragment]:
     """The fragments, of some that are sorted by their start, that may hold elements of [start, stop).
 
@@ -122,10 +126,6 @@ def touching(fragments: Sequence[Fragment], start: int, stop: int, *, flat: bool
             return
         if fragment.stop > start and fragment.numel:
             yield fragment
-
-
-def _start_of(fragment: Fragment) -> int:
-    return fragment.start
 
 
 def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:

@@ -135,7 +135,6 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
         )
     src_size, dst_size = source.dtype.itemsize, destination.dtype.itemsize
     for dst in destination.fragments:
-        to = dst.block()
         for src in touching(source.fragments, dst.start, dst.stop, flat=source.flat):
             if src.rows == 1 and dst.rows == 1:  # nearly all, and in a tenth of the time
                 first, stop = max(src.start, dst.start), min(src.start + src.count, dst.start + dst.count)
@@ -145,7 +144,7 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
                     dtypes = source.dtype, destination.dtype
                     yield Move(src.store, at, dst.store, to_byte, stop - first, *dtypes, tensor, start=first)
                 continue
-            of = src.block()
+            of, to = src.block(), dst.block()
             for o in overlaps(of, to):
                 several = o.rows > 1
                 yield Move(

@@ -156,7 +156,7 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
             remedy="Leave --key out: it is for saves of torch.distributed.checkpoint and plain files that hold several.",
         )  # fmt: skip
     catalog = family.read(listing, allow_unknown=allow_unknown)
-    usage.check_masters(listing, catalog.claims)
+    usage.check(listing, usage.masters_in(listing), catalog.claims)
     catalog.claims.forget()
     if (error := _find_misnamed(listing, family)) is not None:
         if not allow_unknown:
@@ -225,6 +225,6 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: b
             found=f"{list(entry.shape)}, as of a quantised optimizer", expected="a number for each element of the parameter",
             remedy="Convert the weights alone (to-fp32), or write the states as they are (to-states).",
         )  # fmt: skip
-    usage.check_states(listing, training.claims)
+    usage.check(listing, usage.states_in(listing), training.claims)
     training.claims.forget()
     return training

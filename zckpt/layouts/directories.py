@@ -112,8 +112,9 @@ def as_save(look: Look) -> Place | None:
 
 def _is_of(look: Look, family: Family) -> bool:
     """Whether the directory is a save of a family; without tags, all files may be in directories laid over this one."""
-    over = () if family.tagged or family.fallback or step_pointer(look.names) else look.also
-    roots = [look.folder, *over]
+    roots = [look.folder]
+    if look.also and not (family.tagged or family.fallback or step_pointer(look.names)):
+        roots += look.also
     names = [name for root in roots for name in root.names]
     if family.fallback or not family.is_save(names):
         return False

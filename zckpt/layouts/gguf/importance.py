@@ -162,7 +162,7 @@ def _of_older(file: Input) -> tuple[dict[str, Weighting], str, int]:
         calls, count = number(f"the calls of {name!r:.80}"), number(f"the size of {name!r:.80}")
         if count < 1 or at + 4 * count > file.size:
             raise _no_matrix(file, [f"{count:,} numbers for {name!r:.80}"])
-        ref = StorageRef(name, F32, count, "", store, at).view(0, (count,), contiguous_stride((count,)))
+        ref = StorageRef(name, F32, count, store, at).view(0, (count,), contiguous_stride((count,)))
         entries[name] = Weighting(whole(name, ref, "buffer"), calls=calls)
         at += 4 * count
     chunks = number("the number of chunks") if at + 4 <= file.size else 0

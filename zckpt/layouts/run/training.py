@@ -6,7 +6,6 @@ trainable parameters.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -15,7 +14,7 @@ from typing import Literal
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import Placeholder
-from zckpt.core.catalog import Padding, TensorEntry, held_as_padding, held_by
+from zckpt.core.catalog import Padding, TensorEntry, held_by
 from zckpt.core.claims import Claim, Claims
 from zckpt.core.dtypes import F16, DType
 from zckpt.layouts.joining.slices import Joint
@@ -91,7 +90,7 @@ class Training:
 
     def _held(self) -> Iterator[Claim]:
         named = ((f"{state} of {name}", entry) for name, own in self.states.items() for state, entry in own.items())
-        return itertools.chain(held_by(named), held_as_padding(self.padding))
+        return held_by(named, self.padding)
 
     def state(self, name: str, state: str) -> TensorEntry:
         """One state of a parameter. Raises InconsistentError if it has no state of that name, though other parameters

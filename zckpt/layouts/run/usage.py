@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef, list_at, mapping_at
 from zckpt.core.claims import ByteSpan, Claims
-from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
+from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, SWAP_NAME, UNIVERSAL, Listing
 from zckpt.layouts.save.module_states import label_of
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
@@ -26,35 +26,20 @@ class _Vector(NamedTuple):
     Attributes:
         ref: the tensor.
         what: it is, for errors.
-        swapped: all of the file that has its elements in its place, unless an earlier run left it.
+        rank: data- and model-parallel rank of the file.
     """
 
     ref: TensorRef
     what: str
-    swapped: TensorRef | None = None
-
-    def used(self, claims: Claims) -> TensorRef:
-        """The tensor that must be used: the vector, or the swap file in its place."""
-        if self.swapped is None or (self.ref.numel and next(claims.unused([_span(self.ref)]), None) is None):
-            return self.ref
-        return self.swapped
+    rank: tuple[int, int]
 
 
 def _span(ref: TensorRef) -> ByteSpan:
     return ByteSpan(ref.store, ref.byte_offset, ref.byte_stop)
 
 
-def check_masters(listing: Listing, claims: Claims) -> None:
-    """Makes sure that all fp32 masters of a save are used. Raises InconsistentError if some are not."""
-    _check(_masters(listing), claims)
-
-
-def check_states(listing: Listing, claims: Claims) -> None:
-    """Makes sure that all states of the elements of a ZeRO save are used. Raises InconsistentError if some are not."""
-    _check(_states(listing), claims)
-
-
-def _masters(listing: Listing) -> Iterator[_Vector]:
+def masters_in(listing: Listing) -> Iterator[_Vector]:
+    """All fp32 masters of a save."""
     if any(name.startswith(f"{UNIVERSAL}/") for name in listing.files):
         return  # each parameter has a file of its own
     states = list(_shards(listing))
@@ -66,17 +51,18 @@ def _masters(listing: Listing) -> Iterator[_Vector]:
             for number, held in enumerate(list_at(state, key)):
                 for ref in list_at(held) or [held]:
                     if isinstance(ref, TensorRef):
-                        yield _Vector(ref, f"group {number} of {key!r}", _swap_file(listing, rank, ref))
+                        yield _Vector(ref, f"group {number} of {key!r}", rank)
 
 
-def _states(listing: Listing) -> Iterator[_Vector]:
+def states_in(listing: Listing) -> Iterator[_Vector]:
+    """All states of the elements of a ZeRO save."""
     for rank, state in _shards(listing) if not listing.matching(EXPERT_OPTIMIZER_NAME) else ():
         base = next((state[key] for key in _WRAPPED if key in state), None)
         held = base.get("state") if isinstance(base, Mapping) else base
         for number, own in held.items() if isinstance(held, Mapping) else enumerate(list_at(held)):
             for key, value in mapping_at(own).items():
                 if isinstance(value, TensorRef) and value.shape:
-                    yield _Vector(value, f"{key!r} of group {number}", _swap_file(listing, rank, value))
+                    yield _Vector(value, f"{key!r} of group {number}", rank)
 
 
 def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, object]]]:
@@ -88,19 +74,23 @@ def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, ob
             yield (int(found["dp"]), int(found["mp"])), state
 
 
-def _swap_file(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> TensorRef | None:
-    """The swap file that a vector names, as one tensor; None if it is not there."""
-    name = listing.swap_file(*rank, label) if (label := label_of(ref)) else ""
-    if name not in listing.files:
-        return None
+def _in_place_of(vector: _Vector, listing: Listing, claims: Claims) -> TensorRef:
+    """All of the swap file that has the elements of a vector; the vector if there is none, or if an earlier run left it."""
+    ref = vector.ref
+    name = listing.swap_file(*vector.rank, label) if (label := label_of(ref)) else ""
+    if name not in listing.files or (ref.numel and next(claims.unused([_span(ref)]), None) is None):
+        return ref
     store = listing.files[name].store()
     return TensorRef(store, 0, ref.dtype, (store.size // ref.dtype.itemsize,), (1,), name, 0, store.size, 0)
 
 
-def _check(vectors: Iterable[_Vector], claims: Claims) -> None:
+def check(listing: Listing, vectors: Iterable[_Vector], claims: Claims) -> None:
+    """Makes sure that all elements of vectors are used. Raises InconsistentError if some are not."""
     found: dict[ByteSpan, _Vector] = {}
+    is_swapped = bool(listing.matching(SWAP_NAME))
     for vector in vectors:
-        if (ref := vector.used(claims)).numel:
+        ref = _in_place_of(vector, listing, claims) if is_swapped else vector.ref
+        if ref.numel:
             found[_span(ref)] = vector._replace(ref=ref)
     gap = next(claims.unused(found), None)
     if gap is None:

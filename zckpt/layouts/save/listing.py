@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.base.patterns import compile_late
-from zckpt.containers import Container, TensorRef, is_torch_zip, open_container, torch_zip
+from zckpt.containers import Container, TensorRef, is_torch_zip, mapping_at, open_container, torch_zip, value_at
 from zckpt.containers.tensor_ref import contiguous_stride
 from zckpt.core.dtypes import DType
 from zckpt.core.stores import FileStore
@@ -179,8 +179,7 @@ class Listing:
 
     def entry(self, name: str, key: str) -> object:
         """The value of a key in a file; None if the file lacks the key, or is not a mapping. Errors as in `open`."""
-        root = self.open(name).root
-        return root.get(key) if isinstance(root, Mapping) else None
+        return value_at(self.open(name).root, key)
 
     def opened(self) -> Iterator[tuple[str, Container]]:
         """The files that are open already, by name."""
@@ -211,9 +210,8 @@ class Listing:
         """Key -> whole number in a file, such as its step; keys that the file lacks are left out."""
         if name not in self._opened and is_torch_zip(self.files[name]):
             return torch_zip.peek(self.files[name], keys)
-        root = self.open(name).root
-        values = {key: root.get(key) for key in keys} if isinstance(root, Mapping) else {}
-        return {key: value for key, value in values.items() if type(value) is int}
+        root = mapping_at(self.open(name).root)
+        return {key: root[key] for key in keys if type(root.get(key)) is int}
 
     def shards(self, kind: str, mp_rank: int = 0) -> dict[int, str]:
         """Data-parallel rank -> name of its `model` or `optim` file, by number. Raises InconsistentError if two files

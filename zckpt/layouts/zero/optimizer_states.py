@@ -89,10 +89,10 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
             "is not an optimizer states file", file=file, found="no 'optimizer_state_dict'", remedy=COPY_AGAIN
         )
     state = as_mapping(root["optimizer_state_dict"], "optimizer_state_dict", file)
-    unknown = sorted(str(key) for key in state.keys() - known)
+    unknown = state.keys() - known
     if unknown and not allow_unknown:
         raise UnsupportedError(
-            "holds keys that may change the layout", file=file, found=", ".join(repr(key) for key in unknown),
+            "holds keys that may change the layout", file=file, found=", ".join(map(repr, sorted(map(str, unknown)))),
             remedy="If you know that these keys do not move weights, pass --allow-unknown-layout.",
             expected="keys that zckpt knows",
         )  # fmt: skip
@@ -106,8 +106,9 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
         raise CorruptError(
             "holds no fp32 master weights", file=file, found=f"keys {', '.join(map(str, state))}", remedy=COPY_AGAIN
         )
-    refs = tuple(as_tensor(vector, "a flat group", file) for vector in vectors)
-    for ref in refs:
+    refs: list[TensorRef] = []
+    for vector in vectors:
+        refs.append(ref := as_tensor(vector, "a flat group", file))
         if not ref.is_contiguous or len(ref.shape) != 1:
             raise CorruptError(
                 "the flat group of master weights is not a dense vector", file=file, found=f"shape {list(ref.shape)}",
@@ -124,7 +125,7 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
         rank=rank,
         stage=_stage(state, file),
         partition_count=rank_count(_count(state.get("partition_count")), "partition_count", file),
-        vectors=refs,
+        vectors=tuple(refs),
         alignment_paddings=_paddings(state.get("param_alignment_paddings"), file),
         states=states,
         settings=settings,
@@ -172,9 +173,9 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
     states: list[object]
     if isinstance(base, Mapping):
         settings = tuple(group for group in list_at(base, "param_groups") if isinstance(group, Mapping))
-        numbers = [number for group in settings for number in list_at(group, "params")]
         inner = mapping_at(base, "state")
-        states = [inner.get(n) if isinstance(n, int) else None for n in numbers] or list(inner.values())
+        listed = [inner.get(n) if isinstance(n, int) else None for group in settings for n in list_at(group, "params")]
+        states = listed or list(inner.values())
     else:
         states = list_at(base)
     found = [mapping_at(state) for state in states[:count]]
@@ -190,7 +191,7 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
     said = [shards[0].partition_count, model.ranks("dp_world_size")]
     if model.root.get("num_experts"):  # these may be cut over more ranks than all else: tensor-parallel ones too
         said.reverse()
-    recorded = next((number for number in said if number), len(shards))
+    recorded = said[0] or said[1] or len(shards)
     ranks = {shard.rank for shard in shards}
     missing = sorted(set(range(recorded)) - ranks)
     if missing:

@@ -66,10 +66,11 @@ def with_swapped(
         UnsupportedError: the optimizer file does not name the swap file.
     """
     swapped = [number for number in range(len(shard.vectors)) if _is_swapped(number, shard, model)]
-    named = any(label_of(shard.vectors[number]) or shard.vectors[number].numel for number in swapped)
-    if not swapped or (not named and len(model.param_shapes) != len(shard.vectors)):  # no vectors, of no elements
+    if not swapped:
         return shard
     if len(model.param_shapes) != len(shard.vectors):
+        if not any(label_of(shard.vectors[number]) or shard.vectors[number].numel for number in swapped):
+            return shard  # no vectors, of no elements
         raise InconsistentError(
             "does not hold the sub-groups that the model file has", file=shard.file,
             found=count(len(shard.vectors), "sub-group"), expected=count(len(model.param_shapes), "sub-group"),

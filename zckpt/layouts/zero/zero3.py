@@ -124,8 +124,9 @@ class Zero3Save:
             for first in range(0, len(self.shards), self.shard_size):
                 group = slice(first, first + self.shard_size)
                 yield from _padding(place, self.shards[group], lengths[group])
-        for vector in (vector for shard in self.shards for vector in shard.vectors):
-            yield from tail_of(vector)
+        for shard in self.shards:
+            for vector in shard.vectors:
+                yield from tail_of(vector)
 
     def training(self) -> Training:
         """What the run needs beside its weights. Raises IncompleteError if a rank's file does not have a state that others
@@ -184,19 +185,12 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
     missing = sorted(set(range(world_size)) - names.keys())
     if missing:
         raise missing_ranks(listing, "model", sorted(names), missing, world_size)
-    _check_steps(listing, names)
+    steps = {name: listing.numbers(name, "global_steps").get("global_steps") for name in names.values()}
+    check_alike(listing, "the step", steps)
     shards = [with_swapped(listing, shard, model, mp_rank, world_size) for shard in shards]
     is_of_experts = bool(shards[0].root.get("ds_zero_partition_groups"))  # cut as it records: see `check_lengths`
     size = world_size if is_of_experts else _proved_size(model, shards, world_size)
     return Zero3Save(listing, names, model, shards, world_size, size)
-
-
-def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
-    """Checks that every rank's model file is of the same save; most are read only for that. Raises InconsistentError if
-    they are not.
-    """
-    key = "global_steps"
-    check_alike(listing, "the step", {name: listing.numbers(name, key).get(key) for name in names.values()})
 
 
 def check_lengths(save: Zero3Save) -> None:
@@ -235,9 +229,10 @@ class _Place:
 def _places(save: Zero3Save) -> Iterator[_Place]:
     """The places of all parameters, in flat order."""
     offset = 0
-    for name, shape in (item for listed in save.model.param_shapes for item in listed.items()):
-        yield _Place(name, shape, offset)
-        offset += partition_numel(math.prod(shape), save.shard_size)
+    for listed in save.model.param_shapes:
+        for name, shape in listed.items():
+            yield _Place(name, shape, offset)
+            offset += partition_numel(math.prod(shape), save.shard_size)
 
 
 def _sub_groups(shards: Sequence[OptimizerShard]) -> list[SubGroups]:
