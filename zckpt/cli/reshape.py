@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from zckpt.jobs.declarations import Asked
     from zckpt.jobs.own_groups import TargetWorld
     from zckpt.jobs.reshard import PlannedReshard
-    from zckpt.layouts.universal.write import UniversalTarget
 
 
 @command(
@@ -31,12 +30,12 @@ def reshard(
     from zckpt.core.dtypes import SHORT_NAMES
 
     planned = RESHARD.prepare(ckpt, out, asked)
-    target = planned.target
     facts: dict[str, object] = {
-        "tag": target.tag, "precision": target.precision.torch_name, "zero_stage": target.stage,
+        "tag": planned.tag, "precision": planned.precision.torch_name, "zero_stage": planned.stage,
         "world_size": asked.own.world_size,
     }  # fmt: skip
-    what = f"ZeRO-{target.stage} for {count(asked.own.world_size, 'rank')} in {SHORT_NAMES[target.precision]}, tag {target.tag}"
+    ranks, dtype = count(asked.own.world_size, "rank"), SHORT_NAMES[planned.precision]
+    what = f"ZeRO-{planned.stage} for {ranks} in {dtype}, tag {planned.tag}"
     finish(planned, Words(what, partial(_resuming, planned.out), facts), shown, dry_run=dry_run)
 
 
@@ -51,11 +50,10 @@ def to_universal(
 ) -> None:
     """Writes a universal checkpoint."""
     planned = TO_UNIVERSAL.prepare(ckpt, out, asked)
-    target = planned.target
     facts: dict[str, object] = {
-        "tag": target.tag, "precision": target.precision.torch_name, "resume": how_to_resume(planned),
+        "tag": planned.tag, "precision": planned.precision.torch_name, "resume": how_to_resume(planned),
     }  # fmt: skip
-    what = f"a universal checkpoint of {count(len(planned.catalog), 'tensor')}, tag {target.tag}"
+    what = f"a universal checkpoint of {count(len(planned.catalog), 'tensor')}, tag {planned.tag}"
     finish(planned, Words(what, lambda files: _loading(planned, files), facts), shown, dry_run=dry_run)
 
 
@@ -81,22 +79,22 @@ def to_states(
     )  # fmt: skip
 
 
-def how_to_resume(planned: PlannedReshard[UniversalTarget]) -> dict[str, object]:
+def how_to_resume(planned: PlannedReshard) -> dict[str, object]:
     """What DeepSpeed needs to load the universal checkpoint: config entries, the call, and the tag."""
     from zckpt.core.dtypes import BF16, F16
 
-    precision = planned.target.precision
+    precision = planned.precision
     stage = planned.catalog.source.zero_stage
     enabled = {name: {"enabled": True} for name, dtype in {"bf16": BF16, "fp16": F16}.items() if dtype == precision}
     return {
         "config": {"checkpoint": {"load_universal": True}, "zero_optimization": {"stage": stage or 1}, **enabled},
         "stages": [3] if stage == 3 else [1, 2],
-        "command": f"engine.load_checkpoint({planned.out!r}, tag={planned.target.tag!r})",
-        "tag": planned.target.tag,
+        "command": f"engine.load_checkpoint({planned.out!r}, tag={planned.tag!r})",
+        "tag": planned.tag,
     }
 
 
-def _loading(planned: PlannedReshard[UniversalTarget], files: set[str]) -> str:
+def _loading(planned: PlannedReshard, files: set[str]) -> str:
     """The lines on how to resume, and on how the trainers that left the files load them."""
     found = how_to_resume(planned)
     stages = "at stage 3" if found["stages"] == [3] else "at stage 1 or 2"

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
@@ -25,17 +25,17 @@ from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.convert import prepare as prepare_copy
 from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
 from zckpt.jobs.groups import Casting
-from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.opened import dequantise
+from zckpt.jobs.open import Opened, open_catalog
+from zckpt.jobs.opened import WorkingModel, dequantise
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
 from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
+from zckpt.jobs.steps import open_model, reform
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
-from zckpt.naming.transform import Formed, apply_form
 from zckpt.output.publish import check_output
 from zckpt.quantized.configs import BLOCK, OWN_FILES, RECORDED, Scheme, quantization_config, without
 from zckpt.quantized.grids import Grid, as_matrices, blocks_of
@@ -53,7 +53,7 @@ from zckpt.quantized.quantise import (
 )
 from zckpt.quantized.targets import TARGETS, Powers, Second, Target, order_of
 from zckpt.storage.fsspec_io import is_page
-from zckpt.storage.location import Location, locate
+from zckpt.storage.location import locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,33 +218,21 @@ def quantize(
     return carry_out(lambda: prepare(checkpoint, out, asked), progress, f"to {to}")
 
 
-class OpenModel(NamedTuple):
-    """A model that is open, and chosen from, for an output that is a directory.
-
-    Attributes:
-        stored, opened: the checkpoint as it is, and with the numbers that quantised tensors stand for.
-        place: of the output.
-        bare: the checkpoint's tensors, without wrappers in names.
-        stripped: sentences on these.
-        form: the model with the names that are asked for.
-        catalog: what was chosen of it.
-        config: of the model.
-    """
-
-    stored: Opened
-    opened: Opened
-    place: Location
-    bare: Catalog
-    stripped: Sequence[str]
-    form: Formed
-    catalog: Catalog
-    config: Mapping[str, Any]
-
-
 def open_model_for(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Any], why: str
-) -> OpenModel:
-    """Opens a checkpoint for a job that writes a directory with a config; `why` says what is wrong if there is none."""
+) -> tuple[Opened, WorkingModel, WorkingModel]:
+    """Opens a checkpoint for a job that writes a directory with a config.
+
+    Args:
+        checkpoint: as for `to_fp8`.
+        out: as for `to_fp8`.
+        asked: what was asked for.
+        why: what is wrong if there is no config.
+
+    Returns:
+        The checkpoint as it is stored; the model as it is there, in the numbers that quantised tensors stand for; and what was
+        chosen of it, under the names that were asked for and with its config.
+    """
     source, place = locate(checkpoint), locate(out)
     if is_page(place.path) or place.name.endswith((".safetensors", ".bin", ".pt")):
         raise UsageError(
@@ -259,31 +247,31 @@ def open_model_for(
     check_output(
         place, single=False, overwrite=asked.publishing.overwrite, protected=inputs, merge=asked.publishing.merge
     )
-    bare, stripped = strip_wrappers(opened.catalog)
-    check_wanted(opened, bare, asked.selecting)
-    form = apply_form(bare, opened.place, asked.naming.form, to_directory=True, exclude=asked.selecting.exclude)
-    catalog = select(form.catalog, asked.selecting, asked.naming)
+    bare = open_model(opened)
+    check_wanted(opened, bare.catalog, asked.selecting)
+    formed = reform(bare, asked.naming.form, to_directory=True, exclude=tuple(asked.selecting.exclude))
+    catalog = select(formed.catalog, asked.selecting, asked.naming)
     opened.check_read(catalog.tensors.values())
-    config = opened.config(form.config)
+    config = opened.config(formed.config)
     if config is None:
         raise IncompleteError(
             why, file=opened.place.home,
             found="no config.json", expected="the model's config.json beside the checkpoint",
             remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
         )  # fmt: skip
-    return OpenModel(stored, opened, place, bare, stripped, form, catalog, config)
+    return stored, bare, replace(formed, catalog=catalog, config=config, selectable=formed.catalog.tensors)
 
 
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize]
 ) -> PlannedFp8:
     """Plans a quantisation; arguments as for `to_fp8`. Writes nothing."""
-    ready = open_model_for(
+    stored, bare, model = open_model_for(
         checkpoint, out, asked, "there is no config.json, which must say that the weights are quantised"
     )
-    _, opened, place, bare, stripped, form, catalog, config = ready
-    if (copied := _as_stored(checkpoint, out, asked, ready)) is not None:
+    if (copied := _as_stored(checkpoint, out, asked, stored, model)) is not None:
         return copied
+    opened, catalog, config = model.opened, model.catalog, model.config or {}
     weights = fp8_weights(
         catalog, config, asked.own.scheme, asked.own.quantize, asked.own.keep, asked.casting.dtype or BF16,
         asked.own.group_size, asked.own.flags, _powers(catalog) if asked.own.scheme == "nvfp4" else {},
@@ -309,14 +297,14 @@ def prepare(
         "powers": [name for name, one in weights.quantisers.items() if one.powers is not None],
     }  # fmt: skip
     order = order_for(
-        asked, Plan(destination.files, pairs), place, weights.catalog, copies,
-        {**form.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
+        asked, Plan(destination.files, pairs), locate(out), weights.catalog, copies,
+        {**model.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
     )  # fmt: skip
     fates = find_left_out(
-        bare, weights.catalog.tensors, asked.selecting, selectable=form.catalog.tensors, rules=form.dropped
+        bare.catalog, weights.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
     )
     order = replace(order, left_out=fates)
-    notes = (*opened.catalog.source.notes, *stripped, *form.notes, *weights.notes, *left_out)
+    notes = (*model.notes, *weights.notes, *left_out)
     of_quantised = replace(catalog, tensors={name: catalog.tensors[name] for name in weights.quantisers}, aliases={})
     return PlannedFp8(
         opened, order, notes, asked, sources=(of_quantised,), quantisers=weights.quantisers,
@@ -325,15 +313,19 @@ def prepare(
 
 
 def _as_stored(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize], ready: OpenModel
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    asked: Asked[Fp8 | Quantize],
+    stored: Opened,
+    model: WorkingModel,
 ) -> PlannedFp8 | None:
     """The plan of a copy, if all that the checkpoint has quantised has this form: scales, those of activations and of the cache
     too, and what its config says stay as they are. None for another checkpoint, or where tensors are chosen.
     """
-    own, stored = asked.own, ready.stored
+    own = asked.own
     beside = [(home, name) for name in OWN_FILES if (home := stored.place.home / name).is_file()]
     is_said = stored.quantization is not None or bool(beside)  # else a loader of the copy would take codes for numbers
-    if own.quantize or own.keep or not (ready.opened.is_plain and is_said):
+    if own.quantize or own.keep or not (model.opened.is_plain and is_said):
         return None
     scaled = find_scaled(stored.catalog, stored.quantization, () if stored.packed is None else stored.packed.members)
     grids = {name: _grid(one.entry.shape, own.scheme) for name, one in scaled.items() if isinstance(own, Fp8)}
@@ -344,7 +336,7 @@ def _as_stored(
     carried = len(scaled) + (len(stored.packed.parts) if stored.packed is not None else 0)
     return PlannedFp8(
         stored, replace(planned.order, copies=(*planned.order.copies, *beside)), (*planned.notes, _COPIED), asked,
-        sources=planned.sources, quantisers={}, others=len(ready.catalog) - carried, carried=carried,
+        sources=planned.sources, quantisers={}, others=len(model.catalog) - carried, carried=carried,
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
 
 from zckpt import layouts
 from zckpt.base.dataclass import dataclass
@@ -35,32 +34,19 @@ from zckpt.storage.location import Location, locate
 _STEP = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]?(?P<step>\d{1,18})")
 
 
-class CheckpointTarget(Protocol):
-    """The facts that every form of checkpoint has."""
-
-    @property
-    def tag(self) -> str:
-        """The name of its tag directory."""
-
-    @property
-    def precision(self) -> DType:
-        """The dtype of the module's own weights."""
-
-    def as_json(self) -> dict[str, object]:
-        """The facts for a manifest."""
-
-
-T = TypeVar("T", bound=CheckpointTarget)
-T_co = TypeVar("T_co", bound=CheckpointTarget, covariant=True)
-
-
 @dataclass(frozen=True, slots=True)
-class PlannedReshard(Planned, Generic[T_co]):
-    """A checkpoint in another form that is planned but not begun; further attributes as in `Planned`. `target`: the
-    form of the new one.
+class PlannedReshard(Planned):
+    """A checkpoint in another form that is planned but not begun; further attributes as in `Planned`.
+
+    Attributes:
+        tag: the name of its tag directory.
+        precision: the dtype of the module's own weights.
+        stage: of ZeRO; None for a universal checkpoint.
     """
 
-    target: T_co
+    tag: str
+    precision: DType
+    stage: int | None = None
 
 
 def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[Opened, Training]:
@@ -75,12 +61,15 @@ def opened_run(source: Location, out: Location, asked: Asked[object]) -> tuple[O
 
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[TargetWorld]
-) -> PlannedReshard[ZeroTarget]:
+) -> PlannedReshard:
     """Plans a resharding; arguments as for `reshard`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened, training = opened_run(source, place, asked)
     target, laid = laid_out(opened, training, asked.own)
-    return plan_reshard(opened, target, laid, place, "latest", asked, asked.own.world_size)
+    planned = plan_reshard(
+        opened, laid, place, "latest", asked, target.tag, target.precision, target.as_json(), asked.own.world_size
+    )
+    return replace(planned, stage=target.stage)
 
 
 def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[ZeroTarget, Plan]:
@@ -93,34 +82,38 @@ def laid_out(opened: Opened, training: Training, world: TargetWorld) -> tuple[Ze
 
 def plan_reshard(
     opened: Opened,
-    target: T,
     laid: Plan,
     out: Location,
     pointer: str,
     asked: Asked[object],
+    tag: str,
+    precision: DType,
+    recorded: Mapping[str, object],
     world_size: int | None = None,
-) -> PlannedReshard[T]:
+) -> PlannedReshard:
     """A save with the file that names its tag, the model's config with the dtype of the weights, and a trainer's own files.
 
     Args:
         opened: the checkpoint.
-        target: the form of the new one.
-        laid: its files.
+        laid: the files of the new one.
         out: the output.
         pointer: the file that names the tag.
         asked: how the output is written.
+        tag: its name.
+        precision: the dtype of the module's own weights.
+        recorded: what the manifest says of the new one.
         world_size: ranks that will resume; None for any number.
     """
     home = opened.place.home
-    config = config_file(opened.config(), target.precision)
+    config = config_file(opened.config(), precision)
     copies, notes = run_files(home, map(locate, asked.reading.also), world_size, opened.place.named)
     small, left_out = opened.companions()
     order = Order(
-        plan=laid.with_files(literal_file(pointer, target.tag.encode()), config), out=out, catalog=opened.catalog,
-        options=target.as_json(), copies=(*small, *copies), overwrite=asked.publishing.overwrite,
+        plan=laid.with_files(literal_file(pointer, tag.encode()), config), out=out, catalog=opened.catalog,
+        options=recorded, copies=(*small, *copies), overwrite=asked.publishing.overwrite,
         buffer=asked.pacing.buffer, pace=asked.pacing.pace, signing=asked.signing_key.signing(),
     )  # fmt: skip
-    return PlannedReshard(opened, order, opened.catalog.source.notes + notes + left_out, target)
+    return PlannedReshard(opened, order, opened.catalog.source.notes + notes + left_out, tag, precision)
 
 
 def _has_no_frozen(opened: Opened) -> bool:

@@ -31,7 +31,7 @@ from zckpt.naming.mlx_names import MlxForm, in_mlx_form
 from zckpt.quantized.affine import affine_entries
 from zckpt.quantized.configs import without
 from zckpt.storage.json_files import read_json
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, locate
 
 RECORDED = "mlx"
 """The key of a manifest's options under which it says how an output was quantised."""
@@ -82,8 +82,8 @@ def to_mlx(
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Mlx]) -> PlannedConversion:
     """Plans the output and checks the arguments, which are those of `to_mlx`; writes nothing."""
-    ready = open_model_for(checkpoint, out, asked, "there is no config.json, without which MLX loads no model")
-    opened, form, catalog, config = ready.opened, ready.form, ready.catalog, ready.config
+    _, bare, model = open_model_for(checkpoint, out, asked, "there is no config.json, without which MLX loads no model")
+    opened, catalog, config = model.opened, model.catalog, model.config or {}
     dtype = asked.casting.dtype or dtype_said(config)
     asked = replace(asked, casting=replace(asked.casting, dtype=dtype))
     bits, group = asked.own.bits, asked.own.group_size
@@ -104,11 +104,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     said = _config_of(config, opened.place.home, found, bits, group)
     files = (*destination.files, literal_file("config.json", json.dumps(said, indent=4).encode()))
     pairs = [(made.tensors[name], entry) for name, entry in destination.entries.items()]
-    recorded = {**form.recorded, RECORDED: {"bits": bits, "group_size": group}}
-    order = order_for(asked, Plan(files, pairs), ready.place, made, copies, recorded)
-    rules = {**form.dropped, **found.dropped}
-    fates = find_left_out(ready.bare, made.tensors, asked.selecting, selectable=form.catalog.tensors, rules=rules)
-    notes = (*opened.catalog.source.notes, *ready.stripped, *form.notes, *left_out)
+    recorded = {**model.recorded, RECORDED: {"bits": bits, "group_size": group}}
+    order = order_for(asked, Plan(files, pairs), locate(out), made, copies, recorded)
+    rules = {**model.given_up, **found.dropped}
+    fates = find_left_out(bare.catalog, made.tensors, asked.selecting, selectable=model.selectable, rules=rules)
+    notes = (*model.notes, *left_out)
     if bits is not None and stays:
         them = count(len(stays), "matrix has", "matrices have")
         notes += (f"{them} rows that are no multiple of {group}, and not quantised: {examples(stays)}.",)

@@ -16,16 +16,14 @@ from zckpt.jobs.declarations import TO_UNIVERSAL, Asked
 from zckpt.jobs.planned import Report, carry_out
 from zckpt.jobs.reshard import PlannedReshard, opened_run, plan_reshard, tag_of
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
-from zckpt.layouts.universal.write import UniversalTarget, lay_out
+from zckpt.layouts.universal.write import lay_out
 from zckpt.storage.location import locate
 
 _ACCELERATE = re.compile(r"pytorch_model(?:_\d+)?")
 """Tags that accelerate's `load_state` requests by name, whatever `latest` names; an output keeps them."""
 
 
-def prepare(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[object]
-) -> PlannedReshard[UniversalTarget]:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[object]) -> PlannedReshard:
     """Plans a conversion; arguments as for `to_universal`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     opened, training = opened_run(source, place, asked)
@@ -36,9 +34,10 @@ def prepare(
         )  # fmt: skip
     tag = tag_of(opened.catalog.source, training)
     tag = tag if _ACCELERATE.fullmatch(tag) else f"{tag}_universal"
-    target = UniversalTarget(tag, training.precision)
-    laid = lay_out(opened.catalog, training, opened.place.listing, target)
-    return plan_reshard(opened, target, laid, place, UNIVERSAL_POINTER, asked)
+    precision = training.precision
+    laid = lay_out(opened.catalog, training, opened.place.listing, tag)
+    recorded = {"precision": precision.torch_name}
+    return plan_reshard(opened, laid, place, UNIVERSAL_POINTER, asked, tag, precision, recorded)
 
 
 def to_universal(

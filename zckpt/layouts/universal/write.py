@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError
 from zckpt.containers import mapping_at, value_at
 from zckpt.core.catalog import Catalog, TensorEntry
@@ -26,31 +25,14 @@ from zckpt.layouts.zero.torch_files import TorchFile, plan_copy
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_model
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalTarget:
-    """The save to be written.
-
-    Attributes:
-        tag: its directory.
-        precision: dtype of the module's own weights, which are copied.
-    """
-
-    tag: str
-    precision: DType
-
-    def as_json(self) -> dict[str, object]:
-        """The target's facts for a manifest."""
-        return {"precision": self.precision.torch_name}
-
-
-def lay_out(catalog: Catalog, training: Training, listing: Listing, target: UniversalTarget) -> Plan:
+def lay_out(catalog: Catalog, training: Training, listing: Listing, tag: str) -> Plan:
     """The files of a universal checkpoint, as DeepSpeed's own converter writes them, without `latest_universal`.
 
     Args:
         catalog: the weights, under the names they have in training.
         training: all else.
         listing: the source's files; the model files among them are copied.
-        target: where it goes.
+        tag: the name of its directory.
 
     Raises:
         UnsafeError: a parameter's name is not a path below `zero/`.
@@ -62,7 +44,7 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
     default = None if stage_3 and catalog.topology.tp * catalog.topology.pp == 1 else _END_TO_END
     for group in training.groups:
         for name in group.names:
-            home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
+            home = f"{tag}/{HOME}{_directory(name, catalog.source.path)}"
             joint = training.joined.get(name, default)
             for state, entry in {MASTER: catalog.tensors[name], **training.states_of(name, group)}.items():
                 made.append(_tensor_file(f"{home}/{state}.pt", entry, joint))
@@ -71,15 +53,15 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
                 made.append(file.finish(file.adopt(group.scalars["step"])))
     if not stage_3 and not listing.matching(LAYER_NAME):  # a pipeline's are in its layer files
         for name, entry in _others(catalog):
-            home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
+            home = f"{tag}/{HOME}{_directory(name, catalog.source.path)}"
             made.append(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
-    file = TorchFile(f"{target.tag}/{STATE}")
+    file = TorchFile(f"{tag}/{STATE}")
     made.append(file.finish(file.adopt(_without_partitions(training, stage_3, catalog.topology.dp))))
     if not catalog.source.zero_stage:  # of a run without ZeRO there are none that say whose parameters are whose
-        return Plan.of([*made, lay_out_model(catalog, training, ZeroTarget(target.tag, 1, 1, target.precision))])
+        return Plan.of([*made, lay_out_model(catalog, training, ZeroTarget(tag, 1, 1, training.precision))])
     for name, place in listing.files.items():
         if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
-            path = f"{target.tag}/{name}"
+            path = f"{tag}/{name}"
             made.append(_model_file(listing, name, path, stage_3) or plan_copy(path, place.store()))
     return Plan.of(made)
 
