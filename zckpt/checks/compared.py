@@ -14,15 +14,15 @@ from zckpt.base.errors import UnsupportedError, UsageError, ZckptError, redact
 from zckpt.base.pace import Pace
 from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, join_words
-from zckpt.checks.contents import Beside, check_bytes, check_compared, held_files
+from zckpt.checks.contents import check_bytes, check_compared, held_files
 from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, Done, sums_of
-from zckpt.checks.quantised import Expected, expect_quantised, in_numbers
+from zckpt.checks.quantised import expect_quantised, in_numbers
 from zckpt.checks.resumable import Comparison, Pair, compare_renamed, compare_runs, has_renamed_states, own_weights
 from zckpt.checks.soundness import examine_checkpoint
 from zckpt.checks.verdict import Check, summarize
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
-from zckpt.core.dtypes import can_cast, is_lossless
+from zckpt.core.dtypes import DType, can_cast, is_lossless
 from zckpt.core.ledger import names_unread
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import Difference, Unequal, derived_again, differences
@@ -35,6 +35,7 @@ from zckpt.layouts.places import Place
 from zckpt.layouts.save.weight_files import is_weights
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
+from zckpt.quantized.plain import is_fp8
 from zckpt.storage.location import Location, location_of
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def read_both(
         for n, (name, replicas) in copies.items()
         if n in found.copied
     }
-    total += check_compared(state, held, pace, progress_after(progress, total), Beside(read[1], statistics))
+    total += check_compared(state, held, pace, progress_after(progress, total), read[1], statistics)
     if watch is not None:
         watch.expect(done + total)
         watch(done + total)
@@ -155,15 +156,15 @@ def compare(
     catalog = in_numbers(state.catalog, state.place, output.catalog, facts)
     wanted, left_out = _replay_steps(catalog, state.place, facts, lora)
     state.is_completed = state.catalog.evidence.left_out and wanted.evidence.complete is True
-    expected = expect_quantised(wanted, output.place, facts)
+    expected, dtypes = expect_quantised(wanted, output.place, facts)
     lost = _find_lost(catalog, wanted, facts, left_out)
     form = facts.options.get("form") if facts is not None else None
     renamed = has_renamed_states(form)
     if has_renamed_states(form):
-        problems, pairs, untied = _pairs(expected, own_weights(output.catalog), facts)
+        problems, pairs, untied = _pairs(expected, dtypes, own_weights(output.catalog), facts)
         run = compare_renamed(state, output, form)
     else:
-        problems, pairs, untied = _pairs(expected, output.catalog, facts)
+        problems, pairs, untied = _pairs(expected, dtypes, output.catalog, facts)
         run = compare_runs(state, output)
     held = held_files(state, [entry for _, entry, _ in run.pairs])
     if run.held and not renamed:  # the model's own weights are to be there too, or to be the rounded masters
@@ -189,9 +190,8 @@ def compare(
         state.notes.append(f"{other}; the tensors are equal all the same.")
     wrong = len(problems) + weights
     problems += summarize(others[:weights], "tensors differ from the checkpoint")
-    rounded = sorted(
-        {str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded | _coarsest_type(facts)
-    )
+    narrower = {str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)}
+    rounded = sorted(narrower | {str(one) for one in dtypes.values() if is_fp8(one)} | _coarsest_type(facts))
     answer = f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}"
     state.checks.append(Check("equal", answer, tuple(problems), wrong))
     if run.held or run.problems:
@@ -297,10 +297,16 @@ def _replay_steps(
 
 
 def _pairs(
-    expected: Expected, output: Catalog, facts: Manifest | None
+    wanted: Catalog, dtypes: Mapping[str, DType], output: Catalog, facts: Manifest | None
 ) -> tuple[list[str], list[tuple[TensorEntry, TensorEntry]], list[str]]:
-    """Problems found without reading an element; the pairs to compare; tied names that the output lacks."""
-    wanted = expected.catalog
+    """Problems found without reading an element; the pairs to compare; tied names that the output lacks.
+
+    Args:
+        wanted: the tensors that the output must hold.
+        dtypes: of each, where they do not follow from what was asked for.
+        output: what it holds.
+        facts: its manifest.
+    """
     names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
     dtype = to_dtype(facts.dtype) if facts is not None and facts.dtype else None
     options = {} if facts is None else facts.options
@@ -328,7 +334,7 @@ def _pairs(
             problems.append(f"{name!r} has shape {list(b.shape)} in the output, {list(a.shape)} in the checkpoint")
         elif not castable or (
             dtype is not None
-            and b.dtype != given.get(a.name, expected.dtypes.get(a.name, dtype_of(a, casting, is_merged=is_merged)))
+            and b.dtype != given.get(a.name, dtypes.get(a.name, dtype_of(a, casting, is_merged=is_merged)))
         ):
             problems.append(f"{name!r} is {b.dtype} in the output, {a.dtype} in the checkpoint")
         else:

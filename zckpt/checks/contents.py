@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.words import count, examples, join_words, size
@@ -55,19 +54,6 @@ def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> 
     add_copies(state, catalog, bad, "in every element")
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What reading a checkpoint beside its output found.
-
-    Attributes:
-        read: of the files that were asked for.
-        copies: name of a tensor -> what each of its replicas showed, in their order.
-    """
-
-    read: Done
-    copies: Mapping[str, Sequence[Statistics]] = field(default_factory=dict[str, Sequence[Statistics]])
-
-
 def held_files(state: Examined, further: Sequence[TensorEntry]) -> tuple[list[CheckedFile], int]:
     """The files and records that hold what an output is compared with, as `integrity.holding` gives them.
 
@@ -83,7 +69,8 @@ def check_compared(
     held: tuple[list[CheckedFile], int],
     pace: Pace,
     progress: Callable[[int], None] | None = None,
-    beside: Beside | None = None,
+    read: Done | None = None,
+    known: Mapping[str, Sequence[Statistics]] = {},
 ) -> int:
     """Checks the bytes that an output was compared with, if only ends of fragments were read so far.
 
@@ -94,7 +81,8 @@ def check_compared(
         held: the files and records, as from `held_files`.
         pace: how hard to work.
         progress: called with the bytes read so far.
-        beside: what is known of these bytes; the others are read.
+        read: what was read of these files beside the output; the other bytes are read here.
+        known: name of a tensor -> what each of its replicas showed then, in their order.
 
     Returns:
         The bytes read here.
@@ -102,12 +90,11 @@ def check_compared(
     if state.whole or state.catalog is None:
         return 0
     files, without = held
-    known = {} if beside is None else beside.copies
     copied = replace(state.catalog.select(lambda entry: bool(entry.replicas)), padding=())
     unknown = replace(copied, tensors={name: e for name, e in copied.tensors.items() if name not in known}, aliases={})
     state.checks = [check for check in state.checks if check.name not in _COPIES]
     try:
-        findings = examine(unknown, files, pace, progress, None if beside is None else beside.read)
+        findings = examine(unknown, files, pace, progress, read)
     except ZckptError as error:
         state.add("bytes", "", [str(error)])
         return 0
@@ -120,7 +107,7 @@ def check_compared(
     _add_sums(state, findings, "that the output was compared with")
     _add_whole_copies(state, copied, findings)
     state.unread_bytes = max(0, state.unread_bytes - without - sum(file.large_bytes for file in files))
-    return findings.bytes_read - (0 if beside is None else beside.read.nbytes)
+    return findings.bytes_read - (0 if read is None else read.nbytes)
 
 
 def add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) -> None:

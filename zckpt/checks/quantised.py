@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, DType
 from zckpt.core.recipes import DerivedStore
@@ -21,23 +20,8 @@ from zckpt.output.manifest import Manifest
 from zckpt.quantized.configs import RECORDED
 from zckpt.quantized.plain import is_fp8
 
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """The tensors that an output must hold.
-
-    Attributes:
-        catalog: the tensors.
-        dtypes: of each, where they do not follow from what was asked for.
-    """
-
-    catalog: Catalog
-    dtypes: Mapping[str, DType] = field(default_factory=dict[str, DType])
-
-    @property
-    def rounded(self) -> set[str]:
-        """The dtypes of quantised tensors: their numbers are not those of the checkpoint."""
-        return {str(dtype) for dtype in self.dtypes.values() if is_fp8(dtype)}
+Expected = tuple[Catalog, Mapping[str, DType]]
+"""The tensors that an output must hold, and the dtype of each where it does not follow from what was asked for."""
 
 
 def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest | None) -> Catalog:
@@ -91,7 +75,7 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
         return _expect_mlx(wanted, output, facts, said)
     said = facts.options.get(RECORDED) if facts is not None else None
     if facts is None or not isinstance(said, Mapping):
-        return Expected(wanted)
+        return wanted, {}
     from zckpt.jobs.quantize import fp8_weights
     from zckpt.quantized.quantise import as_stack
     from zckpt.quantized.second import powers_again, stored_again
@@ -119,7 +103,7 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
             again = as_stack(again, entry) if entry.shape != quantiser.entry.shape else again
         tensors |= again
     dtypes = {**weights.dtypes, **{name: tensors[name].dtype for name in weights.dtypes.keys() - wanted.tensors.keys()}}
-    return Expected(replace(weights.catalog, tensors=tensors), dtypes)
+    return replace(weights.catalog, tensors=tensors), dtypes
 
 
 def _expect_mlx(wanted: Catalog, output: Place, facts: Manifest, said: Mapping[str, Any]) -> Expected:
@@ -134,4 +118,4 @@ def _expect_mlx(wanted: Catalog, output: Place, facts: Manifest, said: Mapping[s
     tensors = dict(made.tensors)
     for name, width in form.widths.items():
         tensors |= affine_again(form.catalog.tensors[name], *width, dtype)
-    return Expected(replace(made, tensors=tensors), dtypes)
+    return replace(made, tensors=tensors), dtypes

@@ -148,7 +148,7 @@ def _compare(
                 held[aliases.get(key, key)] = [run]
             else:
                 own.append(run)
-        lines = _Lines(look.beside) if masters is not None else None
+        lines = _lines_of(look.beside) if masters is not None else None
     except ZckptError as error:
         return as_unproved(f"the second reader stops at the files ({error.what})")
     except _STRANGE as error:
@@ -163,7 +163,7 @@ def _compare(
             problems.append(f"{what} is not read where the files have it")
         elif key in held:
             found += 1
-        elif lines is None or master is None or not (beside := lines.beside(master, key[1])):
+        elif lines is None or master is None or not (beside := _beside(lines, master, key[1])):
             missed.append(f"{key[1]} of {key[0]}" if key[1] else key[0])
         elif any(_is_at(entry, own) for own in beside):
             found += 1
@@ -260,33 +260,37 @@ def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-class _Lines:
-    """The vectors of masters without names, and the states beside them."""
+Lines = Mapping[str, Sequence[BesideMaster]]
+"""File -> the vectors of masters without names in it, and the states beside them, in their order."""
 
-    def __init__(self, beside: Iterable[BesideMaster]) -> None:
-        self._lines: dict[str, list[BesideMaster]] = {}
-        for pair in beside:
-            self._lines.setdefault(pair.master.store.path, []).append(pair)
-        for line in self._lines.values():
-            line.sort(key=lambda pair: pair.master.byte_offset)
 
-    def beside(self, master: TensorEntry, state: str) -> list[list[StoredRows]]:
-        """The places where a state must be, by the master or a rank's copy of it; empty where they are not known."""
-        copies = (copy.fragments for copy in master.replicas if copy.dtype == master.dtype)
-        found = (self._states(fragments, state) for fragments in (master.fragments, *copies))
-        return [rows for rows in found if rows]
+def _lines_of(beside: Iterable[BesideMaster]) -> Lines:
+    lines: dict[str, list[BesideMaster]] = {}
+    for pair in beside:
+        lines.setdefault(pair.master.store.path, []).append(pair)
+    for line in lines.values():
+        line.sort(key=lambda pair: pair.master.byte_offset)
+    return lines
 
-    def _states(self, fragments: Sequence[Fragment], state: str) -> list[StoredRows]:
-        found: list[StoredRows] = []
-        for rows in (_rows_of(fragment) for own, _ in _sources(fragments, 1) for fragment in own):
-            line = self._lines.get(rows.path, [])
-            at = bisect_right(line, rows.offset, key=lambda pair: pair.master.byte_offset)
-            for pair in reversed(line[:at]):
-                if pair.master.byte_stop <= rows.offset:
-                    break
-                if pair.state == state:
-                    first = (rows.offset - pair.master.byte_offset) // pair.master.dtype.itemsize
-                    offset = pair.held.byte_offset + first * pair.held.dtype.itemsize
-                    found.append(rows._replace(path=pair.held.store.path, offset=offset))
-                    break
-        return found
+
+def _beside(lines: Lines, master: TensorEntry, state: str) -> list[list[StoredRows]]:
+    """The places where a state must be, by the master or a rank's copy of it; empty where they are not known."""
+    copies = (copy.fragments for copy in master.replicas if copy.dtype == master.dtype)
+    found = (_states_beside(lines, fragments, state) for fragments in (master.fragments, *copies))
+    return [rows for rows in found if rows]
+
+
+def _states_beside(lines: Lines, fragments: Sequence[Fragment], state: str) -> list[StoredRows]:
+    found: list[StoredRows] = []
+    for rows in (_rows_of(fragment) for own, _ in _sources(fragments, 1) for fragment in own):
+        line = lines.get(rows.path, [])
+        at = bisect_right(line, rows.offset, key=lambda pair: pair.master.byte_offset)
+        for pair in reversed(line[:at]):
+            if pair.master.byte_stop <= rows.offset:
+                break
+            if pair.state == state:
+                first = (rows.offset - pair.master.byte_offset) // pair.master.dtype.itemsize
+                offset = pair.held.byte_offset + first * pair.held.dtype.itemsize
+                found.append(rows._replace(path=pair.held.store.path, offset=offset))
+                break
+    return found
