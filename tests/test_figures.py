@@ -18,7 +18,7 @@ CHECKPOINT = ROOT.parent / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
 MODULES = 131
 """Modules of zckpt that `to-bf16` of a small ZeRO-3 save imports; that is the aim."""
 
-FUNCTIONS = 786
+FUNCTIONS = 782
 """Functions of zckpt that it runs, lambdas and comprehensions counted too; a few depend on the turn in which threads come."""
 
 CODE = """
@@ -52,7 +52,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 487,
-    "lines": 105_093,
+    "lines": 105_080,
     "lines of the trainer": 15_432,
     "classes": 775,
     "functions named by one participle": 0,

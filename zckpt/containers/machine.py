@@ -51,6 +51,7 @@ class Machine:
         position: of the next byte.
         step: where the current opcode begins.
         stack: all items; those above a mark belong to the object that is being made.
+        push: puts a value on the stack.
         marks: heights of the stack.
         memo: objects that are used again.
         cost: the cost so far.
@@ -73,6 +74,7 @@ class Machine:
         self.persistent_load = persistent_load or self.no_persistent_load
         self.finishers = finishers or {}
         self.stack: list[Any] = []
+        self.push = self.stack.append
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.cost = spent
@@ -114,10 +116,6 @@ class Machine:
         return self.data[start:end]
 
     # -- stack -------------------------------------------------------------------------------------------------------
-
-    def push(self, value: object) -> None:
-        """Puts `value` on the stack."""
-        self.stack.append(value)
 
     def pop_to_mark(self) -> list[Any]:
         """Removes the last mark and the items above it; returns the items."""

@@ -93,13 +93,7 @@ class _Cursor:
         count = self.number()
         prefixes, suffixes = [0, *self.numbers(max(0, count - 1))][:count], self.numbers(count)
         self.numbers(count)  # how much of each name is the path of the store that it came from
-        found: list[bytes] = []
-        for prefix, suffix in zip(prefixes, suffixes, strict=True):
-            before = found[-1] if found else b""
-            if prefix > len(before):
-                raise damage_error(self.file, "a name of a data file that begins as none")
-            found.append(before[:prefix] + self.take(suffix))
-        return [self.text(name) for name in found]
+        return [self.text(name) for name in self._texts(prefixes, suffixes, "a name of a data file")]
 
     def text(self, data: bytes) -> str:
         """Bytes as text."""
@@ -112,13 +106,17 @@ class _Cursor:
         """So many keys, in order; of an inner node, how much of each all keys below begin with."""
         prefixes, suffixes = [0, *self.numbers(max(0, count - 1))][:count], self.numbers(count)
         common = self.numbers(count) if inner else []
+        return self._texts(prefixes, suffixes, "a key"), common
+
+    def _texts(self, prefixes: list[int], suffixes: list[int], what: str) -> list[bytes]:
+        """The next texts: each begins as the one before it, for so many bytes, and ends with so many of its own."""
         found: list[bytes] = []
         for prefix, suffix in zip(prefixes, suffixes, strict=True):
             before = found[-1] if found else b""
             if prefix > len(before):
-                raise damage_error(self.file, "a key that begins as none")
+                raise damage_error(self.file, f"{what} that begins as none")
             found.append(before[:prefix] + self.take(suffix))
-        return found, common
+        return found
 
     def places(self, count: int, files: list[str], *, sized: bool) -> list[tuple[str, int, int]]:
         """So many (file, offset, length)."""

@@ -95,10 +95,7 @@ def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
     is left out. If a key is found twice, the last one counts: DeepSpeed writes its own keys after the state dict.
     Raises ZckptError as `read_input`, if the file is damaged or of another kind.
     """
-    with open_input(path) as file:
-        directory = Directory(file)
-        prefix = next(iter(directory.records), "").partition("/")[0]
-        data = directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
+    data = pickle_of(path)
     found: dict[str, int] = {}
     for key in keys:
         text = re.escape(key.encode())
@@ -153,7 +150,7 @@ def _memo_pattern(length: int, text: bytes) -> re.Pattern[bytes]:
 
 
 class _Storages:
-    """Answers persistent ids with storages."""
+    """Answers the persistent ids of one file with its storages."""
 
     def __init__(self, directory: Directory, prefix: str, store: FileStore) -> None:
         self.directory = directory

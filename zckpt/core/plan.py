@@ -303,7 +303,10 @@ class Plan:
         """The moves, made again on each call. After a None, the moves before it must be done before the next is taken."""
         for number, (source, destination) in enumerate(self.pairs):
             for move in route(source, _in_slabs(source, destination), number):
-                yield from _in_order_of_source(move)
+                if move.rows == 1 and move.src.at_hand:  # nearly all
+                    yield move
+                else:
+                    yield from _in_order_of_source(move)
 
     def by_file(self) -> Iterator[Plan]:
         """One plan for each file, in order. Each tensor must be in a single file."""

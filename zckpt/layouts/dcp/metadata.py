@@ -290,11 +290,7 @@ class _Pickled:
     def _check_inside(self, path: object) -> str:
         """The path of a data file. Raises UnsafeError if it is not beside the metadata or below them."""
         if type(path) is not str or not is_inside(path):
-            raise UnsafeError(
-                "the metadata name a file elsewhere", file=self.file, found=brief(path),
-                expected="data files in the checkpoint's own directory",
-                remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
-            )  # fmt: skip
+            raise file_elsewhere(self.file, path)
         return path
 
     def _path(self, name: str) -> Path:
@@ -478,3 +474,12 @@ def _missing_error(listing: Listing) -> IncompleteError:
         remedy="Use an older save if this one was interrupted. If the file was not copied, because its name begins with a dot "
         "(`cp DIR/* ..` leaves it out), copy it from where rank 0 saved, or pass that directory with --also.",
     )
+
+
+def file_elsewhere(file: str, path: object) -> UnsafeError:
+    """The error for metadata that name a file outside of the checkpoint."""
+    return UnsafeError(
+        "the metadata name a file elsewhere", file=file, found=brief(path),
+        expected="data files in the checkpoint's own directory",
+        remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
+    )  # fmt: skip

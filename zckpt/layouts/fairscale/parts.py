@@ -18,7 +18,7 @@ from zckpt.containers import Placeholder, mapping_at
 from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.core.evidence import OWN_INDEX, Evidence, weakest
 from zckpt.layouts.fairscale import SHARD, WHOLE_PART, WHOLE_SHARED, states
-from zckpt.layouts.fairscale.read import EXPERT, model_parts, step_in, whole_experts
+from zckpt.layouts.fairscale.read import EXPERT, experts_of_a_rank, model_parts, renumber_expert, step_in, whole_experts
 from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join
 from zckpt.layouts.run.training import Training
@@ -166,13 +166,10 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
     ranks = whole_experts(listing)
     for rank, name in ranks.items():
         own, _ = _of_file(listing, name)
-        local: dict[str, int] = {}
-        for tensor in own:
-            if expert := EXPERT.fullmatch(tensor):
-                local[expert["head"]] = max(local.get(expert["head"], 0), 1 + int(expert["number"]))
+        local = experts_of_a_rank(own)
+        experts.update((head, max(experts.get(head, 0), (rank + 1) * number)) for head, number in local.items())
         for tensor, entry in own.items():
-            expert = EXPERT.fullmatch(tensor)
-            if expert is None:
+            if not EXPERT.fullmatch(tensor):
                 if not allow_unknown and len(ranks) > 1:
                     raise UnsupportedError(
                         "holds modules that each rank has of its own, under the same names", file=listing.files[name],
@@ -181,10 +178,8 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
                     )  # fmt: skip
                 tensors.setdefault(tensor, entry)
                 continue
-            number = rank * local[expert["head"]] + int(expert["number"])
-            target = f"{expert['head']}{number}{expert['tail']}"
+            target = renumber_expert(tensor, rank, local)
             tensors[target] = replace(entry, name=target)
-            experts[expert["head"]] = max(experts.get(expert["head"], 0), number + 1)
             numbered.append(target)
     for head, there in experts.items():
         gate = tensors.get(f"{head.removesuffix('experts.')}gate.wg.weight")

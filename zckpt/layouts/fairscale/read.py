@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -273,7 +273,7 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
             takes rank 0's.
     """
     found: list[Held] = []
-    local = _experts_of_a_rank(ranks[0])
+    local = experts_of_a_rank(name for own in ranks[0].params.values() if own.alone for name in own.shapes)
     for key in _order_names(ranks[0]):
         first = ranks[0].params[key]
         if not first.alone or len(ranks) == 1:
@@ -292,7 +292,7 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
             found.append(Held(key, first.shapes, {0: first.numel}))
             continue
         for number in range(len(ranks)):
-            shapes = {_renumber_expert(name, number, local): shape for name, shape in first.shapes.items()}
+            shapes = {renumber_expert(name, number, local): shape for name, shape in first.shapes.items()}
             found.append(Held(key, shapes, {number: first.numel}))
     return found
 
@@ -304,17 +304,17 @@ def _order_names(rank: Rank) -> list[str]:
     return [key for key in rank.model if key in rank.params]
 
 
-def _experts_of_a_rank(rank: Rank) -> dict[str, int]:
-    """Name up to the expert's number -> how many experts a rank has there."""
-    numbers: dict[str, set[int]] = {}
-    for own in rank.params.values():
-        for name in own.shapes if own.alone else ():
-            if expert := EXPERT.fullmatch(name):
-                numbers.setdefault(expert["head"], set()).add(int(expert["number"]))
-    return {head: 1 + max(own) for head, own in numbers.items()}
+def experts_of_a_rank(names: Iterable[str]) -> dict[str, int]:
+    """Name up to the expert's number -> how many experts a rank has there, which has tensors of these names."""
+    found: dict[str, int] = {}
+    for name in names:
+        if expert := EXPERT.fullmatch(name):
+            found[expert["head"]] = max(found.get(expert["head"], 0), 1 + int(expert["number"]))
+    return found
 
 
-def _renumber_expert(name: str, rank: int, local: Mapping[str, int]) -> str:
+def renumber_expert(name: str, rank: int, local: Mapping[str, int]) -> str:
+    """The name of an expert's tensor among those of all ranks, each with so many experts of its own."""
     expert = EXPERT.fullmatch(name)
     assert expert is not None
     return f"{expert['head']}{rank * local[expert['head']] + int(expert['number'])}{expert['tail']}"

@@ -74,14 +74,11 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """
     del allow_unknown  # nothing here is laid out by unknown rules
     ranks = _ranks(listing)
-    save = ranks.save()
-    catalog = ranks.catalog_of(save, ranks.evidence())
-    tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
-    notes = catalog.source.notes
-    if len(ranks.mesh) > 1:
-        notes += (f"The ranks were a mesh of {' x '.join(f'{n} {name}' for name, n in ranks.mesh.items())}.",)
-    source = replace(catalog.source, layout="fsdp", framework=("torch.distributed", ""), notes=notes)
-    return replace(catalog, tensors=tensors, topology=Topology(dp=ranks.world_size), source=source)
+    catalog = ranks.catalog("fsdp", "torch.distributed", ranks.evidence())
+    if len(ranks.mesh) < 2:
+        return catalog
+    note = f"The ranks were a mesh of {' x '.join(f'{n} {name}' for name, n in ranks.mesh.items())}."
+    return replace(catalog, source=replace(catalog.source, notes=(*catalog.source.notes, note)))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -224,14 +221,16 @@ class RankFiles:
             return f"{_NOT_READ}: {self._contradiction.what}"
         return dcp.unread_in(self.save())
 
-    def catalog_of(self, save: dcp.DcpSave, evidence: Evidence) -> Catalog:
-        """The catalog of the ranks' save, and what proves that all ranks are here."""
+    def catalog(self, layout: str, framework: str, evidence: Evidence) -> Catalog:
+        """The catalog of the ranks' save; `evidence`: what proves that all ranks are here. Errors as in `read`."""
+        save = self.save()
         catalog = dcp.catalog_of(save, self.listing, evidence)
-        if self._contradiction is None:
-            return catalog
-        notes = [note for note in catalog.source.notes if not note.startswith(_NOT_READ)]
-        notes.append(f"{self.unread_states()}.")
-        return replace(catalog, source=replace(catalog.source, notes=tuple(notes)))
+        notes = catalog.source.notes
+        if self._contradiction is not None:
+            notes = (*(note for note in notes if not note.startswith(_NOT_READ)), f"{self.unread_states()}.")
+        tensors = {name: self._with_copies(entry, save) for name, entry in catalog.tensors.items()}
+        source = replace(catalog.source, layout=layout, framework=(framework, ""), notes=notes)
+        return replace(catalog, tensors=tensors, topology=Topology(dp=self.world_size), source=source)
 
     def _check_kinds(self) -> None:
         """Raises InconsistentError where a name of the model is a tensor in one rank's file and something else in another's."""
@@ -338,7 +337,7 @@ class RankFiles:
         metadata = Metadata(self.listing.directory.path, items, True)
         return dcp.load_items(self.listing, metadata, self._flat.keys())
 
-    def with_copies(self, entry: TensorEntry, save: dcp.DcpSave) -> TensorEntry:
+    def _with_copies(self, entry: TensorEntry, save: dcp.DcpSave) -> TensorEntry:
         """The tensor, with what further ranks hold of it as replicas."""
         held = self._tensors.get(save.model.items[entry.name].path)
         if held is None:  # of a flat parameter

@@ -33,7 +33,7 @@ def read_pointer(path: Location) -> str:
 def check_tag(tag: str, path: Location, origin: str) -> None:
     """Raises UnsafeError for a tag that is not a name of a directory beside `latest`; `origin`: where it is from."""
     parts = tag.replace("\\", "/").split("/")
-    if os.path.isabs(tag) or "\0" in tag or "\n" in tag or any(part in ("", ".", "..") for part in parts):
+    if os.path.isabs(tag) or "\0" in tag or "\n" in tag or not {"", ".", ".."}.isdisjoint(parts):
         raise UnsafeError(
             f"has a tag that points outside it, in {origin}",
             file=path,

@@ -18,20 +18,20 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any
 
 from zckpt.base import limits
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError, ZckptError
 from zckpt.containers import Container, TensorRef, brief, list_at, load_pickle, mapping_at, open_container, torch_zip
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import as_shape
-from zckpt.core.catalog import Catalog, Topology
+from zckpt.core.catalog import Catalog
 from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Box
 from zckpt.layouts.dcp import read as dcp
-from zckpt.layouts.dcp.metadata import Path
+from zckpt.layouts.dcp.metadata import Path, file_elsewhere
 from zckpt.layouts.fsdp.read import RankFile, RankFiles, leaves
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
@@ -68,13 +68,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """
     del allow_unknown  # nothing here is laid out by unknown rules
     ranks = _ranks(listing)
-    save = ranks.save()
     has_metadata = METADATA in listing.files
     evidence = Evidence("metadata", "'metadata.pkl'") if has_metadata else ranks.evidence()
-    catalog = ranks.catalog_of(save, evidence)
-    tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
-    source = replace(catalog.source, layout="torch_checkpointing", framework=("torch_checkpointing", ""))
-    return replace(catalog, tensors=tensors, topology=Topology(dp=ranks.world_size), source=source)
+    return ranks.catalog("torch_checkpointing", "torch_checkpointing", evidence)
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -239,11 +235,7 @@ class _Save:
         path = layout["file_path"]
         parts = path.replace("\\", "/").split("/") if type(path) is str else [""]
         if "\0" in str(path) or any(part in ("", ".", "..") for part in parts):
-            raise UnsafeError(
-                "the metadata name a file elsewhere", file=self.file, found=brief(path),
-                expected="data files in the checkpoint's own directory",
-                remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
-            )  # fmt: skip
+            raise file_elsewhere(self.file, path)
         return path, str(layout["serialization_format"]["type"])
 
     # -- the items ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -132,23 +132,17 @@ class SubGroups:
         self.total = self._starts[-1]
         self._asked, self._found = (0, 0), tuple[VectorRun, ...]()
 
-    @classmethod
-    def of_ranks(cls, lengths: Iterable[Sequence[int]]) -> list[SubGroups]:
-        """The sub-groups of each rank; ranks that are cut alike share one object."""
-        known: dict[tuple[int, ...], SubGroups] = {}
-        return [known.get(key) or known.setdefault(key, cls(key)) for key in map(tuple, lengths)]
-
     def pieces(self, offset: int, count: int) -> tuple[VectorRun, ...]:
         """The places of elements [offset, offset + count) of the run, up to `total`; `index` is the sub-group."""
-        if self._asked != (offset, count):  # the next rank mostly asks for the same
-            self._asked, self._found = (offset, count), tuple(self._pieces(offset, count))
-        return self._found
-
-    def _pieces(self, offset: int, count: int) -> Iterator[VectorRun]:
+        if self._asked == (offset, count):  # the next rank mostly asks for the same
+            return self._found
+        found: list[VectorRun] = []
         done = 0
         while done < count and offset + done < self.total:
             index = bisect_right(self._starts, offset + done) - 1
             local = offset + done - self._starts[index]
             step = min(count - done, self.lengths[index] - local)
-            yield VectorRun(index, local, done, step)
+            found.append(VectorRun(index, local, done, step))
             done += step
+        self._asked, self._found = (offset, count), tuple(found)
+        return self._found

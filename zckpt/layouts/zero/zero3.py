@@ -236,7 +236,13 @@ def _places(save: Zero3Save) -> Iterator[_Place]:
 
 
 def _sub_groups(shards: Sequence[OptimizerShard]) -> list[SubGroups]:
-    return SubGroups.of_ranks([vector.numel for vector in shard.vectors] for shard in shards)
+    """The sub-groups of each rank; ranks that are cut alike share one object."""
+    known: dict[tuple[int, ...], SubGroups] = {}
+    found: list[SubGroups] = []
+    for shard in shards:
+        lengths = tuple(vector.numel for vector in shard.vectors)
+        found.append(known.get(lengths) or known.setdefault(lengths, SubGroups(lengths)))
+    return found
 
 
 def _pieces(
