@@ -30,9 +30,10 @@ from zckpt.engine.output_files import create
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.convert import usual_dtype
 from zckpt.jobs.declarations import APPLY, Asked
+from zckpt.jobs.opened import WorkingModel
 from zckpt.jobs.options import ApplyOptions
 from zckpt.jobs.planned import Report, protected_places, provenance
-from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
+from zckpt.jobs.versions import dtype_in, open_version
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.output import manifest as manifests
@@ -115,7 +116,7 @@ class PlannedApply:
     """
 
     out: Location
-    old: WeightsVersion
+    old: WorkingModel
     deltas: tuple[DeltaDirectory, ...]
     plan: Plan
     pairs: tuple[Pair, ...]
@@ -158,7 +159,7 @@ def prepare(
         raise UsageError("there is no delta to apply", remedy="Give at least one, between OLD and OUT.")
     place, places = locate(out), [locate(path) for path in deltas]
     found = tuple(read_delta(one) for one in places)
-    version = opened_version(os.fspath(old), asked)
+    version = open_version(os.fspath(old), asked)
     _check_chain(version, found)
     inputs = {*protected_places(version.opened, locate(old)), *places}
     check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
@@ -195,7 +196,7 @@ def prepare(
     return PlannedApply(place, version, found, plan, pairs, tuple(copies), names, asked, job, shared)
 
 
-def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:
+def _check_chain(old: WorkingModel, deltas: Sequence[DeltaDirectory]) -> None:
     """Refuses deltas that do not follow each other, and a first one that is known to be for another version."""
     at, where = _version_of(old), old.catalog.source.path
     for delta in deltas:
@@ -208,7 +209,7 @@ def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:
         at, where = delta.form.version, delta.place.path
 
 
-def _version_of(old: WeightsVersion) -> int | None:
+def _version_of(old: WorkingModel) -> int | None:
     """The version of weights that `apply_delta` wrote; None for other weights."""
     place = manifests.find(old.opened.place.home)
     said = manifests.read(place).options.get(_RECORDED) if place is not None else None
@@ -222,7 +223,7 @@ def _recorded_dtype(place: Location) -> DType | None:
     return to_dtype(said) if said in SHORT_NAMES.values() else None
 
 
-def _names(old: WeightsVersion, delta: DeltaDirectory) -> dict[str, str]:
+def _names(old: WorkingModel, delta: DeltaDirectory) -> dict[str, str]:
     """Name in the old version -> name in the delta, of all tensors that the delta knows. Raises InconsistentError if
     the old version lacks some, or has others.
     """

@@ -24,10 +24,11 @@ from zckpt.deltas.pieces import PieceReader, pieces
 from zckpt.deltas.write import DeltaCounts, data_name, end_delta, facts_name, group_by_size, needed_by, write_group
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import DELTA, Asked
+from zckpt.jobs.opened import WorkingModel
 from zckpt.jobs.options import DeltaOptions
 from zckpt.jobs.own_groups import Delta
 from zckpt.jobs.planned import protected_places, provenance
-from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, pair_tensors
+from zckpt.jobs.versions import TensorPair, open_version, pair_tensors
 from zckpt.output import manifest as manifests
 from zckpt.output.files import FileOrder, Moved
 from zckpt.output.journal import Finished
@@ -145,8 +146,8 @@ class PlannedDelta:
 
     out: Location
     form: DeltaForm
-    old: WeightsVersion
-    new: WeightsVersion
+    old: WorkingModel
+    new: WorkingModel
     groups: Sequence[Sequence[TensorPair]]
     asked: Asked[Delta]
     notes: tuple[str, ...]
@@ -177,11 +178,12 @@ def prepare(
     form = form_for(place, asked.own.version, asked.own.encoding, asked.own.checksum)
     hasher_of(form.checksum)
     Compressor(0, lambda data: None)
-    first = opened_version(os.fspath(old), asked.having(tag=asked.own.old_tag, also=()))
-    second = opened_version(os.fspath(new), asked)
+    first = open_version(os.fspath(old), asked.having(tag=asked.own.old_tag, also=()))
+    second = open_version(os.fspath(new), asked)
     inputs = protected_places(first.opened, locate(old)) | protected_places(second.opened, locate(new))
     check_output(place, single=False, overwrite=asked.publishing.overwrite, protected=inputs)
-    pairs = pair_tensors(first, second, asked.casting.dtype)
+    changed = second.catalog
+    pairs = pair_tensors(first, changed.tensors, changed.aliases, changed.source.path, asked.casting.dtype)
     groups = group_by_size(((pair, pair.nbytes) for pair in pairs), to_bytes(asked.sharding.max_shard_size))
     plan = Plan((), [(entry, entry) for pair in pairs for entry in (pair.old, pair.new)])
     facts = [form.metadata, [pair.dtype.name for pair in pairs], [len(group) for group in groups]]

@@ -19,10 +19,10 @@ from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import ScanRequest, comparisons
 from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
 from zckpt.jobs.groups import Form, Reading
-from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.open import open_catalog
+from zckpt.jobs.steps import open_model, reform
 from zckpt.layouts.gguf import METADATA
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.naming.transform import apply_form
 
 _MOST_LISTED = 20
 
@@ -271,12 +271,9 @@ def _both(
 def _open_side(
     path: str | os.PathLike[str], reading: Reading, *, with_hub_names: bool = False
 ) -> tuple[Catalog, tuple[str, ...]]:
-    opened = open_catalog(os.fspath(path), reading)
-    catalog, stripped = strip_wrappers(opened.catalog)
-    if not with_hub_names:
-        return catalog, opened.catalog.source.notes + stripped
-    form = apply_form(catalog, opened.place, Form(), to_directory=False)
-    return form.catalog, opened.catalog.source.notes + stripped + form.notes
+    model = open_model(open_catalog(os.fspath(path), reading))
+    model = reform(model, Form(), to_directory=False) if with_hub_names else model
+    return model.catalog, model.notes
 
 
 def _are_comparable(x: TensorEntry, y: TensorEntry) -> bool:

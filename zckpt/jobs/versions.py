@@ -15,24 +15,15 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, DType, can_cast
 from zckpt.engine import replicas
 from zckpt.jobs.casting import output_dtype
 from zckpt.jobs.declarations import Asked
 from zckpt.jobs.groups import Form
-from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.selection import resolve_selection, select
-from zckpt.naming.transform import apply_form
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsVersion:
-    """One version, under the names of the output."""
-
-    opened: Opened
-    catalog: Catalog
-    notes: tuple[str, ...]
+from zckpt.jobs.open import open_catalog
+from zckpt.jobs.opened import WorkingModel
+from zckpt.jobs.steps import open_model, reform, select_wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,60 +46,49 @@ class TensorPair:
         return self.old.numel * self.dtype.itemsize
 
 
-def is_plain(version: WeightsVersion) -> bool:
-    """Whether it is consolidated weights, with the names and dtypes that a user has."""
-    return version.opened.catalog.source.layout == "plain"
-
-
-def opened_version(path: str, asked: Asked[object]) -> WeightsVersion:
+def open_version(path: str, asked: Asked[object]) -> WorkingModel:
     """Opens a version. Names, rows and selection that the options ask for are those of checkpoints: plain weights keep
     theirs. Raises ZckptError if it cannot be read, contradicts itself, or the options do not fit it.
     """
     opened = open_catalog(path, asked.reading, as_stored=True)
-    catalog, stripped = strip_wrappers(opened.catalog)
-    plain = opened.catalog.source.layout == "plain"
-    form = apply_form(
-        catalog,
-        opened.place,
-        Form() if plain else asked.naming.form,
-        to_directory=True,
-        exclude=asked.selecting.exclude,
-    )
-    said: tuple[str, ...] = ()
-    if plain:
-        catalog = form.catalog
-    else:
-        naming, said = resolve_selection(form.catalog, asked.selecting, asked.naming, before=catalog)
-        catalog = select(form.catalog, asked.selecting, naming)
-    if not plain or asked.casting.dtype is not None:
-        opened.check_read(catalog.tensors.values())
-    replicas.check(catalog)
-    return WeightsVersion(opened, catalog, (*opened.catalog.source.notes, *stripped, *form.notes, *said))
+    is_plain = opened.catalog.source.layout == "plain"
+    form = Form() if is_plain else asked.naming.form
+    model = reform(open_model(opened), form, to_directory=True, exclude=tuple(asked.selecting.exclude))
+    if not is_plain:
+        model = select_wanted(model, asked.selecting, asked.naming)
+    if not is_plain or asked.casting.dtype is not None:
+        opened.check_read(model.catalog.tensors.values())
+    replicas.check(model.catalog)
+    return model
 
 
-def dtype_in(version: WeightsVersion, entry: TensorEntry, wanted: DType | None) -> DType:
+def dtype_in(version: WorkingModel, entry: TensorEntry, wanted: DType | None) -> DType:
     """The dtype of a tensor of the old version; see [Note: dtypes]."""
-    if wanted is None and is_plain(version):
+    if wanted is None and version.opened.catalog.source.layout == "plain":
         return entry.dtype
     return output_dtype(entry, wanted or BF16)
 
 
-def pair_tensors(old: WeightsVersion, new: WeightsVersion, wanted: DType | None) -> list[TensorPair]:
-    """Every tensor of the old version with the same of the new one, in the old one's order. Raises InconsistentError if
-    the versions have different tensors; it names them, UnsupportedError if a tensor cannot be cast to the dtype that it
-    has in the old version.
-    """
-    return paired_with(old, new.catalog.tensors, new.catalog.aliases, new.catalog.source.path, wanted)
-
-
-def paired_with(
-    old: WeightsVersion,
+def pair_tensors(
+    old: WorkingModel,
     tensors: Mapping[str, TensorEntry],
     aliases: Mapping[str, str],
     where: str,
     wanted: DType | None,
 ) -> list[TensorPair]:
-    """As `pair_tensors`, for a new version of `tensors` with `aliases`, which `where` names in errors."""
+    """Every tensor of the old version with the same of the new one, in the old one's order.
+
+    Args:
+        old: the old version.
+        tensors: of the new one.
+        aliases: of the new one.
+        where: the new one, for errors.
+        wanted: the dtype that is asked for; None for that of the old version.
+
+    Raises:
+        InconsistentError: the versions have different tensors; names them.
+        UnsupportedError: a tensor cannot be cast to the dtype that it has in the old version.
+    """
     known = {*old.catalog, *old.catalog.aliases}
     names = {name: {name} for name in tensors}
     for dropped, kept in aliases.items():
@@ -137,7 +117,7 @@ def paired_with(
     return pairs
 
 
-def _refuse(old: WeightsVersion, names: Iterable[str], who: str, kind: str) -> None:
+def _refuse(old: WorkingModel, names: Iterable[str], who: str, kind: str) -> None:
     names = list(names)
     if names:
         raise InconsistentError(

@@ -37,8 +37,9 @@ from zckpt.deltas.write import end_delta, group_by_size, write_group
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import APPLY
 from zckpt.jobs.delta import DeltaReport, form_for
+from zckpt.jobs.opened import WorkingModel
 from zckpt.jobs.planned import protected_places
-from zckpt.jobs.versions import WeightsVersion, opened_version, paired_with
+from zckpt.jobs.versions import open_version, pair_tensors
 from zckpt.live.assignment import (
     Assignment,
     Contribution,
@@ -109,7 +110,7 @@ def export_delta(
     """
     directory = old.directory if isinstance(old, HeldWeights) else os.fspath(old)
     given = attempt(lambda: local_model(engine_or_model))
-    before = attempt(lambda: opened_version(directory, APPLY.ask()))
+    before = attempt(lambda: open_version(directory, APPLY.ask()))
     world = Ranks("export_delta", digest_of_names(given))
     offers = given if isinstance(given, Exception) else given.offers
     assigned = assign(world, before if isinstance(before, Exception) else offers)
@@ -121,14 +122,14 @@ def export_delta(
         def plan() -> _Share:
             nonlocal staging
             [entries] = first_error([assigned.tensors])
-            assert isinstance(given, LocalModel) and isinstance(before, WeightsVersion)
+            assert isinstance(given, LocalModel) and isinstance(before, WorkingModel)
             place = locate(out)
             form = form_for(place, version, encoding, checksum)
             check_path(
                 place, single=False, overwrite=False, protected=protected_places(before.opened, locate(directory))
             )
             aliases = {dropped: kept for dropped, kept in given.aliases.items() if kept in entries}
-            pairs = paired_with(before, entries, aliases, "the live model", wanted)
+            pairs = pair_tensors(before, entries, aliases, "the live model", wanted)
             share = -(-sum(pair.nbytes for pair in pairs) // world.size)
             groups = group_by_size(((pair, pair.nbytes) for pair in pairs), max(1, min(most, share)))
             staging = LocalDestination(place.path, single=False)
@@ -141,7 +142,7 @@ def export_delta(
         share = world.tell(attempt(plan) if world.rank == 0 else None)
         blind = world.fold([] if os.path.isdir(share.directory) else [world.rank], operator.add)
         world.tell(attempt(lambda: _refuse_blind(blind or [], os.fspath(out), world.size)) if world.rank == 0 else None)
-        assert isinstance(given, LocalModel) and isinstance(before, WeightsVersion)
+        assert isinstance(given, LocalModel) and isinstance(before, WorkingModel)
         tasks = _tasks(world, share, assigned)
         work = _Work(world, given, before, share, tasks, old if isinstance(old, HeldWeights) else None)
         outcome = world.fold(attempt(work.carry_out), lambda one, later: attempt(lambda: _first_lost(one, later)))
@@ -250,7 +251,7 @@ class _Work:
         self,
         world: Ranks,
         given: LocalModel,
-        old: WeightsVersion,
+        old: WorkingModel,
         share: _Share,
         tasks: list[_Task],
         held: HeldWeights | None,
