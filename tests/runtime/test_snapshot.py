@@ -27,7 +27,7 @@ def test_copies_are_bitwise() -> None:
                 tensors[f"{first} {count} {dtype}", ""] = part
     turned = torch.arange(6, dtype=torch.float32).view(torch.complex64)
     tensors["conjugate", ""], tensors["negative", ""] = turned.conj(), turned.conj().imag
-    pool = snapshot.Pool()
+    pool: snapshot.Pool = {}
     for at_once in (True, False):
         made = snapshot.Snapshot(tensors, lambda key, at_once=at_once: at_once, pool)  # type: ignore[arg-type,misc]
         made.check()

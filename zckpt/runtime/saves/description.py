@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
 from zckpt.containers import Placeholder
@@ -41,14 +40,10 @@ OWN = "zckpt"
 _PRECISIONS = {"fp32": F32, "bf16": BF16, "fp16": F16}
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The tensors of all ranks; from save to save only their numbers change. `weights` are in the order of the model's state
-    dict: masters as parameters, their module weights as replicas. `states`: parameter -> state of the optimizer -> its elements.
-    """
-
-    weights: Catalog
-    states: Mapping[str, Mapping[str, TensorEntry]]
+Described = tuple[Catalog, dict[str, dict[str, TensorEntry]]]
+"""The tensors of all ranks; from save to save only their numbers change. Weights in the order of the model's state dict, masters
+as parameters, their module weights as replicas; and parameter -> state of the optimizer -> its elements.
+"""
 
 
 def signature(state: RunState) -> Hashable:
@@ -95,10 +90,12 @@ def describe(state: RunState) -> Described:
         fragments = (Fragment(store, 0, 0, buffer.numel()),)
         found[name] = TensorEntry(name, tuple(buffer.shape), dtype, "buffer", fragments)
     ordered = {name: found[name] for name in names_of_tensors(state.run) if name in found}
-    return Described(Catalog(ordered, Source("live", "the run"), LIVE, state.aliases), states)
+    return Catalog(ordered, Source("live", "the run"), LIVE, state.aliases), states
 
 
-def describe_training(state: RunState, described: Described, client: Mapping[str, Any], *, copied: bool) -> Training:
+def describe_training(
+    state: RunState, states: Mapping[str, Mapping[str, TensorEntry]], client: Mapping[str, Any], *, copied: bool
+) -> Training:
     """The data beside the weights. `copied` as for `to_inert`. Raises UsageError if the client state uses a name of the
     checkpoint's own, UnsupportedError if something in it cannot be written.
     """
@@ -146,7 +143,7 @@ def describe_training(state: RunState, described: Described, client: Mapping[str
     }
     return Training(
         groups=tuple(groups),
-        states=described.states,
+        states=states,
         scaler=_scaler(state) | ({"clip_grad": config.gradient_clipping} if run.settings.zero.stage in (1, 2) else {}),
         model=model,
         precision=_PRECISIONS[config.precision],

@@ -25,7 +25,7 @@ from zckpt.runtime.init_context import GatheredParameters
 from zckpt.runtime.saves.background import Saving
 from zckpt.runtime.saves.loading import OpenedSame, load, open_same
 from zckpt.runtime.saves.saved_run import LoadOptions
-from zckpt.runtime.saves.saving import SaveOptions, save
+from zckpt.runtime.saves.saving import save
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.storage.location import locate
 from zckpt.team.meeting import ENTRY_S, LOAD_S, Attempt, Meetings
@@ -80,8 +80,10 @@ class Saves(TrainingRun):
             raise UsageError("save_checkpoint needs a directory", found="an empty text", remedy="Name it in save_dir.")
         self.wait_for_checkpoint()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        options = SaveOptions(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
-        self._saving = save(self, self._meetings("save"), options, client_state or {})
+        self._saving = save(
+            self, self._meetings("save"), os.fspath(save_dir), name, client_state or {},
+            latest=save_latest, only_trained=exclude_frozen_parameters,
+        )  # fmt: skip
         return True
 
     def wait_for_checkpoint(self) -> None:

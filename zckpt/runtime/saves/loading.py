@@ -171,7 +171,7 @@ def _room(run: TrainingRun, saved: SavedRun) -> tuple[list[Want], States]:
             wanted.append((weights[parameter.name], parameter, parameter.part().view(-1)))
     wanted += [(weights[name], None, buffer) for name, buffer in buffers_of(run).items() if name in weights]
     states: list[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, float]]] = []
-    for parameter, entries, numbers in (one for group in saved.groups.values() for one in group.states):
+    for parameter, entries, numbers in (one for _, several in saved.groups.values() for one in several):
         master, optimizer = parameter.master, run.optimizer
         assert master is not None and optimizer is not None
         there = optimizer.state.get(master, {})
@@ -206,8 +206,8 @@ def _take_up(run: TrainingRun, saved: SavedRun, states: States, fill: Callable[[
         parameter.give_back()
     _fill_whole(run, saved)
     if run.optimizer is not None:
-        for number, group in saved.groups.items():
-            run.optimizer.param_groups[number].update(group.options)
+        for number, (settings, _) in saved.groups.items():
+            run.optimizer.param_groups[number].update(settings)
         _put_states(run, states)
         if saved.scaler is not None:
             run.scaler.load_state(saved.scaler)
@@ -269,15 +269,14 @@ def _with_undefined_state(error: Exception) -> Exception:
 
 def _set_counters(run: TrainingRun, saved: SavedRun, *, begins_step_again: bool) -> None:
     """Sets counters, the loader's position and random generators; a step that was begun continues or begins again."""
-    counters = saved.counters
-    if counters is not None:
-        again = counters.pending if begins_step_again else 0
-        run.global_steps, run.global_samples = counters.global_steps, counters.global_samples
-        run.skipped_steps = counters.skipped_steps
-        run.micro_steps = counters.micro_steps - again
-        run.pending_micro_steps = counters.pending - again
-        if run.training_dataloader is not None and counters.data is not None:
-            run.training_dataloader.load_state_dict({**counters.data, "batch": max(0, counters.data["batch"] - again)})
+    if saved.counters:
+        again = saved.counters["pending_micro_steps"] if begins_step_again else 0
+        for name, number in saved.counters.items():
+            setattr(run, name, number)
+        run.micro_steps -= again
+        run.pending_micro_steps -= again
+        if run.training_dataloader is not None and saved.data:
+            run.training_dataloader.load_state_dict({**saved.data, "batch": max(0, saved.data["batch"] - again)})
         if again and run.global_rank == 0:
             _log.warning(
                 "%s was saved after %s of a step. Their gradients cannot be used in this run, so the step begins again, "

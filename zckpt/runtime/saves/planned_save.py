@@ -14,6 +14,7 @@ import torch
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
+from zckpt.core.catalog import Catalog
 from zckpt.core.plan import OutputFile, Pair, Plan
 from zckpt.core.stores import FileStore
 from zckpt.engine import move
@@ -36,7 +37,7 @@ class Outlined:
     """The checked outline of what a rank has to save.
 
     Attributes:
-        described: what all ranks hold.
+        weights: what all ranks hold of them.
         training: all that is beside the weights.
         target: the save.
         own: the file of what only this rank has; None if it has nothing of the kind.
@@ -44,7 +45,7 @@ class Outlined:
         rank: of those that take part, `target.world_size` of them.
     """
 
-    described: Described
+    weights: Catalog
     training: Training
     target: ZeroTarget
     own: Plan | None
@@ -78,10 +79,10 @@ def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, cop
     known, now = _known.get(run), signature(state)
     if known is None or known[0] != now:
         known = _known[run] = now, describe(state)
-    described = known[1]
+    weights, states = known[1]
     return Outlined(
-        described=described,
-        training=describe_training(state, described, client_state, copied=copied),
+        weights=weights,
+        training=describe_training(state, states, client_state, copied=copied),
         target=target_of(
             run,
             place,
@@ -106,7 +107,7 @@ def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
     """Plans the files and rounds. Writes nothing, and reads nothing of the run. Raises ZckptError if the files cannot
     be laid out, or there is no memory for the exchange.
     """
-    own, weights, training = outlined.own, outlined.described.weights, outlined.training
+    own, weights, training = outlined.own, outlined.weights, outlined.training
     target = outlined.target
     if not outlined.takes_part:
         nothing: dict[Hashable, torch.Tensor] = {}  # `own` holds all that it needs

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.plan import Plan
@@ -31,14 +30,10 @@ MOMENT = ("global_steps", "micro_steps")
 """Counters that distinguish the saves of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankStates:
-    """The contents of a rank's file; its elements are still in the file. `buffers`: by name, if they differ from rank 0's;
-    `gradients`: of the micro batches since the last step, from `gradients.take_gradients`; None if not of a run in this shape.
-    """
-
-    buffers: Mapping[str, TensorRef]
-    gradients: Mapping[str, Mapping[str, TensorRef]] | None
+RankStates = tuple[Mapping[str, TensorRef], "Mapping[str, Mapping[str, TensorRef]] | None"]
+"""Of a rank's file, with elements that are still in it: buffers by name, if they differ from rank 0's; and the gradients of the
+micro batches since the last step, from `gradients.take_gradients`, None if not of a run in this shape.
+"""
 
 
 def digest_of(buffers: Mapping[str, torch.Tensor]) -> str:
@@ -74,14 +69,14 @@ def lay_out(state: RunState, place: str, *, copied: bool) -> Plan | None:
     return file.finish(file.adopt(root))
 
 
-def read(run: TrainingRun, listing: Listing, moment: Mapping[str, Any], called: Mapping[str, str]) -> RankStates | None:
-    """The file of this rank, in a listing of the save as this rank sees it; None if there is none. `moment`: `global_steps`
-    and `micro_steps` when it was saved, as the other files say; `called`: for each name of the checkpoint, what the model
-    calls it. Raises InconsistentError if it is of another save.
+def read(run: TrainingRun, listing: Listing, moment: Mapping[str, Any], called: Mapping[str, str]) -> RankStates:
+    """What the file of this rank has, in a listing of the save as this rank sees it; nothing if there is none. `moment` is what
+    the other files say of `global_steps` and `micro_steps` when it was saved; `called`: for each name of the checkpoint, what the
+    model calls it. Raises InconsistentError if it is of another save.
     """
     name = rank_file(run.global_rank)
     if name not in listing.files:
-        return None
+        return {}, None
     root = mapping(listing.open(name).root)
     own = mapping(root.get("zckpt"))
     if own.get("moment") != dict(moment):
@@ -91,7 +86,7 @@ def read(run: TrainingRun, listing: Listing, moment: Mapping[str, Any], called: 
             remedy="Copy all files of one save into this directory, or remove this file; an unfinished step then begins again.",
         )  # fmt: skip
     if root.get("dp_world_size") != run.world_size:
-        return None
+        return {}, None
     found: dict[str, dict[str, Any]] | None = None
     if "gradients" in root:
         found = {
@@ -101,7 +96,7 @@ def read(run: TrainingRun, listing: Listing, moment: Mapping[str, Any], called: 
         if own.get("shape") != _shape(run) or not gradients.fits(run.module, run.sharded.parameters, found):
             found = None
     buffers = {called.get(str(name), str(name)): ref for name, ref in mapping(root.get("buffers")).items()}
-    return RankStates(buffers, found)
+    return buffers, found
 
 
 def _count_text(moment: Mapping[str, object]) -> str:

@@ -30,7 +30,7 @@ from zckpt.layouts.zero.same_layout import Held, SameLayout
 from zckpt.live.plain_values import from_inert, mapping
 from zckpt.runtime.saves import rank_states
 from zckpt.runtime.saves.description import OWN, target_of
-from zckpt.runtime.saves.rank_states import MOMENT, RankStates
+from zckpt.runtime.saves.rank_states import MOMENT
 from zckpt.runtime.saves.run_state import buffers_of, group_members
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
@@ -56,35 +56,10 @@ class LoadOptions:
     strict: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SavedGroup:
-    """The state that a checkpoint has for a parameter group of the run's optimizer.
-
-    Attributes:
-        options: settings that it changes.
-        states: for each parameter that it knows, per-element states and states of one number.
-    """
-
-    options: Mapping[str, Any]
-    states: tuple[tuple[ShardedParameter, Mapping[str, Held], Mapping[str, float]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """The position of a run.
-
-    Attributes:
-        global_steps: and the others as in `Engine`.
-        pending: micro batches since the last step, among `micro_steps`.
-        data: position of the loader.
-    """
-
-    global_steps: int
-    global_samples: int
-    skipped_steps: int
-    micro_steps: int
-    pending: int
-    data: Mapping[str, int] | None
+SavedGroup = tuple[dict[str, Any], list[tuple[ShardedParameter, Mapping[str, Held], Mapping[str, float]]]]
+"""Of a parameter group, the settings that a checkpoint changes; and for each parameter that it knows, per-element states and
+states of one number.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +75,8 @@ class SavedRun:
         groups: by the number of the group in the optimizer.
         scaler: state of the loss scale.
         schedule: state of the schedule.
-        counters: where the run was.
+        counters: those of `RunState` by name; empty if it has none.
+        data: position of the loader; empty likewise.
         rng: random generators of the rank of this number.
         gradients: of the micro batches since the last step.
         full: parameters with all of their elements, for those that stay whole in a load; empty if they are gathered after it.
@@ -116,7 +92,8 @@ class SavedRun:
     groups: Mapping[int, SavedGroup]
     scaler: Mapping[str, Any] | None
     schedule: Any
-    counters: Counters | None
+    counters: Mapping[str, int]
+    data: Mapping[str, int]
     rng: Mapping[str, Any]
     gradients: Mapping[str, Mapping[str, TensorRef]] | None
     full: Mapping[str, Held]
@@ -133,20 +110,21 @@ def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) 
     training = _training(run, opened, options, called)
     rest: Mapping[str, Any] = {} if training is None else training.model
     own = mapping(rest.get(OWN))
-    mine: RankStates | None = None
+    refs: Mapping[str, TensorRef] = {}
+    gradients: Mapping[str, Mapping[str, TensorRef]] | None = None
     groups: dict[int, SavedGroup] = {}
     if training is not None:
         _check_states(run, training)
-        mine = rank_states.read(run, seen, {key: {**own, **rest}.get(key) for key in MOMENT}, called)
+        refs, gradients = rank_states.read(run, seen, {key: {**own, **rest}.get(key) for key in MOMENT}, called)
         if options.optimizer:
             groups = dict(_saved_groups(run, training, training.states))
-    buffers = _own_buffers(run, catalog, mine, seen, called) if run.world_size > 1 else {}
+    buffers = _own_buffers(run, catalog, refs, seen, called) if run.world_size > 1 else {}
     weights = {name: catalog[name] for name in _names(run) if has(catalog, name)}
     seen_by_all = opened.place.listing
     file, rng = _state_file(run, seen_by_all), _rng(run, seen_by_all, own) if options.counters else {}
     made = _saved_run(run, options, seen_by_all, training, weights, groups, catalog.extras, file, rng)
-    gradients = None if mine is None or not (options.counters and options.optimizer) else mine.gradients
-    return replace(made, buffers=buffers, buffers_lost=_lacks_buffers(run, own, buffers), gradients=gradients)
+    wanted = gradients if options.counters and options.optimizer else None
+    return replace(made, buffers=buffers, buffers_lost=_lacks_buffers(run, own, buffers), gradients=wanted)
 
 
 def read_same(run: TrainingRun, options: LoadOptions, listing: Listing) -> tuple[SavedRun, str] | None:
@@ -225,7 +203,8 @@ def _saved_run(
         groups=groups,
         scaler=_scaler(training) if training is not None and options.optimizer else None,
         schedule=None if schedule is None else from_inert(schedule),
-        counters=_counters(run, rest, own) if options.counters else None,
+        counters=_counters(run, rest, own) if options.counters else {},
+        data=from_inert(dict(mapping(own.get("data")))),
         rng=from_inert(dict(rng)),
         gradients=None,
         full={},
@@ -359,10 +338,9 @@ def has(catalog: Catalog, name: str) -> bool:
 
 
 def _own_buffers(
-    run: TrainingRun, catalog: Catalog, mine: RankStates | None, seen: Listing, called: Mapping[str, str]
+    run: TrainingRun, catalog: Catalog, refs: Mapping[str, Any], seen: Listing, called: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
-    """This rank's buffers, where the save was made by as many ranks and holds each one's."""
-    refs: Mapping[str, Any] = {} if mine is None else mine.buffers
+    """This rank's buffers, where the save was made by as many ranks and holds each one's; `refs` are those of the rank's file."""
     shards = seen.shards("model")
     last = run.world_size - 1
     if not refs and run.global_rank in shards and (last in shards) and max(shards) == last:
@@ -399,8 +377,8 @@ def _saved_groups(
         if known:
             settings, keys = owner[known[0].name][0], _keys(group)
             options = {key: from_inert(value) for key, value in settings.items() if key in keys}
-            states = ((one, held.get(one.name, {}), mapping(odd.get(one.name)) or owner[one.name][1]) for one in known)
-            yield number, SavedGroup(options, tuple(states))
+            states = [(one, held.get(one.name, {}), mapping(odd.get(one.name)) or owner[one.name][1]) for one in known]
+            yield number, (options, states)
 
 
 def _keys(group: Mapping[str, Any]) -> set[str]:
@@ -432,25 +410,24 @@ def _scaler(training: Training) -> dict[str, Any]:
     return {key: value for key, value in mapping(state).items() if isinstance(value, int | float)}
 
 
-def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Counters | None:
+def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, int]:
     steps, accumulation = rest.get("global_steps"), run.batch.accumulation
     if not isinstance(steps, int):
-        return None
-    samples, skipped, data = rest.get("global_samples"), rest.get("skipped_steps"), own.get("data")
+        return {}
+    samples, skipped = rest.get("global_samples"), rest.get("skipped_steps")
     micro, pending = own.get("micro_steps"), own.get("pending_micro_steps")
     before = mapping(rest.get("ds_config")).get("gradient_accumulation_steps")
     if not isinstance(micro, int) or not isinstance(pending, int):  # a save of DeepSpeed
         micro, pending = steps * accumulation, 0
     if before is not None and before != accumulation:
         micro = steps * accumulation + pending
-    return Counters(
-        global_steps=steps,
-        global_samples=samples if isinstance(samples, int) else steps * run.batch.total,
-        skipped_steps=skipped if isinstance(skipped, int) else 0,
-        micro_steps=micro,
-        pending=pending,
-        data=from_inert(dict(data)) if isinstance(data, Mapping) else None,
-    )
+    return {
+        "global_steps": steps,
+        "global_samples": samples if isinstance(samples, int) else steps * run.batch.total,
+        "skipped_steps": skipped if isinstance(skipped, int) else 0,
+        "micro_steps": micro,
+        "pending_micro_steps": pending,
+    }
 
 
 def _rng(run: TrainingRun, listing: Listing, own: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -45,26 +45,18 @@ from zckpt.team.sameness import place_of_directory, ranks_by_value
 _log = logging.getLogger("zckpt.runtime")
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """The arguments of `save_checkpoint`.
-
-    Attributes:
-        directory: that holds the tags.
-        tag: of this save.
-        latest: whether `latest` is to name it.
-        only_trained: leave out parameters that are not trained.
-    """
-
-    directory: str
-    tag: str
-    latest: bool = True
-    only_trained: bool = False
-
-
-def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
-    """Saves a run; see [Note: the order of a save]. Under `async_save` it returns the thread that does all but the first
-    step, from a copy in host memory.
+def save(
+    run: TrainingRun,
+    meetings: Meetings,
+    directory: str,
+    tag: str,
+    client_state: Mapping[str, Any],
+    *,
+    latest: bool,
+    only_trained: bool,
+) -> Saving | None:
+    """Saves a run, with the arguments of `save_checkpoint`; see [Note: the order of a save]. Under `async_save` it returns the
+    thread that does all but the first step, from a copy in host memory.
 
     Raises:
         UsageError: the tag cannot name a directory, or the client state uses names of the checkpoint's own.
@@ -73,9 +65,9 @@ def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_stat
         OutputError: a file cannot be written, here or elsewhere; what was there before is unchanged.
     """
     meetings.begin(f"{run.micro_steps}")
-    state, publication = _enter(run, meetings, options)
+    state, publication = _enter(run, meetings, directory, tag, latest=latest)
     try:
-        begun, root = _begin_together(state, meetings, publication, options, client_state)
+        begun, root = _begin_together(state, meetings, publication, client_state, only_trained=only_trained)
         if isinstance(begun, Copied):
             server = meetings.server()
             what = f"save of {publication.tag!r} in {publication.directory}"
@@ -104,7 +96,7 @@ class _Means:
     elements, and its store (None before the first one, and after one that failed); how many there were, as on every rank.
     """
 
-    pool: Pool = field(default_factory=Pool)
+    pool: Pool = field(default_factory=dict[bool, torch.Tensor])
     group: tuple[Any, object] | None = None
     number: int = 0
 
@@ -113,7 +105,12 @@ _means: WeakKeyDictionary[TrainingRun, _Means] = WeakKeyDictionary()
 
 
 def _begin_together(
-    state: RunState, meetings: Meetings, publication: Publication, options: SaveOptions, client_state: Mapping[str, Any]
+    state: RunState,
+    meetings: Meetings,
+    publication: Publication,
+    client_state: Mapping[str, Any],
+    *,
+    only_trained: bool,
 ) -> tuple[PlannedSave | Copied, str]:
     """The save, planned or copied on every rank, and the directory for this rank's files."""
     run = state.run
@@ -126,7 +123,7 @@ def _begin_together(
     with Attempt() as tried:
         publication.begin()
         _warn_of_gradients(state)
-        if options.only_trained:
+        if only_trained:
             state = _only_trained(state)
         if means is not None:
             begun = _copy_state(state, outline(state, client_state, STAGED, copied=True), means)
@@ -181,14 +178,16 @@ def _finish(meetings: Meetings, publication: Publication, planned: PlannedSave, 
         meetings.part()
 
 
-def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[RunState, Publication]:
+def _enter(
+    run: TrainingRun, meetings: Meetings, directory: str, tag: str, *, latest: bool
+) -> tuple[RunState, Publication]:
     """Meets the other ranks and agrees on the tag; returns the state and the save's publication."""
     checkpoint = run.settings.config.checkpoint
     digest: str | None = None
     with Attempt() as tried:
         state = capture(run)
         digest = digest_of(state.buffers)
-    word = [options.tag, digest, *place_of_directory(options.directory)]
+    word = [tag, digest, *place_of_directory(directory)]
     words = meetings.agree("save_checkpoint", tried.error, word, within_s=ENTRY_S)
     local, first = checkpoint.use_node_local_storage, words[0]
     if not local and any(one[2] != first[2] and (one[3] is None or one[3] != first[3]) for one in words):
@@ -199,7 +198,7 @@ def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[
             "checkpoint.use_node_local_storage to true.",
         )  # fmt: skip
     differing = frozenset(rank for rank, one in enumerate(words) if one[1] != first[1])
-    tag, *others = dict.fromkeys(one[0] for one in words)
+    common, *others = dict.fromkeys(one[0] for one in words)
     if others:
         found = ranks_by_value([repr(one[0]) for one in words])
         if checkpoint.tag_validation == "FAIL":
@@ -207,14 +206,14 @@ def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> tuple[
                 "the ranks disagree on the tag of save_checkpoint", found=found, expected="one tag",
                 remedy="Nothing was written. Use a tag without anything that differs from rank to rank.",
             )  # fmt: skip
-        if checkpoint.tag_validation == "WARN" and (run.global_rank == 0 or options.tag != tag):
+        if checkpoint.tag_validation == "WARN" and (run.global_rank == 0 or tag != common):
             warnings.warn(f"The ranks disagree on the tag: {found}. Rank 0's is used.", stacklevel=4)
-    check_tag(tag)
+    check_tag(common)
     return replace(state, differing=differing), Publication(
-        os.path.abspath(options.directory),
-        tag,
+        os.path.abspath(directory),
+        common,
         leader=(run.local_rank if local else run.global_rank) == 0,
-        latest=options.latest,
+        latest=latest,
         keep_last=checkpoint.keep_last,
     )
 

@@ -31,25 +31,8 @@ Vectors = Mapping[Hashable, torch.Tensor]
 _ALIGNMENT = 64
 
 
-class Pool:
-    """Host memory that is kept for the next copy, one copy at a time."""
-
-    def __init__(self) -> None:
-        self._memory: dict[bool, torch.Tensor] = {}
-
-    def take(self, nbytes: int, *, locked: bool) -> torch.Tensor:
-        """Any bytes; `locked`: page-locked, for copies from a device. Raises OutputError if there is no memory."""
-        if locked not in self._memory or self._memory[locked].numel() < nbytes:
-            self._memory.pop(locked, None)
-            try:
-                self._memory[locked] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=locked)
-            except RuntimeError as error:
-                raise OutputError(
-                    "there is no memory for a copy of this rank's part of the run", found=str(error).splitlines()[0],
-                    expected=f"{size(nbytes)} of host memory",
-                    remedy="Free memory on this rank, or set checkpoint.async_save to false.",
-                ) from error  # fmt: skip
-        return self._memory[locked][:nbytes]
+Pool = dict[bool, torch.Tensor]
+"""Host memory that is kept for the next copy, one copy at a time: whether it is page-locked (to copy from a device) -> bytes."""
 
 
 class Snapshot:
@@ -131,11 +114,21 @@ def _room_for(tensors: Vectors, pool: Pool) -> dict[Hashable, torch.Tensor]:
         locked = source.device.type != "cpu" and device.pins()
         places[key] = locked, taken[locked]
         taken[locked] += -(-source.numel() * source.element_size() // _ALIGNMENT) * _ALIGNMENT
-    memory = {locked: pool.take(nbytes, locked=locked) for locked, nbytes in taken.items() if nbytes}
+    for locked, nbytes in taken.items():
+        if nbytes > (pool[locked].numel() if locked in pool else 0):
+            pool.pop(locked, None)
+            try:
+                pool[locked] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=locked)
+            except RuntimeError as error:
+                raise OutputError(
+                    "there is no memory for a copy of this rank's part of the run", found=str(error).splitlines()[0],
+                    expected=f"{size(nbytes)} of host memory",
+                    remedy="Free memory on this rank, or set checkpoint.async_save to false.",
+                ) from error  # fmt: skip
     made: dict[Hashable, torch.Tensor] = {}
     for key, (locked, at) in places.items():
         source = tensors[key]
         nbytes = source.numel() * source.element_size()
-        room = memory[locked][at : at + nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
+        room = pool[locked][at : at + nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
         made[key] = room.view(source.dtype)
     return made
