@@ -14,7 +14,7 @@ from ranks import OURS, TRAINER, run_ranks
 from torch import nn
 
 import zckpt
-from zckpt.integrations.weights import WeightsOptions, WeightsWriter
+from zckpt.integrations.weights import WeightsWriter
 
 WORKER = Path(__file__).with_name("callbacks_worker.py")
 GROUPS = ["ours3 fsdp2", *proofs.cases([["ours1 ours2"], ["theirs1 theirs2 theirs3"]])]
@@ -89,8 +89,7 @@ def test_weights_are_pushed_when_they_are_written(tmp_path: Path, monkeypatch: p
     with HubServer(tmp_path / "server") as server:
         server.user("me", "hf_meWrites0123456789")
         options = {"endpoint": server.url, "token": "hf_meWrites0123456789", "progress": False}
-        options = WeightsOptions(push_to="me/my-model", push_options=options)
-        writer = WeightsWriter(options)
+        writer = WeightsWriter(push_to="me/my-model", push_options=options)
         assert writer.write(nn.Linear(3, 2), str(tmp_path / "weights")), writer.failures
         assert "model.safetensors" in server.files("me/my-model")
 
@@ -107,7 +106,7 @@ def test_what_cannot_be_read_from_memory_is_converted_from_the_checkpoint(tmp_pa
         plain = nn.Linear(3, 2)
         torch.save({name: value.clone() for name, value in plain.state_dict().items()}, tmp_path / "step.bin")
         model = FullyShardedDataParallel(plain, device_id=torch.device("cpu"))
-        writer = WeightsWriter(WeightsOptions())
+        writer = WeightsWriter()
         assert writer.write(model, str(tmp_path / "weights"), checkpoint=str(tmp_path / "step.bin")), writer.failures
         assert not writer.write(model, str(tmp_path / "other")) and "FSDP1" in str(writer.failures)
     finally:
@@ -122,7 +121,7 @@ def test_an_error_is_raised_if_that_is_asked_for(tmp_path: Path) -> None:
     from zckpt.integrations import TrainerWeights
 
     (tmp_path / "file").write_text("")
-    writer = WeightsWriter(WeightsOptions(on_error="raise"))
+    writer = WeightsWriter(on_error="raise")
     with pytest.raises(zckpt.OutputError):
         writer.write(nn.Linear(2, 2), str(tmp_path / "file"))
     with pytest.raises(zckpt.UsageError, match="on_error has a value"):

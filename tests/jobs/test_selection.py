@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.base.errors import UsageError
-from zckpt.integrations.weights import WeightsOptions
+from zckpt.integrations.weights import WeightsWriter
 from zckpt.jobs.declarations import TO_DCP, TO_MCORE
 from zckpt.jobs.groups import Selecting
 from zckpt.jobs.open import open_catalog
@@ -88,7 +88,7 @@ def test_sizes_that_no_file_has() -> None:
         lambda: Options(max_shard_size="0GB"),
         lambda: TO_DCP.ask(max_file_bytes=0),
         lambda: TO_MCORE.ask(max_file_bytes=0),
-        lambda: WeightsOptions(max_shard_size=0),
+        lambda: WeightsWriter(max_shard_size=0),
     ):
         with pytest.raises(UsageError, match="is too small"):
             make()

@@ -149,18 +149,9 @@ Decoder = XorDecoder | OverwriteDecoder
 
 
 def decoder_of(encoding: Encoding, nbytes: int, read: Callable[[int, int], bytes], file: str, name: str) -> Decoder:
-    """Begins to turn old bytes into new ones, in order.
-
-    Args:
-        encoding: of the difference.
-        nbytes: of the tensor.
-        read: gives bytes of the compressed difference, given how many at most and the offset in it.
-        file: that it is in, for errors.
-        name: of the tensor.
-
-    Raises:
-        UnsupportedError: a package is not installed.
-        CorruptError: the difference is damaged.
+    """Begins to turn a tensor's `nbytes` old bytes into new ones, in order. `read` gives bytes of the compressed difference,
+    given how many at most and the offset in it; `file` has it, for errors. Raises UnsupportedError if a package is not installed,
+    CorruptError if the difference is damaged.
     """
     if encoding == "xor":
         return XorDecoder(nbytes, read, file, name)

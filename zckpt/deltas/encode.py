@@ -58,17 +58,8 @@ class TensorChange:
 
 
 class Encoder:
-    """Takes a tensor's old and new bytes in order, and gives its difference.
-
-    Args:
-        name: of the tensor.
-        numel: its elements.
-        dtype: of both versions.
-        form: of the delta.
-        directory: for what does not fit into memory.
-
-    Raises:
-        UnsupportedError: the form cannot say which bytes of so large a tensor changed, or a package is not installed.
+    """Takes a tensor's old and new bytes in order, and gives its difference. `directory`: for what does not fit into memory.
+    Raises UnsupportedError if the form cannot say which bytes of so large a tensor changed, or a package is not installed.
     """
 
     def __init__(self, name: str, numel: int, dtype: DType, form: DeltaForm, directory: str) -> None:

@@ -34,11 +34,8 @@ R = TypeVar("R")
 
 
 class PieceReader:
-    """Reads tensors piece by piece, on any number of threads; use as a context manager.
-
-    Args:
-        how: threads and I/O settings.
-        nbytes: that will be read and written in all.
+    """Reads tensors piece by piece, on any number of threads; use as a context manager. `nbytes`: that will be read and written
+    in all.
     """
 
     def __init__(self, how: Pace, nbytes: int) -> None:

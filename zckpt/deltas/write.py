@@ -31,33 +31,8 @@ Sized = TypeVar("Sized")
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """What is known of a group when its file is made.
-
-    Attributes:
-        file: the file's size and CRC-32; (0, 0) if nothing changed, and there is no file.
-        changed: tensors with differences in the file, in its order.
-        unchanged: tensor -> checksum.
-        tensors: of the group.
-        numel: elements in them.
-        numel_changed: of these, how many changed.
-        nbytes: of the tensors.
-        nbytes_changed: of the tensors that changed.
-    """
-
-    file: tuple[int, int]
-    changed: tuple[str, ...]
-    unchanged: dict[str, str]
-    tensors: int
-    numel: int
-    numel_changed: int
-    nbytes: int
-    nbytes_changed: int
-
-
-@dataclass(frozen=True, slots=True)
 class DeltaCounts:
-    """What a delta holds.
+    """What a delta, or a group of it, holds.
 
     Attributes:
         tensors: of the weights.
@@ -72,6 +47,23 @@ class DeltaCounts:
     numel: int
     changed: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What is known of a group when its file is made.
+
+    Attributes:
+        file: the file's size and CRC-32; (0, 0) if nothing changed, and there is no file.
+        changed: tensors with differences in the file, in its order.
+        unchanged: tensor -> checksum.
+        counts: of the group, in the order of `DeltaCounts`.
+    """
+
+    file: tuple[int, int]
+    changed: tuple[str, ...]
+    unchanged: dict[str, str]
+    counts: tuple[int, int, int, int, int]
 
 
 def group_by_size(tensors: Iterable[tuple[Sized, int]], most_bytes: int) -> list[list[Sized]]:
@@ -105,26 +97,16 @@ def write_group(
     names: Sequence[str],
     differences: Iterable[tuple[TensorChange, int]],
 ) -> Iterator[Finished]:
-    """Writes a group's file, then its facts.
-
-    Args:
-        directory: that they are staged in.
-        number: of the group.
-        of: groups in all.
-        form: of the delta.
-        names: of all tensors of the group.
-        differences: of each of them in this order, and its bytes before compression.
-
-    Raises:
-        OSError: they cannot be written.
-        ZckptError: as the differences raise it.
+    """Writes the file of group `number` (from 1) in `of`, then its facts, into the directory that they are staged in. `names` are
+    of all its tensors; `differences` are of each of them in this order, with its bytes before compression. Raises OSError if
+    they cannot be written, ZckptError as the differences raise it.
     """
     longest = _header(dict.fromkeys(names, (_MOST, 2 * _MOST, "f" * 64)))
     start = -(-(8 + len(longest)) // ALIGNMENT) * ALIGNMENT
     path = data_name(number, of)
     placed: dict[str, tuple[int, int, str]] = {}
     unchanged: dict[str, str] = {}
-    numel = changed = nbytes = nbytes_changed = 0
+    numel = changed = nbytes = 0
     with open(os.path.join(directory, path), "wb") as file:
         file.seek(start)
         end = 0
@@ -133,7 +115,6 @@ def write_group(
             if difference.data is None:
                 unchanged[difference.name] = difference.digest
                 continue
-            nbytes_changed += size
             with difference.data as data:
                 while block := data.read(_BLOCK):
                     file.write(block)
@@ -149,7 +130,7 @@ def write_group(
         yield data_file
     else:
         os.unlink(os.path.join(directory, path))
-    facts = GroupFacts(made, tuple(placed), unchanged, len(names), numel, changed, nbytes, nbytes_changed)
+    facts = GroupFacts(made, tuple(placed), unchanged, (len(names), len(placed), numel, changed, nbytes))
     yield write_small(directory, facts_name(number), json.dumps(asdict(facts)).encode())
 
 
@@ -185,17 +166,9 @@ def needed_by(directory: str, name: str, of: int) -> list[str]:
 def end_delta(
     directory: str, of: int, form: DeltaForm, source: dict[str, object], *, renames: bool = True
 ) -> tuple[Manifest, DeltaCounts]:
-    """Gives the files their last names, and writes the index and the checksums of what did not change.
-
-    Args:
-        directory: that all groups are staged in.
-        of: groups.
-        form: of the delta.
-        source: what the delta was made from, for the manifest.
-        renames: whether files are numbered again if some groups have none; else they keep their names.
-
-    Raises:
-        OSError: a file cannot be written.
+    """Gives the files of `of` groups their last names, and writes the index and the checksums of what did not change. `source`:
+    what the delta was made from, for the manifest; `renames`: whether files are numbered again if some groups have none. Raises
+    OSError if a file cannot be written.
     """
     facts = [group_facts(directory, number) for number in range(1, of + 1)]
     total = sum(bool(group.changed) for group in facts)
@@ -216,13 +189,7 @@ def end_delta(
     said = {"checksum_format": form.checksum, "tensors": unchanged}
     files.append(write_small(directory, UNCHANGED, (json.dumps(said, indent=1) + "\n").encode()))
     files.append(write_small(directory, INDEX, index_of(form, weight_map)))
-    counts = DeltaCounts(
-        tensors=sum(group.tensors for group in facts),
-        changed_tensors=len(weight_map),
-        numel=sum(group.numel for group in facts),
-        changed=sum(group.numel_changed for group in facts),
-        nbytes=sum(group.nbytes for group in facts),
-    )
+    counts = DeltaCounts(*(sum(several) for several in zip(*(group.counts for group in facts), strict=True)))
     manifest = Manifest(
         version=__version__, source=source, dtype="", options={"delta": {**form.metadata, **asdict(counts)}},
         tensors=counts.tensors, numel=counts.numel, files=tuple(files),

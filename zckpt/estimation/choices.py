@@ -235,16 +235,8 @@ def estimate_choices(
     asked: tuple[int, bool, str] | None = None,
     file: str = "",
 ) -> Estimate:
-    """Estimates what a model needs under every choice.
-
-    Args:
-        model: its parameters.
-        run: what all choices have in common.
-        precisions: those that are compared.
-        memory: bytes of a GPU, to say what fits.
-        host_memory: bytes of a node's host memory, to say what fits.
-        asked: stage, offload and precision that a config asks for.
-        file: of that config.
+    """Estimates what a model needs under every choice, in the `precisions` that are compared. Bytes of a GPU (`memory`) and of a
+    node's host memory say what fits; `asked`: stage, offload and precision that a config asks for, which is in `file`.
     """
     config = model.config or {}
     length = run.length or min(longest(config) or 2048, 2048)
@@ -272,7 +264,7 @@ def _choice(
     name = run.optimizer.lower()
     small = name in _FUSED or not run.accelerator
     setting = Setting(
-        stage=stage, offload=offload, precision=precision, ranks=run.ranks,
+        stage=stage, offload=offload, precision=precision,
         shards=1 if stage == 0 else (run.shards or run.ranks) if stage == 3 else run.ranks,
         accumulation=run.accumulation, states=_STATES.get(name, 0) if run.states is None else run.states,
         temporaries=_TEMPORARIES.get(name, 0 if small else 1),

@@ -59,14 +59,8 @@ class Activations:
 def activations_of(
     config: Mapping[str, Any], *, compute_bytes: int, micro_batch: int, length: int, accelerator: bool = True
 ) -> Activations | None:
-    """The bytes of activations of a model; None for a kind of model that has no formula.
-
-    Args:
-        config: transformers' config of the model.
-        compute_bytes: of a number in the dtype of the computation.
-        micro_batch: samples per rank and forward.
-        length: tokens of a sample.
-        accelerator: a GPU computes.
+    """The bytes of activations of a model by its config, as transformers has it; None for a kind that has no formula.
+    `compute_bytes`: of a number in the dtype of the computation; `length`: tokens of a sample; `accelerator`: a GPU computes.
     """
     kind, tokens, c = config.get("model_type"), micro_batch * length, compute_bytes
     if kind in LLAMA:
@@ -151,7 +145,6 @@ class Setting:
         stage: of ZeRO.
         offload: parts, their gradients and the optimizer's states are in host memory; without an accelerator it changes nothing.
         precision: fp32, fp16 or bf16.
-        ranks: all processes.
         shards: ranks that share a parameter; 1 at stage 0.
         accumulation: micro batches in a step.
         states: fp32 numbers that the optimizer keeps for each element.
@@ -163,17 +156,16 @@ class Setting:
     """
 
     stage: int
-    offload: bool = False
-    precision: str = "bf16"
-    ranks: int = 1
-    shards: int = 1
-    accumulation: int = 1
-    states: int = 2
-    temporaries: int = 0
-    reduce_bytes: int = 2
-    accelerator: bool = True
-    bucket: int = int(5e8)
-    checkpointing: bool = False
+    offload: bool
+    precision: str
+    shards: int
+    accumulation: int
+    states: int
+    temporaries: int
+    reduce_bytes: int
+    accelerator: bool
+    bucket: int
+    checkpointing: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,19 +195,17 @@ class Peak:
 
 
 class _Ledger:
-    """The memory on the device, by kind, with the largest sum so far."""
+    """The memory on the device, beside what it holds all the time, by kind, and both at the largest sum so far."""
 
-    def __init__(self, held: int) -> None:
-        self.held = held
+    def __init__(self) -> None:
         self.buffers = self.activations = 0
-        self.most = (held, 0, 0)
+        self.most = (0, 0)
 
     def add(self, nbytes: int, activations: int = 0) -> None:
         self.buffers += nbytes
         self.activations += activations
-        now = self.held + self.buffers + self.activations
-        if now > self.most[0]:
-            self.most = (now, self.buffers, self.activations)
+        if self.buffers + self.activations > sum(self.most):
+            self.most = self.buffers, self.activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +222,7 @@ class _Block:
 
 
 def rehearse(model: ModelSize, setting: Setting, activations: Activations | None = None) -> Peak:
-    """The bytes of a rank in a step: what it keeps, and the largest sum at any moment.
-
-    Args:
-        model: its parameters.
-        setting: how it is trained.
-        activations: bytes of activations; None counts none.
-    """
+    """The bytes of a rank in a step: what it keeps, and the largest sum at any moment. No `activations`: none are counted."""
     compute, shards = BYTES[setting.precision], setting.shards
     weights = sum(one.part(shards) * (4 if one.trained else compute) for one in model.parameters)
     trained = sum(one.part(shards) for one in model.parameters if one.trained)
@@ -246,16 +230,16 @@ def rehearse(model: ModelSize, setting: Setting, activations: Activations | None
     step = _Step(model, setting, activations or Activations())
     away = setting.offload and setting.accelerator
     held = 0 if away else weights + optimizer
-    ledger = _Ledger(held)
+    ledger = _Ledger()
     ledger.add(model.buffer_bytes)
     for micro in range(min(setting.accumulation, 2)):
         step.forward(ledger, first=micro == 0)
         step.backward(ledger, last=micro == min(setting.accumulation, 2) - 1)
     temporaries = trained * 4 * setting.temporaries
     ledger.add(0 if away else temporaries)
-    device, buffers, moment = ledger.most
+    buffers, moment = ledger.most
     host = weights + optimizer + gradients + temporaries if away else 0
-    return Peak(weights, optimizer, gradients, held, buffers, moment, device, host)
+    return Peak(weights, optimizer, gradients, held, buffers, moment, held + buffers + moment, host)
 
 
 class _Step:

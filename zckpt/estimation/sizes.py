@@ -110,13 +110,8 @@ _BLOCK = re.compile(r"(.*?\.)?(\d+)\.")
 
 
 def model_of(parameters: Iterable[ParameterSize], *, name: str, counted: str, **more: object) -> ModelSize:
-    """A model from its parameters' names: parameters under the same first number (`model.layers.3.`) are a unit.
-
-    Args:
-        parameters: in the model's order, tied ones once.
-        name: of the model, for messages.
-        counted: from what they were counted.
-        more: further fields of `ModelSize`.
+    """A model from its parameters' names: parameters under the same first number (`model.layers.3.`) are a unit. `parameters`: in
+    the model's order, tied ones once; all other arguments are fields of `ModelSize`.
     """
     blocks: dict[str, list[ParameterSize]] = {}
     places: list[tuple[ParameterSize, str | None]] = []

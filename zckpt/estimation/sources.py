@@ -33,16 +33,8 @@ _NOT_COUNTED = (
 
 
 def with_adapter(model: ModelSize, adapter: Mapping[str, Any], file: str) -> ModelSize:
-    """The model with an adapter: base parameters frozen, the adapter's trained.
-
-    Args:
-        model: the base model.
-        adapter: what adapter_config.json holds.
-        file: of the adapter's config, for messages.
-
-    Raises:
-        UnsupportedError: the adapter is of another kind than LoRA.
-        UsageError: it names no modules, or none that the model has.
+    """The model with an adapter, by what adapter_config.json holds: base parameters frozen, the adapter's trained. Raises
+    UnsupportedError if it is of another kind than LoRA, UsageError if it names no modules, or none that the model has.
     """
     kind, strange = adapter.get("peft_type"), [key for key in _NOT_COUNTED if adapter.get(key)]
     if kind != "LORA" or strange:
@@ -308,12 +300,7 @@ def _by_config(config: Mapping[str, Any], file: str, name: str) -> ModelSize | U
 
 
 def known_model(config: Mapping[str, Any], name: str) -> ModelSize | None:
-    """The model of a config, by formula; None if its kind or its head is not known.
-
-    Args:
-        config: what config.json holds.
-        name: of the model, for messages.
-    """
+    """The model of a config.json, by formula; None if its kind or its head is not known. `name`: for messages."""
     known = known_shapes(config)
     if known is None:
         return None

@@ -20,13 +20,8 @@ _WORD = compile_late(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 
 
 def card(cargo: Cargo, repo_id: str, license_id: str | None, base_model: str | None) -> bytes:
-    """Writes the text of a page's README.md.
-
-    Args:
-        cargo: what is sent.
-        repo_id: the repository.
-        license_id: the hub's identifier, e.g. "apache-2.0".
-        base_model: the model that was trained, e.g. "meta-llama/Llama-3.2-1B".
+    """Writes the text of a page's README.md. `license_id`: the hub's identifier, e.g. "apache-2.0"; `base_model`: the model that
+    was trained, e.g. "meta-llama/Llama-3.2-1B".
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -126,12 +121,7 @@ _LARGE = "filter=lfs diff=lfs merge=lfs -text"
 
 
 def with_large(text: bytes, paths: Iterable[str]) -> bytes | None:
-    """The file with a line added for each large file that lacks one; None if no line is missing.
-
-    Args:
-        text: the file as it is; empty if it does not exist.
-        paths: of the large files.
-    """
+    """The file, which is empty if it does not exist, with a line for each large file that lacks one; None if none does."""
     missing = [path for path in paths if not _is_large(text.decode(errors="replace"), path)]
     if not missing:
         return None

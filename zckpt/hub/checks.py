@@ -24,19 +24,9 @@ _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 
 def check(hub: Hub, target: PageTarget, *, ask: bool = True) -> tuple[PageTarget, Page]:
-    """Checks whether a push may begin.
-
-    Args:
-        hub: the hub.
-        target: where to push.
-        ask: if False and there is no token, the hub is not asked.
-
-    Returns:
-        The target with its repository's full name, and what is there now.
-
-    Raises:
-        AccessError: there is no token, or it may not write there.
-        UsageError: the repository cannot have this name, path, visibility or pull request.
+    """Checks whether a push may begin. `ask`: if False and there is no token, the hub is not asked. Returns the target with its
+    repository's full name, and what is there now. Raises AccessError if there is no token, or it may not write there; UsageError
+    if the repository cannot have this name, path, visibility or pull request.
     """
     valid_name(target.repo_id)
     inner = target.path_in_repo.strip("/")

@@ -99,19 +99,9 @@ def _own_delay(headers: Any) -> float | None:
 def patiently(
     call: Callable[[], T], what: str, tell: Callable[[str], None], token: str = "", unanswered: int = len(DELAYS_S)
 ) -> T:
-    """Calls until the call succeeds or fails for good.
-
-    Args:
-        call: called once for each try.
-        what: what it does, for messages, such as "committing".
-        tell: called with a sentence before each wait.
-        token: is cut out of all messages.
-        unanswered: how many more times it is called where nothing answers.
-
-    Raises:
-        AccessError: the hub does not let this token do it.
-        CorruptError: the hub refused the bytes.
-        RemoteError: any other failure.
+    """Calls until the call succeeds or fails for good; where nothing answers, `unanswered` more times. `what` it does, such as
+    "committing", is for messages, from which the token is cut out; `tell` gets a sentence before each wait. Raises AccessError if
+    the hub does not let this token do it, CorruptError if it refused the bytes, RemoteError for any other failure.
     """
     attempt = 0
     while True:
@@ -168,12 +158,8 @@ _PIECE_BYTES = 1 << 20
 
 
 class Hub:
-    """One hub, under one token.
-
-    Args:
-        token: an access token; None for HF_TOKEN or the token that is logged in.
-        endpoint: address of the hub; None for HF_ENDPOINT or huggingface.co.
-        tell: called with a sentence when something takes long.
+    """One hub, under one token. `token`: None for HF_TOKEN or the token that is logged in; `endpoint`: address of the hub, None
+    for HF_ENDPOINT or huggingface.co; `tell`: called with a sentence when something takes long.
     """
 
     def __init__(self, token: str | None, endpoint: str | None, tell: Callable[[str], None]) -> None:
@@ -314,21 +300,9 @@ class Hub:
     def send(
         self, repo_id: str, revision: str, file: SentFile, path: str, watch: Callable[[int], None], *, create_pr: bool
     ) -> bool:
-        """Sends one large file, unless the hub has it.
-
-        Args:
-            repo_id: the repository.
-            revision: the branch.
-            file: its path there, size and hash.
-            path: the local file with its bytes.
-            watch: called with the number of bytes that were read; ends the transfer by raising.
-            create_pr: whether it is for a pull request.
-
-        Returns:
-            Whether any of it was sent.
-
-        Raises:
-            CorruptError: the hub received bytes with another hash.
+        """Sends one large file with the bytes of the local one at `path`, unless the hub has it; `create_pr`: for a pull request.
+        `watch`: called with the number of bytes that were read; ends the transfer by raising. Returns whether any of it was sent.
+        Raises CorruptError if the hub received bytes with another hash.
         """
 
         def tell(text: str) -> None:
@@ -378,16 +352,9 @@ class Hub:
         parent: str,
         made_already: Callable[[], Committed | None],
     ) -> Committed:
-        """Makes one commit of everything.
-
-        Args:
-            target: where to.
-            operations: makes them again for each try: a commit uses them up.
-            parent: the commit it must follow.
-            made_already: returns the commit if it was made and only the answer was lost.
-
-        Raises:
-            MovedError: the revision is no longer at `parent`.
+        """Makes one commit of everything, which must follow `parent`. `operations` makes them again for each try: a commit uses
+        them up; `made_already` returns the commit if it was made and only the answer was lost. Raises MovedError if the revision
+        is no longer at `parent`.
         """
 
         def attempt() -> Committed:

@@ -103,15 +103,8 @@ def default_directory() -> str:
 
 @contextlib.contextmanager
 def open_scratch(directory: str, *page: object) -> Iterator[Scratch]:
-    """The scratch directory for a page, for this process alone.
-
-    Args:
-        directory: the one that holds all scratch directories.
-        page: the endpoint, repository, revision and path of the page.
-
-    Raises:
-        UsageError: another push to the same page is running.
-        OutputError: the directory cannot be made.
+    """The scratch directory for a page (endpoint, repository, revision and path), for this process alone, in `directory`, which
+    holds those of all pages. Raises UsageError if another push to the same page is running, OutputError if it cannot be made.
     """
     path = _path(directory, page)
     lock = _lock_directory(path)
@@ -168,16 +161,8 @@ class Stopped(BaseException):
 
 
 class Pipeline:
-    """Makes and sends the shards of one push.
-
-    Args:
-        shards: what to send, in order.
-        hub: the hub.
-        target: where to send them.
-        page: what is there.
-        scratch: the directory for shards that are not sent yet.
-        room: the most bytes of shards in it.
-        progress: called with the bytes that are done: half of a shard's when it is made, half when it is sent.
+    """Makes and sends the shards of one push, in order, to a target where `page` is. `room`: the most bytes of shards in the
+    scratch directory; `progress`: called with the bytes that are done, half of a shard's when it is made, half when it is sent.
 
     Attributes:
         made: bytes of the shards that were made.

@@ -67,15 +67,8 @@ def check_secrets(name: str, data: bytes) -> None:
 
 
 def clean_file(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
-    """A small file as it may be published, and sentences on what was changed in it.
-
-    Args:
-        name: of the file; its ending is its kind.
-        data: its bytes.
-        source: the path of the checkpoint, which is removed from it.
-
-    Raises:
-        UnsafeError: it holds something that looks like an access token.
+    """A small file as it may be published, and sentences on what was changed in it: the ending of its name is its kind, and
+    `source`, the path of the checkpoint, is removed. Raises UnsafeError if it holds something that looks like an access token.
     """
     check_secrets(name, data)
     if not is_cleaned(name):

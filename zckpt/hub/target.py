@@ -120,11 +120,8 @@ class SentFile:
 
 
 def small_operations(contents: Mapping[str, bytes | str], *, in_memory: bool) -> list[CommitOperationAdd]:
-    """New operations that add small files; a commit uses them up.
-
-    Args:
-        contents: path in the repository -> the file's bytes, or a local path.
-        in_memory: whether to pass open files instead; see [Note: transfers].
+    """New operations that add small files; a commit uses them up. `contents`: path in the repository -> the file's bytes, or a
+    local path; `in_memory`: pass open files instead, see [Note: transfers].
     """
     from huggingface_hub import CommitOperationAdd
 
@@ -140,14 +137,8 @@ _WATCH_BYTES = 1 << 20
 
 
 class Watched(io.BufferedReader):
-    """A file with a reader that is watched, and can be stopped.
-
-    Args:
-        path: of the file.
-        watch: called about once a MiB, and at the end, with the bytes read so far; what it raises reaches the reader.
-
-    Attributes:
-        was_read: whether any of it was read.
+    """A file with a reader that is watched, and can be stopped. `watch`: called about once a MiB, and at the end, with the bytes
+    read so far; what it raises reaches the reader. `was_read`: whether any of it was read.
     """
 
     def __init__(self, path: str, watch: Callable[[int], None]) -> None:

@@ -91,14 +91,9 @@ class Ready:
 def prepare(
     cargo: Cargo, target: PageTarget, tell: Callable[[str], None] = lambda text: None, *, dry_run: bool = False
 ) -> Ready:
-    """Checks everything that can be checked before any work; writes nothing, here or at the hub.
-
-    Args:
-        cargo: what to send.
-        target: where to send it.
-        tell: called with a sentence when something takes long.
-        dry_run: only to show what a push would do: without a token the hub is not asked, and a refusal is passed to `tell`
-            instead of raised.
+    """Checks everything that can be checked before any work; writes nothing, here or at the hub. `tell`: called with a sentence
+    when something takes long; `dry_run`: only to show what a push would do: without a token the hub is not asked, and a refusal
+    is passed to `tell` instead of raised.
 
     Raises:
         AccessError: there is no token, or it may not write there.
@@ -168,15 +163,9 @@ def _there(cargo: Cargo, target: PageTarget, page: Page, known: Mapping[str, str
 
 
 def execute(ready: Ready, progress: Progress = None) -> PushReport:
-    """Makes, sends, commits and reads back what was prepared.
-
-    Args:
-        ready: a push that is checked.
-        progress: called with the bytes of shards that are done.
-
-    Raises:
-        ZckptError: nothing is published then, and the same call resumes; or, for a page that differs from what was sent, the
-            error says so.
+    """Makes, sends, commits and reads back what was prepared. `progress`: called with the bytes of shards that are done. Raises
+    ZckptError: nothing is published then, and the same call resumes; or, for a page that differs from what was sent, the error
+    says so.
     """
     began = time.perf_counter()
     target, hub, page, shards = ready.target, ready.hub, ready.page, ready.cargo.shards
@@ -321,20 +310,9 @@ def differences(found: Mapping[str, PageFile], wanted: Wanted) -> list[str]:
 def read_back(
     hub: Hub, repo_id: str, revision: str, wanted: Wanted, headers: Mapping[str, bytes]
 ) -> tuple[tuple[str, int, str], ...]:
-    """Compares a commit with what was sent.
-
-    Args:
-        hub: the hub.
-        repo_id: the repository.
-        revision: the commit.
-        wanted: what was sent.
-        headers: path of a shard -> the bytes it begins with, which are fetched by a range request.
-
-    Returns:
-        (path, bytes, hash) of each file, as the hub lists them.
-
-    Raises:
-        CorruptError: a file is missing or has other bytes.
+    """Compares a commit (`revision`) with what was sent. `headers`: path of a shard -> the bytes it begins with, which are
+    fetched by a range request. Returns (path, bytes, hash) of each file, as the hub lists them. Raises CorruptError if a file is
+    missing or has other bytes.
     """
     found = hub.tree(repo_id, revision)
     wrong = differences(found, wanted)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from zckpt.integrations.weights import OnError, WeightsOptions, WeightsWriter, When, beside
+from zckpt.integrations.weights import OnError, WeightsWriter, When, beside
 from zckpt.output.order import Overflow
 
 
@@ -57,10 +57,9 @@ class LightningWeights(Callback):  # type: ignore[misc,unused-ignore]
         push_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
     ) -> None:
-        options = WeightsOptions(
-            dtype, max_shard_size, exclude_frozen, overflow, push_to, push_options or {}, on_error, when
+        self._writer = WeightsWriter(
+            dtype, max_shard_size, exclude_frozen, overflow, push_to, push_options, on_error, when
         )
-        self._writer = WeightsWriter(options)
         self._part = part
 
     @property
@@ -70,7 +69,7 @@ class LightningWeights(Callback):  # type: ignore[misc,unused-ignore]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called on every rank before the training: from now on, what saves and deletes checkpoints does so with weights."""
-        if stage != "fit" or self._writer.options.when != "save" or hasattr(trainer.save_checkpoint, "__wrapped__"):
+        if stage != "fit" or self._writer.when != "save" or hasattr(trainer.save_checkpoint, "__wrapped__"):
             return
         save, remove = trainer.save_checkpoint, trainer.strategy.remove_checkpoint
 
@@ -91,7 +90,7 @@ class LightningWeights(Callback):  # type: ignore[misc,unused-ignore]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called on every rank when the training is over."""
-        if self._writer.options.when == "end":
+        if self._writer.when == "end":
             self._write(pl_module, os.path.join(trainer.default_root_dir, "weights"), None)
         self._writer.tell_of_failures()
 

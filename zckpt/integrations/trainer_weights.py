@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from zckpt.integrations.weights import OnError, WeightsOptions, WeightsWriter, When
+from zckpt.integrations.weights import OnError, WeightsWriter, When
 from zckpt.output.order import Overflow
 
 
@@ -53,10 +53,9 @@ class TrainerWeights(TrainerCallback):  # type: ignore[misc,unused-ignore]
         push_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
     ) -> None:
-        options = WeightsOptions(
-            dtype, max_shard_size, exclude_frozen, overflow, push_to, push_options or {}, on_error, when
+        self._writer = WeightsWriter(
+            dtype, max_shard_size, exclude_frozen, overflow, push_to, push_options, on_error, when
         )
-        self._writer = WeightsWriter(options)
         self._directory = directory
 
     @property
@@ -66,7 +65,7 @@ class TrainerWeights(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called by the Trainer on every rank when a checkpoint is written."""
-        if self._writer.options.when == "save":
+        if self._writer.when == "save":
             checkpoint = os.path.join(str(args.output_dir), f"checkpoint-{state.global_step}")
             self._write(checkpoint, checkpoint, kwargs)
 
@@ -74,7 +73,7 @@ class TrainerWeights(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Called by the Trainer on every rank when the training is over."""
-        if self._writer.options.when == "end":
+        if self._writer.when == "end":
             self._write(str(args.output_dir), None, kwargs)
         self._writer.tell_of_failures()
 

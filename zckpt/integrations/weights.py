@@ -33,17 +33,20 @@ OnError = Literal["log", "raise"]
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsOptions:
-    """How weights are written; see `TrainerWeights` for each."""
+class WeightsWriter:
+    """Writes weights, and remembers what went wrong; see `TrainerWeights` for how. `failures`: directory -> error, for those that
+    could not be written or pushed.
+    """
 
     dtype: str | None = "bf16"
     max_shard_size: int | str = "5GB"
     exclude_frozen: bool = False
     overflow: Overflow = "error"
     push_to: str | None = None
-    push_options: Mapping[str, Any] = field(default_factory=dict)
+    push_options: Mapping[str, Any] | None = None
     on_error: OnError = "log"
     when: When = "save"
+    failures: dict[str, Exception] = field(default_factory=dict[str, Exception])
 
     def __post_init__(self) -> None:
         file_bytes(self.max_shard_size, "max_shard_size")
@@ -54,35 +57,17 @@ class WeightsOptions:
                     expected=" or ".join(map(repr, known)), remedy=f"Pass {name}={known[0]!r} or {name}={known[1]!r}.",
                 )  # fmt: skip
 
-
-class WeightsWriter:
-    """Writes weights as the options say, and remembers what went wrong. `failures`: directory -> error, for those that
-    could not be written or pushed.
-    """
-
-    def __init__(self, options: WeightsOptions) -> None:
-        self.options = options
-        self.failures: dict[str, Exception] = {}
-
     def write(self, model: nn.Module, directory: str, *, checkpoint: str | None = None, companion: Any = None) -> bool:
-        """Writes a model's weights to a directory that `from_pretrained` loads. Every rank calls it, between two steps.
-
-        Args:
-            model: as for `live.save_pretrained`.
-            directory: made if it is missing.
-            checkpoint: what the loop has just saved, with the same names; read if the memory cannot be.
-            companion: has a method `save_pretrained(directory)`, such as a tokenizer; saved beside the weights.
-
-        Returns:
-            Whether this rank did its part.
-
-        Raises:
-            Exception: whatever went wrong, with `on_error="raise"`. Otherwise it is logged, and training continues.
+        """Writes a model's weights, as `live.save_pretrained` takes it, to a directory that `from_pretrained` loads; it is made
+        if it is missing. Every rank calls it, between two steps. `checkpoint`: what the loop has just saved, with the same names;
+        read if the memory cannot be. `companion`: has a method `save_pretrained(directory)`, such as a tokenizer; saved beside
+        the weights. Returns whether this rank did its part. Raises Exception, whatever went wrong, with `on_error="raise"`;
+        otherwise it is logged, and training continues.
         """
         try:
             self._write(model, directory, checkpoint, companion)
         except Exception as error:
-            if self.options.on_error == "raise":
+            if self.on_error == "raise":
                 raise
             self.failures[directory] = error
             if _is_first():
@@ -98,28 +83,21 @@ class WeightsWriter:
             _log.error("Weights are missing or were not pushed in %s: %s", number, places)
 
     def _write(self, model: nn.Module, directory: str, checkpoint: str | None, companion: Any) -> None:
-        asked = self.options
+        frozen, overflow = self.exclude_frozen, self.overflow
         try:
-            save_pretrained(
-                model,
-                directory,
-                asked.dtype,
-                asked.max_shard_size,
-                exclude_frozen=asked.exclude_frozen,
-                overflow=asked.overflow,
-            )
+            save_pretrained(model, directory, self.dtype, self.max_shard_size, exclude_frozen=frozen, overflow=overflow)
         except UnsupportedError:
-            if checkpoint is None or asked.exclude_frozen:
+            if checkpoint is None or frozen:
                 raise
             if _is_first():
-                made = Options(max_shard_size=asked.max_shard_size, overflow=asked.overflow)
-                convert(checkpoint, directory, dtype=asked.dtype or "fp32", options=made, progress=False)
+                made = Options(max_shard_size=self.max_shard_size, overflow=overflow)
+                convert(checkpoint, directory, dtype=self.dtype or "fp32", options=made, progress=False)
         if not _is_first():
             return
         if hasattr(companion, "save_pretrained"):
             companion.save_pretrained(directory)
-        if asked.push_to is not None:
-            push_to_hub(directory, asked.push_to, **asked.push_options)
+        if self.push_to is not None:
+            push_to_hub(directory, self.push_to, **(self.push_options or {}))
 
 
 def _is_first() -> bool:

@@ -16,7 +16,7 @@ from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.jobs.declarations import RESHARD
 from zckpt.jobs.inspection import Inspection, inspect_checkpoint
-from zckpt.jobs.open import Opened, states_of
+from zckpt.jobs.open import Opened, states_of, strip_wrappers
 from zckpt.jobs.rank_files import experts_as_json
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.pictures.incomplete import Lack, incomplete, lacking, make_room
@@ -28,13 +28,8 @@ ROLES = {"parameter": "trainable", "frozen": "frozen", "buffer": "buffer"}
 """Role -> the word for it in a map."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The totals of some tensors."""
-
-    tensors: int
-    numel: int
-    nbytes: int
+Totals = dict[str, int]
+"""How many tensors there are of a kind, their elements ("numel") and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +60,13 @@ class CheckpointMap:
         catalog = self.inspection.catalog
         return () if catalog is None else tuple(catalog.tensors.values())
 
-    def roles(self) -> dict[str, Share]:
+    def roles(self) -> dict[str, Totals]:
         """Role -> the tensors that have it."""
-        return _shares((ROLES[entry.role], entry) for entry in self.tensors)
+        return _totals((ROLES[entry.role], entry) for entry in self.tensors)
 
-    def dtypes(self) -> dict[str, Share]:
+    def dtypes(self) -> dict[str, Totals]:
         """Name of a dtype -> the tensors that are stored in it."""
-        return _shares((entry.dtype.name, entry) for entry in self.tensors)
+        return _totals((entry.dtype.name, entry) for entry in self.tensors)
 
     def contents(self) -> dict[str, int]:
         """Kind of contents of the files -> bytes, with `pieces.OTHER` at the end."""
@@ -98,8 +93,8 @@ class CheckpointMap:
                 "experts": experts_as_json(topology),
                 "tensors": len(catalog),
                 "numel": catalog.numel,
-                "roles": {name: _share_json(share) for name, share in self.roles().items()},
-                "dtypes": {name: _share_json(share) for name, share in self.dtypes().items()},
+                "roles": self.roles(),
+                "dtypes": self.dtypes(),
             }
         facts |= {
             "bytes": self.grid.nbytes,
@@ -117,18 +112,14 @@ class CheckpointMap:
         return facts
 
 
-def _shares(entries: Iterable[tuple[str, TensorEntry]]) -> dict[str, Share]:
-    found: dict[str, list[TensorEntry]] = {}
+def _totals(entries: Iterable[tuple[str, TensorEntry]]) -> dict[str, Totals]:
+    found: dict[str, Totals] = {}
     for name, entry in entries:
-        found.setdefault(name, []).append(entry)
-    return {
-        name: Share(len(own), sum(entry.numel for entry in own), sum(entry.nbytes for entry in own))
-        for name, own in found.items()
-    }
-
-
-def _share_json(share: Share) -> dict[str, object]:
-    return {"tensors": share.tensors, "numel": share.numel, "bytes": share.nbytes}
+        own = found.setdefault(name, {"tensors": 0, "numel": 0, "bytes": 0})
+        own["tensors"] += 1
+        own["numel"] += entry.numel
+        own["bytes"] += entry.nbytes
+    return found
 
 
 def _files_json(grid: FileGrid) -> list[dict[str, object]]:
@@ -153,25 +144,14 @@ def checkpoint_map(
     stage: int | None = None,
     as_part: bool = False,
 ) -> CheckpointMap:
-    """Reads all that is drawn; no element but step counters.
-
-    Args:
-        path: of the checkpoint.
-        tag: as for `inspect_checkpoint`.
-        also: as for `inspect_checkpoint`.
-        read_options: as for `inspect_checkpoint`.
-        world_size: also lay out what `reshard` would write for so many ranks.
-        stage: of ZeRO, for that; None for the one that the checkpoint has.
-        as_part: draw one part of a save alone.
-
-    Raises:
-        NotACheckpointError: there is no checkpoint at `path`.
-        ZckptError: another kind, where the save cannot be chosen, or cannot be resharded.
-    """
+    """Reads all that is drawn; no element but step counters. Arguments and errors as for `zckpt.map`."""
     inspection = inspect_checkpoint(path, tag, also, read_options, as_part=as_part)
+    place = inspection.place
     known = incomplete(inspection) if inspection.catalog is None else None
     if known is not None:
-        inspection = replace(inspection, catalog=known.catalog)
+        listing, raw = known
+        place = replace(place, listing=listing)
+        inspection = replace(inspection, catalog=strip_wrappers(raw)[0])
     grid = file_grid(inspection)
     catalog = inspection.catalog
     layers: list[PieceLayer] = []
@@ -179,8 +159,8 @@ def checkpoint_map(
     unread = ""
     if catalog is not None:
         layers = weight_layers(catalog, grid)
-        place = inspection.place if known is None else known.place
-        raw = layouts.read(place.listing) if known is None else known.raw
+        if known is None:
+            raw = layouts.read(place.listing)
         names = list(raw.tensors)
         try:
             named = states_of(Opened(raw, place))
@@ -201,5 +181,5 @@ def checkpoint_map(
     if world_size is not None:
         asked = RESHARD.ask(tag=tag, also=also, read_options=read_options, world_size=world_size, stage=stage)
         after = preview_reshard(os.fspath(path), asked, names)
-    unseen = {} if known is None else known.unseen
+    unseen = {} if known is None else {tensor: name for name, own in inspection.lost.items() for tensor in own}
     return CheckpointMap(inspection, grid, tuple(layers), after, unread, tuple(lacks), unseen)

@@ -22,13 +22,8 @@ _AT_ONCE = 100
 
 
 def differences_page(found: Diff, a: str, b: str, *, tolerance: str = "") -> str:
-    """Makes the HTML that shows where two sets of weights differ.
-
-    Args:
-        found: a comparison with `spreads`.
-        a: path or address of the first side, as the user named it.
-        b: the same of the second.
-        tolerance: which numbers count as equal, in words; empty if they must be the same bit for bit.
+    """Makes the HTML that shows where two sets of weights differ: a comparison with `spreads`, of `a` and `b` as the user named
+    them. `tolerance`: which numbers count as equal, in words; empty if they must be the same bit for bit.
     """
     apart = sorted((tensor for tensor in found.tensors if _is_row(tensor)), key=_rank)
     spreads = [tensor.spread for tensor in apart if tensor.spread is not None]

@@ -12,7 +12,7 @@ a file that is gone there is never more than a picture: its `StandIn` has no ele
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from contextlib import suppress
 from typing import Literal
 
 from zckpt import layouts
@@ -21,9 +21,7 @@ from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog
 from zckpt.core.stores import FileStore
 from zckpt.jobs.inspection import Inspection
-from zckpt.jobs.open import strip_wrappers
 from zckpt.jobs.rank_files import Cell, Grid, other_files
-from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import Listing, natural
 from zckpt.pictures.pieces import PieceLayer, unfold_pieces
 from zckpt.pictures.rows import GONE, FileGrid
@@ -101,34 +99,13 @@ class StandIn(Location):
         return self.path == directory.path
 
 
-@dataclass(frozen=True, slots=True)
-class Incomplete:
-    """A save that lacks files, as far as it is known.
-
-    Attributes:
-        place: the save, with a file for each that is gone.
-        raw: its catalog as it is saved.
-        catalog: the same under the names of the model.
-        unseen: names of tensors that only the missing file has -> that file.
+def incomplete(inspection: Inspection) -> tuple[Listing, Catalog] | None:
+    """A save that has lost files, with a file for each of them, and its catalog as it is saved; None where the others do not say
+    what these held. `inspection`: of the save; without a catalog.
     """
-
-    place: Place
-    raw: Catalog
-    catalog: Catalog
-    unseen: Mapping[str, str] = field(default_factory=dict[str, str])
-
-
-def incomplete(inspection: Inspection) -> Incomplete | None:
-    """The catalog of a save that has lost files; None where the others do not say what these held. `inspection`: of the
-    save; without a catalog.
-    """
-    unseen = {tensor: name for name, tensors in inspection.lost.items() for tensor in tensors}
     for listing in _attempts(inspection.place.listing, inspection.grid, inspection.lost):
-        try:
-            raw = layouts.family_of(listing).read(listing)
-        except (ZckptError, OSError):
-            continue
-        return Incomplete(replace(inspection.place, listing=listing), raw, strip_wrappers(raw)[0], unseen)
+        with suppress(ZckptError, OSError):
+            return listing, layouts.family_of(listing).read(listing)
     return None
 
 

@@ -18,7 +18,7 @@ from zckpt.core.catalog import Topology
 from zckpt.core.dtypes import DType
 from zckpt.layouts.save.companions import read_config
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share, checkpoint_map
+from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Totals, checkpoint_map
 from zckpt.pictures.lacks import lacks_said, wrong_section
 from zckpt.pictures.page import asset, page, text, write_page
 from zckpt.pictures.pieces import OTHER, PieceLayer
@@ -324,7 +324,7 @@ def _cards(found: CheckpointMap) -> Iterator[str]:
 
 
 def _roles_said(found: CheckpointMap) -> str:
-    return ", ".join(f"{share.tensors:,} {role}" for role, share in found.roles().items())
+    return ", ".join(f"{totals['tensors']:,} {role}" for role, totals in found.roles().items())
 
 
 _INSIDE = (
@@ -363,17 +363,17 @@ def _totals(found: CheckpointMap) -> Iterator[str]:
     yield "</section>"
     if found.tensors:
         yield '<section class="card" aria-labelledby="totals-title"><h2 id="totals-title">Roles and dtypes</h2>'
-        for title, shared in (("Role", found.roles()), ("dtype", found.dtypes())):
-            numbers = {name: number % 8 for number, name in enumerate(shared)}
-            yield _bar([(name, share.numel) for name, share in shared.items()], numbers)
-            counted = [_share_row(*each) for each in shared.items()]
+        for title, kinds in (("Role", found.roles()), ("dtype", found.dtypes())):
+            numbers = {name: number % 8 for number, name in enumerate(kinds)}
+            yield _bar([(name, totals["numel"]) for name, totals in kinds.items()], numbers)
+            counted = [_totals_row(*each) for each in kinds.items()]
             yield _table(f"Tensors by {title}", (title, "Tensors", "Elements", "Size"), counted, numbers)
         yield "</section>"
 
 
-def _share_row(name: str, share: Share) -> tuple[str, ...]:
+def _totals_row(name: str, totals: Totals) -> tuple[str, ...]:
     """A row of a table of totals."""
-    return name, f"{share.tensors:,}", f"{share.numel:,}", size(share.nbytes)
+    return name, f"{totals['tensors']:,}", f"{totals['numel']:,}", size(totals["bytes"])
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], colours: Mapping[str, int]) -> str:

@@ -48,14 +48,9 @@ def _digest(content: str) -> str:
 
 
 def page(title: str, body: str, data: object, *, styles: Sequence[str] = (), scripts: Sequence[str] = ()) -> str:
-    """Makes the page's HTML.
-
-    Args:
-        title: as text.
-        body: HTML in which `text` has escaped whatever is not the program's own.
-        data: what scripts read, as a value that JSON has; they find it by `DATA_ID`.
-        styles: names of `asset`s, after the common one.
-        scripts: names of `asset`s, after the common one.
+    """Makes the page's HTML. In `body`, which is HTML, `text` has escaped whatever is not the program's own; `data` is what
+    scripts read, as a value that JSON has: they find it by `DATA_ID`. Styles and scripts are names of `asset`s, after the common
+    ones.
     """
     style = "".join(asset(name) for name in ("page.css", *styles))
     script = "".join(asset(name) for name in ("page.js", *scripts))

@@ -18,7 +18,7 @@ from zckpt.jobs.reshard import laid_out
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME
 from zckpt.pictures.pieces import MODULE, WEIGHTS, PieceLayer, Purpose, contents_of, layer_of
-from zckpt.pictures.rows import FileGrid, FileRow, MappedFile, RowGroup
+from zckpt.pictures.rows import FileGrid, FileRow, MappedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,9 @@ class Resharded:
 
 
 def preview_reshard(path: str, asked: Asked[TargetWorld], numbers: Sequence[str]) -> Resharded:
-    """The checkpoint that `zckpt reshard` would write for `asked`.
-
-    Args:
-        path: of the checkpoint.
-        asked: as for `zckpt reshard`.
-        numbers: names of the checkpoint's tensors as it has them, in the order in which they are numbered.
-
-    Raises:
-        UnsupportedError: the checkpoint has no optimizer states that zckpt reads.
-        ZckptError: another kind says what is wrong.
+    """The checkpoint that `zckpt reshard` would write for `asked`. `numbers`: names of the checkpoint's tensors as it has them,
+    in the order in which they are numbered. Raises UnsupportedError if it has no optimizer states that zckpt reads; another kind
+    of ZckptError says what is wrong.
     """
     opened = open_asked(path, asked)
     training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
@@ -100,19 +93,16 @@ def _is_model(fragments: Sequence[Fragment]) -> bool:
 
 
 def _grid(laid: Plan) -> FileGrid:
-    files: list[MappedFile] = []
-    numbers: dict[str, int] = {}
+    grid = FileGrid()
     ranks: dict[int, dict[str, int]] = {}
     for output, store in laid.files:
         name = output.path.rpartition("/")[2]
         match = SHARD_NAME.fullmatch(name)
         kind = "optimizer" if match and match["kind"] == "optim" else "model"
+        number = grid.add(MappedFile(name, kind, output.size), store.path)
         if match or MODEL_NAME.fullmatch(name):
-            ranks.setdefault(int(match["dp"]) if match else 0, {})[kind] = len(files)
-        numbers[store.path] = len(files)
-        files.append(MappedFile(name, kind, output.size))
+            ranks.setdefault(int(match["dp"]) if match else 0, {})[kind] = number
     columns = ("model", "optimizer")
-    rows = tuple(
-        FileRow(f"rank {rank}", tuple(own.get(kind) for kind in columns)) for rank, own in sorted(ranks.items())
-    )
-    return FileGrid(files, (RowGroup("Ranks", columns, rows),), numbers)
+    rows = (FileRow(f"rank {rank}", tuple(own.get(kind) for kind in columns)) for rank, own in sorted(ranks.items()))
+    grid.add_group("Ranks", columns, rows)
+    return grid

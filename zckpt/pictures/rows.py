@@ -84,7 +84,7 @@ class RowGroup:
     rows: tuple[FileRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FileGrid:
     """All files of a save.
 
@@ -94,9 +94,21 @@ class FileGrid:
         numbers: path of a file -> its number.
     """
 
-    files: list[MappedFile]
-    groups: tuple[RowGroup, ...]
-    numbers: Mapping[str, int]
+    files: list[MappedFile] = field(default_factory=list[MappedFile])
+    groups: list[RowGroup] = field(default_factory=list[RowGroup])
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, file: MappedFile, path: str = "") -> int:
+        """Adds a file; returns its number."""
+        self.files.append(file)
+        if path:
+            self.numbers[path] = len(self.files) - 1
+        return len(self.files) - 1
+
+    def add_group(self, title: str, columns: Sequence[str], rows: Iterable[FileRow]) -> None:
+        """Adds a group, unless there are no rows."""
+        if found := tuple(rows):
+            self.groups.append(RowGroup(title, tuple(columns), found))
 
     @property
     def nbytes(self) -> int:
@@ -109,35 +121,13 @@ class FileGrid:
         return [file for file in self.files if file.state != "ok"]
 
 
-class _Collected:
-    """Files and groups while they are collected."""
-
-    def __init__(self) -> None:
-        self.files: list[MappedFile] = []
-        self.groups: list[RowGroup] = []
-        self.numbers: dict[str, int] = {}
-
-    def add(self, file: MappedFile, path: str = "") -> int:
-        self.files.append(file)
-        if path:
-            self.numbers[path] = len(self.files) - 1
-        return len(self.files) - 1
-
-    def group(self, title: str, columns: Sequence[str], rows: Iterable[FileRow]) -> None:
-        if found := tuple(rows):
-            self.groups.append(RowGroup(title, tuple(columns), found))
-
-
 def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
-    """The files that an inspection found, and those that it missed.
-
-    Args:
-        inspection: of the save.
-        ranks_only: leave out files that belong to no rank; each has to be asked for its size.
+    """The files that an inspection found, and those that it missed. `ranks_only`: leave out files that belong to no rank; each
+    has to be asked for its size.
     """
     listing, catalog = inspection.place.listing, inspection.catalog
     topology = None if catalog is None else catalog.topology
-    found = _Collected()
+    found = FileGrid()
 
     def numbered(cell: Cell, kind: str, missing: str) -> int:
         path = str(listing.where(cell.file or cell.lost)) if cell.file or cell.lost else ""
@@ -146,10 +136,8 @@ def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
         return found.add(MappedFile(name, shown_kind(kind), cell.nbytes, 0, cell.state, reason), path)
 
     _rank_rows(found, inspection.grid, topology, numbered)
-    if ranks_only:
-        _expect(found.files)
-        return FileGrid(found.files, tuple(found.groups), found.numbers)
-    for kind, others in itertools.groupby(other_files(listing), key=lambda file: file.kind.partition(" ")[0]):
+    named_files = [] if ranks_only else other_files(listing)
+    for kind, others in itertools.groupby(named_files, key=lambda file: file.kind.partition(" ")[0]):
         named = [(_place(file.axes), file.name) for file in others]
         labels = [label for label, _ in named]
         if "" in labels or len({*labels}) < len(labels):
@@ -160,14 +148,15 @@ def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
             state, reason = ("ok", "") if nbytes else ("empty", "0 bytes")
             number = found.add(MappedFile(name, kind, nbytes, 0, state, reason), str(listing.files[name]))
             rows.append(FileRow(label, (number,)))
-        found.group(f"{kind} files".capitalize(), (kind,), rows)
-    _further(found, inspection)
+        found.add_group(f"{kind} files".capitalize(), (kind,), rows)
+    if not ranks_only:
+        _further(found, inspection)
     _expect(found.files)
-    return FileGrid(found.files, tuple(found.groups), found.numbers)
+    return found
 
 
 def _rank_rows(
-    found: _Collected, grid: Grid, topology: Topology | None, numbered: Callable[[Cell, str, str], int]
+    found: FileGrid, grid: Grid, topology: Topology | None, numbered: Callable[[Cell, str, str], int]
 ) -> None:
     """Adds the files of ranks, a group for each model-parallel rank; `numbered` adds a file: state, kind, name if
     missing.
@@ -187,7 +176,7 @@ def _rank_rows(
                 for kind in (columns or cells)
             ]
             made.append(FileRow(label, tuple(held)))
-        found.group(title, [shown_kind(kind) for kind in columns], made)
+        found.add_group(title, [shown_kind(kind) for kind in columns], made)
 
 
 def model_part(mp_rank: int, place: Mapping[str, int], topology: Topology | None) -> str:
@@ -205,7 +194,7 @@ def _place(axes: Mapping[str, int]) -> str:
     return " · ".join(f"{_AXES.get(axis, axis)} {number}" for axis, number in axes.items())
 
 
-def _further(found: _Collected, inspection: Inspection) -> None:
+def _further(found: FileGrid, inspection: Inspection) -> None:
     """Adds the files that belong to no rank: those with elements, then the others."""
     listing, catalog = inspection.place.listing, inspection.catalog
     stores = {} if catalog is None else stores_of(catalog)
@@ -221,13 +210,13 @@ def _further(found: _Collected, inspection: Inspection) -> None:
     for name in inspection.lost:
         if (path := str(listing.where(name))) not in found.numbers:
             made.append(FileRow(name, (found.add(_missing_file(name, "weights"), path),)))
-    found.group("Weights" if len(made) < len(found.files) else "Files", ("weights",), made)
+    found.add_group("Weights" if len(made) < len(found.files) else "Files", ("weights",), made)
     rest = [(path, name) for path, name in names.items() if path not in found.numbers]
     small = []
     for path, name in rest:
         nbytes = listing.files[name].size()
         small.append(FileRow(name, (found.add(MappedFile(name, "other", nbytes), path),)))
-    found.group("Other files" if found.groups else "Files", ("other",), small)
+    found.add_group("Other files" if found.groups else "Files", ("other",), small)
 
 
 def _missing_file(name: str, kind: str) -> MappedFile:

@@ -71,13 +71,8 @@ def draw(lines: Sequence[Line], stream: TextIO | None = None) -> None:
 
 
 def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = None, *, lead: str = "") -> list[Line]:
-    """The files in rows, with bars as long as the files are large.
-
-    Args:
-        grid: the files.
-        width: columns that may be used.
-        contents: what files hold -> bytes of it in all; a bar is then in parts. None: a colour for each kind of file.
-        lead: what all lines begin with.
+    """The files in rows, with bars as long as the files are large, in `width` columns; all lines begin with `lead`. `contents`:
+    what files hold -> bytes of it in all; a bar is then in parts. None: a colour for each kind of file.
     """
     held: Mapping[str, int] = contents or {}
     styles = {name: _CONTENTS[n % len(_CONTENTS)] for n, name in enumerate(held)} | {OTHER: "bright_black"}

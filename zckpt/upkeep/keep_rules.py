@@ -169,17 +169,9 @@ def reasons_to_stay(
     values: Mapping[Metric, Mapping[str, float]],
     needed: Mapping[str, Sequence[str]],
 ) -> dict[str, list[str]]:
-    """Name of each save that stays -> why.
-
-    Args:
-        saves: all, in the order of their steps.
-        problems: name of a save that is not complete -> what is wrong with it.
-        rules: what the user wants to keep.
-        values: metric -> name of a save -> its value.
-        needed: name of a save -> what else needs it.
-
-    Raises:
-        IncompleteError: no save is complete.
+    """Name of each save that stays -> why, of all `saves` in the order of their steps. By the name of a save: `problems`, of
+    those that are not complete; `values` of each metric; `needed`, what else needs it. Raises IncompleteError if no save is
+    complete.
     """
     complete = [save for save in saves if save.name not in problems]
     if not complete:

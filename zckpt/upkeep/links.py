@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count
@@ -32,25 +31,12 @@ from zckpt.upkeep.removal import WORK
 _ADAPTER, _MOST_BYTES = "adapter_config.json", 1 << 20
 
 
-class Lead(NamedTuple):
-    """Something in the run's directory that leads into a save.
-
-    Attributes:
-        origin: the first part of its own path: a save's name, if it lies in one.
-        what: a person's name of it, such as "the link 'best'".
-        save: the name of the save that it leads into.
-    """
-
-    origin: str
-    what: str
-    save: str
-
-
 class RunLinks:
     """The links and mounts of a run.
 
     Attributes:
-        leads: into saves, of those that lie elsewhere in the run.
+        leads: what leads into a save and lies elsewhere in the run: the first part of its own path, which is a save's name if it
+            lies in one; a person's name of it, such as "the link 'best'"; the name of the save that it leads into.
         mounted: name of a save -> that something is mounted in it, or on it: deleting it would delete what lies elsewhere.
         notes: sentences on directories that cannot be looked through.
     """
@@ -60,7 +46,7 @@ class RunLinks:
         self._run = run
         self._saves = {save.name: save for save in saves}
         self._table = mounts()
-        self.leads: list[Lead] = []
+        self.leads: list[tuple[str, str, str]] = []
         self.mounted: dict[str, str] = {}
         self.notes: list[str] = []
         leaving: set[str] = set()
@@ -86,14 +72,14 @@ class RunLinks:
     def reasons(self, staying: Collection[str]) -> dict[str, str]:
         """Name of a save -> why it stays, if the saves `staying` and everything outside saves do."""
         found: dict[str, list[str]] = {}
-        for lead in self.leads:
-            if lead.origin in staying or lead.origin not in self._saves:
-                found.setdefault(lead.save, []).append(lead.what)
+        for origin, what, save in self.leads:
+            if origin in staying or origin not in self._saves:
+                found.setdefault(save, []).append(what)
         return {
-            name: f"{what[0]} leads into it"
-            if len(what) == 1
-            else f"{what[0]} and {count(len(what) - 1, 'other')} lead into it"
-            for name, what in found.items()
+            name: f"{several[0]} leads into it"
+            if len(several) == 1
+            else f"{several[0]} and {count(len(several) - 1, 'other')} lead into it"
+            for name, several in found.items()
         }
 
     def _relative(self, path: str) -> str:
@@ -102,7 +88,7 @@ class RunLinks:
     def _add(self, path: str, kind: str, origin: str, leading: str = "") -> None:
         """Adds the saves that a path leads through; `leading`: another path that counts in its place."""
         passed = {name for place in places_passed(leading or path) if (name := self._save_at(place)) and name != origin}
-        self.leads += [Lead(origin, f"the {kind} {self._relative(path)!r}", name) for name in sorted(passed)]
+        self.leads += [(origin, f"the {kind} {self._relative(path)!r}", name) for name in sorted(passed)]
 
     def _save_at(self, place: str) -> str:
         """The name of the save that a path without links is in; empty if it is in none."""

@@ -250,14 +250,8 @@ def _problem(
     save: RunSave, *, deep: bool, pace: Pace, alone: dict[str, frozenset[tuple[str, Shape]]],
     progress: Callable[[int], None] | None = None,
 ) -> str:  # fmt: skip
-    """The problem of a save; empty if it is complete, and intact as far as it was read.
-
-    Args:
-        save: of a run.
-        deep: read every byte.
-        pace: how hard to work.
-        alone: names and shapes of the tensors of saves that are weights without a proof; gets this one's, or has them.
-        progress: called with the bytes read so far.
+    """The problem of a save; empty if it is complete, and intact as far as it was read: every byte, if `deep`. `alone`: names and
+    shapes of the tensors of saves that are weights without a proof; gets this one's, or has them.
     """
     try:
         for tag in tags_in(save):

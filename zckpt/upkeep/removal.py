@@ -52,19 +52,10 @@ def remove(
     needed: Callable[[Collection[str]], Collection[str]],
     done: Callable[[str], None],
 ) -> list[str]:
-    """Deletes saves, one after the other, and what a killed run left.
-
-    Args:
-        run: the directory that the saves are in.
-        saves: which, in this order.
-        needed: names of saves that something needs now, but for those in its argument, which are to go; asked before each goes.
-        done: called with the name of each save that is gone.
-
-    Returns:
-        The saves that are needed meanwhile, and stayed.
-
-    Raises:
-        OutputError: another prune is at work, or a save cannot be deleted.
+    """Deletes saves of a run's directory, one after the other, and what a killed run left. `needed`: names of saves that
+    something needs now, but for those in its argument, which are to go; asked before each goes. `done`: called with the name of
+    each save that is gone. Returns the saves that are needed meanwhile, and stayed. Raises OutputError if another prune is at
+    work, or a save cannot be deleted.
     """
     work = WorkDirectory(run, os.path.join(run, WORK))
     stayed: list[str] = []
