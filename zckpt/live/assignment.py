@@ -91,11 +91,8 @@ def digest_of_names(held: LocalModel | Exception) -> str | None:
 
 
 def assign(world: Ranks, offered: Sequence[Offer] | Exception) -> Assignment:
-    """Chooses for all elements of each tensor the rank that contributes them; see [Note: who checks]. Call it on every rank.
-
-    Args:
-        world: its ranks are `alike` if all offer the same names in the same order.
-        offered: this rank's offers, or why it has none.
+    """Chooses for all elements of each tensor the rank that contributes them; see [Note: who checks]. Call it on every rank, with
+    its offers, or why it has none. The ranks of `world` are `alike` if all offer the same names in the same order.
     """
     sent: list[list[tuple[int, Offer]]] = [[] for _ in range(world.size)]
     if isinstance(offered, Exception):

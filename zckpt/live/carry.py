@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from operator import itemgetter
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -72,13 +72,6 @@ class Brought:
         return Brought(lost, sums)
 
 
-class ContributionSink(Protocol):
-    """A destination of the bytes of pieces."""
-
-    def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
-        """Takes a piece's bytes."""
-
-
 class Memory:
     """Tensors of a state dict."""
 
@@ -94,14 +87,8 @@ class Memory:
 
 
 class Files:
-    """Writes pieces to files that exist in full size.
-
-    Args:
-        paths: of the files.
-        ranges: (start, bytes) of each file's ranges of elements, in order; no piece is in two.
-
-    Attributes:
-        sums: as in `Brought`.
+    """Writes pieces to files that exist in full size. `ranges`: (start, bytes) of each file's ranges of elements, in order; no
+    piece is in two. `sums`: as in `Brought`.
     """
 
     def __init__(self, paths: Sequence[str], ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -165,23 +152,15 @@ def bring(
     world: Ranks,
     held: LocalModel,
     mine: Sequence[Contribution],
-    sink: ContributionSink | None,
+    sink: Memory | Files | None,
     senders: Sequence[int],
     *,
     clamp: bool = False,
 ) -> Brought | Exception:
-    """Writes this rank's pieces to the sink, or sends them to rank 0 if this rank has no sink.
-
-    Args:
-        world: all ranks.
-        held: this rank's part of the model.
-        mine: this rank's contributions.
-        sink: takes the pieces; None to send them to rank 0.
-        senders: on rank 0, the ranks without a sink. Each says what it contributes, and sends it.
-        clamp: whether numbers too large for their dtype are clamped; otherwise they become infinite.
-
-    Returns:
-        What was written, or the error. After an error this rank still sends and receives all pieces, so that no rank waits.
+    """Writes this rank's pieces to the sink, or sends them to rank 0 if this rank has no sink. `senders`: on rank 0, the ranks
+    without a sink, each of which says what it contributes, and sends it; `clamp`: whether numbers too large for their dtype are
+    clamped, otherwise they become infinite. Returns what was written, or the error. After an error this rank still sends and
+    receives all pieces, so that no rank waits.
     """
     lost: Lost = {}
     source = _cast_pieces(held, mine, clamp, lost)
@@ -201,11 +180,7 @@ def bring(
 
 def piece_caster(held: LocalModel, lost: Lost) -> Callable[[ContributionPart], torch.Tensor]:
     """A function that casts one piece after the other, through buffers that all pieces share: its bytes, valid until the
-    next call.
-
-    Args:
-        held: this rank's part of the model.
-        lost: numbers that casts changed; filled in.
+    next call. `lost`: numbers that casts changed; filled in.
     """
     batch = _Batch(torch.empty(PIECE_BYTES, dtype=torch.uint8), False, lost)
 
@@ -218,7 +193,7 @@ def piece_caster(held: LocalModel, lost: Lost) -> Callable[[ContributionPart], t
     return cast_piece
 
 
-def _put_all(sink: ContributionSink, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:
+def _put_all(sink: Memory | Files, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:
     for piece, data in source:
         sink.put(piece, data)
 
@@ -262,12 +237,8 @@ def _cast_pieces(
 class _Batch:
     """Pieces that are cast together. Those that are not dense host memory are copied to a buffer of `PIECE_BYTES` first.
 
-    There are two batches: copies from a device for the one go on while the other is cast and written.
-
-    Args:
-        results: a buffer of `PIECE_BYTES` for what casts give; the two share it.
-        clamp: whether numbers too large for their dtype are clamped.
-        lost: numbers that casts changed; filled in.
+    There are two batches: copies from a device for the one go on while the other is cast and written. They share `results`, a
+    buffer of `PIECE_BYTES` for what casts give.
     """
 
     def __init__(self, results: torch.Tensor, clamp: bool, lost: Lost) -> None:
@@ -286,11 +257,8 @@ class _Batch:
         return self._taken + source <= PIECE_BYTES and self._used + piece.nbytes <= PIECE_BYTES
 
     def add(self, piece: ContributionPart, local: torch.Tensor) -> None:
-        """Adds a piece that has room, and begins to copy it from the tensor that holds it, if it has to be copied.
-
-        Args:
-            piece: some elements of the tensor.
-            local: this rank's part of it, in its own dtype or already in the one that the piece is to have.
+        """Adds a piece that has room, and begins to copy it, if it has to be copied, from this rank's part of its tensor: that is
+        in its own dtype or already in the one that the piece is to have.
         """
         nbytes = piece.count * local.element_size()
         if is_direct(local):

@@ -62,10 +62,8 @@ def _end_group() -> None:
 
 
 def use_device(local_rank: int) -> torch.device:
-    """The device that this rank trains on, which becomes its current one: an accelerator, unless the ranks talk over gloo.
-
-    Args:
-        local_rank: the number of this process on its machine. A scheduler may show each process its own accelerator only.
+    """The device that this rank trains on, which becomes its current one: an accelerator, unless the ranks talk over gloo. A
+    scheduler may show each process its own accelerator only, whatever its number on its machine is.
     """
     kind = accelerator()
     if kind is None or _backends(None).get(kind.type, "gloo") == "gloo":

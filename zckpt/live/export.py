@@ -19,12 +19,12 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.base.version import __version__
 from zckpt.base.words import examples
@@ -135,25 +135,26 @@ def save_pretrained(
         given = attempt(lambda: local_model(engine_or_model))
         world = Ranks("save_pretrained", digest_of_names(given))
         assigned = assign(world, given if isinstance(given, Exception) else given.offers)
-        work: _Work | None = None
+        work: tuple[Plan, LocalDestination, Manifest] | None = None
 
         def plan() -> _Share:
             nonlocal work
             aliases = given.aliases if isinstance(given, LocalModel) else {}
             entries = _choose_tensors(assigned.tensors, exclude_frozen)
             small = small_files(engine_or_model, wanted or _usual(entries))
-            work = _plan_export(entries, aliases, os.fspath(out_dir), wanted, target, small)
-            stack.enter_context(work.staging)
-            work.staging.begin()
-            work.staging.keep(())
-            partition.begin(work.plan, work.staging.directory)
-            outputs = [output for output, _ in work.plan.files]
-            paths = [os.path.join(work.staging.directory, output.path) for output in outputs]
-            return _Share(paths, [list(element_ranges(output)) for output in outputs], work.places)
+            laid, staging, places = _plan_export(entries, aliases, os.fspath(out_dir), wanted, target, small)
+            stack.enter_context(staging)
+            staging.begin()
+            staging.keep(())
+            partition.begin(laid, staging.directory)
+            work = laid, staging, _manifest(entries.values(), wanted)
+            outputs = [output for output, _ in laid.files]
+            paths = [os.path.join(staging.directory, output.path) for output in outputs]
+            return paths, [list(element_ranges(output)) for output in outputs], places
 
-        share = world.tell(attempt(plan) if world.rank == 0 else None)
+        paths, ranges, places = world.tell(attempt(plan) if world.rank == 0 else None)
         assert isinstance(given, LocalModel)
-        sees = world.rank == 0 or all(os.path.exists(path) for path in share.paths)
+        sees = world.rank == 0 or all(map(os.path.exists, paths))
         far = world.fold([] if sees else [world.rank], operator.add) or []
         if far:
             warnings.warn(
@@ -161,10 +162,9 @@ def save_pretrained(
                 "A file system that all ranks share is faster.",
                 stacklevel=2,
             )
-        sink = stack.enter_context(Files(share.paths, share.ranges)) if sees else None
-        mine = contributions(assigned.mine, share.places)
-        brought = bring(world, given, mine, sink, far, clamp=overflow == "clamp")
-        _end(world, brought, lambda sums: _publish(work, sums) if work else None, overflow, wanted)
+        sink = stack.enter_context(Files(paths, ranges)) if sees else None
+        brought = bring(world, given, contributions(assigned.mine, places), sink, far, clamp=overflow == "clamp")
+        _end(world, brought, lambda sums: _publish(*work, sums) if work else None, overflow, wanted)
 
 
 def _name(dtype: str | DType | torch.dtype) -> str | DType:
@@ -196,25 +196,8 @@ def _usual(entries: Mapping[str, TensorEntry]) -> DType:
     return max(sizes, key=lambda dtype: sizes[dtype], default=F32)
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The plan that rank 0 sends to all ranks: the files' paths, their ranges of elements, and where tensors go."""
-
-    paths: list[str]
-    ranges: list[list[tuple[int, int]]]
-    places: dict[str, ElementPlace]
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """The work that rank 0 plans: the files, their staging, and where tensors go in them."""
-
-    plan: Plan
-    staging: LocalDestination
-    places: dict[str, ElementPlace]
-    dtype: DType | None
-    tensors: int
-    numel: int
+_Share = tuple[list[str], list[list[tuple[int, int]]], dict[str, ElementPlace]]
+"""The plan that rank 0 sends to all ranks: the files' paths, their ranges of elements, and where tensors go."""
 
 
 def _plan_export(
@@ -224,7 +207,8 @@ def _plan_export(
     wanted: DType | None,
     target: WeightsTarget,
     small: Mapping[str, str],
-) -> _Work:
+) -> tuple[Plan, LocalDestination, dict[str, ElementPlace]]:
+    """The files, their staging, and where tensors go in them."""
     aliases = {dropped: kept for dropped, kept in aliases.items() if kept in tensors}
     entries = [(entry, _dtype_of(entry, wanted)) for entry in tensors.values()]
     laid = lay_out(entries, aliases, target)
@@ -238,12 +222,18 @@ def _plan_export(
         for name, entry in laid.entries.items()
         for fragment in entry.fragments
     }
-    numel = sum(entry.numel for entry in tensors.values())
     names = {output.path for output, _ in files}
     if os.path.isdir(out):
         _refuse_other_weights(out, names)
     staging = LocalDestination(out, single=False, names=names, merge=True)
-    return _Work(Plan(files, ()), staging, places, wanted, len(tensors), numel)
+    return Plan(files, ()), staging, places
+
+
+def _manifest(tensors: Collection[TensorEntry], dtype: DType | None) -> Manifest:
+    """What is known of the output before its files are written."""
+    kind, numel = SHORT_NAMES.get(dtype, "") if dtype else "", sum(entry.numel for entry in tensors)
+    source: dict[str, object] = {"layout": "live"}
+    return Manifest(__version__, source, kind, options={}, tensors=len(tensors), numel=numel, files=())
 
 
 def _refuse_other_weights(out: str, names: Collection[str]) -> None:
@@ -262,15 +252,8 @@ def _refuse_other_weights(out: str, names: Collection[str]) -> None:
 
 
 def small_files(model: nn.Module, dtype: str | DType) -> dict[str, str]:
-    """The files that make a directory of weights loadable: `config.json`, with the dtype of the weights, and
-    `generation_config.json`.
-
-    Args:
-        model: one with a config as transformers' have it; others give nothing.
-        dtype: of the weights.
-
-    Returns:
-        File name -> text.
+    """The names and texts of the files that make a directory of weights loadable: `config.json`, with the dtype of the weights,
+    and `generation_config.json`; none for a model without a config as transformers' have it.
     """
     files: dict[str, str] = {}
     model = unwrap(model)
@@ -311,25 +294,16 @@ def _end(
     world.tell(attempt(conclude) if world.rank == 0 else None)
 
 
-def _publish(work: _Work, sums: Sums) -> None:
+def _publish(plan: Plan, staging: LocalDestination, manifest: Manifest, sums: Sums) -> None:
     """Fills in checksums, and gives the files their names in place of an earlier save's weights."""
     finished = []
-    for number, (output, _) in enumerate(work.plan.files):
+    for number, (output, _) in enumerate(plan.files):
         shares = sums.get(number, {})
         ranges = enumerate(element_ranges(output))
         parts = None if shares is None else [(at, n, of_zeros(n) ^ shares.get(i, 0)) for i, (at, n) in ranges]
-        crc, _ = partition.seal(work.plan, output, work.staging.directory, parts)
+        crc, _ = partition.seal(plan, output, staging.directory, parts)
         finished.append(Finished(output.path, output.size, crc))
-    manifest = Manifest(
-        version=__version__,
-        source={"layout": "live"},
-        dtype=SHORT_NAMES.get(work.dtype, "") if work.dtype else "",
-        options={},
-        tensors=work.tensors,
-        numel=work.numel,
-        files=tuple(finished),
-    )
-    work.staging.seal(manifest)
-    work.staging.commit()
-    for note in work.staging.notes:
+    staging.seal(replace(manifest, files=tuple(finished)))
+    staging.commit()
+    for note in staging.notes:
         warnings.warn(note, stacklevel=2)

@@ -132,14 +132,9 @@ def _cut_out(entry: TensorEntry, of: Fragment, itemsize: int) -> tuple[Fragment,
 
 
 def move(wanted: Iterable[tuple[TensorEntry | TensorPart, torch.Tensor]], starts: Iterable[int] | None = None) -> None:
-    """Fills tensors with the elements of entries, cast to the tensors' dtypes.
-
-    Args:
-        wanted: entries and tensors of the same shapes, or that hold a run of an entry's elements.
-        starts: by the order of `wanted`, the first element of each such run; 0 if not given.
-
-    Warns:
-        UserWarning: numbers too large for a tensor's dtype became infinite.
+    """Fills tensors with the elements of entries, cast to the tensors' dtypes. A tensor has its entry's shape, or holds a run of
+    its elements; `starts`: the first element of each such run, 0 if not given. Warns if numbers too large for a dtype became
+    infinite.
     """
     direct: list[tuple[TensorEntry | TensorPart, _Room]] = []
     pieces: list[tuple[TensorEntry | TensorPart, torch.Tensor, DType, int]] = []

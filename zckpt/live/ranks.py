@@ -22,14 +22,9 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """All ranks of the default process group; one, where there is none. Making it waits for all of them.
-
-    Args:
-        what: they are about to do, for errors.
-        word: what this rank says to the others, as JSON has it.
-
-    Raises:
-        InconsistentError: some ranks did not come; it names them.
+    """All ranks of the default process group; one, where there is none. Making it waits for all of them. `what`: they are about
+    to do, for errors; `word`: what this rank says to the others, as JSON has it. Raises InconsistentError that names them if some
+    ranks did not come.
 
     Attributes:
         rank: this process.
@@ -74,11 +69,8 @@ class Ranks:
         return [pickle.loads(data[a:b]) if a < b else None for a, b in pairwise(accumulate(lengths, initial=0))]
 
     def fold(self, value: Value, join: Callable[[Value, Value], Value]) -> Value | None:
-        """Joins the values of all ranks in their order on rank 0; None on others. Every rank receives only a few.
-
-        Args:
-            value: of this rank.
-            join: makes one value of two; the first is of lower ranks.
+        """Joins the values of all ranks in their order on rank 0; None on others. Every rank receives only a few. `join` makes
+        one value of two; the first is of lower ranks.
         """
         step = 1
         while step < self.size:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.runtime.names.table import BUILT, UNBUILT, VERSION, Constant, Unbuilt, make_unbuilt
+from zckpt.runtime.names.table import BUILT, UNBUILT, VERSION, make_unbuilt
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -123,13 +123,9 @@ def find_name(path: str, name: str) -> Any:
     """The object for a name of a module of DeepSpeed. Raises AttributeError if neither DeepSpeed nor the table has it there."""
     row = BUILT.get(path, {})
     rows = {"*": row} if isinstance(row, str) else row
-    target = rows.get(name)
-    if isinstance(target, Constant):
-        return target.value
-    if isinstance(target, Unbuilt):
-        return make_unbuilt(name, target.instead)
-    if target is not None:
-        return _import_target(target)
+    if name in rows:
+        target = rows[name]
+        return make_unbuilt(name) if target is None else _import_target(target)
     names = names_of(path)
     if name in names.own and isinstance(whole := rows.get("*"), str) and hasattr(built := _import_target(whole), name):
         return getattr(built, name)
@@ -160,10 +156,10 @@ def _shows(path: str, name: str) -> bool:
 def instead_of(path: str) -> str:
     """The table's remedy for a module's parts that are not built: that of the row with the longest path."""
     if path in UNBUILT:
-        return UNBUILT[path].instead
+        return UNBUILT[path]
     parts = path.split(".")
     rows = (f"{'.'.join(parts[:end])}.**" for end in range(len(parts), 0, -1))
-    return next((UNBUILT[row] for row in rows if row in UNBUILT), UNBUILT["**"]).instead
+    return next((UNBUILT[row] for row in rows if row in UNBUILT), UNBUILT["**"])
 
 
 def names_in(path: str) -> list[str]:
@@ -176,7 +172,9 @@ def names_in(path: str) -> list[str]:
 
 @functools.cache
 def _import_target(target: str) -> Any:
-    """The object that a target of the table names."""
+    """The object that a target of the table names, or the value behind "="."""
+    if target[0] == "=":
+        return ast.literal_eval(target[1:])
     module, _, name = target.partition(":")
     found = importlib.import_module(module, ROOT)
     return getattr(found, name) if name else found

@@ -3,9 +3,10 @@
 For `finder`, which makes DeepSpeed's modules of these rows and of `surface_0_19_8.txt`. A row is
 
 - ".module" or "module": what `zckpt.runtime.module` or another module has of that module's own names;
-- a dict of single names: ".module:name" (below `zckpt.runtime`), "module:name", "module", `Constant`, or `Unbuilt`; "*" stands
-  for all others;
-- under "path" or "path.**" (that module and all below it): an `Unbuilt`, which says what to use instead of all other names.
+- a dict of single names: ".module:name" (below `zckpt.runtime`), "module:name" or "module"; "=" and a value that is not in
+  DeepSpeed's source as a literal, or that older versions had; None for a name of older versions that is not built; "*" stands for
+  all others;
+- under "path" or "path.**" (that module and all below it): what to use instead of all other names, as sentences.
 
 For names that are not built the row with the longest path counts. Names that a module has from another module of DeepSpeed need
 no row, and neither do literals: that file says both.
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 
 PLAIN = "Pass the plain model to initialize: stage 3 shares its parameters out over all ranks."
@@ -49,13 +49,6 @@ INSTEAD = {
     for name in names.split()
 }
 """Name -> the remedy, as sentences. Other names have the remedy of their row in `table`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unbuilt:
-    """A row of the table: names that are not built. `instead`: what to do instead, as sentences."""
-
-    instead: str
 
 
 def refuse(name: str, instead: str = "") -> NoReturn:
@@ -88,18 +81,10 @@ VERSION = "0.19.8"
 """The version of DeepSpeed that these names are from; scripts compare it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A value that is not in DeepSpeed's source as a literal, or that older versions had. `value`: the value."""
-
-    value: Any
-
-
-Names = dict[str, "str | Constant | Unbuilt"]
+Names = dict[str, "str | None"]
 
 _FORMULA = "zckpt.estimation.deepspeed_formula"
 _COLLECTIVES = ".deepspeed_api.collectives"
-_GROUPS = ".deepspeed_api.collectives"
 _ZERO = ".deepspeed_api.utilities"
 _OPTIMIZERS = "adagrad.cpu_adagrad adam.cpu_adam adam.fused_adam lamb.fused_lamb lion.cpu_lion lion.fused_lion"
 _PRIVATE_GROUPS = (
@@ -111,8 +96,8 @@ _PRIVATE_GROUPS = (
 """Private names of `utils.groups` that libraries call all the same."""
 
 _VERSION: Names = {
-    "version": Constant(VERSION),
-    **dict.fromkeys(("git_hash", "git_branch"), Constant("unknown")),
+    "version": f"={VERSION!r}",
+    **dict.fromkeys(("git_hash", "git_branch"), "='unknown'"),
     "installed_ops": ".deepspeed_api.utilities:COMPATIBLE_OPS",
 }
 
@@ -136,14 +121,14 @@ BUILT: dict[str, str | Names] = {
     "git_version_info": _VERSION,
     "git_version_info_installed": _VERSION,
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_api.utilities:DEEPSPEED_ENVIRONMENT_NAME"},
-    "moe.utils": _GROUPS,
+    "moe.utils": _COLLECTIVES,
     **{f"monitor.{name}": ".observe.observer" for name in ("comet", "config", "monitor", "tensorboard", "wandb")},
     "monitor.csv_monitor": {"csvMonitor": ".observe.observer:CSVMonitor"},
     "ops": {"__compatible_ops__": ".deepspeed_api.utilities:COMPATIBLE_OPS"},
     **{f"ops.{name}": ".deepspeed_api.optimizer_names" for name in _OPTIMIZERS.split()},
-    "ops.adam": {"OnebitAdam": Unbuilt(ADAM)},  # of older versions
+    "ops.adam": {"OnebitAdam": None},
     "ops.aio": {"AsyncIOBuilder": ".deepspeed_api.utilities:AsyncIOBuilder"},
-    "ops.lamb": {"OnebitLamb": Unbuilt(ADAM)},
+    "ops.lamb": {"OnebitLamb": None},
     "ops.op_builder.async_io": ".deepspeed_api.utilities",
     "profiling.flops_profiler.profiler": ".observe.flops_profiler",
     "runtime.activation_checkpointing.checkpointing": ".activations",
@@ -151,9 +136,9 @@ BUILT: dict[str, str | Names] = {
     "runtime.config": {
         "DeepSpeedConfig": ".config.attributes:DeepSpeedConfig",
         "DeepSpeedConfigError": "zckpt.base.errors:UsageError",
-        "ONEBIT_ADAM_OPTIMIZER": Constant("onebitadam"),
-        "ONEBIT_LAMB_OPTIMIZER": Constant("onebitlamb"),
-        "ZERO_ONE_ADAM_OPTIMIZER": Constant("zerooneadam"),
+        "ONEBIT_ADAM_OPTIMIZER": "='onebitadam'",
+        "ONEBIT_LAMB_OPTIMIZER": "='onebitlamb'",
+        "ZERO_ONE_ADAM_OPTIMIZER": "='zerooneadam'",
     },
     "runtime.dataloader": {
         "DeepSpeedDataLoader": ".loader:Loader",
@@ -162,7 +147,7 @@ BUILT: dict[str, str | Names] = {
     "runtime.engine": {"DeepSpeedEngine": ".engine:Engine"},
     "runtime.fp16": {"onebit": "zckpt.runtime.runtime.fp16.onebit"},
     "runtime.fp16.loss_scaler": ".optimizers.handle",
-    "runtime.fp16.onebit": {name: Unbuilt(ADAM) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
+    "runtime.fp16.onebit": dict.fromkeys(("OnebitAdam", "OnebitLamb", "ZeroOneAdam")),
     "runtime.lr_schedules": ".optimizers.schedules",
     "runtime.pipe": {name: f"zckpt.runtime:{name}" for name in ("DualPipeVModule", "PipelineEngine")},
     "runtime.zero": {"unregister_external_parameter": ".sharding.units:unregister_external_parameter"},
@@ -190,7 +175,7 @@ BUILT: dict[str, str | Names] = {
     },
     "runtime.zero.stage_1_and_2": {"*": _FORMULA, "model_to_params": f"{_ZERO}:model_to_params"},
     "runtime.zero.utils": {"*": _ZERO, "ZeRORuntimeException": "zckpt.base.errors:UnsupportedError"},
-    "utils.groups": {"*": _GROUPS, **{f"_get_{name}": f"{_GROUPS}:_get_{name}" for name in _PRIVATE_GROUPS}},
+    "utils.groups": {"*": _COLLECTIVES, **{f"_get_{name}": f"{_COLLECTIVES}:_get_{name}" for name in _PRIVATE_GROUPS}},
     "utils.logging": ".deepspeed_api.utilities",
     "utils.tensor_fragment": {
         "*": ".parameters",
@@ -207,38 +192,30 @@ BUILT: dict[str, str | Names] = {
 """Path of a module below `deepspeed` -> the place where its names are built."""
 
 UNBUILT = {
-    "**": Unbuilt(
-        "Do without it: docs/training.md lists the names that are built, and docs/config.md what the config can say."
-    ),
-    **dict.fromkeys(("compile.**", "runtime.compiler"), Unbuilt("Use engine.compile(), which is torch.compile.")),
-    **dict.fromkeys(("inference.**", "model_implementations.**"), Unbuilt(GENERATE)),
-    **dict.fromkeys(("module_inject.**", "pipe.**", "runtime.pipe.**", "runtime.tensor_parallel.**"), Unbuilt(PLAIN)),
-    **dict.fromkeys(("nvme.**", "ops.aio.**", "ops.gds.**", "runtime.swap_tensor.**"), Unbuilt(OWN_FILES)),
-    **dict.fromkeys(("runtime.sequence_parallel.**", "sequence.**"), Unbuilt(ONE_SEQUENCE)),
-    "accelerator.**": Unbuilt("Use get_accelerator(), which answers for every device that torch knows."),
-    "autotuning.**": Unbuilt("Use zckpt estimate, which says what a config needs on your devices."),
-    "checkpoint.**": Unbuilt("Use zckpt's commands on the checkpoint: to-bf16, to-universal, reshard, inspect."),
-    "comm.**": Unbuilt("Use torch.distributed, or the functions of comm that have its names."),
-    "datastates.**": Unbuilt("Call engine.save_checkpoint: it can write in the background by itself."),
-    "env_report": Unbuilt("Use zckpt --version --verbose."),
-    "io.**": Unbuilt("Call engine.save_checkpoint, which needs no writer of yours."),
-    "launcher.**": Unbuilt("Start the processes with torchrun, or with zckpt run --nproc."),
-    "linear.**": Unbuilt("Use torch.nn.Linear, and peft for LoRA."),
-    "moe.**": Unbuilt(DENSE),
-    "monitor.**": Unbuilt("Use the sections tensorboard, wandb, csv_monitor and comet of the config."),
-    "ops.**": Unbuilt(
-        "Use what torch has for it. optimizer.type may be Adam, AdamW, Lamb, Lion, Adagrad or one of torch.optim."
-    ),
-    "ops.op_builder.**": Unbuilt("Remove that call: the trainer needs nothing that is built at run time."),
-    "ops.transformer.**": Unbuilt(ENCODER),
-    "profiling.**": Unbuilt("Use get_model_profile and FlopsProfiler, or torch.profiler."),
-    "runtime.**": Unbuilt("Use the engine that initialize returns; docs/config.md says what it does by which key."),
-    "runtime.checkpoint_engine.**": Unbuilt(
-        "Call engine.save_checkpoint, which writes as the config's section checkpoint says."
-    ),
-    "runtime.data_pipeline.**": Unbuilt("Order the data in your own sampler, and pass the loader to the loop."),
-    "runtime.zero.**": Unbuilt(
-        "Use zero.Init, and the engine that initialize returns with zero_optimization.stage in the config."
-    ),
+    "**": "Do without it: docs/training.md lists the names that are built, and docs/config.md what the config can say.",
+    **dict.fromkeys(("compile.**", "runtime.compiler"), "Use engine.compile(), which is torch.compile."),
+    **dict.fromkeys(("inference.**", "model_implementations.**"), GENERATE),
+    **dict.fromkeys(("module_inject.**", "pipe.**", "runtime.pipe.**", "runtime.tensor_parallel.**"), PLAIN),
+    **dict.fromkeys(("nvme.**", "ops.aio.**", "ops.gds.**", "runtime.swap_tensor.**"), OWN_FILES),
+    **dict.fromkeys(("runtime.sequence_parallel.**", "sequence.**"), ONE_SEQUENCE),
+    "accelerator.**": "Use get_accelerator(), which answers for every device that torch knows.",
+    "autotuning.**": "Use zckpt estimate, which says what a config needs on your devices.",
+    "checkpoint.**": "Use zckpt's commands on the checkpoint: to-bf16, to-universal, reshard, inspect.",
+    "comm.**": "Use torch.distributed, or the functions of comm that have its names.",
+    "datastates.**": "Call engine.save_checkpoint: it can write in the background by itself.",
+    "env_report": "Use zckpt --version --verbose.",
+    "io.**": "Call engine.save_checkpoint, which needs no writer of yours.",
+    "launcher.**": "Start the processes with torchrun, or with zckpt run --nproc.",
+    "linear.**": "Use torch.nn.Linear, and peft for LoRA.",
+    "moe.**": DENSE,
+    "monitor.**": "Use the sections tensorboard, wandb, csv_monitor and comet of the config.",
+    "ops.**": "Use what torch has for it. optimizer.type may be Adam, AdamW, Lamb, Lion, Adagrad or one of torch.optim.",
+    "ops.op_builder.**": "Remove that call: the trainer needs nothing that is built at run time.",
+    "ops.transformer.**": ENCODER,
+    "profiling.**": "Use get_model_profile and FlopsProfiler, or torch.profiler.",
+    "runtime.**": "Use the engine that initialize returns; docs/config.md says what it does by which key.",
+    "runtime.checkpoint_engine.**": "Call engine.save_checkpoint, which writes as the config's section checkpoint says.",
+    "runtime.data_pipeline.**": "Order the data in your own sampler, and pass the loader to the loop.",
+    "runtime.zero.**": "Use zero.Init, and the engine that initialize returns with zero_optimization.stage in the config.",
 }
 """Path of a module below `deepspeed`, or of all modules below one -> the remedy for names that are not built."""

@@ -379,43 +379,34 @@ def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Fille
     if not swapped:
         return
     most = min(_BUFFER_BYTES, sum(padded_size(tensor.nbytes) for _, tensor, *_ in swapped))
-    batch = _Batch(Buffer(most, pin=False), Transfers(8, 1 << 20, pin=False), read)
-    for number, tensor, file, offset in swapped:
-        batch.add(number, tensor, file, offset)
-    batch.write()
-
-
-class _Batch:
-    """Pieces that are read and written together."""
-
-    def __init__(self, buffer: Buffer, transfers: Transfers, read: Callable[[Sequence[Filled]], None]) -> None:
-        self._buffer, self._transfers, self._read = buffer, transfers, read
-        self._pieces: list[Filled] = []
-        self._places = BufferPlaces()
-
-    def add(self, number: int, tensor: torch.Tensor, file: SwapFile, offset: int) -> None:
-        """Adds a tensor; writes whenever the buffer is full."""
-        itemsize, total, start = tensor.dtype.itemsize, tensor.numel(), 0
-        while start < total:
-            room = (self._buffer.bytes.numel() - self._places.nbytes) // ALIGN * ALIGN // itemsize
-            if not room:
-                self.write()
-                continue
-            count = min(room, total - start)
-            at = self._places.add(file, offset + start * itemsize, count * itemsize)
-            self._buffer.bytes[at + count * itemsize : self._places.nbytes].zero_()
-            self._pieces.append(Filled(number, start, self._buffer.view(at, count, tensor.dtype)))
-            start += count
-
-    def write(self) -> None:
-        """Reads and writes what was added."""
-        if self._pieces:
-            self._read(self._pieces)
-        begun = self._places.begin(self._transfers, self._buffer, write=True)
+    buffer, transfers = Buffer(most, pin=False), Transfers(8, 1 << 20, pin=False)
+    for pieces, places in _fillings(swapped, buffer):
+        read(pieces)
+        begun = places.begin(transfers, buffer, write=True)
         try:
             for transfer in begun:
                 transfer.wait()
         finally:
             for transfer in begun:
                 transfer.engine.wait(transfer.number)
-        self._pieces, self._places = [], BufferPlaces()
+
+
+def _fillings(
+    swapped: Sequence[tuple[int, torch.Tensor, SwapFile, int]], buffer: Buffer
+) -> Iterator[tuple[list[Filled], BufferPlaces]]:
+    """Pieces that fill a buffer, and their places in it and in files; `swapped` has the file and offset of numbered tensors."""
+    pieces, places = list[Filled](), BufferPlaces()
+    for number, tensor, file, offset in swapped:
+        itemsize, total, start = tensor.dtype.itemsize, tensor.numel(), 0
+        while start < total:
+            room = (buffer.bytes.numel() - places.nbytes) // ALIGN * ALIGN // itemsize
+            if not room:
+                yield pieces, places
+                pieces, places = [], BufferPlaces()
+                continue
+            count = min(room, total - start)
+            at = places.add(file, offset + start * itemsize, count * itemsize)
+            buffer.bytes[at + count * itemsize : places.nbytes].zero_()
+            pieces.append(Filled(number, start, buffer.view(at, count, tensor.dtype)))
+            start += count
+    yield pieces, places
