@@ -199,9 +199,6 @@ def convert_zero_checkpoint_to_state_dict(
         ZckptError: another kind says what is wrong; no file was replaced then.
 
     Example:
-        convert_zero_checkpoint_to_state_dict("out/checkpoint-500", "weights/", dtype="bf16", safe_serialization=True)
-
-    Example:
         >>> zckpt.convert_zero_checkpoint_to_state_dict("run", "weights/", dtype="bf16", safe_serialization=True)
     """
     out = os.fspath(output_dir)
@@ -228,9 +225,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Writes the whole fp32 weights; arguments and errors as for `convert_zero_checkpoint_to_state_dict`.
-
-    Example:
-        convert_zero_checkpoint_to_fp32_state_dict("out/checkpoint-500", "weights/", safe_serialization=True)
 
     Example:
         >>> zckpt.convert_zero_checkpoint_to_fp32_state_dict("run", "weights/", safe_serialization=True)
@@ -260,9 +254,6 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
     Raises:
         NotACheckpointError: there is no checkpoint in `checkpoint_dir`.
         ZckptError: another kind says what is wrong.
-
-    Example:
-        model = load_state_dict_from_zero_checkpoint(model, "out/checkpoint-500")
 
     Example:
         >>> model = load_state_dict_from_zero_checkpoint(model, "run")  # doctest: +SKIP

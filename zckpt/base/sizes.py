@@ -1,8 +1,10 @@
-"""Sizes as a person writes them, such as `12GB`, for options and arguments of every room."""
+"""Sizes as a person writes them, such as `12GB`, for options and arguments of every room; and what fits together."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import TypeVar
 
 from zckpt.base.errors import UsageError
 
@@ -33,3 +35,19 @@ def file_bytes(size: int | str, option: str) -> int:
             remedy="Give a larger size.",
         )
     return nbytes
+
+
+Sized = TypeVar("Sized")
+
+
+def group_by_size(things: Iterable[tuple[Sized, int]], most: int) -> list[list[Sized]]:
+    """The things, each given with its size, in groups of at most `most` together or of one thing, in their order."""
+    groups: list[list[Sized]] = []
+    room = 0
+    for thing, size in things:
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(thing)
+        room -= size
+    return groups

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError
@@ -26,8 +25,6 @@ from zckpt.output.manifest import Manifest
 _BLOCK = 1 << 20
 _MOST = 10**18
 """A number of bytes above any difference's; the header has room for numbers with as many digits."""
-
-Sized = TypeVar("Sized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +61,6 @@ class GroupFacts:
     changed: tuple[str, ...]
     unchanged: dict[str, str]
     counts: tuple[int, int, int, int, int]
-
-
-def group_by_size(tensors: Iterable[tuple[Sized, int]], most_bytes: int) -> list[list[Sized]]:
-    """The tensors, each given with its bytes, in groups of at most `most_bytes` or of one tensor, in their order."""
-    groups: list[list[Sized]] = []
-    room = 0
-    for tensor, nbytes in tensors:
-        if not groups or nbytes > room:
-            groups.append([])
-            room = most_bytes
-        groups[-1].append(tensor)
-        room -= nbytes
-    return groups
 
 
 def facts_name(number: int) -> str:

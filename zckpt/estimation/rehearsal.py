@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zckpt.base.dataclass import dataclass
+from zckpt.base.sizes import group_by_size
 from zckpt.estimation.sizes import ModelSize, ParameterSize
 
 LLAMA = frozenset(("llama", "mistral", "qwen2", "qwen3"))
@@ -272,22 +273,13 @@ class _Step:
         """The numbers of blocks that are gathered and reduced together, in the order of the forward; all others belong
         to the root.
         """
-        numbers = list(range(len(self.blocks)))
         bucket = {2: self.setting.bucket, 3: 0}.get(self.setting.stage, model.numel)
         if self.setting.accelerator or not bucket:
-            return [[number] for number in numbers]
-        groups: list[list[int]] = [[]]
-        room = bucket
-        for number in reversed(numbers):
-            numel = sum(one.numel for one in model.units[number].parameters)
-            if numel > room:
-                groups.append([])
-                room = bucket
-            groups[-1].append(number)
-            room -= numel
-        if sum(one.numel for one in (*model.before, *model.after)) <= room:
-            groups.pop()
-        return [group[::-1] for group in groups if group][::-1]
+            return [[number] for number in range(len(self.blocks))]
+        sizes = [(number, sum(one.numel for one in unit.parameters)) for number, unit in enumerate(model.units)]
+        root = (-1, sum(one.numel for one in (*model.before, *model.after)))
+        groups = group_by_size([*reversed(sizes), root], bucket)
+        return [group[::-1] for group in groups if -1 not in group][::-1]
 
     def _gathered(self, group: Sequence[int] | None) -> _Block:
         """The blocks of a group as one; None is the root's, with the blocks outside groups."""

@@ -14,14 +14,14 @@ from typing import Any
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress, watch_progress
-from zckpt.base.sizes import to_bytes
+from zckpt.base.sizes import group_by_size, to_bytes
 from zckpt.containers.zstd import Compressor
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.plan import Plan
 from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding, hasher_of, version_in
 from zckpt.deltas.pieces import PieceReader, pieces
-from zckpt.deltas.write import DeltaCounts, data_name, end_delta, facts_name, group_by_size, needed_by, write_group
+from zckpt.deltas.write import DeltaCounts, data_name, end_delta, facts_name, needed_by, write_group
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import DELTA, Asked
 from zckpt.jobs.opened import WorkingModel

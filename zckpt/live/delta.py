@@ -28,12 +28,12 @@ from torch import nn
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.pace import DEFAULT_PACE
-from zckpt.base.sizes import to_bytes
+from zckpt.base.sizes import group_by_size, to_bytes
 from zckpt.core.dtypes import DType
 from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding
 from zckpt.deltas.pieces import PieceReader, pieces
-from zckpt.deltas.write import end_delta, group_by_size, write_group
+from zckpt.deltas.write import end_delta, write_group
 from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.declarations import APPLY
 from zckpt.jobs.delta import DeltaReport, form_for

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
+from zckpt.base.sizes import group_by_size
 from zckpt.containers.gguf_file import BY_DTYPE, BY_NAME, Q8_0, GgmlType, GgufSpec, GgufValue, skeleton
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32
@@ -237,12 +238,6 @@ def lay_out(
 
 def _split_parts(specs: Sequence[GgufSpec], most_bytes: int | None) -> list[list[GgufSpec]]:
     """The tensors of each part: as many as fit, and at least one."""
-    parts: list[list[GgufSpec]] = [[]]
-    held = 0
-    for spec in specs:
-        if most_bytes is not None and parts[-1] and held + spec.nbytes > most_bytes:
-            parts.append([])
-            held = 0
-        parts[-1].append(spec)
-        held += spec.nbytes
-    return parts
+    if most_bytes is None:
+        return [list(specs)]
+    return group_by_size(((spec, spec.nbytes) for spec in specs), most_bytes) or [[]]

@@ -179,8 +179,8 @@ def read_config(
         _pop(raw, path)
     _fill_auto(raw, file, flatten(auto or {}) | _keys_of_width(hidden_size), early=early)
     values = _values(raw, file)
-    refuse_unbuilt(values, raw, file)
-    refuse_contradictions(values, raw, file)
+    _refuse_unbuilt(raw, file)
+    _refuse_contradictions(values, raw, file)
     left_out = ((path, "not known, left out as asked") for path, _ in unknown)
     return Settings(
         values, raw, (*left_out, *keys_of_kind(raw, "unused"), *_unused_at(values.zero_optimization)),
@@ -361,7 +361,7 @@ def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
         )  # fmt: skip
 
 
-def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
+def _refuse_unbuilt(raw: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError if features are switched on that this engine does not have; it names all of them."""
     found = [f"{path} ({why})" for path, why in keys_of_kind(raw, "refused")]
     if found:
@@ -371,8 +371,8 @@ def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
         )  # fmt: skip
 
 
-def refuse_contradictions(config: Config, raw: Mapping[str, Any], file: str) -> None:
-    """Raises for keys that cannot both be meant, all of them at once. Raises UsageError if there are such keys."""
+def _refuse_contradictions(config: Config, raw: Mapping[str, Any], file: str) -> None:
+    """Raises UsageError if there are keys that cannot both be meant; it names all of them."""
     found = list(_contradictions(config, raw))
     if found:
         raise UsageError(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zckpt.base.errors import UsageError
+from zckpt.base.sizes import group_by_size
 from zckpt.base.words import examples
 from zckpt.runtime.sharding.parameter import sharded_parameter_of
 
@@ -229,16 +230,10 @@ def merge_units(units: list[nn.Module], model: nn.Module, bucket: int) -> list[l
     lists of modules in the order of the forward. One has at most `bucket` parameters, if a single unit does not have more.
     What fits in the last bucket together with the model's own parameters is left to the model.
     """
-    groups: list[list[nn.Module]] = [[]]
-    room = bucket
-    for unit, part in zip([*units, model], parts_of([[unit] for unit in [*units, model]]), strict=True):
-        numel = sum(p.numel() for p in part)
-        if numel > room:
-            groups.append([])
-            room = bucket
-        groups[-1].append(unit)
-        room -= numel
-    return [group[::-1] for group in groups if group and model not in group]
+    every = [*units, model]
+    sizes = (sum(p.numel() for p in part) for part in parts_of([[unit] for unit in every]))
+    groups = group_by_size(zip(every, sizes, strict=True), bucket)
+    return [group[::-1] for group in groups if model not in group]
 
 
 def parts_of(units: list[list[nn.Module]]) -> list[list[nn.Parameter]]:

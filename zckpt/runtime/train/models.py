@@ -130,14 +130,12 @@ class Model:
 
     Attributes:
         build: makes it, with random weights in fp32.
-        vocabulary: how many tokens it knows.
         length: tokens of a sample: what it was made for, at most 1,024.
         tokenizer: of transformers; None if its tokens are bytes.
         weights: the directory of its weights; None for a model that begins with random ones.
     """
 
     build: Callable[[], nn.Module]
-    vocabulary: int
     length: int
     tokenizer: Any
     weights: str | None
@@ -149,7 +147,7 @@ def find_model(name: str) -> Model:
     bytes; UnsupportedError if transformers is not installed.
     """
     if name == TINY:
-        return Model(TinyGPT, TinyConfig().vocab_size, TinyConfig().n_positions, None, None)
+        return Model(TinyGPT, TinyConfig().n_positions, None, None)
     directory = os.path.dirname(os.path.abspath(name)) if os.path.isfile(name) else name
     path = name if os.path.isfile(name) else os.path.join(name, "config.json")
     if not os.path.isfile(path):
@@ -186,5 +184,5 @@ def find_model(name: str) -> Model:
     weights = directory if whole and any(os.path.isfile(os.path.join(directory, file)) for file in _WEIGHTS) else None
     return Model(
         lambda: AutoModelForCausalLM.from_config(config, dtype="float32"),  # type: ignore[no-untyped-call]
-        vocabulary, min(int(longest), _LONGEST), tokenizer, weights,
+        min(int(longest), _LONGEST), tokenizer, weights,
     )  # fmt: skip
