@@ -149,18 +149,9 @@ def to_torch_tensor(
     return_empty_tensor: bool = False,
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors of what `get_fp32_state_dict_from_zero_checkpoint(..., lazy_mode=True)` gave.
-
-    Args:
-        state_dict: lazy or real tensors by name.
-        return_empty_tensor: make tensors of the right shape and dtype, and read nothing.
-        dtype: "fp32", "fp16", "bf16" or torch's, for floating tensors; None keeps each as it is.
-
-    Returns:
-        Tensors by name. Tied names, which share one lazy tensor, share one tensor.
-
-    Raises:
-        UsageError: an unknown dtype.
+    """Tensors by name of what `get_fp32_state_dict_from_zero_checkpoint(..., lazy_mode=True)` gave; tied names, which share one
+    lazy tensor, share one tensor. `return_empty_tensor`: make tensors of the right shape and dtype, and read nothing. `dtype`:
+    "fp32", "fp16", "bf16" or torch's, for floating tensors; None keeps each as it is. Raises UsageError for an unknown dtype.
     """
     wanted = None if dtype is None else getattr(torch, _dtype(dtype).torch_name)
     made: dict[int, torch.Tensor] = {}
@@ -263,14 +254,8 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
 
 
 def get_checkpoint_files(checkpoint_dir: Path, glob_pattern: str) -> list[str]:
-    """Paths of the files in a tag directory that match a pattern, in natural order (rank 2 before rank 10).
-
-    Args:
-        checkpoint_dir: a tag directory, such as `out/checkpoint-500/global_step500`.
-        glob_pattern: such as "*_optim_states.pt".
-
-    Raises:
-        NotACheckpointError: no file matches. It is a FileNotFoundError.
+    """Paths of the files in a tag directory, such as `out/checkpoint-500/global_step500`, that match a pattern, such as
+    "*_optim_states.pt", in natural order (rank 2 before rank 10). Raises NotACheckpointError, a FileNotFoundError, if none does.
     """
     directory = os.fspath(checkpoint_dir)
     found = sorted(glob.glob(os.path.join(glob.escape(directory), glob_pattern)), key=natural_keys)
@@ -293,14 +278,8 @@ def get_model_state_files(checkpoint_dir: Path) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: Path, zero_stage: int) -> str:
-    """The path of rank 0's model file in a tag directory.
-
-    Args:
-        checkpoint_dir: a tag directory.
-        zero_stage: 0 to 3; at stage 3 each rank has a model file of its own.
-
-    Raises:
-        NotACheckpointError: it does not exist. It is a FileNotFoundError.
+    """The path of rank 0's model file in a tag directory, in which each rank has one of its own at stage 3. Raises
+    NotACheckpointError, a FileNotFoundError, if it does not exist.
     """
     name = "mp_rank_00_model_states.pt"
     return get_checkpoint_files(checkpoint_dir, f"zero_pp_rank_0_{name}" if zero_stage == 3 else name)[0]
@@ -317,12 +296,7 @@ def atoi(text: str) -> int | str:
 
 
 def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
-    """How ZeRO-3 cuts a parameter: elements on each rank, and elements of padding at the end of the last.
-
-    Args:
-        unpartitioned_numel: elements of the parameter, at least 0.
-        world_size: ranks, at least 1.
-    """
+    """How ZeRO-3 cuts a parameter: elements on each rank, and elements of padding at the end of the last."""
     return -(-unpartitioned_numel // world_size), -unpartitioned_numel % world_size
 
 

@@ -158,7 +158,7 @@ def bring(
     clamp: bool = False,
 ) -> Brought | Exception:
     """Writes this rank's pieces to the sink, or sends them to rank 0 if this rank has no sink. `senders`: on rank 0, the ranks
-    without a sink, each of which says what it contributes, and sends it; `clamp`: whether numbers too large for their dtype are
+    without a sink, who say what they contribute, and send it; `clamp`: whether numbers too large for their dtype are
     clamped, otherwise they become infinite. Returns what was written, or the error. After an error this rank still sends and
     receives all pieces, so that no rank waits.
     """

@@ -23,7 +23,7 @@ from zckpt.base.words import examples
 from zckpt.live.device import accelerator
 from zckpt.runtime.engine_parts.answers import add_answers
 from zckpt.runtime.engine_parts.batches import Batches
-from zckpt.runtime.engine_parts.weights import Offload, Weights
+from zckpt.runtime.engine_parts.weights import Weights
 from zckpt.runtime.observe.observer import Observer
 from zckpt.runtime.optimizers.lion_lamb import Lamb
 from zckpt.runtime.parameters import remember_optimizer
@@ -35,7 +35,7 @@ from zckpt.runtime.sharding.on_access import explain_failure
 _log = logging.getLogger("zckpt.runtime")
 
 
-class Engine(Saves, Weights, Batches, Offload):
+class Engine(Saves, Weights, Batches):
     """A sharded model with its optimizer, made by `initialize`: call it, then `backward`, then `step`.
 
         loss = engine(batch)

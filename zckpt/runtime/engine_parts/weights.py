@@ -23,8 +23,30 @@ from zckpt.runtime.sharding.gradients import units_of
 from zckpt.runtime.training_run import TrainingRun
 
 
+class OffloadDeviceEnum(str, Enum):
+    """Places for states, by DeepSpeed's names."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """Kinds of states, by DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+_WEIGHTS = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params)
+_HOST = torch.device("cpu")
+
+
 class Weights(TrainingRun):
-    """Gives a run's weights away, and takes new ones."""
+    """Gives a run's weights away, takes new ones, and moves its states from the device and back."""
 
     def module_state_dict(
         self,
@@ -113,32 +135,6 @@ class Weights(TrainingRun):
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """As `save_16bit_model`, under its old name."""
         return self.save_16bit_model(save_dir, save_filename)
-
-
-class OffloadDeviceEnum(str, Enum):
-    """Places for states, by DeepSpeed's names."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, Enum):
-    """Kinds of states, by DeepSpeed's names."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-_WEIGHTS = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params)
-_HOST = torch.device("cpu")
-
-
-class Offload(TrainingRun):
-    """Moves a run's states from the device and back."""
 
     def offload_states(
         self,

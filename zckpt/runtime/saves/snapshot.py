@@ -36,13 +36,9 @@ Pool = dict[bool, torch.Tensor]
 
 
 class Snapshot:
-    """Copies of tensors; see [Note: what is copied when]. `finish` before you read its `tensors`: the copies, by the same keys
-    in the same order. Raises OutputError if there is no memory.
-
-    Args:
-        tensors: dense vectors, by keys with a name as their first part.
-        at_once: whether the tensor of a key may be changed as soon as this returns.
-        pool: gives the memory; one snapshot at a time.
+    """Copies of dense vectors, by keys with a name as their first part; see [Note: what is copied when]. `finish` before you read
+    its `tensors`: the copies, by the same keys in the same order. `at_once`: whether the tensor of a key may be changed as soon
+    as this returns. Raises OutputError if there is no memory.
     """
 
     def __init__(self, tensors: Vectors, at_once: Callable[[Hashable], bool], pool: Pool) -> None:

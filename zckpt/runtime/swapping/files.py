@@ -27,7 +27,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -240,12 +240,6 @@ class Buffer:
         return self.bytes[at : at + count * dtype.itemsize].view(dtype)
 
 
-class _Engine(Protocol):
-    def begin(self, fd: int, write: bool, stretches: bytes) -> int: ...
-
-    def wait(self, number: int) -> tuple[int, int]: ...
-
-
 class Transfers:
     """Reads and writes under way: `blocks` at a time, each of `block_bytes` at most, a multiple of ALIGN. `pin`: buffers
     are page-locked.
@@ -254,7 +248,7 @@ class Transfers:
     def __init__(self, blocks: int, block_bytes: int, *, pin: bool) -> None:
         self.pin = pin
         kind: Any = _Threads if Swapper is None else Swapper
-        self._engine: _Engine = kind(blocks, block_bytes)
+        self._engine: Swapper | _Threads = kind(blocks, block_bytes)
 
     def begin(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch], *, write: bool) -> Transfer:
         """Begins to read into a buffer, or to write from it."""
@@ -267,7 +261,7 @@ class Transfers:
 class Transfer:
     """A transfer that was begun."""
 
-    engine: _Engine
+    engine: Swapper | _Threads
     number: int
     file: SwapFile
     buffer: Buffer

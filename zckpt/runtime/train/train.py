@@ -15,7 +15,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from zckpt import live
 from zckpt.base.dataclass import dataclass
@@ -47,26 +47,15 @@ from zckpt.storage.location import locate
 _PART = 1 << 20
 
 
-class Blocks(Dataset[torch.Tensor]):
-    """Blocks of `length` tokens, one after another; a shorter rest at the end is not used."""
-
-    def __init__(self, tokens: torch.Tensor, length: int) -> None:
-        self._tokens, self._length = tokens, length
-
-    def __len__(self) -> int:
-        return len(self._tokens) // self._length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._tokens[index * self._length : (index + 1) * self._length].long()
-
-
-def read_corpus(path: str, length: int, tokenizer: Any, wanted: int, option: str = "--data") -> Blocks:
-    """Samples of `length` tokens of a text file; without a tokenizer (of transformers) tokens are bytes. Raises UsageError if
-    there is no such file, or fewer samples than `wanted`; `option` named the file.
+def read_corpus(path: str, length: int, tokenizer: Any, wanted: int, option: str = "--data") -> TensorDataset:
+    """Samples of `length` tokens of a text file, one after another; a shorter rest at the end is not used. Without a tokenizer
+    (of transformers) tokens are bytes. Raises UsageError if there is no such file, or fewer samples than `wanted`; `option` named
+    it.
     """
     if not os.path.isfile(path):
         raise UsageError("no such file", file=path, remedy=f"Pass the path of a text file as {option}.")
-    blocks = Blocks(_bytes(path) if tokenizer is None else _tokens(path, tokenizer), length)
+    tokens = _bytes(path) if tokenizer is None else _tokens(path, tokenizer)
+    blocks = TensorDataset(tokens[: len(tokens) // length * length].view(-1, length))
     if len(blocks) < wanted:
         raise UsageError(
             "has too little text", file=path, found=f"{count(len(blocks), 'sample')} of {length:,} tokens",
@@ -338,7 +327,7 @@ def _begin(job: TrainingJob, settings: Settings, world: World, found: Model) -> 
     engine, _, _, _ = initialize(model=model, config=config)
     if found.weights is not None:
         live.load_into(engine.module, open_catalog(found.weights).catalog)
-    blocks: Blocks = read_corpus(job.data, found.length, found.tokenizer, engine.batch.micro * world.size)
+    blocks = read_corpus(job.data, found.length, found.tokenizer, engine.batch.micro * world.size)
     loader = engine.training_dataloader = Loader(blocks, engine.batch.micro, world, drop_last=True, seed=job.seed)
     torch.manual_seed(job.seed + 1 + world.rank)
     return engine, loader
@@ -360,7 +349,7 @@ def _step(engine: Engine, batches: Iterator[Any], length: int, asked: list[int],
     totals = torch.zeros(2, device=engine.device)
     for _ in range(engine.batch.accumulation):
         lookout.at(engine.global_steps + 1, "reading a batch")
-        tokens = next(batches).to(engine.device)
+        tokens = _on_device(next(batches), engine)
         loss = engine(input_ids=tokens, labels=tokens)["loss"]
         engine.backward(loss)
         engine.step()
@@ -379,7 +368,13 @@ def _step(engine: Engine, batches: Iterator[Any], length: int, asked: list[int],
     return step, stop > 0
 
 
-def evaluate(engine: Engine, blocks: Blocks) -> float:
+def _on_device(batch: Sequence[torch.Tensor], engine: Engine) -> torch.Tensor:
+    """The tokens of a batch of `read_corpus`, as the model takes them."""
+    (tokens,) = batch
+    return tokens.to(engine.device).long()
+
+
+def evaluate(engine: Engine, blocks: TensorDataset) -> float:
     """The mean loss over all blocks, each rank computing a part. Every rank calls it, and gets the same.
 
     The model is in eval mode meanwhile, and no gradients are computed. All ranks do as many forwards, since sharded parameters
@@ -394,7 +389,7 @@ def evaluate(engine: Engine, blocks: Blocks) -> float:
         for turn in range(math.ceil(len(parts) / engine.world_size)):
             number = turn * engine.world_size + rank
             part = parts[number] if number < len(parts) else parts[0]
-            tokens = torch.stack([blocks[index] for index in part]).to(engine.device)
+            tokens = _on_device(blocks[part.start : part.stop], engine)
             loss = engine(input_ids=tokens, labels=tokens)["loss"]
             if number < len(parts):
                 totals += torch.tensor([float(loss) * len(part), len(part)], dtype=torch.float64)
