@@ -116,11 +116,6 @@ class TensorPart:
 class TensorEntry:
     """A tensor and the places of all its elements.
 
-    Raises, when it is made:
-        CorruptError: a fragment reaches beyond the end of its store.
-        IncompleteError: elements are missing.
-        InconsistentError: an element is held twice, or there are more than the shape has.
-
     Attributes:
         name: as in the model's state dict.
         shape: in elements, row-major.

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from operator import index
-from typing import Any, Protocol
+from typing import Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError, UsageError
@@ -37,13 +37,6 @@ BUILT_IN = os.path.join(os.path.dirname(__file__), "rule_files")
 _CATEGORIES = ("tp_replicated_", "parameter_to_average_", "parameter_with_", "vocabulary_parameter_")
 
 
-class Rules(Protocol):
-    """A source of rules that say how slices are joined."""
-
-    def joint(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
-        """The way in which the slices of a parameter are joined; None if no rule covers it."""
-
-
 @dataclass(frozen=True, slots=True)
 class FileRules:
     """Rules of a file; see [Note: rule files]."""
@@ -52,7 +45,7 @@ class FileRules:
     rules: tuple[tuple[re.Pattern[str], Mapping[str, object]], ...]
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
-        """As `Rules.joint`."""
+        """The way in which the slices of a parameter are joined; None if no rule covers it."""
         for pattern, rule in self.rules:
             if pattern.match(name) or pattern.match(WRAPPERS.sub("", name)):
                 return self._joint(name, shapes, rule)
@@ -129,7 +122,7 @@ class CheckpointRules:
     patterns: Patterns = field(repr=False, compare=False)
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint:
-        """As `Rules`: parameters of no category are put end to end in dimension 0, as DeepSpeed does. Raises
+        """As `FileRules.joint`: parameters of no category are put end to end in dimension 0, as DeepSpeed does. Raises
         UnsupportedError if the checkpoint itself says that it cannot be joined, InconsistentError if its information
         does not fit its slices.
         """

@@ -32,7 +32,8 @@ from zckpt.containers import TensorRef, list_at, mapping_at, value_at
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
 from zckpt.core.evidence import NO_LIST_OF_FROZEN, Evidence, weakest
 from zckpt.layouts.joining.rules import (
-    Rules,
+    CheckpointRules,
+    FileRules,
     check_loads,
     check_patterns,
     rules_of_checkpoint,
@@ -296,7 +297,7 @@ class ParallelSave:
                     remedy="Move it away if it is of another save or run; if not, copy all files of one save again.",
                 )  # fmt: skip
 
-    def _rules(self, model: ModelStates) -> Rules | None:
+    def _rules(self, model: ModelStates) -> FileRules | CheckpointRules | None:
         names = list(dict.fromkeys(name for stage in self.stages for name in stage[0].catalog))
         if self.listing.options.tp_rules:
             rules = rules_of_file(self.listing.options.tp_rules)

@@ -7,7 +7,7 @@ Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from zckpt.base import words
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.containers import TensorRef, brief, enum_value, list_at, mapping_at
+from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.layouts.run.values import SCALER, missing_ranks, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
@@ -22,7 +23,7 @@ from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor,
 from zckpt.layouts.save.origins import check_alike
 
 if TYPE_CHECKING:
-    from zckpt.layouts.run.training import ParameterGroup
+    from zckpt.layouts.run.training import Form, ParameterGroup, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +243,25 @@ def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_gr
     )
 
 
-def scaler_of(shard: OptimizerShard) -> dict[str, object]:
-    """The loss scaler, with the values that are stored beside it."""
-    return {key: shard.root[key] for key in SCALER if key in shard.root}
+def training_of(
+    model: ModelStates, shard: OptimizerShard, groups: Iterable[ParameterGroup],
+    states: dict[str, dict[str, TensorEntry]], padding: Iterable[Padding], form: Form = "zero",
+) -> Training:  # fmt: skip
+    """What a run needs beside its weights, of its groups and states, and of a model file and the first rank's optimizer file."""
+    from zckpt.layouts.run.training import Training
+
+    return Training(
+        groups=tuple(groups),
+        states=states,
+        scaler={key: shard.root[key] for key in SCALER if key in shard.root},
+        model=model.rest,
+        precision=precision_of(model),
+        form=form,
+        raw=shard.root,
+        padding=tuple(padding),
+        state_names=model.state_names,
+        also_frozen=model.also_frozen,
+    )
 
 
 def precision_of(model: ModelStates) -> DType:

@@ -19,6 +19,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from zckpt.base.errors import (
     COPY_AGAIN,
@@ -85,13 +86,13 @@ def with_swapped(
         )
         if not numel:
             continue
-        files = _SwapFiles(listing, shard, mp_rank, number, numel)
-        vectors[number] = files.vector(vectors[number], "", _dtype_of_masters(model))
+        read = partial(_vector, listing, shard, mp_rank, number, numel)
+        vectors[number] = read(vectors[number], "", _dtype_of_masters(model))
         own = dict(states[number])
         for name, value in own.items():
             if isinstance(value, TensorRef) and (label := label_of(value)).startswith(f"{name}-"):
                 try:
-                    own[name] = files.vector(value, name, value.dtype)
+                    own[name] = read(value, name, value.dtype)
                 except IncompleteError as error:  # the weights are there all the same
                     own[name], absent[label] = replace(value, shape=(0,), stride=(1,)), error
         states[number] = own
@@ -128,57 +129,50 @@ def _dtype_of_masters(model: ModelStates) -> DType:
     return F32
 
 
-class _SwapFiles:
-    """The swap files of one sub-group of one rank."""
-
-    def __init__(self, listing: Listing, shard: OptimizerShard, mp_rank: int, number: int, numel: int) -> None:
-        self.listing = listing
-        self.shard = shard
-        self.mp_rank = mp_rank
-        self.number = number
-        self.numel = numel
-
-    def vector(self, stands_for: TensorRef, state: str, dtype: DType) -> TensorRef:
-        """The elements of the masters, or of a state, that a tensor of the optimizer file stands for. Raises
-        IncompleteError, UnsafeError, UnsupportedError as in `with_swapped`.
-        """
-        label = label_of(stands_for)
-        if not _LABEL.fullmatch(label):
-            raise UnsupportedError(
-                f"does not say which swap file holds sub-group {self.number}", file=self.shard.file,
-                found=f"a tensor with ds_id {brief(label[:100])}" if label else "an empty tensor without ds_id",
-                expected="the attribute ds_id, as DeepSpeed writes it",
-                remedy="Copy the optimizer files as DeepSpeed wrote them.",
-            )  # fmt: skip
-        name = self.listing.swap_file(self.shard.rank, self.mp_rank, label)
-        place, nbytes = self.listing.where(name), self.numel * dtype.itemsize
-        what = f"the {f'optimizer state {state!r}' if state else 'master weights'} of sub-group {self.number}"
-        expected = f"{nbytes:,} bytes, which are {count(self.numel, 'element')} of {dtype}"
-        if name not in self.listing.files:
-            raise IncompleteError(
-                f"is missing, which holds {what}", file=place, found=self._found(name), expected=f"a file of at least {expected}",
-                remedy=f"Copy the directory {SWAPPED!r} of rank {self.shard.rank} from the node that wrote it (--also DIR lays "
-                "another directory over this one), or choose another tag.",
-            )  # fmt: skip
-        if not is_own(place, place.parent, self.listing.directory.absolute().parent):
-            raise UnsafeError(
-                "is a link that leads out of the checkpoint, and any bytes would be taken for numbers", file=place,
-                found=f"a link to {os.path.realpath(place)!r}", expected=what,
-                remedy="Put the file itself there. Nothing was read from there.",
-            )  # fmt: skip
-        store = place.store()
-        if store.size < nbytes:
-            raise IncompleteError(
-                f"is too short for {what}", file=place, found=f"{store.size:,} bytes", expected=f"at least {expected}",
-                remedy=COPY_AGAIN,
-            )  # fmt: skip
-        return TensorRef(store, 0, dtype, (self.numel,), (1,), name, 0, store.size, 0, stands_for.attributes)
-
-    def _found(self, name: str) -> str:
-        if not self.listing.matching(SWAP_NAME):
-            return f"no directory {SWAPPED!r}: the run kept its optimizer on NVMe"
-        directory = os.path.dirname(name)
-        return f"{count(sum(os.path.dirname(other) == directory for other in self.listing.files), 'file')} in {directory!r}"
+def _vector(
+    listing: Listing, shard: OptimizerShard, mp_rank: int, number: int, numel: int,
+    stands_for: TensorRef, state: str, dtype: DType,
+) -> TensorRef:  # fmt: skip
+    """The elements of the masters of a sub-group, or of a state, that a tensor of the optimizer file stands for. Raises
+    IncompleteError, UnsafeError, UnsupportedError as in `with_swapped`.
+    """
+    label = label_of(stands_for)
+    if not _LABEL.fullmatch(label):
+        raise UnsupportedError(
+            f"does not say which swap file holds sub-group {number}", file=shard.file,
+            found=f"a tensor with ds_id {brief(label[:100])}" if label else "an empty tensor without ds_id",
+            expected="the attribute ds_id, as DeepSpeed writes it",
+            remedy="Copy the optimizer files as DeepSpeed wrote them.",
+        )  # fmt: skip
+    name = listing.swap_file(shard.rank, mp_rank, label)
+    place, nbytes = listing.where(name), numel * dtype.itemsize
+    what = f"the {f'optimizer state {state!r}' if state else 'master weights'} of sub-group {number}"
+    expected = f"{nbytes:,} bytes, which are {count(numel, 'element')} of {dtype}"
+    if name not in listing.files:
+        found = f"no directory {SWAPPED!r}: the run kept its optimizer on NVMe"
+        if listing.matching(SWAP_NAME):
+            directory = os.path.dirname(name)
+            found = (
+                f"{count(sum(os.path.dirname(other) == directory for other in listing.files), 'file')} in {directory!r}"
+            )
+        raise IncompleteError(
+            f"is missing, which holds {what}", file=place, found=found, expected=f"a file of at least {expected}",
+            remedy=f"Copy the directory {SWAPPED!r} of rank {shard.rank} from the node that wrote it (--also DIR lays "
+            "another directory over this one), or choose another tag.",
+        )  # fmt: skip
+    if not is_own(place, place.parent, listing.directory.absolute().parent):
+        raise UnsafeError(
+            "is a link that leads out of the checkpoint, and any bytes would be taken for numbers", file=place,
+            found=f"a link to {os.path.realpath(place)!r}", expected=what,
+            remedy="Put the file itself there. Nothing was read from there.",
+        )  # fmt: skip
+    store = place.store()
+    if store.size < nbytes:
+        raise IncompleteError(
+            f"is too short for {what}", file=place, found=f"{store.size:,} bytes", expected=f"at least {expected}",
+            remedy=COPY_AGAIN,
+        )  # fmt: skip
+    return TensorRef(store, 0, dtype, (numel,), (1,), name, 0, store.size, 0, stands_for.attributes)
 
 
 def tail_of(vector: TensorRef) -> Iterator[Padding]:

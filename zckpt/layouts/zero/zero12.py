@@ -25,10 +25,9 @@ from zckpt.layouts.zero.optimizer_states import (
     check_ranks,
     group_of,
     per_element,
-    precision_of,
     read_shards,
-    scaler_of,
     state_vector,
+    training_of,
 )
 from zckpt.layouts.zero.partition import flat_offsets, flat_pieces, in_original_order
 
@@ -108,18 +107,7 @@ class Zero12Save:
             if self.form == "zero" and self.model.zero_config.get("round_robin_gradients"):
                 order = tuple(in_original_order(order, self.world_size))
             groups.append(group_of(order, first, group.number, group.number))
-        return Training(
-            groups=tuple(groups),
-            states=states,
-            scaler=scaler_of(first),
-            model=self.model.rest,
-            precision=precision_of(self.model),
-            form=self.form,
-            raw=first.root,
-            padding=tuple(padding),
-            state_names=self.model.state_names,
-            also_frozen=self.model.also_frozen,
-        )
+        return training_of(self.model, first, groups, states, padding, self.form)
 
 
 def load(

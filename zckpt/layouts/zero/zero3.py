@@ -28,10 +28,9 @@ from zckpt.layouts.zero.optimizer_states import (
     check_ranks,
     group_of,
     per_element,
-    precision_of,
     read_shards,
-    scaler_of,
     state_vector,
+    training_of,
 )
 from zckpt.layouts.zero.partition import SubGroups, partition_numel, partition_of
 from zckpt.layouts.zero.swapped import tail_of, with_swapped
@@ -153,20 +152,8 @@ class Zero3Save:
         vectors = (ref for shard in self.shards for own in shard.states for ref in per_element(own).values())
         padding += (tail for vector in vectors for tail in tail_of(vector))
         firsts = {owner: number for number, owner in reversed(owned.items())}
-        groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
-        from zckpt.layouts.run.training import Training
-
-        return Training(
-            groups=groups,
-            states=states,
-            scaler=scaler_of(first),
-            model=self.model.rest,
-            precision=precision_of(self.model),
-            raw=first.root,
-            padding=tuple(padding),
-            state_names=self.model.state_names,
-            also_frozen=self.model.also_frozen,
-        )
+        groups = (group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
+        return training_of(self.model, first, groups, states, padding)
 
 
 def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Zero3Save:
