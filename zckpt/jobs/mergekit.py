@@ -120,11 +120,11 @@ class Mergekit:
         found = [match for name in names if (match := _LAYER.match(name))]
         number = max((int(match[2]) + 1 for match in found), default=0)
         if any(model.layers not in (None, number) for model in self.models):
-            raise self._refused("layer_range", f"some of {number} layers", "all layers of each model")
+            raise refuse(self.file, "layer_range", f"some of {number} layers", "all layers of each model")
         if len({match[1] for match in found}) > 1 and _has_gradient(
             [*self.shared, *(one.parameters for one in self.models)]
         ):
-            raise self._refused("gradients", "layers of several towers", "a model with one row of layers")
+            raise refuse(self.file, "gradients", "layers of several towers", "a model with one row of layers")
         return number
 
     def _number(self, key: str, name: str, t: float, model: MergeInput | None, usual: float | None = None) -> float:
@@ -164,9 +164,6 @@ class Mergekit:
             f"does not say the {key} in numbers", file=self.file, found=found,
             expected="a number, a list of numbers, or a list of filters with such values", remedy=f"Correct {key} in the YAML.",
         )  # fmt: skip
-
-    def _refused(self, what: str, found: str, expected: str) -> UnsupportedError:
-        return refuse(self.file, what, found, expected)
 
 
 def _has_gradient(said: object) -> bool:

@@ -12,7 +12,7 @@ from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.naming.decompose import in_pairs, same
 from zckpt.naming.facts import Facts, with_parts
-from zckpt.naming.parts import fill_template, parse_part_name
+from zckpt.naming.parts import fill_template, is_in_block, parse_part_name
 from zckpt.naming.rows import group_rows, shifted_by, stack_rows, transpose, with_rows
 from zckpt.naming.schemes import NamingRule, Scheme
 
@@ -223,14 +223,6 @@ def _check_used(held: _Held, scheme: Scheme, parts: Catalog, facts: Facts, origi
     )  # fmt: skip
 
 
-def _is_there(rule: NamingRule, routed: bool) -> bool:
-    """Whether a rule's tensor is in blocks with experts, or in those without."""
-    part = (rule.parts or ("",))[0]
-    if part.startswith("blocks.{b}.mlp."):
-        return not routed
-    return routed or not part.startswith(("blocks.{b}.router", "blocks.{b}.experts.", "blocks.{b}.shared"))
-
-
 def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed: frozenset[int]) -> None:
     """Checks that a Hugging Face model has all tensors that every such model has. Raises IncompleteError if some are
     missing everywhere.
@@ -246,7 +238,7 @@ def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed:
         and facts.meet(rule.when)
         and not found.issuperset(rule.parts)
         and not (rule.parts == ("head.weight",) and facts.get("tied") is True)
-        and any(_is_there(rule, kind) for kind in kinds)
+        and any(is_in_block(rule.parts[0], routed=kind) for kind in kinds)
     ]
     for group in scheme.together:
         if 0 < len(found.intersection(group)) < len(group):

@@ -18,7 +18,7 @@ from zckpt.layouts.save.tied import LANGUAGE_HEADS
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, flat_config, with_parts
 from zckpt.naming.families import architecture_of, by_config
-from zckpt.naming.parts import fill_template, parse_part_name
+from zckpt.naming.parts import OF_EXPERTS, fill_template, is_in_block, parse_part_name
 from zckpt.naming.schemes import Fit, Scheme, scheme
 
 Shape = tuple[int, ...]
@@ -203,10 +203,10 @@ def _list_expected(
         stack = next((number for head, number in counts.items() if rule.names[0].startswith(head)), None)
         for block in range(blocks if stack is None else stack) if "{b}" in part else (-1,):
             own = there.get(block, set())
-            routed = any(p.startswith(_OF_EXPERTS) for p in own) or (
+            routed = any(p.startswith(OF_EXPERTS) for p in own) or (
                 some_routed and not any(p.startswith("blocks.{b}.mlp.") for p in own)
             )
-            if ("{b}" in part and not _is_there(part, routed)) or any((p, block) in used for p in rule.parts):
+            if ("{b}" in part and not is_in_block(part, routed=routed)) or any((p, block) in used for p in rule.parts):
                 continue
             kinds = {kind for kind in family.kinds if any(p.startswith(kind) for p in own)}
             if (rule.some and part not in own) or (kinds and any(part.startswith(k) for k in {*family.kinds} - kinds)):
@@ -215,14 +215,6 @@ def _list_expected(
             numbers = range(experts) if "{e}" in rule.names[0] else (-1,)
             found += [(tuple(fill_template(name, block, e) for name in rule.names), rule.on_the_hub) for e in numbers]
     return found
-
-
-_OF_EXPERTS = ("blocks.{b}.router", "blocks.{b}.experts.", "blocks.{b}.shared")
-
-
-def _is_there(part: str, routed: bool) -> bool:
-    """Whether a part is in blocks with experts, or in those without."""
-    return not routed if part.startswith("blocks.{b}.mlp.") else routed or not part.startswith(_OF_EXPERTS)
 
 
 def _find_shapes(

@@ -49,6 +49,15 @@ def own_part(name: str) -> str:
     return home + name.replace("{b}.", "").replace("{e}.", "")
 
 
+OF_EXPERTS = ("blocks.{b}.router", "blocks.{b}.experts.", "blocks.{b}.shared")
+"""Beginnings of parts of experts and of what chooses them."""
+
+
+def is_in_block(part: str, *, routed: bool) -> bool:
+    """Whether a part is in blocks with experts (`routed`), or in those without."""
+    return not routed if part.startswith("blocks.{b}.mlp.") else routed or not part.startswith(OF_EXPERTS)
+
+
 class Numbered(NamedTuple):
     """A part's name, taken apart.
 

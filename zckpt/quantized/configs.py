@@ -223,15 +223,7 @@ def quantization_config(
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = {**number, "strategy": scheme, "dynamic": False, "observer": "minmax"}
     inputs = {**number, "strategy": "token" if scheme == "channel" else "tensor", "dynamic": True, "observer": None}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(kept),
-        "kv_cache_scheme": None,
-    }
+    return _config_in_groups("float-quantized", weights, inputs, kept)
 
 
 def _config_of(target: Target, kept: Sequence[str], group_size: int | None) -> dict[str, object]:
@@ -245,13 +237,19 @@ def _config_of(target: Target, kept: Sequence[str], group_size: int | None) -> d
     if target.scales is not None:
         weights["scale_dtype"] = weights["zp_dtype"] = "torch.uint8" if target.scales == U8 else "torch.float8_e4m3fn"
     by_token = {**number, "strategy": "token", "dynamic": True, "observer": None}
-    inputs = by_token if target.inputs == "by token" else None
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return _config_in_groups(target.form, weights, by_token if target.inputs == "by token" else None, kept)
+
+
+def _config_in_groups(
+    form: str, weights: Mapping[str, object], inputs: Mapping[str, object] | None, kept: Sequence[str]
+) -> dict[str, object]:
+    """A config of compressed-tensors, in which all linear layers but those that are kept are quantised alike."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": target.form,
+        "format": form,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme},
+        "config_groups": {"group_0": group},
         "ignore": list(kept),
         "kv_cache_scheme": None,
     }

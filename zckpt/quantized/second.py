@@ -40,13 +40,11 @@ class RowsAgain:
     Attributes:
         inputs: the tensors that it reads.
         width: elements of a row.
-        numel: of all rows; the last one may be shorter.
         rows: the function.
     """
 
     inputs: tuple[TensorEntry, ...]
     width: int
-    numel: int
     rows: Rows
 
     @property
@@ -112,7 +110,7 @@ def derive_again(
                 and (made := read(tensors, name.removesuffix(end), entry, config, values)) is not None
             ):
                 plain, shape, inputs, width, rows = made
-                recipe = RowsAgain(inputs, width, math.prod(shape), rows)
+                recipe = RowsAgain(inputs, width, rows)
                 found[plain] = derive_entry(plain, shape, F32, recipe, entry.role)
                 break
     return found
@@ -242,7 +240,7 @@ def powers_again(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     each = math.prod(scales.shape[:-1])
     flat = replace(codes, shape=(each, codes.numel // each)), replace(scales, shape=(each, scales.shape[-1]))
     _, shape, inputs, width, rows = _fp4(entry.name, *flat, None, 32, divides=False)
-    return derive_entry(entry.name, shape, F32, RowsAgain(inputs, width, math.prod(shape), rows), entry.role), flat[1]
+    return derive_entry(entry.name, shape, F32, RowsAgain(inputs, width, rows), entry.role), flat[1]
 
 
 def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:
