@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from zckpt.base.errors import CastError, CorruptError, InconsistentError, NotACh
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.kernels_ggml import TYPES
 from zckpt.engine.kernels_to_ggml import KINDS
-from zckpt.layouts.gguf.blocks import BlocksOfFloats
+from zckpt.layouts.gguf import blocks
 from zckpt.layouts.gguf.write import BASES, Mixed, in_order, mixed_types
 
 TRUTH = json.loads((Path(__file__).parents[2] / "fixtures" / "gguf_quantised" / "truth.json").read_text())
@@ -201,15 +202,20 @@ def test_files_are_those_of_llama_cpp(model: Path, kind: str, tmp_path: Path, mo
     if kind not in ("q4_k_m", "q5_0", "mxfp4") and not proofs.IS_WHOLE:
         return
     assert zckpt.verify(model, out).ok
-    make = BlocksOfFloats.compute
+    make = blocks.blocks_of
 
-    def off(self: Any, start: int, stop: int, tools: Any) -> Any:
-        found = np.array(make(self, start, stop, tools))
-        found.view(np.uint8)[:1] ^= 1
-        return found
+    def off(*given: Any, **more: Any) -> Any:
+        recipe = make(*given, **more)
+
+        def computed(start: int, stop: int, tools: Any) -> Any:
+            found = np.array(recipe.compute(start, stop, tools))
+            found.view(np.uint8)[:1] ^= 1
+            return found
+
+        return replace(recipe, compute=computed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlocksOfFloats, "compute", off)
+        patch.setattr(blocks, "blocks_of", off)
         out = tmp_path / "wrong.gguf"
         written(model, out, kind, **({} if kind == "mxfp4" else {"imatrix": matrix}))
     found = zckpt.verify(model, out)

@@ -19,7 +19,7 @@ from zckpt.containers.gguf_file import BY_NAME, Q8_0, GgmlType
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8
 from zckpt.core.folds import read_numbers
-from zckpt.core.recipes import DerivedStore, derive_entry
+from zckpt.core.recipes import DerivedStore, Formula, derive_entry
 from zckpt.engine import kernels_to_ggml
 from zckpt.engine.kernels import ReferenceKernels
 from zckpt.layouts.gguf.importance import Weighting
@@ -34,84 +34,54 @@ _UNWEIGHTED = (Q8_0, BY_NAME["MXFP4"])
 """Types in which an importance matrix changes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksOfFloats:
-    """A recipe (`core.recipes`): blocks as bytes; of Q8_0, see [Note: Q8_0].
+def blocks_of(entry: TensorEntry, kind: GgmlType, weighting: Weighting | None, *, again: bool) -> Formula:
+    """The recipe of a tensor as bytes of a type's blocks; of Q8_0, see [Note: Q8_0]. Arguments as for `in_blocks`."""
+    block, nbytes = kind.block, kind.nbytes
+    beside = () if weighting is None else weighting.entries
+    row = entry.shape[-1] // block * nbytes
 
-    Attributes:
-        source: the tensor, with rows that are whole blocks.
-        type: of the blocks.
-        weighting: how much its columns matter; None where all do the same.
-        again: whether they are computed as `verify` does it, by other code.
-    """
+    def reads(start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        return [(entry, start // nbytes * block, stop // nbytes * block), *((one, 0, one.numel) for one in beside)]
 
-    source: TensorEntry
-    type: GgmlType = Q8_0
-    weighting: Weighting | None = None
-    again: bool = False
-
-    @property
-    def inputs(self) -> tuple[TensorEntry, ...]:
-        return (self.source, *(() if self.weighting is None else self.weighting.entries))
-
-    @property
-    def unit(self) -> int:
-        return self.type.nbytes if self.weighting is None else self._row
-
-    @property
-    def _row(self) -> int:
-        return self.source.shape[-1] // self.type.block * self.type.nbytes
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        more = () if self.weighting is None else ("weighted", self.weighting.calls)
-        return (f"to {self.type.name}", *more)
-
-    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        block, nbytes = self.type.block, self.type.nbytes
-        beside = [(entry, 0, entry.numel) for entry in self.inputs[1:]]
-        return [(self.source, start // nbytes * block, stop // nbytes * block), *beside]
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`. Raises CastError if a block holds what the type cannot."""
         import numpy as np
 
         blocks = np.empty(stop - start, np.uint8)
-        for first, last, columns, expert in self._parts(start, stop):
-            block, nbytes = self.type.block, self.type.nbytes
-            where = self.source, first // nbytes * block, last // nbytes * block
+        for first, last, columns, expert in parts(start, stop):
+            where = entry, first // nbytes * block, last // nbytes * block
             out = blocks[first - start : last - start]
-            if self.type is Q8_0:
+            if kind is Q8_0:
                 tools.kernels.to_q8_0(read_numbers(*where, tools), out)
                 continue
             numbers = tools.read_floats(*where)
-            weights = None if self.weighting is None else self.weighting.of_expert(expert, columns, tools)
-            encode = kernels_to_ggml.to_ggml if self.again else tools.kernels.to_ggml
-            self._check(encode(self.type.name, numbers, columns, weights, out))
+            weights = None if weighting is None else weighting.of_expert(expert, columns, tools)
+            encode = kernels_to_ggml.to_ggml if again else tools.kernels.to_ggml
+            if unsound := encode(kind.name, numbers, columns, weights, out):
+                raise CastError(
+                    f"tensor {entry.name!r} holds numbers that have no place in {kind.name}",
+                    found=f"{unsound:,} of the blocks that were looked at hold NaN, infinity, or too large a number",
+                    expected="finite numbers, with scales that fp16 holds", remedy="Look at it with `zckpt verify CKPT --deep`.",
+                )  # fmt: skip
         return blocks
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """The parts that are computed at once: bytes [first, last), the first column, and the expert."""
-        block, nbytes = self.type.block, self.type.nbytes
-        if self.weighting is None:
+    def parts(start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """The parts that are computed at once: bytes [first, last), the columns of a row, and the expert."""
+        if weighting is None:
             step = _AT_ONCE // block * nbytes
             yield from ((first, min(first + step, stop), block, 0) for first in range(start, stop, step))
             return
-        *_, rows, columns = self.source.shape
+        *_, rows, columns = entry.shape
         step = max(1, _AT_ONCE // columns)
-        row, last = start // self._row, stop // self._row
-        while row < last:
-            end = min(row + step, last, (row // rows + 1) * rows)
-            yield row * self._row, end * self._row, columns, row // rows
-            row = end
+        at, end = start // row, stop // row
+        while at < end:
+            until = min(at + step, end, (at // rows + 1) * rows)
+            yield at * row, until * row, columns, at // rows
+            at = until
 
-    def _check(self, unsound: int) -> None:
-        if unsound:
-            raise CastError(
-                f"tensor {self.source.name!r} holds numbers that have no place in {self.type.name}",
-                found=f"{unsound:,} of the blocks that were looked at hold NaN, infinity, or too large a number",
-                expected="finite numbers, with scales that fp16 holds", remedy="Look at it with `zckpt verify CKPT --deep`.",
-            )  # fmt: skip
+    more = () if weighting is None else ("weighted", weighting.calls)
+    unit = nbytes if weighting is None else row
+    return Formula((entry, *beside), (f"to {kind.name}", *more), compute, unit, reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +135,7 @@ def in_blocks(
         weighting: how much its columns matter.
         again: whether it is for `verify`.
     """
-    recipe = BlocksOfFloats(entry, kind, None if kind in _UNWEIGHTED else weighting, again)
+    recipe = blocks_of(entry, kind, None if kind in _UNWEIGHTED else weighting, again=again)
     return derive_entry(entry.name, kind.stored(entry.shape), U8, recipe, entry.role)
 
 

@@ -19,7 +19,7 @@ from zckpt.containers.zstd import Decompressor
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import U8, DType
 from zckpt.core.fragments import Fragment
-from zckpt.core.recipes import DerivedStore
+from zckpt.core.recipes import DerivedStore, Formula
 from zckpt.core.stores import Store
 
 if TYPE_CHECKING:
@@ -161,28 +161,6 @@ class Unpacking:
         self._place, self._process, self._served = place, os.getpid(), 0
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroElements:
-    """A recipe: numbers that are zero, as those of a chunk that was not stored.
-
-    Attributes:
-        dtype: of the numbers.
-    """
-
-    dtype: DType
-    inputs: tuple[TensorEntry, ...] = ()
-    facts: tuple[object, ...] = ("zeros",)
-    unit: int = 1
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`."""
-        import numpy as np
-
-        del tools
-        array: Array = np.zeros(stop - start, self.dtype.numpy or f"u{self.dtype.itemsize}")
-        return array
-
-
 def unpack_later(
     name: str, place: tuple[Store, int, int], numel: int, dtype: DType, scratch: UnpackedChunks
 ) -> DerivedStore:
@@ -194,5 +172,12 @@ def unpack_later(
 
 
 def zeros(name: str, numel: int, dtype: DType) -> DerivedStore:
-    """A store of zeros; the name is of the chunk that is not there."""
-    return DerivedStore(ZeroElements(dtype), dtype.itemsize, numel * dtype.itemsize, place=f"no {name}")
+    """A store of zeros, as those of a chunk that was not stored; the name is of that chunk."""
+
+    def compute(start: int, stop: int, _: Tools) -> Array:
+        import numpy as np
+
+        return np.zeros(stop - start, dtype.numpy or f"u{dtype.itemsize}")
+
+    recipe = Formula((), ("zeros",), compute)
+    return DerivedStore(recipe, dtype.itemsize, numel * dtype.itemsize, place=f"no {name}")
