@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
@@ -43,18 +43,9 @@ _TIDIED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 """Spaces that transformers takes out of decoded text where tokenizer_config.json says so."""
 
 
-class Added(NamedTuple):
-    """A token that is matched before text is split.
-
-    Attributes:
-        content: its text.
-        special: whether it is left out where text is shown.
-        normalized: whether it is matched in text that is normalised already.
-    """
-
-    content: str
-    special: bool
-    normalized: bool
+_TOLD = ("content", "special", "normalized")
+"""What the files say of a token that is matched before text is split: its text, whether it is left out where text is shown, and
+whether it is matched in text that is normalised already."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ class Tokens:
 
     Attributes:
         numbers: of all tokens, by their text.
-        added: number -> the token, of those that are matched before text is split.
+        added: number -> the token, as `tokenizers` has it, of those that are matched before text is split.
         base: how many tokens there are without those that were added behind them.
         special: what the files name as beginning, end, padding and the like.
         encode: text -> numbers, with the special tokens that are put around it.
@@ -71,7 +62,7 @@ class Tokens:
     """
 
     numbers: Mapping[str, int]
-    added: Mapping[int, Added]
+    added: Mapping[int, Any]
     base: int
     special: frozenset[str]
     encode: Callable[[str], list[int]]
@@ -114,13 +105,9 @@ def _as_tokens(
         return list(getattr(found, "ids", found))
 
     return Tokens(
-        numbers, {number: _parse_added(token) for number, token in added.items()}, base, special, encode,
+        numbers, added, base, special, encode,
         lambda text: str(tokenizer.decode(encode(text, around=False), skip_special_tokens=False)),
     )  # fmt: skip
-
-
-def _parse_added(token: Any) -> Added:
-    return Added(token.content, token.special, token.normalized)
 
 
 def _missing(error: ImportError, name: str) -> UnsupportedError:
@@ -157,7 +144,7 @@ def _by_tokenizers(directory: Path) -> Tokens | None:
         return None
     for number, token in said.get("added_tokens_decoder", {}).items():
         own = found.added.get(int(number))
-        if own is None or any(getattr(own, key) != token.get(key) for key in Added._fields):
+        if own is None or any(getattr(own, key) != token.get(key) for key in _TOLD):
             return None
     if said.get("clean_up_tokenization_spaces") and any(mark in text for text in by_text for mark in _TIDIED):
         return None
@@ -169,7 +156,7 @@ def _in_parts(said: Mapping[str, Any], special: frozenset[str]) -> Tokens | None
 
     All tokens at once take it more memory than the rest of a conversion. None where a token's number is not certain.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
     model = said["model"]
     vocabulary = model.get("vocab")
@@ -180,7 +167,9 @@ def _in_parts(said: Mapping[str, Any], special: frozenset[str]) -> Tokens | None
     for token in said.get("added_tokens") or ():
         if numbers.setdefault(token["content"], len(numbers)) != token["id"]:
             return None
-        added[token["id"]] = Added(token["content"], bool(token["special"]), bool(token["normalized"]))
+        added[token["id"]] = AddedToken(
+            token["content"], special=bool(token["special"]), normalized=bool(token["normalized"])
+        )
     if sorted(numbers.values()) != list(range(len(numbers))):
         return None
 
