@@ -126,6 +126,17 @@ def test_weights_beside_files_of_others_are_read(tmp_path: Path) -> None:
     assert set(zckpt.open_checkpoint(tmp_path)) == set(STATE)
 
 
+@pytest.mark.parametrize("pointer", ["file", "directory"])
+def test_a_file_that_names_a_tag_counts_before_directories_of_models(pointer: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "zero3" / "bf16_w2" / "checkpoint", tmp_path / "run")
+    write(tmp_path / "run" / "model" / "model.safetensors")
+    if pointer == "directory":
+        (tmp_path / "run" / "latest").unlink()
+        (tmp_path / "run" / "latest").mkdir()
+    place = find(locate(tmp_path / "run"))
+    assert place.listing.directory.name == ("global_step2" if pointer == "file" else "model")
+
+
 @pytest.mark.parametrize("given", ["run", "run/checkpoint-2", "run/checkpoint-2/global_step2", "parts"])
 def test_each_directory_is_listed_once(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = FIXTURES / "zero3" / "bf16_w2" / "checkpoint"

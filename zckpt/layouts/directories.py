@@ -125,7 +125,15 @@ def _is_of(look: Look, family: Family) -> bool:
 
 def as_pointed(look: Look) -> Place | None:
     """The directory that holds tags, where a file in it names one: that counts before what entries are called."""
-    return as_home(look) if look.tag is None and pointer_in(look.names) is not None else None
+    pointer = pointer_in(look.names)
+    return as_home(look) if look.tag is None and pointer is not None and look.folder.has_file(pointer) else None
+
+
+def _note(look: Look, among: Sequence[str], what: str, chosen: str) -> tuple[str, ...]:
+    """A sentence on what is taken of several, if nobody said which; none otherwise."""
+    if len(among) < 2 or look.tag:
+        return ()
+    return (f"{look.path!r} holds {what}: {chosen} is taken. Pass --tag for another.",)
 
 
 def as_accelerate(look: Look) -> Place | None:
@@ -137,9 +145,8 @@ def as_accelerate(look: Look) -> Place | None:
     inner = look.folder.inside(name) if name in models else None
     if inner is None:
         return None
-    several = f"{look.path!r} holds {len(models)} models: {name!r} is taken. Pass --tag for another."
-    listing = listing_of(inner, "", laid_over(look, name))
-    return Place(listing, look.path, tuple(models), () if len(models) == 1 or look.tag else (several,))
+    notes = _note(look, models, f"{len(models)} models", repr(name))
+    return Place(listing_of(inner, "", laid_over(look, name)), look.path, tuple(models), notes)
 
 
 def as_role(look: Look) -> NextEntry | None:
@@ -148,8 +155,7 @@ def as_role(look: Look) -> NextEntry | None:
     name = look.tag or next(iter(roles), "")
     if name not in roles:
         return None
-    several = f"{look.path!r} holds {examples(roles)}: {name!r} is taken. Pass --tag for another."
-    return NextEntry(name, None, tuple(roles), (several,) if len(roles) > 1 and not look.tag else ())
+    return NextEntry(name, None, tuple(roles), _note(look, roles, examples(roles), repr(name)))
 
 
 def _roles_in(folder: Folder) -> list[str]:
@@ -189,10 +195,8 @@ def as_run(look: Look) -> NextEntry | None:
     step, _, role = (look.tag or newest).partition("/")
     if step not in steps:
         return None
-    several = (
-        f"{look.path!r} holds {count(len(steps), 'step')}: the newest, {step!r}, is taken. Pass --tag for another."
-    )
-    return NextEntry(step, role or None, tuple(steps), (several,) if len(steps) > 1 and look.tag is None else ())
+    notes = _note(look, steps, count(len(steps), "step"), f"the newest, {step!r},")
+    return NextEntry(step, role or None, tuple(steps), notes)
 
 
 def as_home(look: Look) -> Place | None:
@@ -212,7 +216,7 @@ def as_home(look: Look) -> Place | None:
             notes = (f"There is no {lacking!r} in {path!r}: its only tag, {tag!r}, is taken.",) if lacking else ()
         elif _are_steps(look.folder, tags):
             tag = tags[-1]
-            notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken. Pass --tag for another.",)
+            notes = _note(look, tags, f"{len(tags)} saves", f"the last, {tag!r},")
         else:
             raise IncompleteError(
                 f"has no file {_pointer_of(look.folder, tags) or 'latest'!r} to say which save is meant", file=path,
@@ -283,10 +287,8 @@ def as_by_trainer(look: Look) -> NextEntry | None:
             "holds several saves, and no name says which is the newest", file=look.path, found=examples(saves),
             remedy=f"Choose one: --tag {saves[-1]}.",
         )  # fmt: skip
-    several = (
-        f"{look.path!r} holds {count(len(saves), 'save')}: the newest, {chosen!r}, is taken. Pass --tag for another."
-    )
-    return NextEntry(chosen, None, tuple(saves), (several,) if len(saves) > 1 and look.tag is None else ())
+    notes = _note(look, saves, count(len(saves), "save"), f"the newest, {chosen!r},")
+    return NextEntry(chosen, None, tuple(saves), notes)
 
 
 def as_wanted(look: Look) -> Place | NextEntry | None:
@@ -330,8 +332,7 @@ def as_several(look: Look) -> Place | None:
         place = Place(one_of(listing_of(look.folder, chosen, look.also), family, chosen), look.path)
         if family.match(place.listing) is not None:
             continue
-        several = f"{look.path!r} holds {count(len(saves), 'save')}: {chosen!r} is taken. Pass --tag for another."
-        notes = (several,) if len(saves) > 1 and look.tag is None else ()
+        notes = _note(look, saves, count(len(saves), "save"), repr(chosen))
         return replace(place, tags=tuple(filter(None, saves)), notes=notes)
     return None
 

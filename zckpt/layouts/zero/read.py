@@ -26,9 +26,7 @@ from zckpt.layouts.zero.zero3 import Zero3Save
 
 
 def has_unknown_weights(model: ModelStates) -> bool:
-    """Whether the state dict has names that are in no list, and lacks a trained parameter or a frozen one that the file
-    has.
-    """
+    """Whether the state dict has names that are in no list, and lacks a trained parameter, or a frozen one of the file."""
     if not model.unlisted or model.has_experts:  # experts are in other files, under names that `moe` knows
         return False
     return any(name not in model.module for names in (*model.param_shapes, model.frozen_fragments) for name in names)
