@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from zckpt.output.journal import Finished
+from zckpt.core.plan import WrittenFile
 from zckpt.output.manifest import Manifest, path_for
 
 
@@ -26,7 +26,7 @@ def earlier_output(place: Path, files: Mapping[str, bytes], *, single: bool = Fa
     for name, data in files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_bytes(data)
-    listed = tuple(Finished(name, len(data), zlib.crc32(data)) for name, data in files.items())
+    listed = tuple(WrittenFile(name, len(data), zlib.crc32(data)) for name, data in files.items())
     facts = Manifest("0.0.1", {"layout": "plain", "tag": ""}, "fp32", {}, 1, 1, listed).as_bytes()
     where = Path(path_for(str(place), single=single))
     where.write_bytes(facts)

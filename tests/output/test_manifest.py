@@ -15,8 +15,8 @@ import torch
 import zckpt
 from zckpt import Options
 from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from zckpt.core.plan import WrittenFile
 from zckpt.output import manifest
-from zckpt.output.journal import Finished
 from zckpt.storage.location import locate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -98,7 +98,7 @@ def test_odd_names(tmp_path: Path) -> None:
 
 
 def sound() -> dict[str, Any]:
-    files = (Finished("a", 3, 0x0A), Finished("b/c", 0, 0))
+    files = (WrittenFile("a", 3, 0x0A), WrittenFile("b/c", 0, 0))
     facts = manifest.Manifest("0", {"layout": "x"}, "fp32", {}, 1, 2, files)
     return json.loads(facts.as_bytes())
 
@@ -107,7 +107,7 @@ def test_round_trip(tmp_path: Path) -> None:
     (tmp_path / "m").write_text(json.dumps(sound()))
     facts = manifest.read(str(tmp_path / "m"))
     assert facts.as_bytes() == (json.dumps(sound(), indent=2) + "\n").encode()
-    assert facts.files[0] == Finished("a", 3, 10)
+    assert facts.files[0] == WrittenFile("a", 3, 10)
 
 
 @pytest.mark.parametrize(

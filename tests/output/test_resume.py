@@ -28,14 +28,14 @@ from zckpt._core import inject
 from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsafeError
 from zckpt.cli import app
 from zckpt.core.dtypes import BF16
-from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.plan import OutputFile, Plan, WrittenFile
 from zckpt.core.stores import FileStore
 from zckpt.engine.move import run
 from zckpt.jobs.convert import prepare
 from zckpt.jobs.declarations import CONVERT
 from zckpt.jobs.planned import execute
 from zckpt.output import journal
-from zckpt.output.journal import Finished, Journal, Seal
+from zckpt.output.journal import Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
 from zckpt.storage import processes
 
@@ -378,7 +378,7 @@ def test_journal_round_trip(tmp_path: Path) -> None:
     path = str(tmp_path / "journal")
     writing = Journal(path, "job")
     writing.begin({})
-    file = Finished("a/b", 10, 20, {"w": (3, 1e30)})
+    file = WrittenFile("a/b", 10, 20, {"w": (3, 1e30)})
     writing.add(file)
     writing.close()
     seal = Seal("order", False, 3, 0, (("a", 5),), ("a", "b"), ("c",), (("a/b", 10, 20),))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import NamedTuple, overload
 
 from zckpt.base.dataclass import dataclass
@@ -91,6 +91,25 @@ class OutputFile:
     size: int
     literals: Sequence[tuple[int, bytes]] = ()
     checksums: tuple[Checksum, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A complete file of an output.
+
+    Attributes:
+        path: relative to the output.
+        nbytes: its size.
+        crc32: of the whole file.
+        overflows: tensor name -> (elements with a cast that overflowed, the largest of them), of tensors in this file.
+        slots: byte offset -> what was filled in there, of the checksums that a plan wants in the file.
+    """
+
+    path: str
+    nbytes: int
+    crc32: int
+    overflows: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
+    slots: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
 
 
 def literal_file(name: str, data: bytes) -> tuple[OutputFile, FileStore]:

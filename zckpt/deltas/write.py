@@ -16,10 +16,10 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError
 from zckpt.base.version import __version__
 from zckpt.containers.safetensors_file import ALIGNMENT
+from zckpt.core.plan import WrittenFile
 from zckpt.deltas.encode import TensorChange
 from zckpt.deltas.form import INDEX, UNCHANGED, DeltaForm, index_of
 from zckpt.output.files import finish_file, write_small
-from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 
 _BLOCK = 1 << 20
@@ -80,7 +80,7 @@ def write_group(
     form: DeltaForm,
     names: Sequence[str],
     differences: Iterable[tuple[TensorChange, int]],
-) -> Iterator[Finished]:
+) -> Iterator[WrittenFile]:
     """Writes the file of group `number` (from 1) in `of`, then its facts, into the directory that they are staged in. `names` are
     of all its tensors; `differences` are of each of them in this order, with its bytes before compression. Raises OSError if
     they cannot be written, ZckptError as the differences raise it.
@@ -156,7 +156,7 @@ def end_delta(
     """
     facts = [group_facts(directory, number) for number in range(1, of + 1)]
     total = sum(bool(group.changed) for group in facts)
-    files: list[Finished] = []
+    files: list[WrittenFile] = []
     weight_map: dict[str, str] = {}
     unchanged: dict[str, str] = {}
     for number, group in enumerate(facts, 1):
@@ -167,7 +167,7 @@ def end_delta(
                 name = data_name(len(files) + 1, total)
                 os.rename(os.path.join(directory, data_name(number, of)), os.path.join(directory, name))
             weight_map.update(dict.fromkeys(group.changed, name))
-            files.append(Finished(name, *group.file))
+            files.append(WrittenFile(name, *group.file))
     for number in range(1, of + 1):
         os.unlink(os.path.join(directory, facts_name(number)))
     said = {"checksum_format": form.checksum, "tensors": unchanged}

@@ -6,6 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
+from itertools import count, starmap
 from operator import itemgetter
 
 from zckpt.base.dataclass import dataclass
@@ -81,15 +82,13 @@ class Batch:
             folds.pack(store) if isinstance(store, DerivedStore) else packed_store(store, fds)
             for store, fds in zip(self.stores, descriptors, strict=True)
         )
-        moves = b"".join(_pack_move(*move) for move in self.moves)
-        return stores, moves, *self._packed_literals(), b"".join(folds.terms), b"".join(folds.pieces)
-
-    def _packed_literals(self) -> tuple[bytes, bytes, bytes]:
-        packed, every = [], bytearray()
-        for number, offset, data in self.literals:
-            packed.append(_LITERAL.pack(number, 0, offset, len(data), len(every)))
-            every += data
-        return b"".join(packed), packed_ranges(self.ranges), bytes(every)
+        moves = b"".join(starmap(_pack_move, self.moves))
+        literals, data = bytearray(), bytearray()
+        for number, offset, part in self.literals:
+            literals += _LITERAL.pack(number, 0, offset, len(part), len(data))
+            data += part
+        ranges = packed_ranges(self.ranges)
+        return stores, moves, bytes(literals), ranges, bytes(data), b"".join(folds.terms), b"".join(folds.pieces)
 
 
 class _Folds:
@@ -140,7 +139,8 @@ def packed_store(store: Store, fds: tuple[int, int]) -> bytes:
 
 def packed_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> bytes:
     """Ranges of stores with CRCs that are wanted, in order: (number of the store, of the range, start, bytes)."""
-    return b"".join(_RANGE.pack(*numbers) for numbers in sorted(ranges, key=itemgetter(0, 2)))
+    ordered = sorted(ranges, key=itemgetter(0, 2))
+    return b"".join(starmap(_RANGE.pack, ordered))
 
 
 def _pack_move(src: int, dst: int, m: Move) -> bytes:
@@ -191,9 +191,7 @@ class _Cutter:
                 self.unfinished[id(store)] = output, store
                 self._literals[id(store)] = deque(() if bare else sorted(output.literals))
         self._missing = element_bytes(plan)
-        self._ranges: dict[int, list[tuple[int, int, int]]] = {}
-        for number, (store, start, nbytes) in enumerate(ranges(plan) if summed else ()):
-            self._ranges.setdefault(id(store), []).append((number, start, nbytes))
+        self._ranges = ranges_of(plan) if summed else {}
         self._tensor, self._reach = -1, 0  # of the last move
         self._last: Store | None = None
 
@@ -276,6 +274,7 @@ def element_bytes(plan: Plan) -> dict[int, int]:
     return totals
 
 
-def ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:
-    """(store, start, bytes) of every run of elements with a CRC that is taken, by number."""
-    return [(store, *run) for output, store in plan.files for run in element_ranges(output)]
+def ranges_of(plan: Plan) -> dict[int, list[tuple[int, int, int]]]:
+    """Id of a store -> (number in the plan, start, bytes) of each of its runs of elements with a CRC that is taken."""
+    numbers = count()
+    return {id(store): [(next(numbers), *run) for run in element_ranges(output)] for output, store in plan.files}

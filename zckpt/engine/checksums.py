@@ -82,18 +82,6 @@ def of_zeros(count: int) -> int:
     return _after_zeros(0, count)
 
 
-def merge_adjacent(parts: Iterable[Partial]) -> list[Partial]:
-    """The parts, with adjacent ones joined."""
-    result: list[Partial] = []
-    for start, nbytes, crc in sorted(parts):
-        if result and result[-1][0] + result[-1][1] == start:
-            before, length, left = result[-1]
-            result[-1] = (before, length + nbytes, crc32_combine(left, crc, nbytes))
-        else:
-            result.append((start, nbytes, crc))
-    return result
-
-
 def _after_zeros(crc: int, count: int) -> int:
     unit, length = zlib.crc32(b"\0"), 1
     while count:

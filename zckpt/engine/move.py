@@ -18,11 +18,11 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
 from zckpt.base.pace import Pace, engine_error, gives_back, pace, window_bytes
 from zckpt.core.dtypes import can_cast
-from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.plan import OutputFile, Plan, WrittenFile
 from zckpt.core.stores import FileStore
-from zckpt.engine.batches import Batch, batches, element_bytes, ranges
+from zckpt.engine.batches import Batch, batches, element_bytes, ranges_of
 from zckpt.engine.bringing import Bringer, foresee
-from zckpt.engine.checksums import Partial, merge_adjacent, seal
+from zckpt.engine.checksums import Partial, seal
 from zckpt.engine.choice import choose, threads_for
 from zckpt.engine.output_files import Consumer, OrderedOutput, create, keeps_bytes, open_output_files
 from zckpt.engine.prefetch import with_local_sources
@@ -39,50 +39,23 @@ except ImportError:  # pragma: no cover - depends on the build
 
 
 @dataclass(frozen=True, slots=True)
-class CastLoss:
-    """Finite numbers of one tensor that became infinite in the cast (or were clamped), and the largest of them."""
-
-    count: int
-    largest: float
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A file that is complete and, unless it was streamed or need not be, durable.
-
-    Attributes:
-        path: as in the plan.
-        nbytes: its size.
-        crc32: of the whole file, taken while it was written.
-        overflows: number of the pair in the plan -> what its cast lost, for the tensors in this file.
-        slots: byte offset -> what was filled in there, of the checksums that the plan wants in the file.
-    """
-
-    path: str
-    nbytes: int
-    crc32: int
-    overflows: Mapping[int, CastLoss]
-    slots: Mapping[int, bytes]
-
-
-@dataclass(frozen=True, slots=True)
 class MoveReport:
     """What a run did.
 
     Attributes:
         bytes_read: bytes of elements read.
         bytes_written: bytes written, literals included.
-        overflows: number of the pair in the plan -> what its cast lost.
+        overflows: tensor name -> (elements with a cast that overflowed, the largest of them).
         engine: "native" or "reference".
-        files: what was written, in the order in which it was complete.
+        files: what was written, in the order in which it was complete; durable, unless it was streamed.
         bytes_cloned: of the bytes written, those that take no room: the file system lets output and source share them.
     """
 
     bytes_read: int
     bytes_written: int
-    overflows: dict[int, CastLoss]
+    overflows: dict[str, tuple[int, float]]
     engine: str
-    files: tuple[Written, ...] = ()
+    files: tuple[WrittenFile, ...] = ()
     bytes_cloned: int = 0
 
 
@@ -123,7 +96,7 @@ def run(
     keep_cache: bool | None = None,
     bytes_per_s: int | None = None,
     done: Collection[str] = (),
-    finished: Callable[[Written], None] | None = None,
+    finished: Callable[[WrittenFile], None] | None = None,
     consumers: Mapping[str, Consumer] | None = None,
 ) -> MoveReport:
     """Writes every file of a plan under `root`, and fills every memory destination.
@@ -163,9 +136,9 @@ def run(
         mover.ordered = {
             id(store): OrderedOutput(consumers[output.path]) for output, store in plan.files if output.path in consumers
         }
-    reported: list[Written] = []
+    reported: list[WrittenFile] = []
 
-    def report(file: Written) -> None:
+    def report(file: WrittenFile) -> None:
         reported.append(file)
         if finished is not None:
             finished(file)
@@ -181,8 +154,9 @@ def run(
             if output.path not in done and not nowhere:
                 create(paths[id(store)], output.size, again=mode is not Mode.PASSING)
 
-        def finish(output: OutputFile, store: FileStore) -> Written | None:
-            mover.hand_over(output, store, files)
+        def finish(output: OutputFile, store: FileStore) -> WrittenFile | None:
+            if id(store) in mover.ordered:
+                mover.ordered[id(store)].finish(files.of(store)[0], output)
             return None if mode is Mode.PASSING else mover.seal(output, store, files)
 
         written = mover.carry_out(
@@ -190,7 +164,7 @@ def run(
             durable=mode is Mode.DURABLE, progress=progress,
             before=sum(output.size for output, _ in plan.files if output.path in done),
         )  # fmt: skip
-    return MoveReport(mover.bytes_read, written, mover.overflows, mover.engine, tuple(reported), mover.cloned)
+    return MoveReport(mover.bytes_read, written, mover.overflows(), mover.engine, tuple(reported), mover.cloned)
 
 
 def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABLE) -> None:
@@ -243,7 +217,6 @@ class Mover:
         engine: "native" or "reference".
         bytes_read: of elements, by the whole plan.
         give_back: whether the page cache forgets what is read and written.
-        overflows: number of the pair in the plan -> what its cast has lost so far.
         cloned: bytes of outputs so far that share their sources' blocks.
         ordered: id of an output's store -> what gets its bytes in order.
     """
@@ -263,7 +236,6 @@ class Mover:
         self.engine = choose(engine, built=native_run is not None)
         self.bytes_read = plan.bytes_read
         self.give_back = gives_back(keep_cache, self.bytes_read + plan.bytes_written)
-        self.overflows: dict[int, CastLoss] = {}
         self.cloned = 0
         self.ordered: dict[int, OrderedOutput] = {}
         self._clamp = overflow == "clamp"
@@ -271,9 +243,9 @@ class Mover:
         self._window = window_bytes(window)
         self._bytes_per_s = bytes_per_s or 0
         self._spend = pace(bytes_per_s)
-        self._ranges: dict[int, list[int]] = {}
-        for number, (store, _, _) in enumerate(ranges(plan)):
-            self._ranges.setdefault(id(store), []).append(number)
+        self._ranges = ranges_of(plan)
+        self._pairs = plan.pairs
+        self._lost: dict[int, tuple[int, float]] = {}
         self._tensors: dict[int, set[int]] = {}
         for number, (_, entry) in enumerate(plan.pairs if plan.files else ()):
             for fragment in entry.fragments:
@@ -339,9 +311,9 @@ class Mover:
             progress(batch.nbytes)
         else:
             lost = self._do_native(batch, descriptors, progress)
-        for tensor, count, largest in lost:
-            old = self.overflows.get(tensor, CastLoss(0, 0.0))
-            self.overflows[tensor] = CastLoss(old.count + count, max(old.largest, largest))
+        for number, count, largest in lost:
+            before = self._lost.get(number, (0, 0.0))
+            self._lost[number] = before[0] + count, max(before[1], largest)
 
     def _do_native(
         self, batch: Batch, descriptors: Sequence[tuple[int, int]], progress: Callable[[int], None]
@@ -368,24 +340,23 @@ class Mover:
             self._crcs.setdefault(number, []).append((offset, length, crc))
         return overflows
 
-    def hand_over(self, output: OutputFile, store: FileStore, files: OpenFiles) -> None:
-        """Gives the consumer of a complete file what did not come in order."""
-        if id(store) in self.ordered:
-            self.ordered[id(store)].finish(files.of(store)[0], output)
-
-    def seal(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
+    def seal(self, output: OutputFile, store: FileStore, files: OpenFiles) -> WrittenFile:
         """Fills in the checksums of a file that has all its elements."""
         crc, slots = seal(files.of(store)[0], output, self.crcs(store))
-        return Written(output.path, output.size, crc, self.lost(store), slots)
+        return WrittenFile(output.path, output.size, crc, self.overflows(store), slots)
 
     def crcs(self, store: FileStore) -> list[Partial] | None:
         """CRCs of parts of a file, each within one range of elements, once; None where the engine takes none."""
         found: list[Partial] = []
-        for number in self._ranges.get(id(store), ()):
-            found += merge_adjacent(self._crcs.pop(number, ()))
+        for number, _, _ in self._ranges[id(store)]:
+            found += self._crcs.pop(number, ())
         return None if self.engine == "reference" else found
 
-    def lost(self, store: FileStore) -> dict[int, CastLoss]:
-        """What casts have lost so far of the tensors in a file."""
-        here = self.overflows.keys() & self._tensors.get(id(store), set())
-        return {number: self.overflows[number] for number in sorted(here)}
+    def overflows(self, store: FileStore | None = None) -> dict[str, tuple[int, float]]:
+        """What casts have lost so far, of the tensors in a file or of all: name -> (elements, the largest of them)."""
+        found: dict[str, tuple[int, float]] = {}
+        for number in sorted(self._lost if store is None else self._lost.keys() & self._tensors.get(id(store), ())):
+            name, (count, largest) = self._pairs[number][1].name, self._lost[number]
+            before = found.get(name, (0, 0.0))
+            found[name] = before[0] + count, max(before[1], largest)
+        return found

@@ -21,7 +21,7 @@ from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.declarations import Asked
 from zckpt.jobs.groups import Sharding
 from zckpt.layouts.save.companions import is_own, note_of_links
-from zckpt.output.order import fingerprint, overflows_by_name, overflows_of
+from zckpt.output.order import fingerprint, overflow_error
 from zckpt.output.signature import Signing
 from zckpt.storage.location import locate
 
@@ -141,9 +141,8 @@ def _write_shard(plan: Plan, asked: Asked[object], directory: str, progress: Pro
         plan, directory, overflow=asked.casting.overflow, progress=progress, window=asked.pacing.buffer,
         consumers={name: hashed.update}, mode=Mode.PASSING, **asked.pacing.pace,
     )  # fmt: skip
-    overflows_of(
-        [overflows_by_name(moved.overflows, [entry.name for _, entry in plan.pairs])], plan, asked.casting.overflow
-    )
+    if moved.overflows and asked.casting.overflow == "error":
+        raise overflow_error(moved.overflows, (entry.dtype for _, entry in plan.pairs if entry.name in moved.overflows))
     return os.path.join(directory, name), hashed.hexdigest()
 
 

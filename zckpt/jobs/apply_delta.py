@@ -20,7 +20,7 @@ from zckpt.base.version import __version__
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import SHORT_NAMES, DType
-from zckpt.core.plan import Plan
+from zckpt.core.plan import Plan, WrittenFile
 from zckpt.deltas.decode import difference
 from zckpt.deltas.form import Hasher, hasher_of
 from zckpt.deltas.pieces import PieceReader, pieces
@@ -39,7 +39,6 @@ from zckpt.layouts.save.companions import config_file
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_space
 from zckpt.output.files import FileOrder, Moved, finish_file
-from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import facts_seen_by_all, fingerprint
 from zckpt.output.publish import check_output, publish
@@ -252,7 +251,7 @@ def execute(
         for fragment in new.fragments:
             inside.setdefault(id(fragment.store), []).append((old, new))
 
-    def make(directory: str, name: str, moved: Moved) -> list[Finished]:
+    def make(directory: str, name: str, moved: Moved) -> list[WrittenFile]:
         if name not in files:
             return [_copy_file(next(file for file, copy in job.copies if copy == name), directory, name)]
         output, store = files[name]
@@ -271,9 +270,9 @@ def execute(
             reader.check_sources()
             crc, _ = seal(fds[0], output, parts)
             make_durable(fds[0])
-        return [Finished(name, output.size, crc)]
+        return [WrittenFile(name, output.size, crc)]
 
-    def end(directory: str, made: Mapping[str, Finished]) -> Manifest:
+    def end(directory: str, made: Mapping[str, WrittenFile]) -> Manifest:
         catalog = job.old.opened.catalog
         chain = [one.form.metadata for one in job.deltas]
         return Manifest(
@@ -311,7 +310,7 @@ def _proof(job: PlannedApply) -> list[str]:
     return [f"{path} has no checksums of unchanged tensors, so only the changed ones were proved." for path in silent]
 
 
-def _copy_file(file: Location, directory: str, name: str) -> Finished:
+def _copy_file(file: Location, directory: str, name: str) -> WrittenFile:
     with open(os.path.join(directory, name), "wb") as copy:
         for block in file.blocks():
             copy.write(block)

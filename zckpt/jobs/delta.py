@@ -17,7 +17,7 @@ from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.sizes import group_by_size, to_bytes
 from zckpt.containers.zstd import Compressor
 from zckpt.core.dtypes import SHORT_NAMES, DType
-from zckpt.core.plan import Plan
+from zckpt.core.plan import Plan, WrittenFile
 from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding, hasher_of, version_in
 from zckpt.deltas.pieces import PieceReader, pieces
@@ -31,7 +31,6 @@ from zckpt.jobs.planned import protected_places, provenance
 from zckpt.jobs.versions import TensorPair, open_version, pair_tensors
 from zckpt.output import manifest as manifests
 from zckpt.output.files import FileOrder, Moved
-from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import facts_seen_by_all, fingerprint
 from zckpt.output.publish import check_output, publish
@@ -224,7 +223,7 @@ def execute(
     both = (job.new, job.old)
     ended: list[DeltaCounts] = []
 
-    def make(directory: str, name: str, moved: Moved) -> list[Finished]:
+    def make(directory: str, name: str, moved: Moved) -> list[WrittenFile]:
         group = job.groups[numbers[name] - 1]
 
         def encoded(pair: TensorPair) -> tuple[TensorChange, int]:
@@ -242,7 +241,7 @@ def execute(
         reader.check_sources()
         return made
 
-    def end(directory: str, files: Mapping[str, Finished]) -> Manifest:
+    def end(directory: str, files: Mapping[str, WrittenFile]) -> Manifest:
         new = job.new.opened.catalog
         source = {**new.source_facts(), "base": job.old.catalog.source_facts()}
         manifest, counts = end_delta(directory, of, job.form, source, renames=not job.out.is_remote)

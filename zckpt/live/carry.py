@@ -283,9 +283,9 @@ class _Batch:
         self._copied()
         pairs = [_pair(piece, part, self._results, at) for piece, part, at in self._waiting if at is not None]
         moved = run(Plan((), pairs), "", overflow=self._overflow) if pairs else None
-        for number, found in (moved.overflows if moved else {}).items():
-            count, largest = self._lost.get(pairs[number][0].name, (0, 0.0))
-            self._lost[pairs[number][0].name] = (count + found.count, max(largest, found.largest))
+        for name, (count, largest) in (moved.overflows if moved else {}).items():
+            before = self._lost.get(name, (0, 0.0))
+            self._lost[name] = (before[0] + count, max(before[1], largest))
         for piece, part, at in self._waiting:
             yield piece, part.view(torch.uint8) if at is None else self._results[at : at + piece.nbytes]
         self._waiting.clear()

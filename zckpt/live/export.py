@@ -30,7 +30,7 @@ from zckpt.base.version import __version__
 from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
-from zckpt.core.plan import Plan, literal_file
+from zckpt.core.plan import Plan, WrittenFile, literal_file
 from zckpt.engine.checksums import element_ranges, of_zeros
 from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.layouts.plain.write import Format, WeightsTarget, lay_out
@@ -41,7 +41,6 @@ from zckpt.live.parts import LocalModel, local_model, unwrap
 from zckpt.live.ranks import Ranks
 from zckpt.output.checks import check_path, check_space
 from zckpt.output.contents import replacement
-from zckpt.output.journal import Finished
 from zckpt.output.local_destination import LocalDestination
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import Overflow, overflow_error
@@ -302,7 +301,7 @@ def _publish(plan: Plan, staging: LocalDestination, manifest: Manifest, sums: Su
         ranges = enumerate(element_ranges(output))
         parts = None if shares is None else [(at, n, of_zeros(n) ^ shares.get(i, 0)) for i, (at, n) in ranges]
         crc, _ = partition.seal(plan, output, staging.directory, parts)
-        finished.append(Finished(output.path, output.size, crc))
+        finished.append(WrittenFile(output.path, output.size, crc))
     staging.seal(replace(manifest, files=tuple(finished)))
     staging.commit()
     for note in staging.notes:

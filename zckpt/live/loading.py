@@ -249,8 +249,7 @@ _AT_ONCE_BYTES = 32 << 20
 
 def _run(plan: Plan) -> set[str]:
     """Carries out moves. Returns the names of tensors in which numbers became infinite."""
-    report = run(plan, "", overflow="inf")
-    return {plan.pairs[number][1].name for number in report.overflows}
+    return set(run(plan, "", overflow="inf").overflows)
 
 
 def _through_buffer(wanted: Iterable[tuple[TensorEntry | TensorPart, torch.Tensor, DType, int]]) -> set[str]:

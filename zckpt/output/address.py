@@ -46,7 +46,7 @@ from typing import Any
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError, ZckptError
 from zckpt.base.words import examples
-from zckpt.output.journal import Finished
+from zckpt.core.plan import WrittenFile
 from zckpt.output.manifest import NAME as MANIFEST
 from zckpt.output.manifest import read as read_manifest
 from zckpt.output.manifest import signature_for
@@ -73,7 +73,7 @@ class SentToAddress:
         mark: text that changes when the file is written again (see `fsspec_io.mark`); "" if the store has no such fact.
     """
 
-    file: Finished
+    file: WrittenFile
     mark: str
 
 
@@ -202,7 +202,7 @@ class OutputAddress:
         for name in sorted(names):
             uploads.remove(self.at(name).path)
 
-    def sent(self, file: Finished) -> SentToAddress:
+    def sent(self, file: WrittenFile) -> SentToAddress:
         """A file that has just been sent."""
         return SentToAddress(file, self.mark(file.path))
 
@@ -314,7 +314,7 @@ def settle(place: OutputAddress, record: AddressRecord, complete: Callable[[], N
         place.put(name, record.contents[name])
     place.remove(record.old)
     made = [sent.file for sent in record.sent]
-    made += [Finished(name, len(data), zlib.crc32(data)) for name, data in record.contents.items()]
+    made += [WrittenFile(name, len(data), zlib.crc32(data)) for name, data in record.contents.items()]
     sent = tuple(place.sent(file) for file in made)
     place.write_record(AddressRecord(record.job, record.run, "done", sent=sent))
     return True
@@ -355,7 +355,7 @@ def _parse_record(found: Any) -> AddressRecord:
     sent: list[SentToAddress] = []
     for path, nbytes, crc, mark, overflows in found["sent"]:
         lost = {str(name): (int(n), float(x)) for name, (n, x) in overflows.items()}
-        sent.append(SentToAddress(Finished(_name(path), int(nbytes), int(crc), lost), str(mark)))
+        sent.append(SentToAddress(WrittenFile(_name(path), int(nbytes), int(crc), lost), str(mark)))
     return AddressRecord(
         job=job, run=run, state=str(state), names=tuple(text["names"]), sent=tuple(sent),
         head=_name(found["head"]) if found["head"] else "", before=str(found["before"]),

@@ -20,6 +20,7 @@ from typing import Self
 
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, ZckptError, add_note
 from zckpt.base.words import examples, size
+from zckpt.core.plan import WrittenFile
 from zckpt.output.address import (
     CONFIG,
     MOST_SMALL_BYTES,
@@ -33,7 +34,6 @@ from zckpt.output.address import (
 from zckpt.output.checks import check_kind, exists
 from zckpt.output.contents import WEIGHTS, decide_replacement, listed_in
 from zckpt.output.files import INDEX, FileSource, FileStream
-from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.signature import Signing
 from zckpt.storage import fsspec_io
@@ -103,7 +103,7 @@ class AddressDestination:
         self._is_sealed = False
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self.published = False
-        self.files: Sequence[Finished] = ()
+        self.files: Sequence[WrittenFile] = ()
         self.notes: tuple[str, ...] = ()
 
     @property
@@ -124,7 +124,7 @@ class AddressDestination:
             if self._scratch is not None:
                 self._scratch.cleanup()
 
-    def begin(self) -> Mapping[str, Finished]:
+    def begin(self) -> Mapping[str, WrittenFile]:
         """Finishes or gives back what runs left, and finds the files that one of this job had sent."""
         place, source = self._place, self._source
         kept = recover(place, source.job)
@@ -161,14 +161,14 @@ class AddressDestination:
         )  # fmt: skip
         self._place.write_record(self._record)
 
-    def take(self, source: FileSource, kept: Mapping[str, Finished]) -> dict[str, Finished]:
+    def take(self, source: FileSource, kept: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """Sends all large files that are not kept, one after the other."""
         files = dict(kept)
         for file in source.stream(self.directory, kept):
             files[file.name] = self._send(file)
         return files
 
-    def _send(self, stream: FileStream) -> Finished:
+    def _send(self, stream: FileStream) -> WrittenFile:
         """Sends one file. It appears when it is complete; the only file of an output appears at the commit."""
         actual, hashed = self._names[stream.name], sha256()
 
@@ -293,9 +293,9 @@ def _taken_error(place: OutputAddress) -> InconsistentError:
     )  # fmt: skip
 
 
-def _file_of(name: str, data: bytes) -> Finished:
+def _file_of(name: str, data: bytes) -> WrittenFile:
     """The journal's facts of a small file."""
-    return Finished(name, len(data), zlib.crc32(data))
+    return WrittenFile(name, len(data), zlib.crc32(data))
 
 
 def _free_names(shards: Collection[str], there: Collection[str], job: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from zckpt.base.errors import OutputError
+from zckpt.core.plan import WrittenFile
 from zckpt.output import journal, manifest
 from zckpt.output.durable import exchange, make_directories, sync, sync_all
 from zckpt.output.journal import JournalRecord, Seal
@@ -50,7 +51,7 @@ def seal_of(
     single: bool,
     swap: bool,
     deleted: Iterable[str],
-    files: Iterable[journal.Finished] = (),
+    files: Iterable[WrittenFile] = (),
     by_file: bool = False,
 ) -> Seal:
     """Plans a commit before it begins, from the files in the work directory and under the output's name.

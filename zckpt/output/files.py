@@ -21,16 +21,15 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.words import count
-from zckpt.core.plan import Plan
+from zckpt.core.plan import Plan, WrittenFile
 from zckpt.engine.batches import progress_after
 from zckpt.engine.checksums import crc_of_file
-from zckpt.engine.move import Mode, Written, run
-from zckpt.output.journal import Finished
+from zckpt.engine.move import Mode, run
+from zckpt.engine.output_files import Consumer
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import (
     Order,
     OutputReport,
-    as_finished,
     facts_seen_by_all,
     fingerprint,
     manifest_of,
@@ -65,7 +64,7 @@ class FileStream:
 
     name: str
     nbytes: int
-    send: Callable[[Write], Finished]
+    send: Callable[[Write], WrittenFile]
 
 
 class PlanFiles:
@@ -81,7 +80,7 @@ class PlanFiles:
         helpers: names of files that only `finish` and a later run need.
         makes_files: whether `stream` and `finish` need a directory.
         watch: is called with the bytes that are read of files that an earlier run left; None where nobody counts them.
-        digests: name -> SHA-256, of files that were hashed while `write` wrote them.
+        hashes: name -> what has SHA-256 of a file that was hashed while `write` wrote it.
     """
 
     def __init__(self, order: Order, team: Team, progress: Callable[[int], None] | None) -> None:
@@ -92,7 +91,7 @@ class PlanFiles:
         self.helpers: Collection[str] = ()
         self.makes_files = False
         self.watch = progress if team.size == 1 else team.watched(None)
-        self.digests: Mapping[str, str] = {}
+        self.hashes: Mapping[str, Any] = {}
 
     @cached_property
     def job(self) -> str:
@@ -136,42 +135,38 @@ class PlanFiles:
         asked = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
         return fingerprint(order.plan, order.copies, *asked, self._options, state=facts_seen_by_all)
 
-    def choose(self, directory: str, left: Mapping[str, Finished]) -> dict[str, Finished]:
+    def choose(self, directory: str, left: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """The earlier run's files that are whole and need not be made again."""
         return dict(left)
 
-    def note(self, kept: Mapping[str, Finished]) -> tuple[str, ...]:
+    def note(self, kept: Mapping[str, WrittenFile]) -> tuple[str, ...]:
         """The notes on files that are kept."""
         return _resume_note(len(kept), len(self.names), "conversion")
 
-    def write(self, directory: str, kept: Mapping[str, Finished], record: Callable[[Finished], None]) -> None:
+    def write(self, directory: str, kept: Mapping[str, WrittenFile], record: Callable[[WrittenFile], None]) -> None:
         """Writes all files that are not kept into a directory; `record` is called with each that is complete and durable."""
-        order, names = self._order, [entry.name for _, entry in self._order.plan.pairs]
-
-        def finished(written: Written) -> None:
-            record(as_finished(written, names))
-
+        order = self._order
         if self._team.size > 1:
             from zckpt.team.partition import lead
 
             self._engine = lead(
-                self._team, order.plan, directory, order.how, done=kept, finished=finished, progress=self._progress
+                self._team, order.plan, directory, order.how, done=kept, finished=record, progress=self._progress
             )
             return
-        hashes: dict[str, Any] = {}
+        consumers: dict[str, Consumer] = {}
         if order.signing:  # a file with checksums in it is read again, as all are that several processes write
             hashed = [output.path for output, _ in order.plan.files if not output.checksums and output.path not in kept]
-            hashes = {path: sha256() for path in hashed}
+            self.hashes = {path: sha256() for path in hashed}
+            consumers = {path: digest.update for path, digest in self.hashes.items()}
         self._engine = run(
             order.plan,
             directory,
             progress=self._progress,
             done=kept,
-            finished=finished,
-            consumers={path: digest.update for path, digest in hashes.items()},
+            finished=record,
+            consumers=consumers,
             **order.how,
         ).engine
-        self.digests = {path: digest.hexdigest() for path, digest in hashes.items()}
 
     def follow(self) -> None:
         """The part of `write` that processes other than 0 do."""
@@ -179,7 +174,7 @@ class PlanFiles:
 
         follow(self._team, self._order.plan, self._order.how)
 
-    def stream(self, directory: str, kept: Mapping[str, Finished]) -> Iterator[FileStream]:
+    def stream(self, directory: str, kept: Mapping[str, WrittenFile]) -> Iterator[FileStream]:
         """Files of `large` and `helpers` that are not kept; each is sent before the next is asked for."""
         done = 0
         for name in self.large:
@@ -190,36 +185,36 @@ class PlanFiles:
     def _stream(self, name: str, progress: Callable[[int], None] | None) -> FileStream:
         """A `.bin` file has its checksums before its numbers, which are read twice: for the checksums, and to send them."""
         order, plan = self._order, _fill_checksums(self._parts[name], self._order.pace)
-        names = [entry.name for _, entry in plan.pairs]
 
-        def send(write: Write) -> Finished:
+        def send(write: Write) -> WrittenFile:
             moved = run(plan, "", mode=Mode.STREAMED, progress=progress, consumers={name: write}, **order.how)
-            file = as_finished(moved.files[0], names)
-            overflows_of([file.overflows], plan, order.overflow)
+            overflows_of(moved.files, plan, order.overflow)
             self._engine = moved.engine
-            return file
+            return moved.files[0]
 
         return FileStream(name, plan.bytes_written, send)
 
-    def finish(self, directory: str, files: Mapping[str, Finished]) -> Manifest:
+    def finish(self, directory: str, files: Mapping[str, WrittenFile]) -> Manifest:
         """Makes what is missing in the directory, given all files so far; without one, small files are left to
         `read_small`. Raises CastError if numbers are too large for the dtype, and that is an error.
         """
         order = self._order
-        overflows_of((file.overflows for file in files.values()), order.plan, order.overflow)
-        copies = {name: _copy_durably(file, directory, name) for file, name in order.copies} if directory else {}
-        return manifest_of(order, {**files, **copies}.values())
+        overflows_of(files.values(), order.plan, order.overflow)
+        made = dict(files)
+        for file, name in order.copies if directory else ():
+            made[name] = _copy_durably(file, directory, name)
+        return manifest_of(order, made.values())
 
     def read_small(self, directory: str, manifest: Manifest) -> Mapping[str, bytes]:
         """The bytes of the other files, for an address."""
         return self._contents
 
     def report(
-        self, files: Sequence[Finished], kept: Mapping[str, Finished], notes: tuple[str, ...], *, done: bool
+        self, files: Sequence[WrittenFile], kept: Mapping[str, WrittenFile], notes: tuple[str, ...], *, done: bool
     ) -> OutputReport:
         """The report on the output; `done`: whether an earlier run of the same job had made it."""
         order = self._order
-        overflows = overflows_of((file.overflows for file in files), order.plan, order.overflow)
+        overflows = overflows_of(files, order.plan, order.overflow)
         rest = {file.path: file.nbytes for file in files}
         sizes = (*((name, rest.pop(name)) for name in self.names if name in rest), *rest.items())
         return OutputReport(sizes, self._engine, len(sizes) if done else len(kept), overflows, notes, done)
@@ -249,8 +244,8 @@ class FileOrder:
     out: Location
     job: str
     names: Sequence[str]
-    make: Callable[[str, str, Moved], Sequence[Finished]]
-    end: Callable[[str, Mapping[str, Finished]], Manifest]
+    make: Callable[[str, str, Moved], Sequence[WrittenFile]]
+    end: Callable[[str, Mapping[str, WrittenFile]], Manifest]
     overwrite: bool
     pace: Pace
     shared: Callable[[], str]
@@ -274,17 +269,17 @@ class MadeFiles:
     def __init__(self, order: FileOrder, team: Team, progress: Callable[[int], None] | None) -> None:
         self._order, self._team = order, team
         self._moved = _running_sum(team.watched(progress if team.rank == 0 else None) if team.size > 1 else progress)
-        self._unsent: dict[str, Finished] = {}
+        self._unsent: dict[str, WrittenFile] = {}
         self.names: Collection[str] = ()
         self.makes_files, self.watch = True, None
-        self.digests: Mapping[str, str] = {}
+        self.hashes: Mapping[str, Any] = {}
         self.job, self.large, self.helpers, self.shared = order.job, order.large, order.helpers, order.shared
         self.small: Collection[str] = {*order.names} - {*order.helpers, *order.large}
         self.head = "" if order.helpers or len(order.large) != 1 else next(iter(order.large))
 
-    def choose(self, directory: str, left: Mapping[str, Finished]) -> dict[str, Finished]:
+    def choose(self, directory: str, left: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """Returns those files that have all that belongs to them."""
-        found: dict[str, Finished] = {}
+        found: dict[str, WrittenFile] = {}
         for name in self._order.names:
             if name in left:
                 needed = self._order.needs(directory, name)
@@ -292,24 +287,24 @@ class MadeFiles:
                     found |= {path: left[path] for path in (name, *needed)}
         return found
 
-    def note(self, kept: Mapping[str, Finished]) -> tuple[str, ...]:
+    def note(self, kept: Mapping[str, WrittenFile]) -> tuple[str, ...]:
         """Says how many of the files are there."""
         return _resume_note(self._count(kept), len(self._order.names), "run")
 
-    def _count(self, kept: Mapping[str, Finished]) -> int:
+    def _count(self, kept: Mapping[str, WrittenFile]) -> int:
         return len([name for name in self._order.names if name in kept])
 
-    def write(self, directory: str, kept: Mapping[str, Finished], record: Callable[[Finished], None]) -> None:
+    def write(self, directory: str, kept: Mapping[str, WrittenFile], record: Callable[[WrittenFile], None]) -> None:
         """Makes this process's files, and waits for those of the others."""
         team, names, there = self._team, [name for name in self._order.names if name not in kept], set[str]()
 
-        def take(file: Finished) -> None:
+        def take(file: WrittenFile) -> None:
             there.add(file.path)
             record(file)
 
         def listen() -> None:
             for _, word in team.news() if team.size > 1 else ():
-                take(Finished(**word))
+                take(WrittenFile(**word))
 
         team.meet({"directory": directory, "names": names})
         with self._explained():
@@ -332,7 +327,7 @@ class MadeFiles:
                 for file in self._order.make(begun["directory"], name, self._moved):
                     self._team.post(asdict(file))
 
-    def stream(self, directory: str, kept: Mapping[str, Finished]) -> Iterator[FileStream]:
+    def stream(self, directory: str, kept: Mapping[str, WrittenFile]) -> Iterator[FileStream]:
         """Makes one after the other; each is removed when it is sent, but helpers, which `finish` reads."""
         with self._explained():
             for name in self._order.names:
@@ -344,8 +339,8 @@ class MadeFiles:
                     if file.path not in self.helpers:
                         os.unlink(os.path.join(directory, file.path))
 
-    def _stream(self, directory: str, file: Finished) -> FileStream:
-        def send(write: Write) -> Finished:
+    def _stream(self, directory: str, file: WrittenFile) -> FileStream:
+        def send(write: Write) -> WrittenFile:
             with open(os.path.join(directory, file.path), "rb") as source:
                 while block := source.read(_BLOCK):
                     write(block)
@@ -353,7 +348,7 @@ class MadeFiles:
 
         return FileStream(file.path, file.nbytes, send)
 
-    def finish(self, directory: str, files: Mapping[str, Finished]) -> Manifest:
+    def finish(self, directory: str, files: Mapping[str, WrittenFile]) -> Manifest:
         """Lets the job make the other files."""
         with self._explained():
             return self._order.end(directory, {**files, **self._unsent})
@@ -365,7 +360,7 @@ class MadeFiles:
             return {f.path: Path(directory, f.path).read_bytes() for f in manifest.files if f.path not in sent}
 
     def report(
-        self, files: Sequence[Finished], kept: Mapping[str, Finished], notes: tuple[str, ...], *, done: bool
+        self, files: Sequence[WrittenFile], kept: Mapping[str, WrittenFile], notes: tuple[str, ...], *, done: bool
     ) -> OutputReport:
         """Tells of the files in the manifest's order."""
         sizes = tuple((file.path, file.nbytes) for file in files)
@@ -402,23 +397,23 @@ def _running_sum(progress: Callable[[int], None] | None) -> Moved:
     return add
 
 
-def finish_file(directory: str, name: str) -> Finished:
+def finish_file(directory: str, name: str) -> WrittenFile:
     """Makes a file that was written durable, and reads its checksum; errors as OSError."""
     with open(os.path.join(directory, name), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         crc = crc_of_file(file.fileno(), 0, nbytes)
         make_durable(file.fileno())
-    return Finished(name, nbytes, crc)
+    return WrittenFile(name, nbytes, crc)
 
 
-def write_small(directory: str, name: str, data: bytes) -> Finished:
+def write_small(directory: str, name: str, data: bytes) -> WrittenFile:
     """Writes a small file, durably."""
     with open(os.path.join(directory, name), "wb") as file:
         file.write(data)
     return finish_file(directory, name)
 
 
-def _copy_durably(file: Location, directory: str, name: str) -> Finished:
+def _copy_durably(file: Location, directory: str, name: str) -> WrittenFile:
     """Copies a small file into the output, and syncs it."""
     crc, nbytes = 0, 0
     try:
@@ -433,7 +428,7 @@ def _copy_durably(file: Location, directory: str, name: str) -> Finished:
             "cannot be copied", file=file, found=error.strerror or str(error),
             remedy="Check this file and the disk of OUT, and run the same command again.",
         ) from error  # fmt: skip
-    return Finished(name, nbytes, crc)
+    return WrittenFile(name, nbytes, crc)
 
 
 def _resume_note(kept: int, of: int, what: str) -> tuple[str, ...]:

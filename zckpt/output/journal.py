@@ -20,24 +20,8 @@ from typing import Any, Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
+from zckpt.core.plan import WrittenFile
 from zckpt.storage.fsync_queue import make_durable
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A complete file.
-
-    Attributes:
-        path: relative to the output.
-        nbytes: its size.
-        crc32: of the whole file.
-        overflows: tensor name -> (elements with a cast that overflowed, the largest of them), of tensors in this file.
-    """
-
-    path: str
-    nbytes: int
-    crc32: int
-    overflows: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +64,7 @@ class JournalRecord:
     """
 
     job: str | None = None
-    finished: dict[str, Finished] = field(default_factory=dict[str, Finished])
+    finished: dict[str, WrittenFile] = field(default_factory=dict[str, WrittenFile])
     seal: Seal | None = None
     done: bool = False
 
@@ -93,14 +77,14 @@ def read(path: str) -> JournalRecord:
             pass
         case _:
             return JournalRecord()
-    finished: dict[str, Finished] = {}
+    finished: dict[str, WrittenFile] = {}
     seal: Seal | None = None
     done = False
     for line in lines:
         match line:
             case {"path": str(name), "bytes": int(nbytes), "crc32": int(crc), "overflows": dict(overflows)}:
                 lost = {str(tensor): (int(n), float(x)) for tensor, (n, x) in overflows.items()}
-                finished[name] = Finished(name, nbytes, crc, lost)
+                finished[name] = WrittenFile(name, nbytes, crc, lost)
             case {"seal": dict(facts)}:
                 seal, done = _seal(facts, path), False
             case {"end": str(end)}:
@@ -157,11 +141,11 @@ class Journal:
         self.path = path
         self.job = job
         record = read(path)
-        self.finished: dict[str, Finished] = record.finished if record.job == job else {}
+        self.finished: dict[str, WrittenFile] = record.finished if record.job == job else {}
         self.done = record.done and record.job == job
         self._fd = -1
 
-    def begin(self, kept: Mapping[str, Finished]) -> None:
+    def begin(self, kept: Mapping[str, WrittenFile]) -> None:
         """Starts a new journal file with the files that are kept of an earlier run."""
         self.finished = {}
         self.done = False
@@ -174,7 +158,7 @@ class Journal:
             make_durable(self._fd)
         os.rename(fresh, self.path)
 
-    def add(self, file: Finished) -> None:
+    def add(self, file: WrittenFile) -> None:
         """Records a file that is complete and durable."""
         overflows = {name: list(lost) for name, lost in file.overflows.items()}
         _write(self._fd, {"path": file.path, "bytes": file.nbytes, "crc32": file.crc32, "overflows": overflows})

@@ -31,6 +31,7 @@ from zckpt.base.errors import (
 )
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import examples
+from zckpt.core.plan import WrittenFile
 from zckpt.engine.batches import progress_after
 from zckpt.engine.checksums import join
 from zckpt.output import manifest
@@ -38,7 +39,7 @@ from zckpt.output.checks import refuse_existing
 from zckpt.output.commit import Commit, recover, seal_of
 from zckpt.output.durable import make_directories, sync_all, tree
 from zckpt.output.files import FileSource
-from zckpt.output.journal import Finished, Journal, write_seal
+from zckpt.output.journal import Journal, write_seal
 from zckpt.output.manifest import Manifest
 from zckpt.output.work_directory import WorkDirectory, left_by_others
 from zckpt.storage.location import LocalPath
@@ -87,10 +88,10 @@ class LocalDestination:
         self.parent, self.name = os.path.split(self.out)
         self.home = self.parent if single else self.out
         self.published = False
-        self.files: Sequence[Finished] = ()
+        self.files: Sequence[WrittenFile] = ()
         self.notes: tuple[str, ...] = ()
         self._signed_name, self._signing, self._pace, self._watch = os.path.basename(out), signing, pace, watch
-        self._left: dict[str, Finished] = {}
+        self._left: dict[str, WrittenFile] = {}
         self._single = single
         self._names = names
         self._overwrite = overwrite
@@ -109,7 +110,7 @@ class LocalDestination:
     def __enter__(self) -> Self:
         return self
 
-    def begin(self) -> Mapping[str, Finished]:
+    def begin(self) -> Mapping[str, WrittenFile]:
         """Takes the work directory; finds the files that an earlier run of this job left there, or published."""
         try:
             self._made = make_directories(self.parent)
@@ -152,14 +153,14 @@ class LocalDestination:
             self._left = self._keep_sound_files(self.directory, self._journal.finished if self._job else {})
         return self._left
 
-    def _keep_sound_files(self, directory: str, left: Mapping[str, Finished]) -> dict[str, Finished]:
+    def _keep_sound_files(self, directory: str, left: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """The files of `left` that still have their sizes and checksums, by path; reads every byte of them."""
         if not left:
             return {}
         from zckpt.engine.scan import scan
         from zckpt.engine.scan_requests import CrcRange, request_of_bytes
 
-        sound: dict[str, Finished] = {}
+        sound: dict[str, WrittenFile] = {}
         read = 0
         for path, file in left.items():
             if not _is_there(directory, file):
@@ -245,12 +246,12 @@ class LocalDestination:
                 remedy="Check the disk and the permissions, and run the same command again.",
             ) from error
 
-    def take(self, source: FileSource, kept: Mapping[str, Finished]) -> dict[str, Finished]:
+    def take(self, source: FileSource, kept: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """Lets the source write all files that are not kept into `directory`."""
         source.write(self.directory, kept, self.record)
         return dict(self._journal.finished)
 
-    def record(self, file: Finished) -> None:
+    def record(self, file: WrittenFile) -> None:
         """Records a file that is complete and durable."""
         self._journal.add(file)
 
@@ -286,9 +287,11 @@ class LocalDestination:
             described = [os.path.join(self.directory, name)]
             manifest.write(described[0], contents, self._job)
             if self._signing is not None:
+                hashes = {} if source is None else source.hashes
                 signature = self._signing.of(
                     self._signed_name, self.directory, [file.path for file in facts.files],
-                    {} if source is None else source.digests, sha256(contents).hexdigest(), single=self._single,
+                    {path: digest.hexdigest() for path, digest in hashes.items()}, sha256(contents).hexdigest(),
+                    single=self._single,
                 )  # fmt: skip
                 described.append(os.path.join(self.directory, manifest.signature_for(name)))
                 manifest.write(described[1], signature, "")
@@ -349,7 +352,7 @@ class LocalDestination:
         return _like(self.out, self.directory) and _link_files(changes.stays, self.out, self.directory)
 
 
-def _is_there(directory: str, file: Finished) -> bool:
+def _is_there(directory: str, file: WrittenFile) -> bool:
     """Whether the directory has a regular file of this name and size."""
     try:
         stat = os.lstat(os.path.join(directory, file.path))

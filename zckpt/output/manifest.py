@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError
-from zckpt.output.journal import Finished
+from zckpt.core.plan import WrittenFile
 from zckpt.storage.location import Location
 
 NAME = "zckpt.json"
@@ -52,7 +52,7 @@ class Manifest:
     options: Mapping[str, object]
     tensors: int
     numel: int
-    files: tuple[Finished, ...]
+    files: tuple[WrittenFile, ...]
     signature: str = ""
     left_out: tuple[Mapping[str, str], ...] = ()
 
@@ -140,7 +140,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     return Manifest(version, source, dtype, options, tensors, numel, listed, signature, named)
 
 
-def _file(entry: object, manifest: str) -> Finished:
+def _file(entry: object, manifest: str) -> WrittenFile:
     match entry:
         case {"path": str(path), "bytes": int(nbytes), "crc32": str(crc)} if nbytes >= 0 and len(crc) == 8:
             parts = path.split("/")
@@ -152,7 +152,7 @@ def _file(entry: object, manifest: str) -> Finished:
                     remedy="Do not use this manifest; if you know its author, report it.",
                 )
             try:
-                return Finished(path, nbytes, int(crc, 16))
+                return WrittenFile(path, nbytes, int(crc, 16))
             except ValueError:
                 pass
     raise CorruptError(

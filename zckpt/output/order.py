@@ -21,12 +21,10 @@ from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.fragments import ComputedStore
 from zckpt.core.ledger import Fate
-from zckpt.core.plan import Plan
+from zckpt.core.plan import Plan, WrittenFile
 from zckpt.core.recipes import DerivedStore
 from zckpt.core.stores import FileStore, MemoryStore, Store
-from zckpt.engine.move import CastLoss as Overflowed
-from zckpt.engine.move import MoveOptions, Written
-from zckpt.output.journal import Finished
+from zckpt.engine.move import MoveOptions
 from zckpt.output.manifest import Manifest
 from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location, location_of
@@ -115,17 +113,7 @@ class OutputReport:
         return 0 if self.already_done else sum(nbytes for _, nbytes in self.files)
 
 
-def as_finished(written: Written, names: Sequence[str]) -> Finished:
-    """The journal's facts of a file that the engine wrote; `names` are those of the plan's tensors, in its order."""
-    return Finished(written.path, written.nbytes, written.crc32, overflows_by_name(written.overflows, names))
-
-
-def overflows_by_name(overflows: Mapping[int, Overflowed], names: Sequence[str]) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements with a cast that overflowed, the largest of them); `names` as in `as_finished`."""
-    return {names[number]: (found.count, found.largest) for number, found in overflows.items()}
-
-
-def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
+def manifest_of(order: Order, made: Iterable[WrittenFile]) -> Manifest:
     """The manifest of an order's output."""
     return Manifest(
         version=__version__,
@@ -135,7 +123,7 @@ def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
         tensors=len(order.catalog),
         numel=order.catalog.numel,
         files=tuple(made),
-        left_out=tuple(fate.as_json() for fate in order.left_out),
+        left_out=tuple(map(Fate.as_json, order.left_out)),
     )
 
 
@@ -246,13 +234,11 @@ def facts_seen_by_all(store: Store) -> tuple[object, ...]:
     return (str(store), store.size, store.identity[2] if isinstance(store, FileStore) else 0)
 
 
-def overflows_of(
-    made: Iterable[Mapping[str, tuple[int, float]]], plan: Plan, overflow: Overflow
-) -> dict[str, tuple[int, float]]:
+def overflows_of(files: Iterable[WrittenFile], plan: Plan, overflow: Overflow) -> dict[str, tuple[int, float]]:
     """Tensor name -> (elements with a cast that overflowed, the largest of them) over all files.
 
     Args:
-        made: the same for each file.
+        files: that were written.
         plan: of all files.
         overflow: what to do with such numbers.
 
@@ -260,8 +246,8 @@ def overflows_of(
         CastError: there are such numbers, and `overflow` is "error".
     """
     lost: dict[str, tuple[int, float]] = {}
-    for file in made:
-        for name, (number, largest) in file.items():
+    for file in files:
+        for name, (number, largest) in file.overflows.items():
             before = lost.get(name, (0, 0.0))
             lost[name] = (max(before[0], number), max(before[1], largest))
     if lost and overflow == "error":

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from zckpt.base.errors import OutputError, UsageError
+from zckpt.core.plan import WrittenFile
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_path, check_space, keep_apart
 from zckpt.output.files import FileOrder, FileSource, MadeFiles, PlanFiles
-from zckpt.output.journal import Finished
 from zckpt.output.local_destination import LocalDestination
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import Order, OutputReport
@@ -46,7 +46,7 @@ class Destination(Protocol):
     """
 
     published: bool
-    files: Sequence[Finished]
+    files: Sequence[WrittenFile]
     notes: tuple[str, ...]
 
     @property
@@ -59,7 +59,7 @@ class Destination(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def begin(self) -> Mapping[str, Finished]:
+    def begin(self) -> Mapping[str, WrittenFile]:
         """Finds what an earlier run of this job left, whole, by name. Raises OutputError if the output must not be
         written, or another run writes it.
         """
@@ -67,7 +67,7 @@ class Destination(Protocol):
     def keep(self, kept: Collection[str]) -> None:
         """Begins the work, and keeps these of the files that were left."""
 
-    def take(self, source: FileSource, kept: Mapping[str, Finished]) -> dict[str, Finished]:
+    def take(self, source: FileSource, kept: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """Takes all files that are not kept, but small ones that are known only at the end. Returns what is known of
         these and of those that are kept, by name.
         """

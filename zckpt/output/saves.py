@@ -16,10 +16,11 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 
 from zckpt.base.errors import OutputError
+from zckpt.core.plan import WrittenFile
 from zckpt.output import journal
 from zckpt.output.commit import Commit, inode, recover, seal_of
 from zckpt.output.durable import replace_file, sync, sync_all, tree
-from zckpt.output.journal import Finished, Journal, Seal
+from zckpt.output.journal import Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
 
 PREFIX = ".zckpt-"
@@ -93,7 +94,9 @@ class SaveStaging:
         """Syncs the staged names and writes the seal, durably. Raises OSError if the seal cannot be written."""
         staged = self._work.files
         sync_all((*tree(staged), self._work.path, self._directory))
-        files = [Finished(name, os.path.getsize(os.path.join(staged, name)), 0) for name in sorted(os.listdir(staged))]
+        files = [
+            WrittenFile(name, os.path.getsize(os.path.join(staged, name)), 0) for name in sorted(os.listdir(staged))
+        ]
         old = os.listdir(self._out) if os.path.isdir(self._out) else ()
         seal = seal_of(
             self._work, self._out, single=False, swap=True, deleted=[name for name in old if self._is_ours(name)],

@@ -15,12 +15,12 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import gives_back
 from zckpt.core.catalog import TensorPart
 from zckpt.core.fragments import Fragment
-from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.plan import OutputFile, Plan, WrittenFile
 from zckpt.core.stores import FileStore
 from zckpt.engine import checksums
 from zckpt.engine.batches import batches, element_bytes, progress_after
 from zckpt.engine.checksums import Partial
-from zckpt.engine.move import CastLoss, MoveOptions, Mover, Written, refuse
+from zckpt.engine.move import MoveOptions, Mover, refuse
 from zckpt.engine.output_files import create, open_output_files, output_failed
 from zckpt.storage.descriptors import write_all
 from zckpt.storage.fsync_queue import make_durable
@@ -35,13 +35,13 @@ class WrittenPart:
         path: of the file, as in the plan.
         nbytes: bytes of elements.
         crcs: of its parts; None where the engine computes none while it writes.
-        overflows: number of the pair in the plan -> what this process's casts have lost of it so far.
+        overflows: tensor name -> (elements with a cast of this process that overflowed, the largest of them), so far.
     """
 
     path: str
     nbytes: int
     crcs: tuple[Partial, ...] | None
-    overflows: Mapping[int, CastLoss]
+    overflows: Mapping[str, tuple[int, float]]
 
 
 def begin(plan: Plan, root: str, done: Collection[str] = ()) -> None:
@@ -91,7 +91,7 @@ def move(
     def finish(output: OutputFile, store: FileStore) -> WrittenPart:
         crcs = mover.crcs(store)
         taken = None if crcs is None else tuple(crcs)
-        return WrittenPart(output.path, nbytes[id(store)], taken, mover.lost(store))
+        return WrittenPart(output.path, nbytes[id(store)], taken, mover.overflows(store))
 
     with open_output_files(part, root, paths, give_back=mover.give_back) as files:
         mover.carry_out(batches(part, bare=True), files, paths, finish, moved, progress=progress)
@@ -209,26 +209,27 @@ def _between(fragment: Fragment, itemsize: int, first: int, last: int) -> Fragme
 class _Files:
     """The files that are being written, with their state."""
 
-    def __init__(self, plan: Plan, root: str, done: Collection[str], finished: Callable[[Written], None]) -> None:
+    def __init__(self, plan: Plan, root: str, done: Collection[str], finished: Callable[[WrittenFile], None]) -> None:
         self._plan = plan
         self._root = root
         self._finished = finished
         missing = element_bytes(plan)
         self.missing = {output.path: missing[id(store)] for output, store in plan.files if output.path not in done}
         self._outputs: dict[str, OutputFile] = {output.path: output for output, _ in plan.files}
-        self._tensors: dict[str, set[int]] = {output.path: set() for output, _ in plan.files}
+        self._tensors: dict[str, set[str]] = {output.path: set() for output, _ in plan.files}
         paths = {id(store): output.path for output, store in plan.files}
-        for number, fragment in _fragments(plan):
-            self._tensors[paths[id(fragment.store)]].add(number)
+        for _, to in plan.pairs:
+            for fragment in to.fragments:
+                self._tensors[paths[id(fragment.store)]].add(to.name)
         self._crcs: dict[str, list[Partial] | None] = {path: [] for path in self.missing}
-        self._lost: dict[int, dict[int, CastLoss]] = {}
+        self._lost: dict[str, dict[int, tuple[int, float]]] = {}
         for path in [path for path, nbytes in self.missing.items() if not nbytes]:
             self._complete(path)
 
     def take(self, rank: int, part: WrittenPart) -> None:
         """Records that a process's part of a file is durable."""
-        for number, lost in part.overflows.items():
-            self._lost.setdefault(number, {})[rank] = lost
+        for name, lost in part.overflows.items():
+            self._lost.setdefault(name, {})[rank] = lost
         crcs = self._crcs[part.path]
         if crcs is None or part.crcs is None:
             self._crcs[part.path] = None
@@ -242,13 +243,11 @@ class _Files:
         output, crcs = self._outputs[path], self._crcs.pop(path)
         crc, slots = seal(self._plan, output, self._root, crcs)
         del self.missing[path]
-        lost = {number: _sum(self._lost[number].values()) for number in self._tensors[path] & self._lost.keys()}
-        self._finished(Written(path, output.size, crc, lost, slots))
-
-
-def _sum(lost: Iterable[CastLoss]) -> CastLoss:
-    counts = list(lost)
-    return CastLoss(sum(one.count for one in counts), max(one.largest for one in counts))
+        overflows: dict[str, tuple[int, float]] = {}
+        for name in sorted(self._lost.keys() & self._tensors[path]):
+            counts, largest = zip(*self._lost[name].values(), strict=True)
+            overflows[name] = sum(counts), max(largest)
+        self._finished(WrittenFile(path, output.size, crc, overflows, slots))
 
 
 def lead(
@@ -258,7 +257,7 @@ def lead(
     how: MoveOptions,
     *,
     done: Collection[str],
-    finished: Callable[[Written], None],
+    finished: Callable[[WrittenFile], None],
     progress: Callable[[int], None] | None,
 ) -> str:
     """Does process 0's work: creates the files, moves its own part, and completes files with all their parts.
@@ -280,8 +279,7 @@ def lead(
 
     def listen() -> None:
         for rank, (path, nbytes, crcs, lost) in team.news():
-            overflows = {int(number): CastLoss(*facts) for number, facts in lost.items()}
-            files.take(rank, WrittenPart(path, nbytes, None if crcs is None else tuple(map(tuple, crcs)), overflows))
+            files.take(rank, WrittenPart(path, nbytes, None if crcs is None else tuple(map(tuple, crcs)), lost))
 
     def moved(part: WrittenPart) -> None:
         files.take(0, part)
@@ -306,8 +304,7 @@ def follow(team: Team, plan: Plan, how: MoveOptions) -> None:
         return
 
     def moved(part: WrittenPart) -> None:
-        lost = {number: (one.count, one.largest) for number, one in part.overflows.items()}
-        team.post((part.path, part.nbytes, part.crcs, lost))
+        team.post((part.path, part.nbytes, part.crcs, part.overflows))
 
     _move(team, plan, begun["root"], how, begun["done"], moved, team.watched(None))
     team.meet()
