@@ -35,7 +35,7 @@ from zckpt.cli import app
 from zckpt.deltas import pieces as delta_pieces
 from zckpt.deltas.encode import Encoder
 from zckpt.deltas.form import INDEX, UNCHANGED
-from zckpt.output.local_destination import LocalDestination
+from zckpt.output.journal import Journal
 
 RUN = Path(__file__).parents[2] / "fixtures" / "fused" / "qwen3_moe_zero2" / "checkpoint"
 DIGESTS: dict[str, Callable[[bytes], str]] = {
@@ -375,16 +375,16 @@ def test_an_interrupted_apply_is_resumed(
 ) -> None:
     zckpt.delta(*places, tmp_path / "delta")
     options = zckpt.ApplyOptions(max_shard_size=10**6)
-    add, calls = LocalDestination.record, 0
+    add, calls = Journal.add, 0
 
-    def failing(destination: LocalDestination, file: object) -> None:
+    def failing(journal: Journal, file: object) -> None:
         nonlocal calls
-        add(destination, file)  # type: ignore[arg-type]
+        add(journal, file)  # type: ignore[arg-type]
         calls += 1
         if calls == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(LocalDestination, "record", failing)
+    monkeypatch.setattr(Journal, "add", failing)
     with pytest.raises(zckpt.OutputError, match="cannot be written"):
         zckpt.apply_delta(places[0], tmp_path / "delta", tmp_path / "out", options=options)
     monkeypatch.undo()

@@ -377,7 +377,7 @@ def test_no_plan_writes_elsewhere(path: str, tmp_path: Path) -> None:
 def test_journal_round_trip(tmp_path: Path) -> None:
     path = str(tmp_path / "journal")
     writing = Journal(path, "job")
-    writing.begin({})
+    writing.begin()
     file = WrittenFile("a/b", 10, 20, {"w": (3, 1e30)})
     writing.add(file)
     writing.close()

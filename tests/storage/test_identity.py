@@ -73,7 +73,7 @@ def test_what_is_mounted_in_a_directory_is_in_it(data: Path, tmp_path: Path, mou
 
 def test_the_table_of_mounts_alone_proves_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS says of all its mounts that the top of the file system is mounted there."""
-    table = [identity.Mount("0:50", "/", str(data / name)) for name in ("run", "other")]
+    table = {str(data / name): identity.Mount("0:50", "/") for name in ("run", "other")}
     monkeypatch.setattr(identity, "mounts", lambda: table)
     (data / "other" / "tag").mkdir()
     assert not within(data / "run", data / "other") and not within(data / "run" / "tag", data / "other")

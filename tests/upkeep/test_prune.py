@@ -256,9 +256,9 @@ def test_mounts(tmp_path: Path) -> None:
         assert why["global_step1"] == ("the mount 'global_step4/inner' leads into it",)
         assert (elsewhere / "data").read_text() == "mine" and len(list((run / "global_step4" / "inner").iterdir())) > 1
     finally:
-        for mount in mounts():  # wherever they are now
-            if mount.point.startswith(f"{tmp_path}/"):
-                subprocess.run(["umount", mount.point], check=True)
+        for point in mounts():  # wherever they are now
+            if point.startswith(f"{tmp_path}/"):
+                subprocess.run(["umount", point], check=True)
 
 
 def test_a_directory_that_cannot_be_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

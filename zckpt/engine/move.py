@@ -28,6 +28,7 @@ from zckpt.engine.output_files import Consumer, OrderedOutput, create, keeps_byt
 from zckpt.engine.prefetch import with_local_sources
 from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.fsync_queue import Syncing
+from zckpt.storage.identity import stays_inside
 
 if TYPE_CHECKING:
     from zckpt.engine.reference import Follow
@@ -196,8 +197,7 @@ def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABL
                 remedy="Leave the tensor out (--exclude), or write it in its own dtype.",
             )  # fmt: skip
     for output, _ in plan.files:
-        parts = output.path.split("/")
-        if any(part in ("", ".", "..") for part in parts) or "\0" in output.path:
+        if not stays_inside(output.path):
             raise UnsafeError(
                 "a file would be written outside of the output", found=f"{output.path!r:.200}",
                 expected="a path below the output without '..'",

@@ -134,7 +134,7 @@ def export_delta(
             groups = group_by_size(((pair, pair.nbytes) for pair in pairs), max(1, min(most, share)))
             staging = LocalDestination(place.path, single=False)
             staging.begin()
-            staging.keep(())
+            staging.keep({})
             own = {pair.old.name: aliases.get(pair.old.name, pair.old.name) for pair in pairs}
             named = [[(pair.old.name, own[pair.old.name], pair.dtype) for pair in group] for group in groups]
             return _Share(staging.directory, form, named)

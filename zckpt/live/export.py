@@ -144,7 +144,7 @@ def save_pretrained(
             laid, staging, places = _plan_export(entries, aliases, os.fspath(out_dir), wanted, target, small)
             stack.enter_context(staging)
             staging.begin()
-            staging.keep(())
+            staging.keep({})
             partition.begin(laid, staging.directory)
             work = laid, staging, _manifest(entries.values(), wanted)
             outputs = [output for output, _ in laid.files]

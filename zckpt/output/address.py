@@ -51,6 +51,7 @@ from zckpt.output.manifest import NAME as MANIFEST
 from zckpt.output.manifest import read as read_manifest
 from zckpt.output.manifest import signature_for
 from zckpt.storage import fsspec_io, uploads
+from zckpt.storage.identity import stays_inside
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -366,7 +367,7 @@ def _parse_record(found: Any) -> AddressRecord:
 
 
 def _name(name: object) -> str:
-    if not isinstance(name, str) or any(part in ("", ".", "..") for part in name.split("/")):
+    if not isinstance(name, str) or not stays_inside(name):
         raise UnsafeError(
             "the record of an interrupted run names a file outside its output", found=f"{name!r:.80}",
             remedy="Nothing was read from there. Delete the record, then run the command again.",

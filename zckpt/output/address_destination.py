@@ -152,7 +152,7 @@ class AddressDestination:
             Path(self.directory, name).write_bytes(place.read(self._names[name]))
         return left
 
-    def keep(self, kept: Collection[str]) -> None:
+    def keep(self, kept: Mapping[str, WrittenFile]) -> None:
         """Leaves the record of this run; files that are left and not kept are sent again."""
         before = self._place.read_record()
         self._record = AddressRecord(

@@ -28,20 +28,19 @@ def inode(path: str) -> int:
         return 0
 
 
-def is_index(path: str) -> bool:
-    """Whether readers begin at this file: without it they do not find the files that it names."""
+def turn_of(path: str) -> int:
+    """When a file gets its name: 0 for data; 1 for an index, at which readers begin, so that they never find a file missing
+    that it names; 2 for the manifest. Files lose their names in the opposite order.
+    """
     name = os.path.basename(path)
-    return name.endswith(".index.json") or name in (".metadata", "latest", "latest_universal")
+    if path == manifest.NAME or path.endswith(f".{manifest.NAME}"):
+        return 2
+    return int(name.endswith(".index.json") or name in (".metadata", "latest", "latest_universal"))
 
 
 def in_order(paths: Iterable[str]) -> list[str]:
-    """Sorts data first, then indexes, then the manifest: a reader that follows an index never finds a file missing."""
-    return sorted(paths, key=lambda path: (is_manifest(path), is_index(path), path))
-
-
-def is_manifest(path: str) -> bool:
-    """Whether the path is that of an output's manifest."""
-    return path == manifest.NAME or path.endswith(f".{manifest.NAME}")
+    """Sorts paths by their turns, and by name."""
+    return sorted(paths, key=lambda path: (turn_of(path), path))
 
 
 def seal_of(
@@ -70,12 +69,12 @@ def seal_of(
     staged, old = inode(work.files), inode(out)
     if single:
         name = os.path.basename(manifest.path_for(out, single=True))
-        beside = [name, *deleted]
-        there = [(path, inode(os.path.join(os.path.dirname(out), path))) for path in beside]
-        signature = [path for path in (manifest.signature_for(name),) if inode(os.path.join(work.files, path))]
-        enter = (os.path.basename(out), *signature, name)
-        leave = tuple((path, number) for path, number in there if number)
-        return Seal("order", True, staged, old, leave, enter, tuple({**dict.fromkeys((*beside, *signature))}), facts)
+        signature = manifest.signature_for(name)
+        new = (signature, name) if inode(os.path.join(work.files, signature)) else (name,)
+        home = os.path.dirname(out)
+        leave = tuple((path, at) for path in (name, *deleted) if (at := inode(os.path.join(home, path))))
+        gone = tuple(dict.fromkeys((name, *deleted, *new)))
+        return Seal("order", True, staged, old, leave, (os.path.basename(out), *new), gone, facts)
     if swap:
         return Seal("swap", False, staged, old, deleted=deleted, files=facts)
     leaving = list(deleted) if by_file else _units(out, set(deleted))
@@ -201,19 +200,17 @@ class Commit:
 
     def _move(self) -> None:
         staged, aside, seal = self._work.files, self._work.aside, self._seal
-        for first in (
-            True,
-            False,
-        ):  # each half is durable before the other begins, so that no index is there without its files
-            leaving = [(path, number) for path, number in seal.leave if _comes_last(path) == first]
-            for path, number in leaving:
+        numbers = dict(seal.leave)
+        for first in (True, False):  # each half is durable before the other begins: no index is there without its files
+            leaving = [path for path in numbers if bool(turn_of(path)) == first]
+            for path in leaving:
                 here, there = os.path.join(self._root, path), os.path.join(aside, path)
-                if inode(here) == number and inode(there) in (0, number):
+                if inode(here) == numbers[path] and inode(there) in (0, numbers[path]):
                     make_directories(os.path.dirname(there))
                     _rename(here, there)
-            self._sync_moves(aside, self._root, [path for path, _ in leaving])
+            self._sync_moves(aside, self._root, leaving)
         for last in (False, True):
-            entering = [path for path in seal.enter if _comes_last(path) == last]
+            entering = [path for path in seal.enter if bool(turn_of(path)) == last]
             for path in entering:
                 here, there = os.path.join(staged, path), os.path.join(self._root, path)
                 if not inode(here):
@@ -225,8 +222,9 @@ class Commit:
 
     def _sync_moves(self, to: str, source: str, paths: Sequence[str]) -> None:
         """Makes moves durable: first the names that files have now, then that those are gone which they had."""
-        sync_all(_directories(to, paths))
-        sync_all(_directories(source, paths))
+        for root in (to, source):
+            homes = {os.path.dirname(os.path.join(root, path)) for path in paths}
+            sync_all(filter(os.path.isdir, sorted(homes)))
 
     def _changed(self, path: str) -> OutputError:
         return OutputError(
@@ -258,17 +256,18 @@ class Commit:
         """Undoes what `_move` did, its last steps first."""
         staged, aside, seal = self._work.files, self._work.aside, self._seal
         for last in (True, False):
-            entered = [path for path in reversed(seal.enter) if _comes_last(path) == last]
+            entered = [path for path in reversed(seal.enter) if bool(turn_of(path)) == last]
             for path in entered:
                 if not inode(os.path.join(staged, path)):
                     os.rename(os.path.join(self._root, path), os.path.join(staged, path))
             self._sync_moves(staged, self._root, entered)
+        numbers = dict(seal.leave)
         for first in (False, True):
-            left = [(path, number) for path, number in reversed(seal.leave) if _comes_last(path) == first]
-            for path, number in left:
-                if inode(os.path.join(aside, path)) == number:
+            left = [path for path in reversed(numbers) if bool(turn_of(path)) == first]
+            for path in left:
+                if inode(os.path.join(aside, path)) == numbers[path]:
                     os.rename(os.path.join(aside, path), os.path.join(self._root, path))
-            self._sync_moves(self._root, aside, [path for path, _ in left])
+            self._sync_moves(self._root, aside, left)
         _remove_empty(aside)
 
     def clean(self, *, durable: bool = False) -> None:
@@ -310,24 +309,12 @@ class Commit:
         sync(home)  # before the directory goes that it was in
 
 
-def _comes_last(path: str) -> bool:
-    """Whether a reader begins at this file: it gets its name after all others, and loses it before them."""
-    return is_index(path) or is_manifest(path)
-
-
 def _rename(old: str, new: str) -> None:
     """Renames a file. One that has both names, as a power failure may leave it, loses the old one: `rename` would do nothing."""
     if inode(old) == inode(new):
         os.unlink(old)
     else:
         os.rename(old, new)
-
-
-def _directories(root: str, paths: Iterable[str]) -> list[str]:
-    """The directories below a root that these paths are in, as far as they exist."""
-    return [
-        place for place in sorted({os.path.dirname(os.path.join(root, path)) for path in paths}) if os.path.isdir(place)
-    ]
 
 
 def _remove_empty(directory: str) -> None:

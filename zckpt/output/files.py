@@ -72,7 +72,7 @@ class PlanFiles:
 
     Args:
         order: the output and how it is made.
-        team: the processes that make it.
+        team: the processes that make it; None for one alone.
         progress: called with the bytes written so far.
 
     Attributes:
@@ -83,14 +83,14 @@ class PlanFiles:
         hashes: name -> what has SHA-256 of a file that was hashed while `write` wrote it.
     """
 
-    def __init__(self, order: Order, team: Team, progress: Callable[[int], None] | None) -> None:
+    def __init__(self, order: Order, team: Team | None, progress: Callable[[int], None] | None) -> None:
         self._order, self._team, self._progress = order, team, progress
         self._engine = "native"
         self._options = sorted(map(repr, order.options.items()))
         self.names: Collection[str] = order.names
         self.helpers: Collection[str] = ()
         self.makes_files = False
-        self.watch = progress if team.size == 1 else team.watched(None)
+        self.watch = progress if team is None else team.watched(None)
         self.hashes: Mapping[str, Any] = {}
 
     @cached_property
@@ -140,13 +140,13 @@ class PlanFiles:
         return dict(left)
 
     def note(self, kept: Mapping[str, WrittenFile]) -> tuple[str, ...]:
-        """The notes on files that are kept."""
+        """The notes on files that are kept, at least one."""
         return _resume_note(len(kept), len(self.names), "conversion")
 
     def write(self, directory: str, kept: Mapping[str, WrittenFile], record: Callable[[WrittenFile], None]) -> None:
         """Writes all files that are not kept into a directory; `record` is called with each that is complete and durable."""
         order = self._order
-        if self._team.size > 1:
+        if self._team is not None:
             from zckpt.team.partition import lead
 
             self._engine = lead(
@@ -168,11 +168,11 @@ class PlanFiles:
             **order.how,
         ).engine
 
-    def follow(self) -> None:
+    def follow(self, team: Team) -> None:
         """The part of `write` that processes other than 0 do."""
         from zckpt.team.partition import follow
 
-        follow(self._team, self._order.plan, self._order.how)
+        follow(team, self._order.plan, self._order.how)
 
     def stream(self, directory: str, kept: Mapping[str, WrittenFile]) -> Iterator[FileStream]:
         """Files of `large` and `helpers` that are not kept; each is sent before the next is asked for."""
@@ -262,13 +262,13 @@ class MadeFiles:
 
     Args:
         order: how they are made.
-        team: the processes.
+        team: the processes; None for one alone.
         progress: called with the bytes that all processes have told of.
     """
 
-    def __init__(self, order: FileOrder, team: Team, progress: Callable[[int], None] | None) -> None:
+    def __init__(self, order: FileOrder, team: Team | None, progress: Callable[[int], None] | None) -> None:
         self._order, self._team = order, team
-        self._moved = _running_sum(team.watched(progress if team.rank == 0 else None) if team.size > 1 else progress)
+        self._moved = _running_sum(progress if team is None else team.watched(None if team.rank else progress))
         self._unsent: dict[str, WrittenFile] = {}
         self.names: Collection[str] = ()
         self.makes_files, self.watch = True, None
@@ -303,12 +303,13 @@ class MadeFiles:
             record(file)
 
         def listen() -> None:
-            for _, word in team.news() if team.size > 1 else ():
+            for _, word in team.news() if team else ():
                 take(WrittenFile(**word))
 
-        team.meet({"directory": directory, "names": names})
+        if team is not None:
+            team.meet({"directory": directory, "names": names})
         with self._explained():
-            for name in names[:: team.size]:
+            for name in names[:: team.size if team else 1]:
                 for file in self._order.make(directory, name, self._moved):
                     take(file)
                 listen()
@@ -317,15 +318,15 @@ class MadeFiles:
                 self._moved(0)
                 time.sleep(0.02)
 
-    def follow(self) -> None:
+    def follow(self, team: Team) -> None:
         """Makes this process's files."""
-        begun: Any = self._team.meet()[0]
+        begun: Any = team.meet()[0]
         if begun is None:  # an earlier run has written all files
             return
         with self._explained():
-            for name in begun["names"][self._team.rank :: self._team.size]:
+            for name in begun["names"][team.rank :: team.size]:
                 for file in self._order.make(begun["directory"], name, self._moved):
-                    self._team.post(asdict(file))
+                    team.post(asdict(file))
 
     def stream(self, directory: str, kept: Mapping[str, WrittenFile]) -> Iterator[FileStream]:
         """Makes one after the other; each is removed when it is sent, but helpers, which `finish` reads."""
@@ -432,9 +433,9 @@ def _copy_durably(file: Location, directory: str, name: str) -> WrittenFile:
 
 
 def _resume_note(kept: int, of: int, what: str) -> tuple[str, ...]:
-    """The note that an interrupted run is resumed; no note if none of its files could be kept."""
+    """The note that an interrupted run is resumed."""
     verb = "is" if kept == 1 else "are"
-    return (f"resuming an interrupted {what}: {kept:,} of {count(of, 'file')} {verb} already complete",) if kept else ()
+    return (f"resuming an interrupted {what}: {kept:,} of {count(of, 'file')} {verb} already complete",)
 
 
 def _literal_bytes(name: str, part: Plan) -> bytes | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, field
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError
 from zckpt.core.plan import WrittenFile
 from zckpt.storage.fsync_queue import make_durable
+from zckpt.storage.identity import stays_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +99,25 @@ def _seal(facts: Mapping[str, Any], path: str) -> Seal:
     """Checks a seal: a work directory made by an attacker must not move or delete files outside the output. Raises
     OutputError if zckpt did not write the seal.
     """
+
+    def inner(name: object) -> str:
+        if not stays_inside(str(name)):
+            raise _foreign(path, f"a file elsewhere, {name!r:.80}")
+        return str(name)
+
     try:
-        seal = Seal(
+        return Seal(
             how="swap" if facts["how"] == "swap" else "order",
             single=bool(facts["single"]),
             staged=int(facts["staged"]),
             old=int(facts["old"]),
-            leave=tuple((str(name), int(inode)) for name, inode in facts["leave"]),
-            enter=tuple(map(str, facts["enter"])),
-            deleted=tuple(map(str, facts["deleted"])),
-            files=tuple((str(name), int(nbytes), int(crc)) for name, nbytes, crc in facts["files"]),
+            leave=tuple((inner(name), int(inode)) for name, inode in facts["leave"]),
+            enter=tuple(map(inner, facts["enter"])),
+            deleted=tuple(map(inner, facts["deleted"])),
+            files=tuple((inner(name), int(nbytes), int(crc)) for name, nbytes, crc in facts["files"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _foreign(path, f"{error!r:.80}") from error
-    names = (*(name for name, _ in seal.leave), *seal.enter, *seal.deleted, *(name for name, *_ in seal.files))
-    for name in names:
-        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-            raise _foreign(path, f"a file elsewhere, {name!r:.80}")
-    return seal
 
 
 def _foreign(path: str, found: str) -> OutputError:
@@ -145,14 +147,14 @@ class Journal:
         self.done = record.done and record.job == job
         self._fd = -1
 
-    def begin(self, kept: Mapping[str, WrittenFile]) -> None:
+    def begin(self, kept: Collection[WrittenFile] = ()) -> None:
         """Starts a new journal file with the files that are kept of an earlier run."""
         self.finished = {}
         self.done = False
         fresh = f"{self.path}.new"
         self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _write(self._fd, {"job": self.job})
-        for file in kept.values():
+        for file in kept:
             self.add(file)
         if kept:  # otherwise a crash loses nothing that the seal's sync does not make durable
             make_durable(self._fd)
@@ -160,8 +162,8 @@ class Journal:
 
     def add(self, file: WrittenFile) -> None:
         """Records a file that is complete and durable."""
-        overflows = {name: list(lost) for name, lost in file.overflows.items()}
-        _write(self._fd, {"path": file.path, "bytes": file.nbytes, "crc32": file.crc32, "overflows": overflows})
+        facts = {"path": file.path, "bytes": file.nbytes, "crc32": file.crc32, "overflows": dict(file.overflows)}
+        _write(self._fd, facts)
         self.finished[file.path] = file
 
     def close(self) -> None:

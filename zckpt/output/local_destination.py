@@ -54,7 +54,7 @@ _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
 
 
 class LocalDestination:
-    """One output, as `Destination` says; for what is written by other means than `take`, `directory` and `record`.
+    """One output, as `Destination` says; what is written by other means than `take` goes into `directory`.
 
     Args:
         out: the output's path.
@@ -91,7 +91,6 @@ class LocalDestination:
         self.files: Sequence[WrittenFile] = ()
         self.notes: tuple[str, ...] = ()
         self._signed_name, self._signing, self._pace, self._watch = os.path.basename(out), signing, pace, watch
-        self._left: dict[str, WrittenFile] = {}
         self._single = single
         self._names = names
         self._overwrite = overwrite
@@ -149,14 +148,11 @@ class LocalDestination:
                 self.published = False
                 self._check(self._names)
             self.files = tuple(sound.values())
-        if not self.published:
-            self._left = self._keep_sound_files(self.directory, self._journal.finished if self._job else {})
-        return self._left
+        left = self._journal.finished if self._job and not self.published else {}
+        return self._keep_sound_files(self.directory, left) if left else {}
 
     def _keep_sound_files(self, directory: str, left: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """The files of `left` that still have their sizes and checksums, by path; reads every byte of them."""
-        if not left:
-            return {}
         from zckpt.engine.scan import scan
         from zckpt.engine.scan_requests import CrcRange, request_of_bytes
 
@@ -182,7 +178,7 @@ class LocalDestination:
 
     def _recover(self) -> None:
         """Finishes the sealed commits of earlier runs, in all places where they may have worked."""
-        if recover(self._work, self.out).seal is not None:
+        if self._work.was_there and recover(self._work, self.out).seal is not None:
             self._work.was_there = False
         for path in (*self._work.dead, *left_by_others(self.out, self._work.path)):
             other = WorkDirectory(self.out, path)
@@ -225,7 +221,7 @@ class LocalDestination:
             with contextlib.suppress(OSError):
                 os.rmdir(made)
 
-    def keep(self, kept: Collection[str]) -> None:
+    def keep(self, kept: Mapping[str, WrittenFile]) -> None:
         """Begins the work: removes all files of an earlier run from the work directory, except `kept`."""
         try:
             for root, directories, names in os.walk(self.directory, topdown=False):
@@ -237,7 +233,7 @@ class LocalDestination:
                         os.rmdir(path)
             shutil.rmtree(self._work.aside, ignore_errors=True)  # left by a power failure, of a commit that is done
             os.makedirs(self.directory, exist_ok=True)
-            self._journal.begin({path: self._left[path] for path in kept})
+            self._journal.begin(kept.values())
         except OSError as error:
             raise OutputError(
                 "cannot be written",
@@ -248,12 +244,8 @@ class LocalDestination:
 
     def take(self, source: FileSource, kept: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """Lets the source write all files that are not kept into `directory`."""
-        source.write(self.directory, kept, self.record)
-        return dict(self._journal.finished)
-
-    def record(self, file: WrittenFile) -> None:
-        """Records a file that is complete and durable."""
-        self._journal.add(file)
+        source.write(self.directory, kept, self._journal.add)
+        return self._journal.finished
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

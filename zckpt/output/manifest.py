@@ -16,10 +16,12 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.core.plan import WrittenFile
+from zckpt.storage.identity import stays_inside
 from zckpt.storage.location import Location
 
 NAME = "zckpt.json"
@@ -67,7 +69,7 @@ class Manifest:
             "numel": self.numel,
             "files": [
                 {"path": file.path, "bytes": file.nbytes, "crc32": f"{file.crc32:08x}"}
-                for file in sorted(self.files, key=lambda file: file.path)
+                for file in sorted(self.files, key=attrgetter("path"))
             ],
             **({"left_out": list(map(dict, self.left_out))} if self.left_out else {}),
             **({"signature": self.signature} if self.signature else {}),
@@ -143,8 +145,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 def _file(entry: object, manifest: str) -> WrittenFile:
     match entry:
         case {"path": str(path), "bytes": int(nbytes), "crc32": str(crc)} if nbytes >= 0 and len(crc) == 8:
-            parts = path.split("/")
-            if os.path.isabs(path) or "\0" in path or any(part in ("", ".", "..") for part in parts):
+            if not stays_inside(path):
                 raise UnsafeError(
                     "names a file outside its directory",
                     file=manifest,

@@ -7,7 +7,8 @@ A `Destination`, which `local_destination` and `address_destination` are, brings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,7 +23,8 @@ from zckpt.output.manifest import Manifest
 from zckpt.output.order import Order, OutputReport
 from zckpt.output.work_directory import is_unfinished
 from zckpt.storage.location import Location
-from zckpt.team.together import Team, team
+from zckpt.storage.output_places import remove_rendezvous
+from zckpt.team.together import Team, here, team
 
 
 class Destination(Protocol):
@@ -64,7 +66,7 @@ class Destination(Protocol):
         written, or another run writes it.
         """
 
-    def keep(self, kept: Collection[str]) -> None:
+    def keep(self, kept: Mapping[str, WrittenFile]) -> None:
         """Begins the work, and keeps these of the files that were left."""
 
     def take(self, source: FileSource, kept: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
@@ -116,7 +118,8 @@ def publish(
     Raises:
         ZckptError: one of its kinds says what is wrong; what had the output's name before is unchanged then.
     """
-    _check_signing(order)
+    if order.signing is not None:
+        _check_signing(order)
     out = order.out
     if out.is_remote:
         from zckpt.team.sameness import refuse_several
@@ -124,16 +127,17 @@ def publish(
         refuse_several(out)
     elif isinstance(order, Order):
         check_space(out, order.bytes_written)
-    with team(out.path) as processes:
+    with team(out.path) or nullcontext() as processes:
         source: FileSource = (
             PlanFiles(order, processes, progress) if isinstance(order, Order) else MadeFiles(order, processes, progress)
         )
-        if processes.size > 1:
-            from zckpt.team.sameness import agree
+        if processes is None:
+            return _lead(order, source, None, on_note)
+        from zckpt.team.sameness import agree
 
-            agree(processes, source.shared(), out.path)
+        agree(processes, source.shared(), out.path)
         if processes.rank:
-            source.follow()
+            source.follow(processes)
             return _report_of(processes.meet()[0])
         report = _lead(order, source, processes, on_note)
         processes.meet(asdict(report))
@@ -141,19 +145,20 @@ def publish(
 
 
 def _lead(
-    order: Order | FileOrder, source: FileSource, processes: Team, on_note: Callable[[str], None]
+    order: Order | FileOrder, source: FileSource, processes: Team | None, on_note: Callable[[str], None]
 ) -> OutputReport:
     """The work of the only process, or of process 0 of several."""
     with _destination_of(order, source) as destination:
         left = destination.begin()
         if not order.out.is_remote:
-            processes.sweep(order.out.path)
+            remove_rendezvous(order.out.path, here().where)
         if destination.published:
-            processes.meet()
+            if processes is not None:
+                processes.meet()
             return source.report(destination.files, {}, destination.notes, done=True)
-        kept = source.choose(destination.directory, left)
+        kept = source.choose(destination.directory, left) if left else {}
         destination.keep(kept)
-        notes = source.note(kept)
+        notes = source.note(kept) if kept else ()
         for note in notes:
             on_note(note)
         files = destination.take(source, kept)
@@ -179,8 +184,6 @@ def _check_signing(order: Order | FileOrder) -> None:
     """Refuses a signature that would not cover what is there, or has the name of another file. Raises UsageError if the
     output is put into a directory that exists, OutputError if a file that zckpt did not write has the signature's name.
     """
-    if order.signing is None:
-        return
     if order.merge:
         raise UsageError(
             "a signature is for a directory that zckpt writes whole", file=order.out, found="a directory that exists",

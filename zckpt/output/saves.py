@@ -77,7 +77,7 @@ class SaveStaging:
                 _recover(self._work, self._directory, self._is_ours)
             self._empty()
             with contextlib.closing(Journal(self._work.journal, self._tag)) as begun:
-                begun.begin({})
+                begun.begin()
             finish_others(self._directory, self._is_ours, but=self._work.path)
         except BaseException:
             self.end()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 _TABLE = "/proc/self/mountinfo"
@@ -26,32 +26,32 @@ class Mount(NamedTuple):
     Attributes:
         device: of the file system, as the table writes it.
         top: which of its directories or files is mounted.
-        point: where.
         kind: of the file system.
     """
 
     device: str
     top: str
-    point: str
     kind: str = ""
 
 
-def mounts() -> tuple[Mount, ...]:
-    """All mounts that this process sees, the newest last; none where the system has no such table."""
+def mounts() -> Mapping[str, Mount]:
+    """Mount point -> what this process sees there: of several mounts the newest. None where the system has no such table."""
     try:
         with open(_TABLE, "rb") as file:
             return _mounts_in(file.read())
     except OSError:
-        return ()
+        return {}
 
 
 @functools.lru_cache(maxsize=2)  # it is read anew each time, and seldom differs
-def _mounts_in(table: bytes) -> tuple[Mount, ...]:
-    return tuple(
-        Mount(row[2].decode(), _unescape(row[3]), _unescape(row[4]), row[row.index(b"-") + 1].decode())
-        for line in table.split(b"\n")
-        if len(row := line.split()) > 4 and b"-" in row[5:-1]
-    )
+def _mounts_in(table: bytes) -> Mapping[str, Mount]:
+    found: dict[str, Mount] = {}
+    for line in table.split(b"\n"):
+        row = line.split()
+        if len(row) > 4 and b"-" in row[5:-1]:
+            kind = row[row.index(b"-") + 1].decode()
+            found[_unescape(row[4])] = Mount(row[2].decode(), _unescape(row[3]), kind)
+    return found
 
 
 def _unescape(path: bytes) -> str:
@@ -64,20 +64,23 @@ _DISTANT = re.compile(r"nfs4?|cifs|smb[23]|smbfs|lustre|ceph|9p|virtiofs|beegfs|
 
 def is_distant(path: str) -> bool:
     """Whether a path is on a mount that probably has its bytes from another machine."""
-    mount = _mount_of(os.path.realpath(path), mounts())
-    return mount is not None and _DISTANT.fullmatch(mount.kind) is not None
+    table = mounts()
+    point = _mount_point_of(os.path.realpath(path), table)
+    return point in table and _DISTANT.fullmatch(table[point].kind) is not None
 
 
-def _mount_of(path: str, table: Sequence[Mount]) -> Mount | None:
-    """The mount that a path without links is on: of several at one point the newest, which is the one that is seen."""
-    above = [mount for mount in table if is_below(path, mount.point)]
-    return max(reversed(above), key=lambda mount: len(mount.point), default=None)
+def _mount_point_of(path: str, table: Collection[str]) -> str:
+    """The nearest mount point at or above a path without links; the topmost directory if none is known."""
+    for above in directories_above(path):
+        if above in table:
+            break
+    return above
 
 
 def is_mount(path: str) -> bool:
     """Whether the path is a mount point, or a bind mount of the same file system."""
     real = os.path.realpath(path)
-    return os.path.ismount(path) or any(mount.point == real for mount in mounts())
+    return os.path.ismount(path) or real in mounts()
 
 
 def inode_of(path: str) -> tuple[int, int] | None:
@@ -92,6 +95,11 @@ def inode_of(path: str) -> tuple[int, int] | None:
 def is_below(path: str, directory: str) -> bool:
     """Whether a path is `directory` or below it, by their texts alone."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a path that a file gives, relative to a directory, names a file in it, by its text alone."""
+    return "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 def directories_above(path: str) -> Iterator[str]:
@@ -113,11 +121,10 @@ def is_within(path: str, directory: str) -> bool:
     if wanted in map(inode_of, directories_above(inner)):
         return True
     table = mounts()
-    tops = [outer, *(mount.point for mount in table if mount.point != outer and is_below(mount.point, outer))]
-    return any(_is_mounted_from(inner, top, table) for top in tops)
+    return any(_is_mounted_from(inner, top, table) for top in {outer, *table} if is_below(top, outer))
 
 
-def _is_mounted_from(inner: str, outer: str, table: Sequence[Mount]) -> bool:
+def _is_mounted_from(inner: str, outer: str, table: Mapping[str, Mount]) -> bool:
     """Whether `inner` lies in `outer` in the file system; see [Note: a part that is mounted alone]."""
     (device, place), (other, top) = place_in_file_system(inner, table), place_in_file_system(outer, table)
     if device != other or not is_below(place, top):
@@ -130,12 +137,12 @@ def _is_mounted_from(inner: str, outer: str, table: Sequence[Mount]) -> bool:
     return False
 
 
-def place_in_file_system(path: str, table: Sequence[Mount]) -> tuple[str, str]:
+def place_in_file_system(path: str, table: Mapping[str, Mount]) -> tuple[str, str]:
     """The device of a path without links, and where it lies there."""
-    mount = _mount_of(path, table)
-    if mount is None:
+    point = _mount_point_of(path, table)
+    if point not in table:
         return "", path
-    return mount.device, os.path.normpath(os.path.join(mount.top, os.path.relpath(path, mount.point)))
+    return table[point].device, os.path.normpath(os.path.join(table[point].top, os.path.relpath(path, point)))
 
 
 def places_passed(path: str) -> list[str]:
@@ -186,7 +193,7 @@ def leads_out_of(path: str, *trees: str) -> bool:
 def parts_elsewhere(directory: str) -> list[str]:
     """The paths in a directory that lie elsewhere: links to files, and whatever is mounted below it."""
     real = os.path.realpath(directory)
-    found = [mount.point for mount in mounts() if mount.point != real and is_below(mount.point, real)]
+    found = [point for point in mounts() if point != real and is_below(point, real)]
     try:
         with os.scandir(directory) as entries:
             found += [entry.path for entry in entries if entry.is_symlink() and entry.is_file()]

@@ -63,12 +63,12 @@ def rendezvous_for(out: str, job: str) -> str:
     return f"{directory_for(out)}-together-{job}"
 
 
-def remove_rendezvous(out: str, but: str = "") -> None:
-    """Removes the rendezvous directories of earlier runs, except `but`; only the process with the output's lock may
+def remove_rendezvous(out: str, job: str) -> None:
+    """Removes the rendezvous directories of other jobs, which are dead; only the process with the output's lock may
     call it.
     """
     parent, name = os.path.split(rendezvous_for(out, ""))
     for entry in os.listdir(parent):
         path = os.path.join(parent, entry)
-        if entry.startswith(name) and path != but and not os.path.islink(path):
+        if entry.startswith(name) and entry != name + job and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)

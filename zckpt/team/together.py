@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note
 from zckpt.base.words import ranges
-from zckpt.storage.output_places import remove_rendezvous, rendezvous_for
+from zckpt.storage.output_places import rendezvous_for
 
 if TYPE_CHECKING:
     from zckpt.team.meeting import Meetings
@@ -68,7 +68,7 @@ def detect_launcher(environ: Mapping[str, str]) -> Launched:
     A SLURM batch script is not a step of its job, so a `zckpt` that it runs without srun is alone. Raises UsageError if
     it makes no sense.
     """
-    if all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+    if all(map(environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
         size, rank = "WORLD_SIZE", "RANK"
         kind: Literal["store", "files"] = "store"
         where = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
@@ -128,11 +128,11 @@ def speaks() -> bool:
         return True
 
 
-def team(out: str) -> Team:
-    """The processes that write an output, to be used as a context manager. `out`: the output's path."""
+def team(out: str) -> Team | None:
+    """The processes that write the output of path `out`, to be used as a context manager; None for one process alone."""
     mine = here()
     if mine.size == 1:
-        return Team(0, 1)
+        return None
     from zckpt.team.rendezvous import DirectoryRendezvous, StoreRendezvous, tcp_store
 
     if mine.kind == "files":
@@ -156,11 +156,11 @@ class Team:
     Args:
         rank: of this process; 0 leads.
         size: how many there are.
-        rendezvous: where notes are left; None for one process alone.
+        rendezvous: where notes are left.
         lost_s: a process that was silent for so many seconds is gone.
     """
 
-    def __init__(self, rank: int, size: int, rendezvous: Rendezvous | None = None, lost_s: float = 60.0) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: Rendezvous, lost_s: float = 60.0) -> None:
         self.rank, self.size = rank, size
         self._rendezvous = rendezvous
         self._lost_s = lost_s
@@ -176,27 +176,15 @@ class Team:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Team:
-        if self._rendezvous is not None:
-            self._session = f"{self._join(self._rendezvous)}/"
-            from zckpt.team.meeting import Meetings
+        self._session = f"{self._join(self._rendezvous)}/"
+        from zckpt.team.meeting import Meetings
 
-            self._meetings = Meetings(
-                f"{self._session}meeting", self.rank, self.size, self._rendezvous, self.check_alive
-            )
-            self._seen = {rank: (b"", time.monotonic()) for rank in range(self.size)}
-            self._beat(0)
-            self._thread = threading.Thread(target=self._beats, name="zckpt-beat", daemon=True)
-            self._thread.start()
+        self._meetings = Meetings(f"{self._session}meeting", self.rank, self.size, self._rendezvous, self.check_alive)
+        self._seen = {rank: (b"", time.monotonic()) for rank in range(self.size)}
+        self._beat(0)
+        self._thread = threading.Thread(target=self._beats, name="zckpt-beat", daemon=True)
+        self._thread.start()
         return self
-
-    def sweep(self, out: str) -> None:
-        """Removes what dead processes left beside an output; process 0 alone holds its lock."""
-        mine, own = self._rendezvous, ""
-        if mine is not None:
-            from zckpt.team.rendezvous import DirectoryRendezvous
-
-            own = mine.path if isinstance(mine, DirectoryRendezvous) else ""
-        remove_rendezvous(out, own)
 
     # ---- joining ------------------------------------------------------------------------------------------------------
 
@@ -261,7 +249,6 @@ class Team:
                 self._beat(number)
 
     def _beat(self, number: int) -> None:
-        assert self._rendezvous is not None
         from zckpt.storage import processes
 
         state = {
@@ -277,7 +264,7 @@ class Team:
         """Checks that the processes which this one depends on are alive; looks once a second, or now. Raises ZckptError
         if another process failed; of the kind that it failed with, OutputError if a process is gone.
         """
-        if self._rendezvous is None or (time.monotonic() < self._next_look and not now):
+        if time.monotonic() < self._next_look and not now:
             return
         self._next_look = time.monotonic() + LOOK_S
         from zckpt.storage import processes
@@ -286,7 +273,8 @@ class Team:
             state = self._state(rank)
             end, host, process = state.get("end"), state.get("host"), processes.parse(state.get("process", ""))
             if end and end["text"]:
-                raise _KINDS.get(end["code"], OutputError)(
+                kinds = {kind.code: kind for kind in ZckptError.__subclasses__()}
+                raise kinds.get(end["code"], OutputError)(
                     "another process of the job failed", found=f"process {rank} on {host}: {end['text']}"
                 )
             silent = time.monotonic() - self._seen[rank][1]
@@ -300,7 +288,6 @@ class Team:
                 )
 
     def _state(self, rank: int) -> dict[str, Any]:
-        assert self._rendezvous is not None
         note = self._rendezvous.get(f"{self._session}state/{rank}") or b""
         if note != self._seen[rank][0]:
             self._seen[rank] = (note, time.monotonic())
@@ -336,17 +323,16 @@ class Team:
         """Exchanges a word, which JSON can hold, with all processes; waits as long as all are alive. Returns the words,
         by rank. Raises ZckptError as `check_alive` does.
         """
-        return [word] if self._meetings is None else self._meetings.meet("zckpt", word, within_s=None)
+        assert self._meetings is not None
+        return self._meetings.meet("zckpt", word, within_s=None)
 
     def post(self, word: Any) -> None:
         """Leaves a word for process 0, which finds it among its `news`."""
-        assert self._rendezvous is not None
         self._rendezvous.put(f"{self._session}post/{self.rank}/{self._posted}", json.dumps(word).encode())
         self._posted += 1
 
     def news(self) -> Iterator[tuple[int, Any]]:
         """(process, word) of what was posted since the last call; for process 0."""
-        assert self._rendezvous is not None
         for rank in range(1, self.size):
             while (note := self._rendezvous.get(key := f"{self._session}post/{rank}/{self._heard[rank]}")) is not None:
                 self._rendezvous.drop(key)
@@ -358,8 +344,6 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._rendezvous is None:
-            return
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -390,6 +374,3 @@ class Team:
                 error, f"This was process {self.rank} of {self.size}. Where one ends, torchrun and srun end the others: "
                 f"see what the others say. {_RESUME}"
             )  # fmt: skip
-
-
-_KINDS = {kind.code: kind for kind in ZckptError.__subclasses__()}

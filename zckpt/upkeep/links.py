@@ -59,7 +59,7 @@ class RunLinks:
             self._add(path, "link", origin)
             if origin in self._saves and os.path.isdir(path) and not is_below(os.path.realpath(path), run):
                 leaving.add(origin)
-        for path in (mount.point for mount in self._table if mount.point != run and is_below(mount.point, run)):
+        for path in (point for point in self._table if point != run and is_below(point, run)):
             origin, _, inner = self._relative(path).partition("/")
             if origin in self._saves:
                 self.mounted.setdefault(origin, f"{inner!r} in it is mounted" if inner else "it is mounted")
