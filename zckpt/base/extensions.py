@@ -83,13 +83,14 @@ def extensions(group: str) -> tuple[Extension, ...]:
         >>> extensions("zckpt.nothing_has_this_name")
         ()
     """
-    return tuple(sorted(one for one in _list_installed() if one.group == group))
+    return tuple(sorted(_list_installed().get(group, ())))
 
 
 @functools.cache
-def _list_installed() -> tuple[Extension, ...]:
-    """All entry points in groups of zckpt's; of a package that is installed twice, those of the first on the path."""
-    found: dict[str, tuple[Extension, ...]] = {}
+def _list_installed() -> dict[str, list[Extension]]:
+    """Group of zckpt's -> its entry points; of a package that is installed twice, those of the first on the path."""
+    found: dict[str, list[Extension]] = {}
+    packages: set[str] = set()
     here = os.path.realpath(os.curdir)
     for home in sys.path:
         if not home or os.path.realpath(home) == here or not os.path.isdir(home):
@@ -97,8 +98,11 @@ def _list_installed() -> tuple[Extension, ...]:
         for name in os.listdir(home):
             if name.endswith(_END):
                 package, _, version = name.removesuffix(_END).partition("-")
-                found.setdefault(package.casefold(), tuple(_read(home, name, package, version)))
-    return tuple(one for own in found.values() for one in own)
+                if package.casefold() not in packages:
+                    packages.add(package.casefold())
+                    for one in _read(home, name, package, version):
+                        found.setdefault(one.group, []).append(one)
+    return found
 
 
 def _read(home: str, name: str, package: str, version: str) -> Iterator[Extension]:

@@ -63,16 +63,16 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 class Commands(TyperGroup):
     """All commands. Each is built from its declaration when `get_command` is first asked for it."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = {name: typer.core.TyperCommand(name, short_help=COMMANDS[name][1]) for name in COMMANDS}
-        self._declared: dict[str, Any] = {}
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a name; None if there is none."""
-        if cmd_name in COMMANDS and cmd_name not in self._declared:
-            self._declared[cmd_name] = _build_command(cmd_name)
-        return self._declared.get(cmd_name)
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            import_module(f"zckpt.cli.{COMMANDS[cmd_name][0]}")
+            self.commands[cmd_name] = import_module("zckpt.cli.declare").build_command(cmd_name)
+        return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first word names, with the other words; `help` and `version` stand for these options.
@@ -97,8 +97,3 @@ class Commands(TyperGroup):
         for title, group in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), summary) for name, (_, summary) in group.items()])
-
-
-def _build_command(name: str) -> Any:
-    import_module(f"zckpt.cli.{COMMANDS[name][0]}")
-    return import_module("zckpt.cli.declare").build_command(name)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import field
 from enum import Enum
 from functools import partial, wraps
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -183,29 +183,25 @@ def expand_groups(
     function: Callable[..., None], job: Job[Any] | None = None, hidden: frozenset[str] = frozenset()
 ) -> Callable[..., None]:
     """The same function with the options of its job and of its groups as keyword parameters, for typer."""
-    hints = get_type_hints(function, include_extras=True) if job is None else _hints_of(function)
-    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-    options = [] if job is None else [_option_of(*one, job) for one in job.options() if one[1].name not in hidden]
-    own = {
-        name: [_option_of(kind, one) for one in dataclasses.fields(kind) if one.metadata]
-        for name, kind in groups.items()
-    }
+    hints = _hints_of(function)
+    made: dict[str, tuple[Callable[..., object], list[_Option]]] = {}
+    if job is not None:
+        made["asked"] = job.ask, [_option_of(*one, job) for one in job.options() if one[1].name not in hidden]
+    for name, kind in hints.items():
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            made[name] = kind, [_option_of(kind, one) for one in dataclasses.fields(kind) if one.metadata]
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name == "asked" and job is not None:
-            parameters += [one.parameter for one in options]
-        elif name in groups:
-            parameters += [one.parameter for one in own[name]]
+        if name in made:
+            parameters += [one.parameter for one in made[name][1]]
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
 
     @wraps(function)
     def call(**values: object) -> None:
         arguments = {name: value for name, value in values.items() if name in hints}
-        for name, kind in groups.items():
-            arguments[name] = kind(**{one.field.name: one.read(values[one.field.name]) for one in own[name]})
-        if job is not None:
-            arguments["asked"] = job.ask(**_fields_of(options, values))
+        for name, (make, options) in made.items():
+            arguments[name] = make(**_fields_of(options, values))
         function(**arguments)
 
     call.__signature__ = inspect.Signature(_in_order(parameters))  # type: ignore[attr-defined]
@@ -224,7 +220,7 @@ def _hints_of(function: Callable[..., None]) -> dict[str, Any]:
 
 
 def _fields_of(options: list[_Option], values: Mapping[str, object]) -> dict[str, Any]:
-    """The fields of a job's groups, by the values on the command line."""
+    """The fields that these options give, by the values on the command line."""
     found: dict[str, Any] = {}
     parts: dict[type, dict[str, Any]] = {}
     for one in options:

@@ -109,7 +109,7 @@ def run(
     module: Annotated[
         bool, typer.Option("-m", "--module", rich_help_panel="Run", help="SCRIPT is a module's name, as for python -m.")
     ] = False,
-    asked: Launch,
+    options: Launch,
 ) -> None:
     """Starts the processes of a script, or is one of them."""
     words = list(arguments or ())
@@ -117,9 +117,9 @@ def run(
         raise UsageError(
             "there is no such script", file=script, remedy="Pass the path of a Python file, or -m and a module's name."
         )
-    if asked.local_rank is not None:  # of deepspeed's own launcher, which puts it before the word `run`
-        words.insert(0, f"--local_rank={asked.local_rank}")
-    status = _launch(asked, [*(["-m"] if module else []), script], words)
+    if options.local_rank is not None:  # of deepspeed's own launcher, which puts it before the word `run`
+        words.insert(0, f"--local_rank={options.local_rank}")
+    status = _launch(options, [*(["-m"] if module else []), script], words)
     if status is not None:
         raise typer.Exit(status)
     from zckpt.live.device import end_group_with_process

@@ -130,7 +130,7 @@ class RunOptions:
 )
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG.json", help="DeepSpeed's config.", show_default=False)],
-    asked: RunOptions,
+    options: RunOptions,
     nproc: Annotated[int, _run("--nproc", metavar="N", callback=positive, help="Processes on this machine.")] = 1,
     *,
     shown: Shown,
@@ -144,7 +144,7 @@ def train(
             "training needs libraries that are not installed", found=str(error),
             remedy="Run pip install 'zckpt[train]'.",
         ) from error  # fmt: skip
-    job = run.TrainingJob(config, **asdict(asked))
+    job = run.TrainingJob(config, **asdict(options))
     if not is_worker(os.environ) and nproc > 1:
         run.check(job)
         words = [*job.arguments(), *(["--json"] if shown.as_json else []), *(["--quiet"] if shown.quiet else [])]
@@ -152,12 +152,12 @@ def train(
     collector.switch_on()  # without it, a run of weeks would fill memory
     first = os.environ.get("RANK", "0") == "0"
     sink = Console(as_json=shown.as_json, quiet=shown.quiet or not first)
-    with sink.steps(asked.steps) as show, redirect_stdout(sys.stderr):  # stdout is for the result
-        lines = ProgressLines(asked.steps, asked.log_every, sink.line)
+    with sink.steps(options.steps) as show, redirect_stdout(sys.stderr):  # stdout is for the result
+        lines = ProgressLines(options.steps, options.log_every, sink.line)
         outcome = run.train(job, lambda step: _report(step, show, lines), lambda sentence: sink.line(sentence))
     if first:
         sink.notes(outcome.notes)
-        sink.result(lambda: asdict(outcome), lambda: _lines(outcome, asked.out), done="The run has ended well.")
+        sink.result(lambda: asdict(outcome), lambda: _lines(outcome, options.out), done="The run has ended well.")
 
 
 def _report(step: Step, show: Callable[[int, dict[str, str]], None], lines: ProgressLines) -> None:

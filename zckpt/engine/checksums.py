@@ -123,31 +123,9 @@ def spans(output: OutputFile) -> Iterator[CrcSpan]:
 
 def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:
     """(start, bytes) of all spans of elements: those with CRCs that are taken while they are written."""
-    return ((span.start, span.nbytes) for span in spans(output) if span.data is None)
-
-
-def file_checksums(
-    output: OutputFile, crcs: Mapping[int, int], known: Sequence[CrcSpan] | None = None
-) -> tuple[int, dict[int, bytes]]:
-    """The CRC of a whole output file, and what must be written into it: byte offset -> the CRC of a range.
-
-    Args:
-        output: the file.
-        crcs: start -> CRC, for each of `element_ranges`.
-        known: its `spans`, if they were made already.
-    """
-    known = list(spans(output)) if known is None else known
-    parts = {s.start: (s.start, s.nbytes, crcs[s.start] if s.data is None else zlib.crc32(s.data)) for s in known}
-    starts = sorted(parts)
-    slots: dict[int, bytes] = {}
-    for checksum in output.checksums:
-        stop = checksum.start + checksum.nbytes
-        within = starts[bisect_left(starts, checksum.start) : bisect_left(starts, stop)]
-        crc = join([parts[start] for start in within], checksum.start, checksum.nbytes)
-        slots.update(dict.fromkeys(checksum.slots, struct.pack("<I", crc)))
-    for start, patched in _fill_slots(known, slots):
-        parts[start] = (start, len(patched), zlib.crc32(patched))
-    return join(parts.values(), 0, output.size), slots
+    for span in spans(output):
+        if span.data is None:
+            yield span.start, span.nbytes
 
 
 def seal(fd: int, output: OutputFile, parts: Iterable[Partial] | None) -> tuple[int, dict[int, bytes]]:
@@ -166,18 +144,29 @@ def seal(fd: int, output: OutputFile, parts: Iterable[Partial] | None) -> tuple[
         OSError: the file cannot be read or written.
     """
     ordered = None if parts is None else sorted(parts)
-    crcs: dict[int, int] = {}
-    known = list(spans(output))
-    for start, nbytes in ((span.start, span.nbytes) for span in known if span.data is None):
-        if ordered is None:
-            crcs[start] = crc_of_file(fd, start, nbytes)
+    whole: list[Partial] = []
+    for start, nbytes, data in spans(output):
+        if data is not None:
+            crc = zlib.crc32(data)
+        elif ordered is None:
+            crc = crc_of_file(fd, start, nbytes)
         else:
-            within = ordered[bisect_left(ordered, (start,)) : bisect_left(ordered, (start + nbytes,))]
-            crcs[start] = join(within, start, nbytes)
-    crc, slots = file_checksums(output, crcs, known)
-    for slot, data in slots.items():
-        write_all(fd, data, slot)
-    return crc, slots
+            crc = join(_between(ordered, start, start + nbytes), start, nbytes)
+        whole.append((start, nbytes, crc))
+    slots: dict[int, bytes] = {}
+    for checksum in output.checksums:
+        crc = join(_between(whole, checksum.start, checksum.start + checksum.nbytes), checksum.start, checksum.nbytes)
+        slots.update(dict.fromkeys(checksum.slots, struct.pack("<I", crc)))
+    if slots:
+        for slot, data in slots.items():
+            write_all(fd, data, slot)
+        whole = _with_slots(whole, output, slots)
+    return join(whole, 0, output.size), slots
+
+
+def _between(parts: Sequence[Partial], start: int, stop: int) -> Sequence[Partial]:
+    """Those of sorted parts that begin in [start, stop)."""
+    return parts[bisect_left(parts, (start,)) : bisect_left(parts, (stop,))]
 
 
 def crc_of_file(fd: int, start: int, nbytes: int) -> int:
@@ -189,14 +178,18 @@ def crc_of_file(fd: int, start: int, nbytes: int) -> int:
     return crc
 
 
-def _fill_slots(known: Iterable[CrcSpan], slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
-    """(start, bytes) of the literal spans that slots lie in, with what these were filled with."""
+def _with_slots(whole: Sequence[Partial], output: OutputFile, slots: Mapping[int, bytes]) -> list[Partial]:
+    """The CRCs of a file's spans when its slots, which lie in literals, have been filled in."""
     pending = sorted(slots.items(), reverse=True)
-    for span in known:
-        if span.data is None or not pending or pending[-1][0] >= span.start + span.nbytes:
+    found: list[Partial] = []
+    for span, part in zip(spans(output), whole, strict=True):
+        stop = span.start + span.nbytes
+        if span.data is None or not pending or pending[-1][0] >= stop:
+            found.append(part)
             continue
         patched = bytearray(span.data)
-        while pending and pending[-1][0] < span.start + span.nbytes:
+        while pending and pending[-1][0] < stop:
             at, data = pending.pop()
             patched[at - span.start : at - span.start + len(data)] = data
-        yield span.start, bytes(patched)
+        found.append((span.start, span.nbytes, zlib.crc32(patched)))
+    return found

@@ -182,26 +182,24 @@ def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABL
         ValueError: a file's bytes are not known in order, or not every byte of a passing file is written.
     """
     passing = mode is Mode.PASSING
-    if any(output.checksums and (passing or output.path in consumers) for output, _ in plan.files):
-        raise ValueError("a file with checksums is not known in order")
-    if passing:
-        filled = element_bytes(plan)
-        for output, store in plan.files:
-            if filled[id(store)] + sum(len(data) for _, data in output.literals) != output.size:
-                raise ValueError(f"{output.path} would keep bytes of what was there before")
+    filled = element_bytes(plan) if passing else {}
+    for output, store in plan.files:
+        if not stays_inside(output.path):
+            raise UnsafeError(
+                "a file would be written outside of the output", found=f"{output.path!r:.200}",
+                expected="a path below the output without '..'",
+                remedy="If you know the checkpoint's author, rename its tensors (--rename). Nothing was written.",
+            )  # fmt: skip
+        if output.checksums and (passing or output.path in consumers):
+            raise ValueError("a file with checksums is not known in order")
+        if passing and filled[id(store)] + sum(len(data) for _, data in output.literals) != output.size:
+            raise ValueError(f"{output.path} would keep bytes of what was there before")
     for source, destination in plan.pairs:
         a, b = source.dtype, destination.dtype
         if not can_cast(a, b):
             raise UnsupportedError(
                 f"tensor {source.name!r} cannot be cast", found=f"{a} to {b}", expected="floats to fp32, fp16 or bf16",
                 remedy="Leave the tensor out (--exclude), or write it in its own dtype.",
-            )  # fmt: skip
-    for output, _ in plan.files:
-        if not stays_inside(output.path):
-            raise UnsafeError(
-                "a file would be written outside of the output", found=f"{output.path!r:.200}",
-                expected="a path below the output without '..'",
-                remedy="If you know the checkpoint's author, rename its tensors (--rename). Nothing was written.",
             )  # fmt: skip
 
 

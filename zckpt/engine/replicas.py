@@ -138,12 +138,11 @@ def _ranges_to_read(entries: Iterable[TensorEntry]) -> Iterator[Wanted]:
                     yield Wanted(replica.fragments, replica.dtype, start, stop)
 
 
-def check(catalog: Catalog) -> int:
-    """Makes sure that every replica agrees; returns how many tensors had one. Raises InconsistentError if some do not."""
+def check(catalog: Catalog) -> None:
+    """Makes sure that every replica agrees. Raises InconsistentError if some do not."""
     bad = list(disagreements(catalog))
     if bad:
         raise _disagreement(catalog.source.path, [e.name for e, *_ in bad], *bad[0])
-    return sum(bool(entry.replicas) for entry in catalog.tensors.values())
 
 
 def _disagreement(

@@ -102,14 +102,10 @@ class AddressDestination:
         self._record: AddressRecord | None = None
         self._is_sealed = False
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self.directory = ""
         self.published = False
         self.files: Sequence[WrittenFile] = ()
         self.notes: tuple[str, ...] = ()
-
-    @property
-    def directory(self) -> str:
-        """Where files are made, on this machine; "" if each is sent while it is made."""
-        return "" if self._scratch is None else self._scratch.name
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +131,7 @@ class AddressDestination:
             return {}
         if source.makes_files:
             self._scratch = tempfile.TemporaryDirectory(prefix="zckpt-")
+            self.directory = self._scratch.name
         self._head, self._left = source.head, {sent.file.path: sent for sent in kept}
         self._there = there = place.names() - self._left.keys()
         own = {place.manifest, *([place.signature] if self._signing else [])}

@@ -87,6 +87,7 @@ class LocalDestination:
         self.out = resolve_output(out)
         self.parent, self.name = os.path.split(self.out)
         self.home = self.parent if single else self.out
+        self.directory = ""
         self.published = False
         self.files: Sequence[WrittenFile] = ()
         self.notes: tuple[str, ...] = ()
@@ -101,11 +102,6 @@ class LocalDestination:
         self._has_begun = self._committed = False
         self._commit: Commit | None = None
 
-    @property
-    def directory(self) -> str:
-        """Where files are written."""
-        return self._work.files
-
     def __enter__(self) -> Self:
         return self
 
@@ -114,6 +110,7 @@ class LocalDestination:
         try:
             self._made = make_directories(self.parent)
             self._work.take()
+            self.directory = self._work.files
         except OSError as error:
             self._forget_parents()
             if isinstance(error, OutputError):

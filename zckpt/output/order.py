@@ -178,22 +178,27 @@ _GEOMETRY = attrgetter("byte_offset", "start", "count", "rows", "pitch", "store_
 def _states(plan: Plan) -> Callable[[Store], tuple[object, ...]]:
     """Returns facts that change when a file is written again, even if its modification time is reset; for memory, a hash of it.
 
-    Each file's are asked for once, and those of several addresses at a time.
+    Each file's are asked for once, and those of all addresses at a time.
     """
-    distant: dict[str, None] = {}
-    for source, _ in plan.pairs:
-        distant |= {store.path: None for store in _stores(source) if isinstance(store, FileStore) and store.is_remote}
-    found = fsspec_io.statuses(list(distant)) if distant else {}
     known: dict[int, tuple[object, ...]] = {}
+    found: dict[str, fsspec_io.Status] = {}
 
     def state(store: Store) -> tuple[object, ...]:
         if isinstance(store, DerivedStore):
             return _of_recipe(store, state)
+        if isinstance(store, FileStore) and store.is_remote and not found:
+            found.update(fsspec_io.statuses(_addresses_of(plan)))
         if id(store) not in known:
             known[id(store)] = _state(store, found)
         return known[id(store)]
 
     return state
+
+
+def _addresses_of(plan: Plan) -> list[str]:
+    """The addresses of all files behind addresses that a plan reads."""
+    stores = (store for source, _ in plan.pairs for store in _stores(source))
+    return list(dict.fromkeys(store.path for store in stores if isinstance(store, FileStore) and store.is_remote))
 
 
 def _stores(entry: TensorEntry | TensorPart) -> Iterator[Store]:

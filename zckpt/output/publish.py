@@ -47,13 +47,10 @@ class Destination(Protocol):
         notes: sentences for a person.
     """
 
+    directory: str
     published: bool
     files: Sequence[WrittenFile]
     notes: tuple[str, ...]
-
-    @property
-    def directory(self) -> str:
-        """Where files are made."""
 
     def __enter__(self) -> Self: ...
 
