@@ -446,7 +446,7 @@ def judged(it: Scenario, old: Contents, new: Contents, nth: object) -> str:
     of_old = all(old.get(name) == data for name, data in own.items())
     of_new = all(new.get(name) == data for name, data in own.items())
     assert of_old or of_new, (nth, "a mix of old and new", sorted(own))
-    begins = [name for name in own if commit.is_index(name)]
+    begins = [name for name in own if commit.turn_of(name) == 1]
     missing = [name for name in (old if of_old and not of_new else new) if name not in found]
     without = [name for name in missing if name != "zckpt.json"]
     assert not (begins and without), (nth, "an index without its files", begins, without)
