@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,11 +30,8 @@ else:
         kw_only: bool = False,
     ) -> Any:
         """As `dataclasses.dataclass`. An option that is not listed here raises TypeError."""
-
-        def made(plain: type) -> type:
-            return _build_class(plain, frozen=frozen, slots=slots, eq=eq, shows=repr, kw_only=kw_only)
-
-        return made if cls is None else made(cls)
+        build = partial(_build_class, frozen=frozen, slots=slots, eq=eq, shows=repr, kw_only=kw_only)
+        return build if cls is None else build(cls)
 
 
 K = TypeVar("K")
@@ -55,7 +53,8 @@ def _build_class(plain: type, *, frozen: bool, slots: bool, eq: bool, shows: boo
     if shows:
         methods["__repr__"] = _repr
     if eq:
-        compared = _getter(one.name for one in dataclasses.fields(cls) if one.compare)
+        names = [one.name for one in dataclasses.fields(cls) if one.compare]
+        compared: Callable[[Any], Any] = attrgetter(*names) if names else lambda _: ()
         methods["__eq__"] = _equal(compared)
         if not hashes:
             own.discard("__hash__")
@@ -136,12 +135,6 @@ def _compile_init(cls: type, *, frozen: bool) -> Any:
     made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     made.__annotations__ = {one.name: one.type for one in dataclasses.fields(cls) if one.init} | {"return": None}
     return made
-
-
-def _getter(names: Any) -> Callable[[Any], Any]:
-    """Returns the values that are compared and hashed: the only field, or a tuple of all."""
-    several = tuple(names)
-    return attrgetter(*several) if several else lambda _: ()
 
 
 def _equal(compared: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:

@@ -122,8 +122,8 @@ def _with_short_dtypes(args: list[str]) -> Iterator[str]:
 _SHORT = ("fp32", "fp16", "bf16")
 
 
-_DECLARED: dict[str, Callable[[typer.Typer], None]] = {}
-"""Name of a command -> what adds it to an application."""
+_DECLARED: dict[str, tuple[Callable[..., None], Job[Any] | None, frozenset[str], dict[str, Any]]] = {}
+"""Name of a command -> its function, its job, options of the job that it does not have, and what typer is told of it."""
 
 
 def command(
@@ -147,16 +147,11 @@ def command(
         status: what each exit status means.
         passes_on: everything after the first argument is an argument too, also what looks like an option.
     """
+    epilog = f"Exit status: {status}\n\nExample: {example}"
+    told = {"help": about, "epilog": epilog, "context_settings": {"allow_interspersed_args": not passes_on}}
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
-        def add(app: typer.Typer) -> None:
-            epilog = f"Exit status: {status}\n\nExample: {example}"
-            settings = {"allow_interspersed_args": not passes_on}
-            app.command(
-                name, cls=Command, short_help=COMMANDS[name][1], help=about, epilog=epilog, context_settings=settings
-            )(expand_groups(function, job, hidden))
-
-        _DECLARED[name] = add
+        _DECLARED[name] = function, job, hidden, told
         return function
 
     return declare
@@ -165,7 +160,9 @@ def command(
 def build_command(name: str) -> Any:
     """The command of this name, in typer's form. Its module must be imported."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    _DECLARED[name](app)
+    function, job, hidden, told = _DECLARED[name]
+    add = app.command(name, cls=Command, short_help=COMMANDS[name][1], **told)
+    add(expand_groups(function, job, hidden))
     return typer.main.get_command(app)
 
 

@@ -25,6 +25,9 @@ its end, while files become durable."""
 MOST_DISTANT_BYTES = 8 << 20
 """Bytes of sources that are not at hand, in one batch: they are in memory while it runs."""
 
+Ranges = Mapping[int, Sequence[tuple[int, int, int]]]
+"""Id of a store -> (number, start, bytes) of each of its runs of elements with a CRC that is taken; no number is used twice."""
+
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
 _LITERAL = struct.Struct("=IIQQQ")
@@ -149,16 +152,18 @@ def _pack_move(src: int, dst: int, m: Move) -> bytes:
     return _MOVE.pack(src, dst, at, to, count, rows, *steps, tensor, a.number, b.number, a.swap(store.byteorder), 0)
 
 
-def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False, summed: bool = True) -> Iterator[Batch]:
+def batches(
+    plan: Plan, done: Collection[str] = (), ranges: Ranges | None = None, *, bare: bool = False
+) -> Iterator[Batch]:
     """The plan in parts of bounded size; a file's literals come in order among its moves.
 
     Args:
         plan: what goes where.
         done: paths of files that exist already: nothing goes into them.
+        ranges: runs of elements with CRCs that are wanted; None for none.
         bare: leave out the literals.
-        summed: compute the CRCs of runs of elements.
     """
-    cutter = _Cutter(plan, done, bare=bare, summed=summed)
+    cutter = _Cutter(plan, done, ranges or {}, bare=bare)
     for move in plan.moves():
         if move is None or cutter.ends_before(move):
             yield from cutter.cut()
@@ -179,7 +184,7 @@ class _Cutter:
         unfinished: id of a store -> the file; elements or literals of it are still to come.
     """
 
-    def __init__(self, plan: Plan, done: Collection[str], *, bare: bool, summed: bool) -> None:
+    def __init__(self, plan: Plan, done: Collection[str], ranges: Ranges, *, bare: bool) -> None:
         self.batch = Batch()
         self.unfinished: dict[int, tuple[OutputFile, FileStore]] = {}
         self._skipped: set[int] = set()
@@ -191,7 +196,7 @@ class _Cutter:
                 self.unfinished[id(store)] = output, store
                 self._literals[id(store)] = deque(() if bare else sorted(output.literals))
         self._missing = element_bytes(plan)
-        self._ranges = ranges_of(plan) if summed else {}
+        self._ranges = ranges
         self._tensor, self._reach = -1, 0  # of the last move
         self._last: Store | None = None
 
@@ -274,7 +279,7 @@ def element_bytes(plan: Plan) -> dict[int, int]:
     return totals
 
 
-def ranges_of(plan: Plan) -> dict[int, list[tuple[int, int, int]]]:
-    """Id of a store -> (number in the plan, start, bytes) of each of its runs of elements with a CRC that is taken."""
+def ranges_of(plan: Plan) -> Ranges:
+    """All runs of elements in the files of a plan."""
     numbers = count()
     return {id(store): [(next(numbers), *run) for run in element_ranges(output)] for output, store in plan.files}

@@ -191,7 +191,7 @@ class _Worker:
             self._run(batch, entry, dtype)
             return array
         to = TensorPart(entry.name, entry.shape, dtype, (Fragment(memory, 0, start, stop - start),))
-        for batch in batches(Plan((), [(entry, to)]), summed=False):
+        for batch in batches(Plan((), [(entry, to)])):
             self._run(moved_near(batch, self._bring), entry, dtype)
         return array
 

@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from zckpt.core.plan import OutputFile
@@ -102,23 +103,18 @@ class CrcSpan(NamedTuple):
 
 def spans(output: OutputFile) -> Iterator[CrcSpan]:
     """A file's literals and what lies between them, in order, cut wherever one of its checksums begins or ends."""
-    cuts = sorted({edge for c in output.checksums for edge in (c.start, c.start + c.nbytes)})
-    at = cut = 0
-
-    def pieces(stop: int, literal: bytes | None) -> Iterator[CrcSpan]:
-        nonlocal at, cut
-        start = at
-        while at < stop:
-            while cut < len(cuts) and cuts[cut] <= at:
-                cut += 1
-            end = min(stop, cuts[cut]) if cut < len(cuts) else stop
-            yield CrcSpan(at, end - at, None if literal is None else literal[at - start : end - start])
-            at = end
-
-    for offset, data in sorted(output.literals):
-        yield from pieces(offset, None)
-        yield from pieces(offset + len(data), data)
-    yield from pieces(output.size, None)
+    literals = sorted(output.literals)
+    edges = {0, output.size}
+    for checksum in output.checksums:
+        edges |= {checksum.start, checksum.start + checksum.nbytes}
+    for offset, data in literals:
+        edges |= {offset, offset + len(data)}
+    ahead = iter(literals)
+    offset, data = next(ahead, (output.size, b""))
+    for start, stop in pairwise(sorted(edges)):
+        while offset + len(data) <= start:
+            offset, data = next(ahead, (output.size, b""))
+        yield CrcSpan(start, stop - start, data[start - offset : stop - offset] if offset <= start else None)
 
 
 def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:

@@ -161,7 +161,7 @@ def run(
             return None if mode is Mode.PASSING else mover.seal(output, store, files)
 
         written = mover.carry_out(
-            batches(plan, done, summed=mode is not Mode.PASSING), files, paths, finish, report,
+            batches(plan, done, None if mode is Mode.PASSING else mover.ranges), files, paths, finish, report,
             durable=mode is Mode.DURABLE, progress=progress,
             before=sum(output.size for output, _ in plan.files if output.path in done),
         )  # fmt: skip
@@ -215,6 +215,7 @@ class Mover:
         engine: "native" or "reference".
         bytes_read: of elements, by the whole plan.
         give_back: whether the page cache forgets what is read and written.
+        ranges: runs of elements with CRCs that are taken, by output.
         cloned: bytes of outputs so far that share their sources' blocks.
         ordered: id of an output's store -> what gets its bytes in order.
     """
@@ -241,7 +242,7 @@ class Mover:
         self._window = window_bytes(window)
         self._bytes_per_s = bytes_per_s or 0
         self._spend = pace(bytes_per_s)
-        self._ranges = ranges_of(plan)
+        self.ranges = ranges_of(plan)
         self._pairs = plan.pairs
         self._lost: dict[int, tuple[int, float]] = {}
         self._tensors: dict[int, set[int]] = {}
@@ -346,7 +347,7 @@ class Mover:
     def crcs(self, store: FileStore) -> list[Partial] | None:
         """CRCs of parts of a file, each within one range of elements, once; None where the engine takes none."""
         found: list[Partial] = []
-        for number, _, _ in self._ranges[id(store)]:
+        for number, _, _ in self.ranges[id(store)]:
             found += self._crcs.pop(number, ())
         return None if self.engine == "reference" else found
 

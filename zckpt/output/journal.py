@@ -79,7 +79,7 @@ def read(path: str) -> JournalRecord:
         case _:
             return JournalRecord()
     finished: dict[str, WrittenFile] = {}
-    seal: Seal | None = None
+    seal: Mapping[str, Any] | None = None
     done = False
     for line in lines:
         match line:
@@ -87,12 +87,12 @@ def read(path: str) -> JournalRecord:
                 lost = {str(tensor): (int(n), float(x)) for tensor, (n, x) in overflows.items()}
                 finished[name] = WrittenFile(name, nbytes, crc, lost)
             case {"seal": dict(facts)}:
-                seal, done = _seal(facts, path), False
+                seal, done = facts, False
             case {"end": str(end)}:
                 seal, done = None, end == "done"
             case _:
                 pass
-    return JournalRecord(job, finished, seal, done)
+    return JournalRecord(job, finished, None if seal is None else _seal(seal, path), done)
 
 
 def _seal(facts: Mapping[str, Any], path: str) -> Seal:

@@ -186,11 +186,21 @@ def _states(plan: Plan) -> Callable[[Store], tuple[object, ...]]:
     def state(store: Store) -> tuple[object, ...]:
         if isinstance(store, DerivedStore):
             return _of_recipe(store, state)
-        if isinstance(store, FileStore) and store.is_remote and not found:
-            found.update(fsspec_io.statuses(_addresses_of(plan)))
-        if id(store) not in known:
-            known[id(store)] = _state(store, found)
-        return known[id(store)]
+        if id(store) in known:
+            return known[id(store)]
+        if not isinstance(store, FileStore):
+            assert isinstance(store, MemoryStore | ComputedStore)
+            from hashlib import sha256
+
+            facts: tuple[object, ...] = (sha256(ctypes.string_at(store.address, store.size)).hexdigest(),)
+        elif store.is_remote:
+            if not found:
+                found.update(fsspec_io.statuses(_addresses_of(plan)))
+            status = found[store.path]
+            facts = store.path, store.byteorder, status.size, *status.identity
+        else:
+            facts = os.path.realpath(store.path), store.byteorder, *location_of(store).state()
+        return known.setdefault(id(store), facts)
 
     return state
 
@@ -209,19 +219,6 @@ def _stores(entry: TensorEntry | TensorPart) -> Iterator[Store]:
                 yield from _stores(source)
         else:
             yield fragment.store
-
-
-def _state(store: Store, found: Mapping[str, fsspec_io.Status]) -> tuple[object, ...]:
-    """The facts of one file or memory; `found`: what stores say of files at addresses."""
-    if isinstance(store, MemoryStore | ComputedStore):
-        from hashlib import sha256
-
-        return (sha256(ctypes.string_at(store.address, store.size)).hexdigest(),)
-    assert isinstance(store, FileStore)
-    if store.is_remote:
-        status = found[store.path]
-        return store.path, store.byteorder, status.size, *status.identity
-    return os.path.realpath(store.path), store.byteorder, *location_of(store).state()
 
 
 def _of_recipe(store: DerivedStore, state: Callable[[Store], tuple[object, ...]]) -> tuple[object, ...]:

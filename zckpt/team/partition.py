@@ -94,7 +94,7 @@ def move(
         return WrittenPart(output.path, nbytes[id(store)], taken, mover.overflows(store))
 
     with open_output_files(part, root, paths, give_back=mover.give_back) as files:
-        mover.carry_out(batches(part, bare=True), files, paths, finish, moved, progress=progress)
+        mover.carry_out(batches(part, ranges=mover.ranges, bare=True), files, paths, finish, moved, progress=progress)
 
 
 def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | None) -> tuple[int, dict[int, bytes]]:
